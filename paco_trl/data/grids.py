@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One image set is one image: a grid of panels of equal size, in row-major order."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]:
+    """
+    Give the size of one panel of a grid image.
+
+    Args:
+        height (`int`):
+            Height of the whole image in pixels.
+        width (`int`):
+            Width of the whole image in pixels.
+        rows (`int`):
+            Number of rows of the grid.
+        cols (`int`):
+            Number of columns of the grid.
+
+    Returns:
+        `tuple[int, int]`: height and width of one panel.
+
+    Raises:
+        ValueError: If the grid has no row or column, or if the image does not divide into equal panels.
+    """
+    if rows < 1 or cols < 1:
+        raise ValueError(f"A grid needs at least one row and one column, got rows={rows} and cols={cols}.")
+    if height < 1 or width < 1 or height % rows or width % cols:
+        sizes = [f"{h}x{w}" for h in _nearest_multiples(height, rows) for w in _nearest_multiples(width, cols)]
+        raise ValueError(
+            f"An image of {height}x{width} pixels (height x width) does not divide into a {rows}x{cols} grid (rows x "
+            "cols) of equal panels, and panels are never cropped. Nearest sizes that divide: " + ", ".join(sizes) + "."
+        )
+    return height // rows, width // cols
+
+
+def _nearest_multiples(length: int, count: int) -> list[int]:
+    """Give the multiples of `count` next to `length`, below and above; one alone where `length` is such a multiple."""
+    below = length // count * count
+    above = -(-length // count) * count
+    return sorted({max(below, count), max(above, count)})
+
+
+def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:
+    """
+    Split a grid image into its panels.
+
+    Args:
+        image (`PIL.Image.Image`):
+            The whole grid.
+        rows (`int`):
+            Number of rows of the grid.
+        cols (`int`):
+            Number of columns of the grid.
+
+    Returns:
+        `list[PIL.Image.Image]`: the `rows * cols` panels, row by row from the upper left.
+
+    Raises:
+        ValueError: If the image does not divide into equal panels.
+    """
+    height, width = panel_size(image.height, image.width, rows, cols)
+    return [
+        image.crop((col * width, row * height, (col + 1) * width, (row + 1) * height))
+        for row in range(rows)
+        for col in range(cols)
+    ]
+
+
+def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
+    """
+    Join panels into one grid image, the inverse of [`split_grid`].
+
+    Args:
+        panels (`Sequence[PIL.Image.Image]`):
+            The `rows * cols` panels, row by row from the upper left, all of one size and mode.
+        rows (`int`):
+            Number of rows of the grid.
+        cols (`int`):
+            Number of columns of the grid.
+
+    Returns:
+        `PIL.Image.Image`: the whole grid.
+
+    Raises:
+        ValueError: If the number of panels is not `rows * cols`, or if their sizes or modes differ.
+    """
+    from PIL import Image
+
+    if rows < 1 or cols < 1:
+        raise ValueError(f"A grid needs at least one row and one column, got rows={rows} and cols={cols}.")
+    if len(panels) != rows * cols:
+        raise ValueError(f"A {rows}x{cols} grid (rows x cols) has {rows * cols} panels, got {len(panels)} images.")
+    kinds = sorted({(panel.height, panel.width, panel.mode) for panel in panels})
+    if len(kinds) > 1:
+        found = ", ".join(f"{height}x{width} {mode}" for height, width, mode in kinds)
+        raise ValueError(
+            f"The panels of a grid must have one size and one mode, got (height x width mode) {found}. Resize or "
+            "convert them first."
+        )
+    height, width, mode = kinds[0]
+    image = Image.new(mode, (cols * width, rows * height))
+    for index, panel in enumerate(panels):
+        row, col = divmod(index, cols)
+        image.paste(panel, (col * width, row * height))
+    return image

@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image-set prompts: one text that asks for a grid of images which belong together.
+
+The columns are `prompt`, `rows`, `cols`, `panels` and, where known, `theme`, `criteria`, `height`, `width` and `id`.
+Raw rows of T2IS-Bench (https://arxiv.org/abs/2506.23275) become such rows with [`convert_t2is`].
+"""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .grids import panel_size
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+_NEEDED_COLUMNS = ["prompt", "rows", "cols", "panels"]
+_T2IS_COLUMNS = ["idx", "prompt", "layout", "height", "width"]
+
+_LAYOUT = re.compile(r"(\d+)\s*[xX×]\s*(\d+)")
+_LAYOUT_PHRASE = re.compile(_LAYOUT.pattern + r"[\s-]+grid\s+layout", re.IGNORECASE)
+
+# "[LEFT]:", "[TOP]-[MIDDLE-LEFT]:" or "PANEL-3:"
+_MARKER = re.compile(r"(?:\[[A-Z-]+\](?:-\[[A-Z-]+\])?|PANEL-\d+):")
+_SENTENCE_ENDS = (".", "!", "?", "…", "。", "！", "？")
+_CLOSING_MARKS = "\"'”’»)]"
+
+_ROW_NAMES = {1: [""], 2: ["TOP", "BOTTOM"], 3: ["TOP", "MIDDLE", "BOTTOM"]}
+_COL_NAMES = {
+    1: [""],
+    2: ["LEFT", "RIGHT"],
+    3: ["LEFT", "MIDDLE", "RIGHT"],
+    4: ["LEFT", "MIDDLE-LEFT", "MIDDLE-RIGHT", "RIGHT"],
+}
+
+
+class ImageSetPrompt(NamedTuple):
+    """
+    The parts of an image-set prompt.
+
+    Attributes:
+        theme (`str`):
+            Text in front of the first panel marker: the layout, the subject and what all panels share.
+        rows (`int`):
+            Number of rows of the grid.
+        cols (`int`):
+            Number of columns of the grid.
+        panels (`list[str]`):
+            Texts of the `rows * cols` panels, row by row from the upper left.
+    """
+
+    theme: str
+    rows: int
+    cols: int
+    panels: list[str]
+
+
+def _shorten(text: str) -> str:
+    return repr(textwrap.shorten(text, width=100, placeholder="..."))
+
+
+def _find_markers(prompt: str) -> list[re.Match]:
+    """Find the markers which open a panel: those after the end of a sentence, or directly after another marker."""
+    markers = []
+    for match in _MARKER.finditer(prompt):
+        before = prompt[: match.start()].rstrip()
+        # Directly after a marker: the panel in between is empty, which is reported as such and not as a missing marker
+        after_marker = bool(markers) and len(before) == markers[-1].end()
+        if after_marker or before.rstrip(_CLOSING_MARKS).endswith(_SENTENCE_ENDS):
+            markers.append(match)
+    return markers
+
+
+def _position_markers(rows: int, cols: int) -> list[str] | None:
+    """Give the markers by position, row by row; None for a layout whose positions have no names."""
+    if rows not in _ROW_NAMES or cols not in _COL_NAMES or rows == cols == 1:
+        return None
+    positions = [[name for name in (row, col) if name] for row in _ROW_NAMES[rows] for col in _COL_NAMES[cols]]
+    return ["-".join(f"[{name}]" for name in names) + ":" for names in positions]
+
+
+def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
+    """
+    Take an image-set prompt in the T2IS format apart.
+
+    The format is `FOUR-PANEL Images with a 2x2 grid layout <subject>. <shared description> [TOP]-[LEFT]:<panel 1>
+    [TOP]-[RIGHT]:<panel 2> ...`. A grid of one row has `[LEFT]:`, `[MIDDLE]:`, `[RIGHT]:`; any grid may have
+    `PANEL-1:`, `PANEL-2:` ... instead. A marker opens a panel only after the end of a sentence, so that a panel may
+    speak of `[LEFT]:` or `PANEL-2:` inside a sentence.
+
+    Args:
+        prompt (`str`):
+            The whole prompt.
+
+    Returns:
+        [`ImageSetPrompt`]: theme, rows, cols and panels.
+
+    Raises:
+        ValueError: If the layout is missing, or if the panel markers do not fit it, or if a panel is empty.
+    """
+    markers = _find_markers(prompt)
+    theme = prompt[: markers[0].start()].strip() if markers else prompt.strip()
+
+    layout = _LAYOUT_PHRASE.search(theme)
+    if layout is None:
+        raise ValueError(
+            f"The prompt {_shorten(prompt)} names no `RxC grid layout` in front of its first panel, so its rows and "
+            'columns are unknown. Write for example "FOUR-PANEL Images with a 2x2 grid layout ...".'
+        )
+    rows, cols = int(layout[1]), int(layout[2])
+    if rows < 1 or cols < 1:
+        raise ValueError(
+            f"The prompt {_shorten(prompt)} asks for a {rows}x{cols} grid, which has no panels. Write a layout "
+            "with at least one row and one column."
+        )
+
+    found = [marker[0] for marker in markers]
+    by_position = _position_markers(rows, cols)
+    wanted = f"`PANEL-1:` to `PANEL-{rows * cols}:`"
+    if by_position is not None:
+        wanted = f"`{' '.join(by_position)}` or {wanted}"
+    if len(found) != rows * cols:
+        inside = len(_MARKER.findall(prompt)) - len(found)
+        raise ValueError(
+            f"The prompt {_shorten(prompt)} has {len(found)} panel markers, but its {rows}x{cols} grid layout has "
+            f"{rows * cols} panels. Markers found: {' '.join(found) or 'none'}; {inside} more stand inside a sentence "
+            f"and do not count. Write {wanted}, each after the end of a sentence."
+        )
+    if found not in (by_position, [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]):
+        raise ValueError(
+            f"The panel markers of the prompt {_shorten(prompt)} are duplicate, out of order or of another layout: "
+            f"{' '.join(found)}. For its {rows}x{cols} grid layout write {wanted}."
+        )
+
+    ends = [marker.start() for marker in markers[1:]] + [len(prompt)]
+    panels = [prompt[marker.end() : end].strip() for marker, end in zip(markers, ends, strict=True)]
+    for marker, panel in zip(found, panels, strict=True):
+        if not panel:
+            raise ValueError(
+                f"The panel {marker} of the prompt {_shorten(prompt)} is empty. Every panel needs a description after "
+                "its marker."
+            )
+    return ImageSetPrompt(theme, rows, cols, panels)
+
+
+def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> dict[str, dict[str, str]]:
+    """
+    Give the criteria of one row as dimension -> name -> text, whichever way they are stored.
+
+    Args:
+        criteria (`Mapping` or `Iterable` or `None`):
+            Either the list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of
+            dictionaries. In a `datasets.Dataset` the latter has all keys of all rows, with `None` where a row lacks
+            one; these are left out.
+
+    Returns:
+        `dict[str, dict[str, str]]`: the criteria of this row only; empty for `None`.
+    """
+    if criteria is None:
+        return {}
+    if isinstance(criteria, Mapping):
+        entries = [
+            (dimension, name, text) for dimension, texts in criteria.items() for name, text in (texts or {}).items()
+        ]
+    else:
+        entries = [(entry["dimension"], entry["name"], entry["text"]) for entry in criteria]
+    result: dict[str, dict[str, str]] = {}
+    for dimension, name, text in entries:
+        if text is not None:
+            result.setdefault(dimension, {})[name] = text
+    return result
+
+
+def _criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> list[dict[str, str]]:
+    """Give criteria in the form that Arrow keeps as it is, see [`convert_t2is`]."""
+    return [
+        {"dimension": dimension, "name": name, "text": text}
+        for dimension, texts in criteria_dict(criteria).items()
+        for name, text in texts.items()
+    ]
+
+
+def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    missing = [name for name in _T2IS_COLUMNS if row.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"A raw T2IS row needs {_T2IS_COLUMNS}, but {missing} are missing or None; it has {list(row)}. Rows which "
+            "already have `rows`, `cols` and `panels` need no conversion."
+        )
+    try:
+        parsed = parse_image_set_prompt(row["prompt"])
+        layout = _LAYOUT.fullmatch(row["layout"].strip())
+        if layout is None or (int(layout[1]), int(layout[2])) != (parsed.rows, parsed.cols):
+            raise ValueError(
+                f"`layout` is {row['layout']!r}, but the prompt asks for a {parsed.rows}x{parsed.cols} grid layout. "
+                "Correct the one that is wrong."
+            )
+        panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
+    except ValueError as error:
+        raise ValueError(f"T2IS row with idx {row['idx']!r}: {error}") from error
+    return {
+        "id": str(row["idx"]),
+        "prompt": row["prompt"],
+        "theme": row.get("theme") or parsed.theme,
+        "rows": parsed.rows,
+        "cols": parsed.cols,
+        "panels": parsed.panels,
+        "criteria": _criteria_list(row.get("criteria")),
+        "height": row["height"],
+        "width": row["width"],
+    }
+
+
+def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, Any] | Dataset":
+    """
+    Convert raw T2IS rows to image-set prompts.
+
+    The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height` and `width`; the
+    other T2IS columns are left out.
+
+    `criteria` becomes a list of `{"dimension", "name", "text"}`, for a single row as for a dataset. The raw form,
+    dimension -> name -> text, has other names in every row, and an Arrow column of such dictionaries gives every row
+    the names of all rows (in an order of its own). [`criteria_dict`] gives the raw form back, without the names that
+    have no text in this row.
+
+    Args:
+        row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
+            One raw row, or a dataset of them with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
+            `theme` and `criteria`.
+
+    Returns:
+        `dict` or [`~datasets.Dataset`]: the converted row or dataset.
+
+    Raises:
+        ValueError: If a column is missing, a prompt does not parse, `layout` is not the one of the prompt, or the size
+            does not divide into the panels.
+    """
+    from datasets import Dataset, Features, List, Value
+
+    if not isinstance(row_or_dataset, Dataset):
+        return _convert_t2is_row(row_or_dataset)
+    # Given, not inferred: the first rows may all be without criteria
+    features = Features(
+        {
+            "id": Value("string"),
+            "prompt": Value("string"),
+            "theme": Value("string"),
+            "rows": Value("int64"),
+            "cols": Value("int64"),
+            "panels": List(Value("string")),
+            "criteria": List({name: Value("string") for name in ("dimension", "name", "text")}),
+            "height": Value("int64"),
+            "width": Value("int64"),
+        }
+    )
+    return row_or_dataset.map(
+        _convert_t2is_row,
+        remove_columns=row_or_dataset.column_names,
+        features=features,
+        desc="Converting T2IS prompts",
+    )
+
+
+def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, Any]]") -> None:
+    """
+    Check that data are image-set prompts, before any model is loaded.
+
+    Args:
+        dataset_or_rows ([`~datasets.Dataset`] or `Iterable[Mapping]`):
+            The dataset, of which only the needed columns are read, or its rows as dictionaries.
+
+    Raises:
+        ValueError: If there are no rows, if `prompt`, `rows`, `cols` or `panels` is missing, or if a row has an empty
+            prompt, a grid without panels, another number of panels than its grid, or an empty panel.
+    """
+    from datasets import Dataset
+
+    if isinstance(dataset_or_rows, Dataset):
+        size, names = len(dataset_or_rows), dataset_or_rows.column_names
+    else:
+        dataset_or_rows = list(dataset_or_rows)
+        size = len(dataset_or_rows)
+        names = [name for name in dataset_or_rows[0] if all(name in row for row in dataset_or_rows)] if size else []
+    if size == 0:
+        raise ValueError("The image-set prompts have no rows. Check the file or the split that they come from.")
+
+    missing = [name for name in _NEEDED_COLUMNS if name not in names]
+    if missing:
+        hint = "Rename or add them."
+        if "layout" in names:
+            hint = "These look like raw T2IS rows: convert them with `paco_trl.data.convert_t2is(dataset)`."
+        raise ValueError(f"Image-set prompts need the columns {missing}, but there are only {names}. {hint}")
+
+    if isinstance(dataset_or_rows, Dataset):
+        # Whole columns of plain Python values; image columns are not touched
+        columns = dataset_or_rows.with_format(None).select_columns(_NEEDED_COLUMNS)[:]
+    else:
+        columns = {name: [row[name] for row in dataset_or_rows] for name in _NEEDED_COLUMNS}
+    for index, values in enumerate(zip(*(columns[name] for name in _NEEDED_COLUMNS), strict=True)):
+        _check_row(index, *values)
+
+
+def _check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"The `prompt` of row {index} is {prompt!r}. It must be a text that is not empty.")
+    for name, value in (("rows", rows), ("cols", cols)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"`{name}` of row {index} is {value!r}. It must be an int of at least 1.")
+    if type(panels) not in (list, tuple):
+        raise ValueError(f"`panels` of row {index} is {panels!r}. It must be a list with one text for each panel.")
+    if len(panels) != rows * cols:
+        raise ValueError(
+            f"`panels` of row {index} has {len(panels)} texts, but its {rows}x{cols} grid (rows x cols) has "
+            f"{rows * cols} panels. Give one text for each panel, row by row."
+        )
+    for number, panel in enumerate(panels):
+        if not isinstance(panel, str) or not panel.strip():
+            raise ValueError(f"`panels[{number}]` of row {index} is {panel!r}. It must be a text that is not empty.")
+
+
+def _read_json_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of one file, raw T2IS rows converted."""
+    # Not `load_dataset("json")`: it writes a copy into the user's cache, and what it makes of T2IS's `criteria`, with
+    # other names in every row, depends on the version of `datasets`
+    text = path.read_text(encoding="utf-8")
+    is_list = path.suffix == ".json" and text.lstrip().startswith("[")
+    rows: list[Any] = []
+    # Not `splitlines`, which would also cut at characters that JSON allows inside a string
+    for number, part in enumerate([text] if is_list else text.split("\n"), start=1):
+        if not part.strip():
+            continue
+        try:
+            parsed = json.loads(part)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"The part of {path} that starts at line {number} is not valid JSON ({error}). Write one JSON object "
+                "on each line or, in a `.json` file, one list of them."
+            ) from error
+        rows.extend(parsed if is_list else [parsed])
+
+    for index, row in enumerate(rows):
+        if type(row) is not dict:
+            raise ValueError(
+                f"Row {index} of {path} is {row!r}. It must be a JSON object with the columns as its keys."
+            )
+        if "layout" in row and "panels" not in row:
+            rows[index] = _convert_t2is_row(row)
+        elif "criteria" in row:
+            rows[index] = {**row, "criteria": _criteria_list(row["criteria"])}
+    return rows
+
+
+def _json_lines_of_split(folder: Path, split: str) -> list[Path]:
+    """Choose a split's files as `load_dataset` does: by the start of the name, and `train` for names of no split."""
+    splits = {"train", "validation", "test", split}
+    paths = sorted(folder.glob("*.jsonl"))
+    chosen = [path for path in paths if path.name.startswith(split)]
+    if split == "train":
+        chosen += [path for path in paths if not any(path.name.startswith(name) for name in splits)]
+    if paths and not chosen:
+        raise ValueError(
+            f"The folder {folder} has no JSON lines file whose name starts with the split {split!r}, only "
+            f"{[path.name for path in paths]}. Choose another `split` or give the file itself."
+        )
+    return chosen
+
+
+def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dataset":
+    """
+    Load image-set prompts, from the Hub or from disk, and check them. Raw T2IS rows are converted.
+
+    Args:
+        path_or_id (`str` or `Path`):
+            One of:
+
+            - a `.jsonl` file, or a `.json` file with a list of rows or with one row on each line;
+            - a folder of `.jsonl` files;
+            - a folder written by `save_to_disk` of a [`~datasets.Dataset`] or [`~datasets.DatasetDict`];
+            - any other folder that [`~datasets.load_dataset`] reads, or the id of a dataset on the Hub.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split to load. A file, or a saved `Dataset`, is one split, which is loaded whatever its name.
+
+    Returns:
+        [`~datasets.Dataset`]: the checked prompts.
+
+    Raises:
+        FileNotFoundError: If `path_or_id` is a local path and does not exist.
+        ValueError: If there is no such split, or if the rows are not image-set prompts.
+    """
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    path = Path(path_or_id).expanduser()
+    looks_local = isinstance(path_or_id, Path) or path_or_id.startswith((".", "/", "~"))
+    if not path.exists() and (looks_local or path.suffix in (".json", ".jsonl")):
+        raise FileNotFoundError(
+            f"There is no file or folder {str(path_or_id)!r} with image-set prompts. Check the path; the prompts that "
+            "come with the package are at `paco_trl.data.demo_prompts_path()`."
+        )
+
+    if path.is_file() and path.suffix not in (".json", ".jsonl"):
+        raise ValueError(f"The file {str(path)!r} is not read: image-set prompts are `.jsonl` or `.json` files.")
+    is_saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    if path.is_file():
+        json_paths = [path]
+    else:
+        json_paths = [] if is_saved else _json_lines_of_split(path, split)
+
+    if json_paths:
+        rows = [row for json_path in json_paths for row in _read_json_rows(json_path)]
+        # On the rows, before Arrow sees them: its error for a wrong type names neither the row nor the column
+        check_image_set_columns(rows)
+        # Every key of every row: `Dataset.from_list` takes the keys of the first row only
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+
+    if is_saved:
+        dataset = load_from_disk(str(path))
+        if isinstance(dataset, DatasetDict):
+            if split not in dataset:
+                raise ValueError(f"{str(path)!r} has no split {split!r}, only {list(dataset)}. Choose one of these.")
+            dataset = dataset[split]
+    else:
+        dataset = load_dataset(str(path) if path.is_dir() else str(path_or_id), split=split)
+    if "layout" in dataset.column_names and "panels" not in dataset.column_names:
+        dataset = convert_t2is(dataset)
+    check_image_set_columns(dataset)
+    return dataset
+
+
+def demo_prompts_path() -> Path:
+    """
+    Give the path of the prompts that come with the package.
+
+    Returns:
+        `Path`: a `.jsonl` file of 24 image-set prompts, for [`load_image_set_prompts`].
+    """
+    return Path(str(files("paco_trl.data") / "prompts" / "demo.jsonl"))

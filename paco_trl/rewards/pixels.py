@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards that need no model: pixel values, which mean nothing beyond that. For demos and tests."""
+
+from itertools import combinations
+
+from PIL import Image, ImageChops, ImageStat
+
+
+THUMBNAIL_SIZE = (8, 8)
+
+
+def redness_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[float]:
+    """
+    How red an image is: the mean of red minus the mean of green and blue. For demos and tests.
+
+    Args:
+        prompts (`list[str]`):
+            Prompts, not used.
+        completions (`list[PIL.Image.Image]`):
+            Images.
+
+    Returns:
+        `list[float]`: one score per image, in [-1, 1]: 1 for pure red, 0 for grey, -1 for cyan (no red, all green and
+        blue).
+    """
+    scores = []
+    for image in completions:
+        red, green, blue = ImageStat.Stat(image.convert("RGB")).mean
+        scores.append((red - (green + blue) / 2) / 255)
+    return scores
+
+
+def panel_similarity_reward(
+    prompts: list[str], completions: list[Image.Image], panel_images: list[list[Image.Image]], **kwargs
+) -> list[float | None]:
+    """
+    How alike the panels of a grid are: 1 minus the mean absolute difference of their thumbnails over all pairs.
+
+    It stands in for a consistency reward where no model can be loaded. It rewards copies: panels that are all the same
+    score best. For demos and tests only.
+
+    Args:
+        prompts (`list[str]`):
+            Prompts, not used.
+        completions (`list[PIL.Image.Image]`):
+            The grids; not used, `panel_images` has them cut.
+        panel_images (`list[list[PIL.Image.Image]]`):
+            Images of the panels, for each completion.
+
+    Returns:
+        `list[float | None]`: one score per completion, in [0, 1]: 1 for identical panels, 0 for one black and one
+        white panel. `None` for a single panel, which has no pair.
+    """
+    scores = []
+    for panels in panel_images:
+        thumbnails = [panel.convert("RGB").resize(THUMBNAIL_SIZE, Image.Resampling.BOX) for panel in panels]
+        differences = [_mean_absolute_difference(first, second) for first, second in combinations(thumbnails, 2)]
+        scores.append(1 - sum(differences) / len(differences) if differences else None)
+    return scores
+
+
+def _mean_absolute_difference(first: Image.Image, second: Image.Image) -> float:
+    channel_means = ImageStat.Stat(ImageChops.difference(first, second)).mean  # 3 values in [0, 255]
+    return sum(channel_means) / len(channel_means) / 255

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout and replay: the unmodified diffusers pipeline as the policy."""
+
+from .families import FAMILIES, Family, FluxFamily, family_of
+from .noise import keyed_generator
+from .policy import PipelinePolicy, RecordedStep, cast_floating_inputs, replay
+from .scheduler import FlowMatchSDEScheduler, SDESettings
+from .sde import SDE_TYPES, SDEStep, gaussian_log_prob, sde_step, step_std
+
+
+__all__ = [
+    "FAMILIES",
+    "SDE_TYPES",
+    "Family",
+    "FlowMatchSDEScheduler",
+    "FluxFamily",
+    "PipelinePolicy",
+    "RecordedStep",
+    "SDESettings",
+    "SDEStep",
+    "cast_floating_inputs",
+    "family_of",
+    "gaussian_log_prob",
+    "keyed_generator",
+    "replay",
+    "sde_step",
+    "step_std",
+]

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise as a pure function of what it is for.
+
+Whatever the number of processes, the order of the images or the moment a run was resumed: the same image of the same
+round gets the same noise.
+"""
+
+import numpy as np
+import torch
+
+
+def keyed_generator(*key: int) -> torch.Generator:
+    """
+    A CPU generator whose state depends on nothing but the key.
+
+    Args:
+        key (`int`):
+            Non-negative integers, here `(seed, round, prompt, image, step)`. Keys of one length that differ in any
+            place give independent streams. (Of different lengths they may not: [`numpy.random.SeedSequence`] pads
+            short keys with zeros.)
+
+    Returns:
+        `torch.Generator` on the CPU: its stream is the same on every accelerator.
+    """
+    state = np.random.SeedSequence(key).generate_state(2, dtype=np.uint32)
+    return torch.Generator().manual_seed((int(state[0]) << 31) | (int(state[1]) >> 1))  # 63 bits: always accepted

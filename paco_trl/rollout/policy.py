@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's diffusers pipeline as a policy: draw images and record what is needed to score the same steps again.
+
+Nothing of the pipeline is rewritten. Its scheduler is replaced by a subclass that draws the stochastic steps, and
+hooks on its transformer record the calls made at those steps; replaying them through the trained model gives the new
+log-probability of the very same samples.
+"""
+
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from PIL import Image
+from torch import nn
+
+from .families import Family
+from .noise import keyed_generator
+from .scheduler import FlowMatchSDEScheduler, SDESettings
+from .sde import SDEStep, sde_step, step_std
+
+
+@dataclass
+class RecordedStep:
+    """
+    One stochastic step of a batch of images: what went in, what came out, and how probable it was.
+
+    Attributes:
+        index (`int`):
+            Index of the step in the schedule.
+        sigma (`float`), sigma_next (`float`), sigma_max (`float`):
+            Times before and after the step, and the second sigma of the schedule.
+        sample (`torch.Tensor` of shape `(B, ...)`), prev_sample (`torch.Tensor` of shape `(B, ...)`):
+            Latents before and after the step, float32.
+        log_prob (`torch.Tensor` of shape `(B,)`):
+            Log-probability of `prev_sample` under the policy that drew it.
+        calls (`list[dict]`):
+            Arguments, by name, of each call of the transformer in this step.
+    """
+
+    index: int
+    sigma: float
+    sigma_next: float
+    sigma_max: float
+    sample: torch.Tensor
+    prev_sample: torch.Tensor
+    log_prob: torch.Tensor
+    calls: list[dict[str, Any]]
+
+
+class PipelinePolicy:
+    """
+    Draws images with an unmodified diffusers pipeline and replays its stochastic steps.
+
+    Args:
+        pipeline ([`~diffusers.DiffusionPipeline`]):
+            Flow-matching pipeline. Its `scheduler` is replaced by a [`FlowMatchSDEScheduler`] with the same settings,
+            its `transformer` by `model`.
+        family ([`Family`]):
+            Page of the pipeline's family.
+        model (`nn.Module`):
+            Transformer with the adapter; the pipeline calls this very object, so that what is trained is what draws.
+        forward_signature ([`inspect.Signature`]):
+            Signature of the transformer's own `forward` (the adapter's wrapper takes anything).
+
+    Raises:
+        ValueError: the scheduler is not flow matching.
+    """
+
+    def __init__(self, pipeline, family: Family, model: nn.Module, forward_signature: inspect.Signature):
+        self.pipeline = pipeline
+        self.family = family
+        self.scheduler = FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)
+        pipeline.scheduler = self.scheduler
+        pipeline.transformer = model
+        pipeline.set_progress_bar_config(disable=True)
+        self.model = model
+        self._signature = forward_signature
+        self._recording = False
+        self._calls: list[dict[str, Any]] = []
+        self._outputs: list[torch.Tensor] = []
+        model.register_forward_pre_hook(self._record_call, with_kwargs=True)
+        model.register_forward_hook(self._record_output)
+
+    def draw(
+        self,
+        prompt_arguments: dict[str, torch.Tensor],
+        height: int,
+        width: int,
+        num_inference_steps: int,
+        guidance_scale: float,
+        noise_keys: list[tuple[int, ...]],
+        sde: SDESettings | None = None,
+    ) -> tuple[list[Image.Image], list[RecordedStep]]:
+        """
+        Draws a batch of images.
+
+        Args:
+            prompt_arguments (`dict[str, torch.Tensor]`):
+                Encoded prompts, as arguments of the pipeline's call, batch dimension B.
+            height (`int`), width (`int`):
+                Size in pixels.
+            num_inference_steps (`int`):
+                Number of denoising steps.
+            guidance_scale (`float`):
+                Guidance scale of the family's rule.
+            noise_keys (`list[tuple[int, ...]]`):
+                For each image, the integers that its noise is a function of.
+            sde ([`SDESettings`], *optional*):
+                Stochastic steps. Without it the images are drawn by the pipeline's own ODE and nothing is recorded.
+
+        Returns:
+            `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images, and the stochastic steps in order.
+
+        Raises:
+            RuntimeError: the family's guidance rule does not give what the scheduler received, or a stochastic step
+                was not reached.
+        """
+        records: list[RecordedStep] = []
+
+        def on_sde_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
+            self._check_guidance_rule(model_output, guidance_scale, index)
+            sigma, sigma_next, sigma_max = self.scheduler.sigmas_of(index)
+            records.append(
+                RecordedStep(
+                    index,
+                    sigma,
+                    sigma_next,
+                    sigma_max,
+                    sample=sample.float(),
+                    prev_sample=step.prev_sample,
+                    log_prob=step.log_prob,
+                    calls=self._calls,
+                )
+            )
+            self._calls, self._outputs = [], []
+
+        self.scheduler.sde = sde
+        self.scheduler.on_sde_step = on_sde_step
+        # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
+        self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
+        with self._record(sde):
+            images = self.pipeline(
+                **prompt_arguments,
+                height=height,
+                width=width,
+                num_inference_steps=num_inference_steps,
+                generator=[keyed_generator(*key, 0) for key in noise_keys],
+                **self.family.call_arguments(guidance_scale),
+            ).images
+        if sde is not None and sde.noise_level > 0 and len(records) != len(sde.steps):
+            raise RuntimeError(
+                f"{len(records)} stochastic steps were recorded, but {len(sde.steps)} were asked for ({sde.steps}): "
+                f"the pipeline made other steps than the {num_inference_steps} of its schedule."
+            )
+        return images, records
+
+    @contextmanager
+    def _record(self, sde: SDESettings | None):
+        self._recording = sde is not None and sde.noise_level > 0
+        self._sde_steps = sde.steps if self._recording else ()
+        self._calls, self._outputs = [], []
+        try:
+            yield
+        finally:
+            self._recording = False
+            self.scheduler.sde = self.scheduler.on_sde_step = self.scheduler.step_generators = None
+            self._calls, self._outputs = [], []
+
+    def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._recording and self.scheduler.next_step_index in self._sde_steps:
+            bound = self._signature.bind(*args, **kwargs).arguments
+            # Fresh containers, same tensors: a transformer may take items out of a dict it was given
+            self._calls.append(recursively_apply(lambda tensor: tensor, dict(bound)))
+
+    def _record_output(self, module: nn.Module, args: tuple, output) -> None:
+        if self._recording and self.scheduler.next_step_index in self._sde_steps:
+            self._outputs.append(output[0])
+
+    def _check_guidance_rule(self, model_output: torch.Tensor, guidance_scale: float, index: int) -> None:
+        combined = self.family.combine(self._outputs, guidance_scale)
+        if combined is model_output or torch.equal(combined, model_output):
+            return
+        difference = (combined.float() - model_output.float()).abs().max().item()
+        scale = model_output.float().abs().max().item()
+        # Half a unit in the last place of bf16 is 2^-9 of the value: another order of the same operations, not a rule
+        if difference > 2**-8 * scale:
+            raise RuntimeError(
+                f"At step {index} the scheduler received something else than {type(self.family).__name__}.combine "
+                f"makes of the transformer's {len(self._outputs)} output(s): they differ by up to {difference:.3g} "
+                f"(largest value {scale:.3g}, guidance scale {guidance_scale}). Training would follow a wrong "
+                "guidance rule; correct the family's page."
+            )
+
+
+def replay(
+    model: nn.Module, record: RecordedStep, family: Family, guidance_scale: float, sde: SDESettings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Scores a recorded step with the model as it is now.
+
+    One forward for each call of the recorded step, which is one for a guidance-distilled model.
+
+    Args:
+        model (`nn.Module`):
+            The model, wrapped as training wraps it.
+        record ([`RecordedStep`]):
+            Recorded step.
+        family ([`Family`]):
+            Page of the family, for its guidance rule.
+        guidance_scale (`float`):
+            Guidance scale of the rollout.
+        sde ([`SDESettings`]):
+            Settings of the rollout.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
+        `(B, ...)` and standard deviation of the step's Gaussian.
+    """
+    # Fresh containers again: the same recording is replayed once per iteration
+    outputs = [model(**recursively_apply(lambda tensor: tensor, call))[0] for call in record.calls]
+    model_output = family.combine(outputs, guidance_scale)
+    step = sde_step(
+        model_output,
+        record.sample,
+        record.sigma,
+        record.sigma_next,
+        sde.noise_level,
+        sde.sde_type,
+        prev_sample=record.prev_sample,
+        sigma_max=record.sigma_max,
+    )
+    return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)
+
+
+def cast_floating_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """
+    Lets a low-precision module take the float32 tensors that the pipeline computes with.
+
+    Registered once, it acts on the rollout's calls and the replay's alike, so that both see the same numbers.
+
+    Args:
+        module (`nn.Module`):
+            Module called without autocast.
+        dtype (`torch.dtype`):
+            Dtype that its floating-point inputs are cast to.
+    """
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict):
+        return recursively_apply(cast, args), recursively_apply(cast, kwargs)
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)

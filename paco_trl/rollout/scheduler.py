@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline's own flow-matching scheduler, with stochastic steps where they are asked for."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
+
+from .sde import SDEStep, sde_step
+
+
+@dataclass(frozen=True)
+class SDESettings:
+    """
+    Which steps of the sampler are stochastic, and how.
+
+    Args:
+        steps (`tuple[int, ...]`):
+            Indices of the stochastic steps; the others are the Euler steps of the pipeline's scheduler.
+        noise_level (`float`):
+            The paper's `a`; 0 makes every step deterministic.
+        sde_type (`str`, *optional*, defaults to `"flow_sde"`):
+            See [`sde_step`].
+    """
+
+    steps: tuple[int, ...]
+    noise_level: float
+    sde_type: str = "flow_sde"
+
+
+class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
+    """
+    [`~diffusers.FlowMatchEulerDiscreteScheduler`] that draws an SDE step at chosen indices.
+
+    Without `sde`, or with noise level 0, it is its parent. Samples keep the dtype that the pipeline gives them: with
+    float32 latents the whole trajectory is float32, whatever the dtype of the model.
+
+    Build it with [`FlowMatchSDEScheduler.from_scheduler`].
+    """
+
+    sde: SDESettings | None = None
+    # One generator for each image, as a function of the step index
+    step_generators: Callable[[int], list[torch.Generator]] | None = None
+    # Called at each stochastic step with (index, model_output, sample, step)
+    on_sde_step: Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None] | None = None
+
+    @classmethod
+    def from_scheduler(cls, scheduler) -> "FlowMatchSDEScheduler":
+        """
+        Takes over the settings of a pipeline's scheduler.
+
+        Args:
+            scheduler ([`~diffusers.FlowMatchEulerDiscreteScheduler`]):
+                Scheduler of the pipeline.
+
+        Raises:
+            ValueError: the scheduler is not the flow-matching Euler scheduler, or does not step as it does.
+        """
+        name = type(scheduler).__name__
+        if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+            raise ValueError(
+                f"The pipeline's scheduler is a {name}, which is not flow matching: the policy's step is only defined "
+                "for a velocity and a straight path from noise to image. Use a pipeline whose scheduler is a "
+                "FlowMatchEulerDiscreteScheduler (FLUX, Stable Diffusion 3.5, Qwen-Image ...)."
+            )
+        if not isinstance(scheduler, cls) and type(scheduler).step is not FlowMatchEulerDiscreteScheduler.step:
+            raise ValueError(
+                f"The pipeline's scheduler {name} replaces the Euler step of FlowMatchEulerDiscreteScheduler, so its "
+                "steps without noise would differ from the trained ones. Set `pipeline.scheduler = "
+                "FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)` first."
+            )
+        for option in ("stochastic_sampling", "invert_sigmas"):
+            if scheduler.config.get(option):
+                raise ValueError(
+                    f"The pipeline's scheduler has `{option}=True`, with which it does not take the Euler step from "
+                    f"noise to image that the SDE step replaces. Load it with `{option}=False`."
+                )
+        return cls.from_config(scheduler.config)
+
+    @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)  # pipelines look for `sigmas` in its signature
+    def set_timesteps(self, *args, **kwargs) -> None:
+        """As in the parent; keeps the sigmas as Python floats too, so that a step needs no device synchronisation."""
+        super().set_timesteps(*args, **kwargs)
+        self._sigma_values: list[float] = self.sigmas.tolist()
+
+    @property
+    def next_step_index(self) -> int:
+        """Index of the step that comes next: the one for which the transformer is being called."""
+        if self.step_index is not None:
+            return self.step_index
+        return self.begin_index or 0
+
+    def sigmas_of(self, index: int) -> tuple[float, float, float]:
+        """`(sigma, sigma_next, sigma_max)` of a step; `sigma_max` is the second sigma of the schedule."""
+        return self._sigma_values[index], self._sigma_values[index + 1], self._sigma_values[1]
+
+    def step(self, model_output, timestep, sample, return_dict=True, **kwargs):
+        """One step: stochastic at `sde.steps`, the parent's elsewhere. Arguments and returns are the parent's."""
+        if self.step_index is None:
+            self._init_step_index(timestep)
+        index = self.step_index
+
+        if self.sde is None or self.sde.noise_level == 0 or index not in self.sde.steps:
+            # Float32 in, so that the parent does not round the sample to a low-precision model's dtype
+            output = super().step(model_output.float(), timestep, sample, return_dict=return_dict, **kwargs)
+            if return_dict:
+                output.prev_sample = output.prev_sample.to(sample.dtype)
+                return output
+            return (output[0].to(sample.dtype), *output[1:])
+
+        sigma, sigma_next, sigma_max = self.sigmas_of(index)
+        drawn = sde_step(
+            model_output,
+            sample,
+            sigma,
+            sigma_next,
+            self.sde.noise_level,
+            self.sde.sde_type,
+            sigma_max=sigma_max,
+            generator=self.step_generators(index) if self.step_generators else kwargs.get("generator"),
+        )
+        prev_sample = drawn.prev_sample.to(sample.dtype)
+        if sample.dtype != torch.float32:
+            # What is stored is what is scored: the density is that of the sample after its round trip
+            drawn = sde_step(
+                model_output,
+                sample,
+                sigma,
+                sigma_next,
+                self.sde.noise_level,
+                self.sde.sde_type,
+                prev_sample=prev_sample,
+                sigma_max=sigma_max,
+            )
+        if self.on_sde_step is not None:
+            self.on_sde_step(index, model_output, sample, drawn)
+        self._step_index += 1
+        if not return_dict:
+            return (prev_sample,)
+        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=prev_sample)

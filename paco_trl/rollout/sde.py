@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stochastic sampling step of flow-matching policies and its log-probability.
+
+Notation (variable -> paper): `sample` -> x_t, `prev_sample` -> x', `model_output` -> v(x_t, t), `sigma` -> t,
+`sigma_next` -> t_next, `noise_level` -> a. Time runs from 1 (noise) to 0 (image), so that dt = t_next - t < 0.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+
+SDE_TYPES = ("flow_sde", "dance_sde", "cps")
+
+
+class SDEStep(NamedTuple):
+    """
+    One step of the sampler and its density.
+
+    Attributes:
+        prev_sample (`torch.Tensor` of shape `(B, ...)`):
+            Sample after the step, float32: the one drawn, or the `prev_sample` that was passed.
+        log_prob (`torch.Tensor` of shape `(B,)` or `None`):
+            Log-density of `prev_sample`, averaged over all non-batch dimensions. `None` when the step is free of
+            noise: a deterministic step has no density.
+        mean (`torch.Tensor` of shape `(B, ...)`):
+            Mean of the Gaussian, float32.
+        std (`torch.Tensor`, broadcastable to `mean`):
+            Noise scale. For `flow_sde` and `dance_sde` it is the diffusion coefficient s_t, *without* the factor
+            sqrt(-dt); for `cps`, which has no such factor, it is the standard deviation itself. See
+            [`step_std`] for the standard deviation in every case.
+    """
+
+    prev_sample: torch.Tensor
+    log_prob: torch.Tensor | None
+    mean: torch.Tensor
+    std: torch.Tensor
+
+
+def _as_scale(value: float | torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    """A float, a 0-d tensor or a `(B,)` tensor as float32 that broadcasts against `sample`."""
+    value = torch.as_tensor(value, dtype=torch.float32)
+    if value.ndim == 0:
+        return value  # a 0-d CPU tensor combines with tensors of any device
+    return value.to(sample.device).view(-1, *[1] * (sample.ndim - 1))  # (B, 1, ...)
+
+
+def step_std(
+    std: torch.Tensor, sigma: float | torch.Tensor, sigma_next: float | torch.Tensor, sde_type: str
+) -> torch.Tensor:
+    """
+    Standard deviation of the Gaussian of one step, from the noise scale that [`sde_step`] returns.
+
+    Args:
+        std (`torch.Tensor`):
+            Noise scale, as in [`SDEStep`].
+        sigma (`float` or `torch.Tensor`), sigma_next (`float` or `torch.Tensor`):
+            Times before and after the step.
+        sde_type (`str`):
+            One of `"flow_sde"`, `"dance_sde"`, `"cps"`.
+
+    Returns:
+        `torch.Tensor`: s_t * sqrt(-dt), or `std` itself for `"cps"`.
+    """
+    if sde_type == "cps":
+        return std
+    dt = _as_scale(sigma_next, std) - _as_scale(sigma, std)
+    return std * torch.sqrt(-dt)
+
+
+def gaussian_log_prob(value: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """
+    Log-density of a Gaussian, averaged over the non-batch dimensions (PaCo-RL, Part 3; Flow-GRPO).
+
+    log p = mean[ -(x' - mean)^2 / (2 std^2) - log std - log sqrt(2 pi) ]
+
+    The mean instead of the sum keeps ratios close to 1 whatever the resolution; clip ranges of 1e-4 are made for it.
+
+    Args:
+        value (`torch.Tensor` of shape `(B, ...)`), mean (`torch.Tensor` of shape `(B, ...)`):
+            Point and mean, float32.
+        std (`torch.Tensor`):
+            Standard deviation, broadcastable to `mean`.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`.
+    """
+    log_prob = -((value - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+    return log_prob.flatten(1).mean(dim=1)  # (B,)
+
+
+def sde_step(
+    model_output: torch.Tensor,
+    sample: torch.Tensor,
+    sigma: float | torch.Tensor,
+    sigma_next: float | torch.Tensor,
+    noise_level: float,
+    sde_type: str = "flow_sde",
+    prev_sample: torch.Tensor | None = None,
+    sigma_max: float | torch.Tensor | None = None,
+    generator: torch.Generator | list[torch.Generator] | None = None,
+) -> SDEStep:
+    """
+    Draws one stochastic step of a flow-matching sampler, or scores a given one. All arithmetic is float32.
+
+    With dt = t_next - t, `a` the noise level, x the sample and v the model output:
+
+    - `"flow_sde"` ([Flow-GRPO](https://huggingface.co/papers/2505.05470), the paper's):
+      s_t = a * sqrt(t / (1 - t)),
+      mean = x * (1 + s_t^2 / (2 t) * dt) + v * (1 + s_t^2 * (1 - t) / (2 t)) * dt, standard deviation
+      s_t * sqrt(-dt). At t = 1 the denominator uses `sigma_max` for t.
+    - `"dance_sde"` ([DanceGRPO](https://huggingface.co/papers/2505.07818)): the same with a constant s_t = a.
+    - `"cps"` (coefficients-preserving sampling, [Flow-CPS](https://huggingface.co/papers/2509.05952)):
+      std = t_next * sin(a * pi / 2), x0 = x - t * v, x1 = x + (1 - t) * v,
+      mean = (1 - t_next) * x0 + sqrt(t_next^2 - std^2) * x1. The log-probability is that of this Gaussian; the
+      published code of Flow-CPS leaves its variance out.
+
+    At noise level 0 each of them is the Euler step x + v * dt.
+
+    Args:
+        model_output (`torch.Tensor` of shape `(B, ...)`):
+            Velocity the scheduler receives, after guidance.
+        sample (`torch.Tensor` of shape `(B, ...)`):
+            Sample before the step.
+        sigma (`float` or `torch.Tensor`):
+            Time before the step, in (0, 1]; a tensor is 0-d or `(B,)`.
+        sigma_next (`float` or `torch.Tensor`):
+            Time after the step, smaller than `sigma`.
+        noise_level (`float`):
+            The paper's `a` (0.7 for FLUX.1-dev). 0 makes the step deterministic.
+        sde_type (`str`, *optional*, defaults to `"flow_sde"`):
+            Kind of step, see above.
+        prev_sample (`torch.Tensor` of shape `(B, ...)`, *optional*):
+            Sample after the step to score. Without it one is drawn.
+        sigma_max (`float` or `torch.Tensor`, *optional*):
+            The second sigma of the schedule; needed by `"flow_sde"` at `sigma` = 1 only.
+        generator (`torch.Generator` or `list[torch.Generator]`, *optional*):
+            Source of the noise; a list has one generator for each image of the batch.
+
+    Returns:
+        [`SDEStep`]: `prev_sample`, `log_prob` (`(B,)`, or `None` for a step without noise), `mean`, `std`.
+
+    Raises:
+        ValueError: unknown `sde_type`, negative `noise_level`, or `sigma` = 1 without `sigma_max`.
+    """
+    if sde_type not in SDE_TYPES:
+        raise ValueError(f"Unknown `sde_type` {sde_type!r}: it must be one of {', '.join(map(repr, SDE_TYPES))}.")
+    if noise_level < 0:
+        raise ValueError(f"`noise_level` is {noise_level}: it scales a standard deviation and cannot be negative.")
+
+    # bf16 would lose the small difference between x' and the mean, which is all that the ratio is made of
+    x, v = sample.float(), model_output.float()
+    t, t_next = _as_scale(sigma, x), _as_scale(sigma_next, x)
+    dt = t_next - t
+
+    if sde_type == "cps":
+        std = t_next * math.sin(noise_level * math.pi / 2)
+        x0 = x - t * v
+        x1 = x + (1 - t) * v
+        mean = (1 - t_next) * x0 + torch.sqrt(t_next**2 - std**2) * x1
+    else:
+        if sde_type == "flow_sde":
+            if sigma_max is None and bool((t == 1).any()):
+                raise ValueError(
+                    "`sigma` is 1, where the noise scale a * sqrt(t / (1 - t)) is infinite. Pass `sigma_max` (the "
+                    "second sigma of the schedule) for the denominator, or do not make the first step stochastic."
+                )
+            t_denominator = t if sigma_max is None else torch.where(t == 1, _as_scale(sigma_max, x), t)
+            std = noise_level * torch.sqrt(t / (1 - t_denominator))
+        else:
+            std = torch.full_like(t, noise_level)
+        mean = x * (1 + std**2 / (2 * t) * dt) + v * (1 + std**2 * (1 - t) / (2 * t)) * dt
+
+    std_of_step = step_std(std, t, t_next, sde_type)
+    # The noise of CPS vanishes with t_next, so its last step is deterministic whatever the noise level
+    is_noise_free = noise_level == 0 or (sde_type == "cps" and bool((t_next == 0).all()))
+    if prev_sample is None:
+        prev_sample = mean if is_noise_free else mean + std_of_step * _noise_like(mean, generator)
+    else:
+        prev_sample = prev_sample.float()
+    log_prob = None if is_noise_free else gaussian_log_prob(prev_sample, mean, std_of_step)
+    return SDEStep(prev_sample, log_prob, mean, std)
+
+
+def _noise_like(mean: torch.Tensor, generator: torch.Generator | list[torch.Generator] | None) -> torch.Tensor:
+    # Same generators, same noise, on any device and in any batch: drawn for each image alone, where the generator is
+    if not isinstance(generator, list):
+        device = mean.device if generator is None else generator.device
+        return torch.randn(mean.shape, generator=generator, device=device, dtype=torch.float32).to(mean.device)
+    if len(generator) != mean.shape[0]:
+        raise ValueError(f"Got {len(generator)} generators for a batch of {mean.shape[0]} images; pass one for each.")
+    noise = [torch.randn(mean.shape[1:], generator=g, device=g.device, dtype=torch.float32) for g in generator]
+    return torch.stack(noise).to(mean.device)  # (B, ...)

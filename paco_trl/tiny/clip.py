@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny CLIP with random weights, in the file layout of a real one."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+
+TEXT_LENGTH = 77  # as in every CLIP of OpenAI
+SENTENCES = (
+    "a photo of a cat that wakes up in the morning",
+    "a drawing of a dog that runs in the park",
+    "a red house near the sea at night",
+    "a blue car on the road in the rain",
+    "the same girl with a green hat reads a book",
+    "the panels show one character in different places",
+)
+
+
+def build_tiny_clip(folder: str | Path) -> Path:
+    """
+    Build a CLIP of about 60,000 random weights, with a tokenizer trained in place and images of 32 x 32.
+
+    The weights are the same at every call, and larger than CLIP's usual initial ones, with which all texts have nearly
+    the same embedding.
+
+    Args:
+        folder (`str` or `Path`):
+            Folder to save to; `CLIPModel.from_pretrained` and `CLIPProcessor.from_pretrained` load from it.
+
+    Returns:
+        `Path`: the folder.
+    """
+    folder = Path(folder)
+    tokenizer = _train_tokenizer()
+    config = CLIPConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": TEXT_LENGTH,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "initializer_factor": 4.0,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "initializer_factor": 4.0,
+        },
+        projection_dim=16,
+    )
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+        torch.manual_seed(0)
+        model = CLIPModel(config)
+    model.save_pretrained(folder)
+    image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _train_tokenizer() -> CLIPTokenizer:
+    backend = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    trainer = trainers.BpeTrainer(vocab_size=200, end_of_word_suffix="</w>", show_progress=False)
+    backend.train_from_iterator(SENTENCES, trainer)
+    merges = [tuple(merge) for merge in json.loads(backend.to_str())["model"]["merges"]]
+
+    # As in CLIP's own vocabulary: every byte, every byte at a word's end, the merges, the two special tokens last. So
+    # there is no unknown character, which CLIP would read as the end of the text.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *(byte + "</w>" for byte in alphabet), *(first + second for first, second in merges)]
+    tokens += ["<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)}, merges=merges, model_max_length=TEXT_LENGTH
+    )

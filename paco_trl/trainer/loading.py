@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Hub id, a folder or a pipeline to a frozen pipeline with a trainable adapter."""
+
+import copy
+import json
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.configuration_utils import FrozenDict
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from ..rollout import Family
+from ..utils.deepspeed import without_zero3_init
+
+
+class PolicyConfig(FrozenDict):
+    """Config of a diffusers transformer, with the methods of a transformers config that Trainer's callbacks call."""
+
+    model_type = "diffusers"
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the transformer, from which transformers fills the `auto` buckets of a DeepSpeed config."""
+        return self["num_attention_heads"] * self["attention_head_dim"]
+
+    def to_dict(self) -> dict:
+        """Public entries; the private ones hold paths of the machine the model was loaded on."""
+        return {name: value for name, value in self.items() if not name.startswith("_")}
+
+    def to_json_string(self) -> str:
+        """The public entries as JSON."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True, default=str) + "\n"
+
+
+def load_pipeline(
+    model: "str | DiffusionPipeline", dtype: torch.dtype, trust_remote_code: bool = False, **model_init_kwargs
+) -> DiffusionPipeline:
+    """
+    Loads a pipeline on the CPU, frozen, in the compute dtype.
+
+    Args:
+        model (`str` or [`~diffusers.DiffusionPipeline`]):
+            Hub id, folder, or a pipeline that is loaded already.
+        dtype (`torch.dtype`):
+            Compute dtype.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether to run code that comes with the model.
+        **model_init_kwargs:
+            Further arguments of [`~diffusers.DiffusionPipeline.from_pretrained`].
+
+    Returns:
+        [`~diffusers.DiffusionPipeline`].
+
+    Raises:
+        TypeError: `model` is neither.
+        ValueError: the transformer of the pipeline already has an adapter.
+    """
+    if isinstance(model, str):
+        model_init_kwargs.setdefault("torch_dtype", dtype)
+        model_init_kwargs.setdefault("use_safetensors", True)
+        # A live ZeRO-3 config would partition the text encoders too, which no engine ever gathers
+        with without_zero3_init():
+            pipeline = DiffusionPipeline.from_pretrained(
+                model, trust_remote_code=trust_remote_code, **model_init_kwargs
+            )
+    elif isinstance(model, DiffusionPipeline):
+        pipeline = model
+    else:
+        raise TypeError(
+            f"`model` must be a Hub id, a folder or a `DiffusionPipeline`, got {type(model).__name__}. To train a bare "
+            "transformer, put it into its pipeline."
+        )
+    transformer = getattr(pipeline, "transformer", None)
+    if transformer is None:
+        raise ValueError(
+            f"{type(pipeline).__name__} has no `transformer`: only flow-matching transformer pipelines can be trained."
+        )
+    if isinstance(transformer, PeftModel) or getattr(transformer, "peft_config", None):
+        raise ValueError(
+            "The pipeline's transformer already has an adapter. Merge it (`pipeline.fuse_lora()` and "
+            "`pipeline.unload_lora_weights()`) or pass the pipeline without it."
+        )
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module):
+            component.requires_grad_(False)
+            component.eval()
+            if component.dtype != dtype:
+                component.to(dtype)
+    return pipeline
+
+
+def add_adapter(
+    pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig, autocast_adapter_dtype: bool
+) -> PeftModel:
+    """
+    Wraps the pipeline's transformer with a LoRA adapter.
+
+    Args:
+        pipeline ([`~diffusers.DiffusionPipeline`]):
+            Pipeline; its transformer gets the adapter's layers in place.
+        family ([`Family`]):
+            Page of the family, for the default targets.
+        peft_config ([`~peft.LoraConfig`]):
+            Adapter; left as it is.
+        autocast_adapter_dtype (`bool`):
+            Whether the adapter is float32 while the frozen weights are in a lower precision.
+
+    Returns:
+        [`~peft.PeftModel`].
+
+    Raises:
+        TypeError: `peft_config` is not a `LoraConfig`.
+        ValueError: dropout above 0, or layers that cannot be saved as a diffusers LoRA.
+    """
+    if not isinstance(peft_config, LoraConfig):
+        raise TypeError(
+            f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
+            "in diffusers' LoRA format, which knows no other adapter."
+        )
+    if peft_config.lora_dropout:
+        raise ValueError(
+            f"`lora_dropout` is {peft_config.lora_dropout}. With dropout the replay scores an image with another "
+            "network than the one that drew it, and the probability ratio is noise. Set it to 0."
+        )
+    if peft_config.modules_to_save:
+        raise ValueError(
+            f"`modules_to_save` is {peft_config.modules_to_save}, which diffusers' LoRA format cannot hold: "
+            "`pipe.load_lora_weights` would silently miss these layers. Unset it."
+        )
+    transformer = pipeline.transformer
+    for name, module in transformer.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"`{name}` of the transformer is a dropout layer with p = {module.p}. With dropout the replay scores an "
+                "image with another network than the one that drew it. Set its `p` to 0 before training."
+            )
+
+    peft_config = copy.deepcopy(peft_config)
+    if peft_config.target_modules is None:
+        peft_config.target_modules = list(family.lora_target_modules)
+    base_model = pipeline.name_or_path
+    config = PolicyConfig(transformer.config)
+    model = get_peft_model(transformer, peft_config, autocast_adapter_dtype=autocast_adapter_dtype)
+    # PEFT leaves the base model's name empty for diffusers models
+    model.peft_config[model.active_adapter].base_model_name_or_path = base_model
+    model.config = config
+
+    def enable_checkpointing(**kwargs) -> None:
+        transformer.enable_gradient_checkpointing()
+
+    # diffusers' name for it is another than the one Trainer calls
+    model.activation_checkpointing_enable = enable_checkpointing
+    return model

@@ -1,0 +1,568 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of [`PaCoGRPOTrainer`]."""
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass, field
+
+from accelerate.logging import get_logger
+from trl import GRPOConfig
+
+from ..rollout.sde import SDE_TYPES
+from .round_layout import RoundLayout, prompts_multiple
+
+
+logger = get_logger(__name__)
+
+AGGREGATIONS = ("log_tamed", "sum_then_normalize", "normalize_then_sum", "geometric_mean")
+
+_TEXT_SAMPLING = "images are drawn by a diffusion sampler, not token by token"
+_VLLM = "vLLM generates text; images are drawn by the diffusers pipeline itself"
+_TOKENS = "it acts on tokens, and an image has none: its policy is a Gaussian step of the sampler"
+_REFERENCE = "the reference is the model with its adapter disabled, there is no second model to synchronise"
+_ONE_LOSS = "it belongs to a token loss; the loss here is `loss_type='grpo'`, clipped by `epsilon` and `epsilon_high`"
+
+# Fields of GRPOConfig that mean nothing for images. Set to anything but TRL's default, they are refused with the
+# reason: an option without effect would be a silent error in somebody's experiment.
+REFUSED_FIELDS = {
+    "max_completion_length": _TEXT_SAMPLING,
+    "temperature": f"{_TEXT_SAMPLING}; the noise of the sampler is `noise_level`",
+    "top_p": _TEXT_SAMPLING,
+    "top_k": _TEXT_SAMPLING,
+    "min_p": _TEXT_SAMPLING,
+    "repetition_penalty": _TEXT_SAMPLING,
+    "generation_kwargs": f"{_TEXT_SAMPLING}; see `num_inference_steps` and `guidance_scale`",
+    "chat_template_kwargs": "prompts are plain text, not conversations",
+    "cache_implementation": _TEXT_SAMPLING,
+    "pad_to_multiple_of": _TOKENS,
+    "mask_truncated_completions": "an image is never cut short",
+    "max_tool_calling_iterations": "an image model calls no tools",
+    "use_transformers_continuous_batching": _TEXT_SAMPLING,
+    "transformers_continuous_batching_config": _TEXT_SAMPLING,
+    "use_transformers_paged": _TEXT_SAMPLING,
+    "use_vllm": _VLLM,
+    "vllm_mode": _VLLM,
+    "vllm_model_impl": _VLLM,
+    "vllm_enable_sleep_mode": _VLLM,
+    "vllm_structured_outputs_regex": _VLLM,
+    "vllm_server_base_url": _VLLM,
+    "vllm_server_host": _VLLM,
+    "vllm_server_port": _VLLM,
+    "vllm_server_timeout": _VLLM,
+    "vllm_group_port": _VLLM,
+    "vllm_gpu_memory_utilization": _VLLM,
+    "vllm_max_model_length": _VLLM,
+    "vllm_tensor_parallel_size": _VLLM,
+    "vllm_importance_sampling_correction": _VLLM,
+    "vllm_importance_sampling_mode": _VLLM,
+    "vllm_importance_sampling_clip_max": _VLLM,
+    "vllm_importance_sampling_clip_min": _VLLM,
+    "vllm_importance_sampling_cap": _VLLM,
+    "router_aux_loss_coef": "the transformer of a flow-matching pipeline has no router loss",
+    "cast_lm_head_to_fp32": "an image model has no language-model head",
+    "importance_sampling_level": _TOKENS,
+    "off_policy_mask_threshold": _TOKENS,
+    "top_entropy_quantile": _TOKENS,
+    "entropy_coef": _TOKENS,
+    "use_adaptive_entropy": _TOKENS,
+    "entropy_coef_min": _TOKENS,
+    "entropy_coef_max": _TOKENS,
+    "entropy_coef_delta": _TOKENS,
+    "entropy_target": _TOKENS,
+    "delta": _ONE_LOSS,
+    "sapo_temperature_neg": _ONE_LOSS,
+    "sapo_temperature_pos": _ONE_LOSS,
+    "vespo_k_pos": _ONE_LOSS,
+    "vespo_lambda_pos": _ONE_LOSS,
+    "vespo_k_neg": _ONE_LOSS,
+    "vespo_lambda_neg": _ONE_LOSS,
+    "use_bias_correction_kl": "the KL divergence of two Gaussians is exact and needs no correction",
+    "sync_ref_model": _REFERENCE,
+    "ref_model_mixup_alpha": _REFERENCE,
+    "ref_model_sync_steps": _REFERENCE,
+    "disable_dropout": "dropout is always refused: with it the ratio before the first update would be noise",
+    "log_multimodal": "contact sheets are pictures; switch them off with `log_completions=False`",
+    "num_completions_to_print": "images cannot be printed; contact sheets have a fixed size",
+    "log_unique_prompts": "a contact sheet has one row for each prompt",
+    "log_completions_hub_repo": "contact sheets are saved in `output_dir`, which `push_to_hub` uploads",
+    "torch_compile": "it would compile the replay and not the rollout, whose numbers would then differ; call "
+    "`pipeline.transformer.compile_repeated_blocks()` and pass the pipeline instead",
+    "use_liger_kernel": "Liger's kernels are for language models",
+    "fp16": "log-probabilities of flow-matching models are not reliable in fp16; use bf16 or float32",
+}
+
+
+@dataclass
+class PaCoGRPOConfig(GRPOConfig):
+    # docstyle-ignore
+    r"""
+    Configuration class for the [`PaCoGRPOTrainer`].
+
+    Only the parameters that are new here, or whose defaults differ from [`~trl.GRPOConfig`], are listed; for the
+    others refer to [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. Fields of [`~trl.GRPOConfig`] that
+    mean nothing for images are refused when set. The defaults are the paper's for text-to-image-set training of
+    FLUX.1-dev ([PaCo-RL](https://huggingface.co/papers/2512.04784), settings of Part 3) where it names one.
+
+    Parameters:
+        > Parameters that control the resolution
+
+        height (`int`, *optional*, defaults to `1024`):
+            Height in pixels at which images are generated in the end, for rows of the dataset without a `height`
+            column (paper: evaluation at 1024).
+        width (`int`, *optional*, defaults to `1024`):
+            Width in pixels at which images are generated in the end, for rows of the dataset without a `width` column
+            (paper: evaluation at 1024).
+        resolution_scale (`float`, *optional*, defaults to `0.5`):
+            Factor per side from the inference size to the size that is drawn, scored and trained (paper: 512 for 1024,
+            resolution-decoupled training). Sizes are rounded to what the pipeline and the panels need.
+
+        > Parameters that control the sampler
+
+        num_inference_steps (`int`, *optional*, defaults to `10`):
+            Denoising steps of a rollout (paper).
+        num_inference_steps_eval (`int`, *optional*, defaults to `20`):
+            Denoising steps of an image drawn by `evaluate()` (published code).
+        guidance_scale (`float`, *optional*, defaults to `3.5`):
+            Guidance scale, in training and evaluation (paper).
+        sde_type (`str`, *optional*, defaults to `"flow_sde"`):
+            Kind of stochastic step: `"flow_sde"` (paper), `"dance_sde"` or `"cps"`. The formulas are those of
+            [`~paco_trl.rollout.sde_step`].
+        sde_steps (`list[int]`, *optional*, defaults to `[1]`):
+            Indices of the denoising steps that may be stochastic, and are trained (paper). Never the last step.
+        num_sde_steps (`int`, *optional*):
+            Number of steps chosen at random from `sde_steps`, once a round and the same for every image. If `None`,
+            all of `sde_steps` are used.
+        noise_level (`float`, *optional*, defaults to `0.7`):
+            Noise level `a` of the stochastic steps (paper).
+
+        > Parameters that control the round
+
+        num_generations (`int`, *optional*, defaults to `16`):
+            Images drawn for each prompt, the group whose rewards are compared (paper).
+        num_prompts_per_generation (`int`, *optional*, defaults to `42`):
+            Prompts of a generation round (paper). Rounded up to the next number that divides over the processes, and
+            said so. Ignored when `generation_batch_size` or `steps_per_generation` is set.
+        optimizer_steps_per_generation (`int`, *optional*, defaults to `2`):
+            Optimizer steps made with the images of a round (paper). Follows from `gradient_accumulation_steps` when
+            that is set.
+        generation_batch_size (`int`, *optional*):
+            Images of a round over all processes. If `None`, `num_prompts_per_generation * num_generations`.
+        steps_per_generation (`int`, *optional*):
+            Training micro-steps of one process in a round: one for each micro-batch of images and trained denoising
+            step. If `None`, it follows from `generation_batch_size`.
+        gradient_accumulation_steps (`int`, *optional*):
+            Training micro-steps for each optimizer step. If `None`, `steps_per_generation /
+            optimizer_steps_per_generation`.
+        per_device_train_batch_size (`int`, *optional*, defaults to `1`):
+            Images drawn, and trained, at a time on one process (paper).
+        num_generations_eval (`int`, *optional*, defaults to `1`):
+            Images drawn for each prompt by `evaluate()`.
+
+        > Parameters that control the rewards
+
+        multi_objective_aggregation (`str`, *optional*, defaults to `"log_tamed"`):
+            How several rewards become one: `"log_tamed"` (paper, Eq. 3-4: a reward whose coefficient of variation
+            exceeds `log_tame_threshold` is replaced by log(1 + R), then the weighted sum), `"sum_then_normalize"`,
+            `"normalize_then_sum"` (as in TRL) or `"geometric_mean"`.
+        log_tame_threshold (`float` or `str`, *optional*, defaults to `0.2`):
+            Coefficient of variation above which `"log_tamed"` tames a reward (paper: 0.2, or `"mean"` for the mean of
+            the rewards' coefficients). `"median"` is not the paper's.
+        advantage_clip (`float`, *optional*, defaults to `5.0`):
+            Advantages are clipped to [-advantage_clip, advantage_clip] (paper). `None` does not clip.
+
+        > Parameters that control the training
+
+        learning_rate (`float`, *optional*, defaults to `3e-4`):
+            Initial learning rate of AdamW (paper).
+        lr_scheduler_type (`str`, *optional*, defaults to `"constant"`):
+            Learning-rate schedule. The paper names none.
+        weight_decay (`float`, *optional*, defaults to `1e-4`):
+            Weight decay (published code).
+        epsilon (`float`, *optional*, defaults to `1e-4`):
+            Clip range of the probability ratio (paper). Log-probabilities are means over the latent's elements, so
+            that ratios stay close to 1.
+        ratio_tolerance (`float`, *optional*):
+            Largest |ratio - 1| accepted before the first update, when model and rollout are still the same. If `None`,
+            a tenth of `epsilon`.
+        loss_type (`str`, *optional*, defaults to `"grpo"`):
+            Loss. Only `"grpo"`: PPO's clipped objective, averaged over the images and their stochastic steps.
+
+        > Parameters that control the logging
+
+        logging_steps (`int` or `float`, *optional*, defaults to `1`):
+            Optimizer steps between two logs.
+        log_completions (`bool`, *optional*, defaults to `True`):
+            Whether to save a contact sheet of each round's images with their scores, in `output_dir/contact_sheets`,
+            and to send it to the trackers of `report_to`.
+
+    > [!NOTE]
+    > These parameters have default values different from [`~trl.GRPOConfig`]: `num_generations` (`16`),
+    > `num_generations_eval` (`1`), `per_device_train_batch_size` (`1`), `gradient_accumulation_steps` (derived),
+    > `multi_objective_aggregation` (`"log_tamed"`), `learning_rate` (`3e-4`), `lr_scheduler_type` (`"constant"`),
+    > `weight_decay` (`1e-4`), `epsilon` (`1e-4`), `loss_type` (`"grpo"`), `logging_steps` (`1`), `log_completions`
+    > (`True`).
+    """
+
+    # Parameters that control the resolution
+    height: int = field(
+        default=1024,
+        metadata={"help": "Height in pixels at which images are generated in the end, for rows without a `height`."},
+    )
+    width: int = field(
+        default=1024,
+        metadata={"help": "Width in pixels at which images are generated in the end, for rows without a `width`."},
+    )
+    resolution_scale: float = field(
+        default=0.5,
+        metadata={"help": "Factor per side from the inference size to the size that is drawn, scored and trained."},
+    )
+
+    # Parameters that control the sampler
+    num_inference_steps: int = field(default=10, metadata={"help": "Denoising steps of a rollout."})
+    num_inference_steps_eval: int = field(
+        default=20, metadata={"help": "Denoising steps of an image drawn by `evaluate()`."}
+    )
+    guidance_scale: float = field(default=3.5, metadata={"help": "Guidance scale, in training and evaluation."})
+    sde_type: str = field(
+        default="flow_sde", metadata={"help": "Kind of stochastic step: 'flow_sde', 'dance_sde' or 'cps'."}
+    )
+    sde_steps: list[int] = field(
+        default_factory=lambda: [1],
+        metadata={"help": "Indices of the denoising steps that may be stochastic, and are trained. Never the last."},
+    )
+    num_sde_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of steps chosen at random from `sde_steps`, once a round and the same for every image. If "
+            "`None`, all of `sde_steps` are used."
+        },
+    )
+    noise_level: float = field(default=0.7, metadata={"help": "Noise level `a` of the stochastic steps."})
+
+    # Parameters that control the round
+    num_generations: int | None = field(
+        default=16,
+        metadata={"help": "Images drawn for each prompt, the group whose rewards are compared."},
+    )
+    num_prompts_per_generation: int = field(
+        default=42,
+        metadata={
+            "help": "Prompts of a generation round. Rounded up to the next number that divides over the processes. "
+            "Ignored when `generation_batch_size` or `steps_per_generation` is set."
+        },
+    )
+    optimizer_steps_per_generation: int = field(
+        default=2,
+        metadata={
+            "help": "Optimizer steps made with the images of a round. Follows from `gradient_accumulation_steps` when "
+            "that is set."
+        },
+    )
+    generation_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Images of a round over all processes. If `None`, `num_prompts_per_generation * num_generations`."
+        },
+    )
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata={
+            "help": "Training micro-steps of one process in a round: one for each micro-batch of images and trained "
+            "denoising step. If `None`, it follows from `generation_batch_size`."
+        },
+    )
+    gradient_accumulation_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Training micro-steps for each optimizer step. If `None`, `steps_per_generation / "
+            "optimizer_steps_per_generation`."
+        },
+    )
+    per_device_train_batch_size: int = field(
+        default=1, metadata={"help": "Images drawn, and trained, at a time on one process."}
+    )
+    num_generations_eval: int | None = field(
+        default=1, metadata={"help": "Images drawn for each prompt by `evaluate()`."}
+    )
+
+    # Parameters that control the rewards
+    multi_objective_aggregation: str = field(
+        default="log_tamed",
+        metadata={
+            "help": "How several rewards become one: 'log_tamed' (a reward whose coefficient of variation exceeds "
+            "`log_tame_threshold` is replaced by log(1 + R), then the weighted sum), 'sum_then_normalize', "
+            "'normalize_then_sum' or 'geometric_mean'."
+        },
+    )
+    # `None` is in the type for the command line only: argparse reads a union with it as a string, so that both 0.3
+    # and "mean" can be given.
+    log_tame_threshold: float | str | None = field(
+        default=0.2,
+        metadata={
+            "help": "Coefficient of variation above which 'log_tamed' tames a reward: a number, 'mean' or 'median'."
+        },
+    )
+    advantage_clip: float | None = field(
+        default=5.0,
+        metadata={"help": "Advantages are clipped to [-advantage_clip, advantage_clip]. `None` does not clip."},
+    )
+
+    # Parameters that control the training
+    learning_rate: float = field(default=3e-4, metadata={"help": "Initial learning rate of AdamW."})
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "Learning-rate schedule."})
+    weight_decay: float = field(default=1e-4, metadata={"help": "Weight decay."})
+    epsilon: float = field(default=1e-4, metadata={"help": "Clip range of the probability ratio."})
+    ratio_tolerance: float | None = field(
+        default=None,
+        metadata={
+            "help": "Largest |ratio - 1| accepted before the first update, when model and rollout are still the same. "
+            "If `None`, a tenth of `epsilon`."
+        },
+    )
+    loss_type: str = field(
+        default="grpo",
+        metadata={
+            "help": "Loss. Only 'grpo': PPO's clipped objective, averaged over the images and their stochastic steps."
+        },
+    )
+
+    # Parameters that control the logging
+    logging_steps: float = field(default=1, metadata={"help": "Optimizer steps between two logs."})
+    log_completions: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether to save a contact sheet of each round's images with their scores, in "
+            "`output_dir/contact_sheets`, and to send it to the trackers of `report_to`."
+        },
+    )
+
+    def __post_init__(self):
+        self._refuse_text_fields()
+        self._check_values()
+        requested_prompts = self.num_prompts_per_generation
+        requested = (self.generation_batch_size, self.steps_per_generation, self.gradient_accumulation_steps)
+
+        # TrainingArguments copies the accumulation into the DeepSpeed config, so the round is laid out before it; the
+        # launchers say the number of processes in WORLD_SIZE
+        num_processes = int(os.environ.get("WORLD_SIZE", 1))
+        # TRL sets `gradient_checkpointing`, which transformers has renamed and warns of
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        layout = self._lay_out(requested_prompts, *requested, num_processes)
+        self.gradient_accumulation_steps = layout.gradient_accumulation_steps
+        self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
+        super().__post_init__()
+        if self.world_size != num_processes:
+            if self.deepspeed:
+                raise ValueError(
+                    f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}: the DeepSpeed "
+                    "config was filled in for the latter. Start the run with `accelerate launch` or `torchrun`."
+                )
+            layout = self._lay_out(requested_prompts, *requested, self.world_size)
+            self.gradient_accumulation_steps = layout.gradient_accumulation_steps
+            self.steps_per_generation = layout.steps_per_generation
+        self.generation_batch_size = layout.num_images
+        self.num_prompts_per_generation = layout.num_prompts
+        self.optimizer_steps_per_generation = layout.num_optimizer_steps
+        if self.ratio_tolerance is None:
+            self.ratio_tolerance = self.epsilon / 10
+        # A loss that is not a number is an error here, never the average of its neighbours
+        self.logging_nan_inf_filter = False
+
+        if requested[:2] == (None, None) and layout.num_prompts != requested_prompts:
+            logger.warning(
+                f"A round of {requested_prompts} prompts does not divide over {self.world_size} processes: "
+                f"`num_prompts_per_generation` is rounded up to {layout.num_prompts}."
+            )
+
+    @property
+    def num_trained_steps(self) -> int:
+        """Stochastic denoising steps of each image in a round."""
+        return self.num_sde_steps if self.num_sde_steps is not None else len(self.sde_steps)
+
+    @property
+    def round_layout(self) -> RoundLayout:
+        """How a generation round is divided over processes, micro-batches and optimizer steps."""
+        return RoundLayout(
+            num_prompts=self.num_prompts_per_generation,
+            num_generations=self.num_generations,
+            batch_size=self.per_device_train_batch_size,
+            num_processes=self.world_size,
+            num_trained_steps=self.num_trained_steps,
+            num_optimizer_steps=self.optimizer_steps_per_generation,
+        )
+
+    def _refuse_text_fields(self) -> None:
+        defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+        for name, reason in REFUSED_FIELDS.items():
+            value = getattr(self, name)
+            if name in defaults and value != defaults[name] and value is not None:
+                raise ValueError(f"`{name}` is set to {value!r}, but has no meaning for images: {reason}. Unset it.")
+
+    def _check_values(self) -> None:
+        if self.num_generations is None or self.num_generations < 2:
+            raise ValueError(
+                f"`num_generations` is {self.num_generations}, but an advantage compares an image with others of the "
+                "same prompt: it must be at least 2 (the paper uses 16)."
+            )
+        for name in (
+            "num_prompts_per_generation",
+            "optimizer_steps_per_generation",
+            "per_device_train_batch_size",
+            "num_generations_eval",
+            "num_iterations",
+            "height",
+            "width",
+            "num_inference_steps_eval",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        if self.num_inference_steps < 2:
+            raise ValueError(
+                f"`num_inference_steps` is {self.num_inference_steps}: the last step is never stochastic, so at least "
+                "2 are needed."
+            )
+        if not 0 < self.resolution_scale <= 1:
+            raise ValueError(
+                f"`resolution_scale` is {self.resolution_scale}; it shrinks the inference size for training and must "
+                "be in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)."
+            )
+        if self.sde_type not in SDE_TYPES:
+            raise ValueError(f"`sde_type` is {self.sde_type!r}; it must be one of {', '.join(map(repr, SDE_TYPES))}.")
+        if not self.sde_steps or len(set(self.sde_steps)) != len(self.sde_steps):
+            raise ValueError(f"`sde_steps` is {self.sde_steps}; it must name at least one step, each once.")
+        last = self.num_inference_steps - 1
+        for index in self.sde_steps:
+            if index == last:
+                raise ValueError(
+                    f"`sde_steps` has {index}, the last of {self.num_inference_steps} denoising steps. Noise drawn "
+                    f"there would stay in the image. Choose from 0 to {last - 1}."
+                )
+            if not 0 <= index < last:
+                raise ValueError(
+                    f"`sde_steps` has {index}, outside the schedule of `num_inference_steps` = "
+                    f"{self.num_inference_steps} steps. Choose from 0 to {last - 1}."
+                )
+        self.sde_steps = sorted(self.sde_steps)
+        if self.num_sde_steps is not None and not 1 <= self.num_sde_steps <= len(self.sde_steps):
+            raise ValueError(
+                f"`num_sde_steps` is {self.num_sde_steps}, but {len(self.sde_steps)} steps are named in `sde_steps` "
+                f"({self.sde_steps}) to choose from."
+            )
+        if self.noise_level <= 0 or (self.sde_type == "cps" and self.noise_level > 1):
+            raise ValueError(
+                f"`noise_level` is {self.noise_level}. A policy gradient needs the log-probability of a drawn step, "
+                "and a step without noise has none: it must be above 0"
+                + (", and at most 1 for 'cps'." if self.sde_type == "cps" else " (the paper uses 0.7).")
+            )
+        if self.epsilon <= 0:
+            raise ValueError(f"`epsilon` is {self.epsilon}; a clip range must be above 0 (the paper uses 1e-4).")
+        if self.ratio_tolerance is not None and self.ratio_tolerance <= 0:
+            raise ValueError(f"`ratio_tolerance` is {self.ratio_tolerance}; it must be above 0.")
+        if self.beta < 0:
+            raise ValueError(f"`beta` is {self.beta}; the weight of the KL divergence cannot be negative.")
+        if self.loss_type != "grpo":
+            raise ValueError(f"`loss_type` is {self.loss_type!r}; only 'grpo' is defined for images.")
+        if self.multi_objective_aggregation not in AGGREGATIONS:
+            raise ValueError(
+                f"`multi_objective_aggregation` is {self.multi_objective_aggregation!r}; it must be one of "
+                f"{', '.join(map(repr, AGGREGATIONS))}."
+            )
+        self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
+        if self.advantage_clip is not None and self.advantage_clip <= 0:
+            raise ValueError(f"`advantage_clip` is {self.advantage_clip}; it must be above 0, or None for no clip.")
+        checkpointing = self.gradient_checkpointing_kwargs
+        if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
+            raise ValueError(
+                "`gradient_checkpointing_kwargs` asks for reentrant checkpointing, which gives no gradients here: none "
+                "of the transformer's inputs requires one. Unset it."
+            )
+
+    def _lay_out(
+        self,
+        num_prompts: int,
+        generation_batch_size: int | None,
+        steps_per_generation: int | None,
+        gradient_accumulation_steps: int | None,
+        num_processes: int,
+    ) -> RoundLayout:
+        generations, batch_size = self.num_generations, self.per_device_train_batch_size
+        parallel = num_processes * batch_size
+        num_trained_steps = self.num_trained_steps
+
+        if steps_per_generation is not None:
+            images, rest = divmod(steps_per_generation * parallel, num_trained_steps)
+            if rest or images % generations or (generation_batch_size not in (None, images)):
+                unit = math.lcm(generations, parallel) // parallel * num_trained_steps
+                below = max(steps_per_generation // unit, 1) * unit
+                raise ValueError(
+                    f"`steps_per_generation` is {steps_per_generation}: {steps_per_generation} micro-steps x "
+                    f"{num_processes} processes x {batch_size} images / {num_trained_steps} trained step(s) = "
+                    f"{steps_per_generation * parallel / num_trained_steps:g} images a round, which must be whole "
+                    f"groups of `num_generations` = {generations}"
+                    + (
+                        f" and equal `generation_batch_size` = {generation_batch_size}. Set one of the two."
+                        if generation_batch_size is not None
+                        else f". Nearest values that work: {below} or {below + unit}."
+                    )
+                )
+            generation_batch_size = images
+
+        # Micro-batches of images that one process accumulates for an optimizer step; None when the number of steps rules
+        accumulated = None
+        if gradient_accumulation_steps is not None:
+            if gradient_accumulation_steps % num_trained_steps != 0:
+                above = (gradient_accumulation_steps // num_trained_steps + 1) * num_trained_steps
+                raise ValueError(
+                    f"`gradient_accumulation_steps` is {gradient_accumulation_steps}, but each image is trained at "
+                    f"{num_trained_steps} denoising steps, all of them in one optimizer step: it must be a multiple of "
+                    f"{num_trained_steps}. Nearest values that work: {max(above - num_trained_steps, num_trained_steps)}"
+                    f" or {above}."
+                )
+            accumulated = gradient_accumulation_steps // num_trained_steps
+
+        if generation_batch_size is None:
+            divisor = self.optimizer_steps_per_generation if accumulated is None else accumulated
+            multiple = prompts_multiple(generations, batch_size, num_processes, divisor)
+            num_prompts = -(-num_prompts // multiple) * multiple
+        else:
+            if generation_batch_size % generations != 0:
+                below = max(generation_batch_size // generations, 1) * generations
+                raise ValueError(
+                    f"`generation_batch_size` is {generation_batch_size} images, not whole groups of `num_generations` "
+                    f"= {generations}: {generation_batch_size} / {generations} = "
+                    f"{generation_batch_size / generations:g}. Nearest values that work: {below} or "
+                    f"{below + generations}."
+                )
+            num_prompts = generation_batch_size // generations
+
+        num_optimizer_steps = self.optimizer_steps_per_generation
+        if accumulated is not None:
+            num_optimizer_steps, rest = divmod(num_prompts * generations, parallel * accumulated)
+            if rest:
+                multiple = prompts_multiple(generations, batch_size, num_processes, accumulated)
+                below = max(num_prompts // multiple, 1) * multiple
+                raise ValueError(
+                    f"A round does not divide: {num_prompts} prompts x {generations} generations = "
+                    f"{num_prompts * generations} images, but {num_processes} processes x {batch_size} images in a "
+                    f"micro-batch x {accumulated} accumulated = {parallel * accumulated} images for each optimizer "
+                    f"step. Nearest values of `generation_batch_size` that work: {below * generations} or "
+                    f"{(below + multiple) * generations}."
+                )
+        return RoundLayout(
+            num_prompts, generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps
+        )
+
+
+def _parse_threshold(threshold: float | str | None) -> float | str:
+    if threshold in ("mean", "median"):
+        return threshold
+    try:
+        value = float(threshold)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not value >= 0:
+        raise ValueError(f"`log_tame_threshold` is {threshold!r}; it must be a number >= 0, 'mean' or 'median'.")
+    return value

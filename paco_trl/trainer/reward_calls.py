@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards as they are called: a failure is an error with the reward's name, never a number."""
+
+import functools
+import math
+from collections.abc import Callable
+
+from torch import nn
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+
+def check_reward_functions(reward_funcs: Callable | list[Callable]) -> tuple[list[Callable], list[str]]:
+    """
+    Checks the reward functions and wraps them so that what they return is checked too.
+
+    Args:
+        reward_funcs (`Callable` or `list[Callable]`):
+            Rewards, sync or async: `(prompts, completions, **columns) -> list[float | None]`.
+
+    Returns:
+        `tuple[list[Callable], list[str]]`: the wrapped functions and their names.
+
+    Raises:
+        TypeError: a reward is not such a callable.
+        ValueError: there is none, or two have the same name.
+    """
+    reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if not reward_funcs:
+        raise ValueError("`reward_funcs` is empty: there is nothing to train for.")
+    for function in reward_funcs:
+        if not callable(function) or isinstance(function, nn.Module | type):
+            raise TypeError(
+                f"A reward must be a callable `(prompts, completions, **columns) -> list[float | None]`, got "
+                f"{function!r}. TRL's reward models (ids and modules) score text; see `paco_trl.rewards` for images."
+            )
+    names = [get_callable_name(function) for function in reward_funcs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{names.count(name)} rewards are named '{name}', so their metrics `rewards/{name}/mean` would be "
+                "mixed up. Give each its own `__name__`."
+            )
+    return [_checked(function, name) for function, name in zip(reward_funcs, names, strict=True)], names
+
+
+def _checked(function: Callable, name: str) -> Callable:
+    if is_async_callable(function):
+
+        async def call(*args, **kwargs):
+            try:
+                rewards = await function(*args, **kwargs)
+            except Exception as error:
+                raise RuntimeError(_raised(name, error)) from error
+            return _check_rewards(rewards, name, len(kwargs["completions"]))
+
+    else:
+
+        def call(*args, **kwargs):
+            try:
+                rewards = function(*args, **kwargs)
+            except Exception as error:
+                raise RuntimeError(_raised(name, error)) from error
+            return _check_rewards(rewards, name, len(kwargs["completions"]))
+
+    # Not functools.wraps: a callable object has none of the attributes it copies
+    functools.update_wrapper(call, function, assigned=("__doc__",), updated=())
+    call.__name__ = name
+    return call
+
+
+def _raised(name: str, error: Exception) -> str:
+    return f"The reward '{name}' raised {type(error).__name__}: {error}"
+
+
+def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
+    rewards = list(rewards)
+    if len(rewards) != count:
+        raise ValueError(f"The reward '{name}' returned {len(rewards)} values for {count} images; it must give one each.")
+    for index, reward in enumerate(rewards):
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(
+                f"The reward '{name}' returned {reward} for image {index}. Return None for an image that could not be "
+                "scored: it is then left out, and counted."
+            )
+    return rewards

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of a generation round: who draws which images, and which images each optimizer step learns from.
+
+A round draws `num_prompts * num_generations` images. They are cut into micro-batches of images of one size, which are
+drawn and trained in one piece, so that a forward of the replay sees the batch that the rollout saw.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RoundLayout:
+    """
+    How a generation round is divided over processes, micro-batches and optimizer steps.
+
+    Args:
+        num_prompts (`int`):
+            Prompts in a round.
+        num_generations (`int`):
+            Images of each prompt.
+        batch_size (`int`):
+            Images in a micro-batch on one process (`per_device_train_batch_size`).
+        num_processes (`int`):
+            Processes.
+        num_trained_steps (`int`):
+            Stochastic denoising steps trained for each image.
+        num_optimizer_steps (`int`):
+            Optimizer steps made with a round's images (in each of its iterations).
+
+    Raises:
+        ValueError: the images do not divide. The message has the arithmetic and the nearest values that work.
+    """
+
+    num_prompts: int
+    num_generations: int
+    batch_size: int
+    num_processes: int
+    num_trained_steps: int
+    num_optimizer_steps: int
+
+    def __post_init__(self):
+        if self.num_images % self.images_per_parallel_step == 0:
+            return
+        multiple = prompts_multiple(
+            self.num_generations, self.batch_size, self.num_processes, self.num_optimizer_steps
+        )
+        below, above = self.num_prompts // multiple * multiple, -(-self.num_prompts // multiple) * multiple
+        nearest = " or ".join(str(number) for number in (below, above) if number > 0)
+        raise ValueError(
+            f"A round does not divide: {self.num_prompts} prompts x {self.num_generations} generations = "
+            f"{self.num_images} images, but {self.num_processes} processes x {self.batch_size} images in a "
+            f"micro-batch x {self.num_optimizer_steps} optimizer steps = {self.images_per_parallel_step}, and "
+            f"{self.num_images} / {self.images_per_parallel_step} is not whole. Nearest numbers of prompts that work: "
+            f"{nearest} (`generation_batch_size` = "
+            f"{' or '.join(str(number * self.num_generations) for number in (below, above) if number > 0)})."
+        )
+
+    @property
+    def num_images(self) -> int:
+        """Images of a round, over all processes (`generation_batch_size`)."""
+        return self.num_prompts * self.num_generations
+
+    @property
+    def images_per_parallel_step(self) -> int:
+        """What the number of images must be a multiple of: a micro-batch on each process for each optimizer step."""
+        return self.num_processes * self.batch_size * self.num_optimizer_steps
+
+    @property
+    def micro_batches_per_process(self) -> int:
+        """Micro-batches of images that one process draws in a round."""
+        return self.num_images // (self.num_processes * self.batch_size)
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Training micro-steps of one process in a round: a micro-batch of images for each trained step."""
+        return self.micro_batches_per_process * self.num_trained_steps
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Training micro-steps of one process for each optimizer step."""
+        return self.steps_per_generation // self.num_optimizer_steps
+
+    def describe(self) -> str:
+        """The arithmetic in a line, for the log."""
+        return (
+            f"{self.num_prompts} prompts x {self.num_generations} generations = {self.num_images} images a round, on "
+            f"{self.num_processes} process(es) {self.micro_batches_per_process} micro-batches of {self.batch_size}, "
+            f"{self.num_trained_steps} trained step(s) for each image; {self.num_optimizer_steps} optimizer step(s) a "
+            f"round with {self.gradient_accumulation_steps} accumulation steps: effective batch "
+            f"{self.num_images // self.num_optimizer_steps} images."
+        )
+
+    def assign(self, sizes: list[tuple[int, int]], permutation_seed: tuple[int, ...]) -> np.ndarray:
+        """
+        Assigns the images of a round to processes and micro-batches.
+
+        The set of images behind each optimizer step depends on the seed and not on the number of processes. Within an
+        optimizer step the micro-batches are ordered by size, so that the processes work on equal sizes at a time.
+
+        Args:
+            sizes (`list[tuple[int, int]]`):
+                Height and width of each prompt's images, one entry for each prompt of the round.
+            permutation_seed (`tuple[int, ...]`):
+                Key of the order in which micro-batches are trained.
+
+        Returns:
+            `np.ndarray` of shape `(num_processes, micro_batches_per_process, batch_size)`: index of an image in the
+            round, prompt-major (`prompt * num_generations + generation`).
+
+        Raises:
+            ValueError: images of one size do not fill whole micro-batches.
+        """
+        # 1. Images of one size are neighbours; within a size the prompts keep the order in which they were sampled
+        prompts_by_size = sorted(range(self.num_prompts), key=lambda prompt: sizes[prompt])
+        images = np.concatenate(
+            [np.arange(self.num_generations) + prompt * self.num_generations for prompt in prompts_by_size]
+        )
+        micro_batches = images.reshape(-1, self.batch_size)  # (all micro-batches, batch_size)
+        sizes_of = [
+            {sizes[image // self.num_generations] for image in micro_batch} for micro_batch in micro_batches.tolist()
+        ]
+        mixed = next((found for found in sizes_of if len(found) > 1), None)
+        if mixed is not None:
+            raise ValueError(
+                f"A micro-batch of {self.batch_size} would hold images of sizes {sorted(mixed)}: with several sizes in "
+                f"a dataset, `per_device_train_batch_size` ({self.batch_size}) must divide `num_generations` "
+                f"({self.num_generations})."
+            )
+
+        # 2. Shuffle whole micro-batches into optimizer steps, then order each step's micro-batches by size
+        order = np.random.default_rng(permutation_seed).permutation(len(micro_batches))
+        per_step = order.reshape(self.num_optimizer_steps, -1)
+        per_step = [sorted(step.tolist(), key=lambda index: next(iter(sizes_of[index]))) for step in per_step]
+
+        # 3. Deal them out: position i goes to process i mod num_processes
+        dealt = micro_batches[np.concatenate(per_step)]
+        return dealt.reshape(-1, self.num_processes, self.batch_size).swapaxes(0, 1)
+
+
+def prompts_multiple(num_generations: int, batch_size: int, num_processes: int, num_optimizer_steps: int) -> int:
+    """
+    Smallest number of prompts of which every multiple gives a round that divides.
+
+    Args:
+        num_generations (`int`), batch_size (`int`), num_processes (`int`), num_optimizer_steps (`int`):
+            As in [`RoundLayout`].
+
+    Returns:
+        `int`.
+    """
+    images = num_processes * batch_size * num_optimizer_steps
+    return images // math.gcd(images, num_generations)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading models outside DeepSpeed ZeRO-3. Does not import deepspeed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.integrations import deepspeed as hf_deepspeed
+
+
+@contextmanager
+def without_zero3_init() -> Iterator[None]:
+    """
+    Load models whole, even while a ZeRO-3 configuration is live.
+
+    From the moment that [`~transformers.TrainingArguments`] exist with a ZeRO-3 configuration, every
+    `from_pretrained` of transformers partitions its weights over the processes and leaves parameters of shape `(0,)`.
+    That is for the trained model, which DeepSpeed wraps; a frozen model (text encoder, VAE, reward model) is never
+    wrapped and would stay empty. Inside this context the configuration is out of sight; afterwards it is back, also
+    after an exception. Without a live configuration nothing is changed.
+
+    Example:
+
+    ```python
+    >>> with without_zero3_init():
+    ...     model = CLIPModel.from_pretrained("openai/clip-vit-large-patch14")
+    ```
+    """
+    # transformers keeps a weak reference (None, or dead, without a live configuration) and has no getter for the
+    # object itself: `deepspeed_config()` gives the dictionary inside. `config` keeps the object alive meanwhile.
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    config = reference() if reference is not None else None
+    if config is None:
+        yield
+        return
+
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed.set_hf_deepspeed_config(config)

@@ -1,0 +1,665 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the image-set prompts and of the grids."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from paco_trl.data import (
+    ImageSetPrompt,
+    check_image_set_columns,
+    convert_t2is,
+    criteria_dict,
+    demo_prompts_path,
+    join_grid,
+    load_image_set_prompts,
+    panel_size,
+    parse_image_set_prompt,
+    split_grid,
+)
+
+
+T2IS_PATH = Path(__file__).parents[2] / "shared" / "data" / "t2is" / "train.jsonl"
+
+# Written out, not computed: an independent statement of the row-major order
+MARKERS = {
+    "1x2": ["[LEFT]", "[RIGHT]"],
+    "1x3": ["[LEFT]", "[MIDDLE]", "[RIGHT]"],
+    "1x5": ["PANEL-1", "PANEL-2", "PANEL-3", "PANEL-4", "PANEL-5"],
+    "1x7": ["PANEL-1", "PANEL-2", "PANEL-3", "PANEL-4", "PANEL-5", "PANEL-6", "PANEL-7"],
+    "2x2": ["[TOP]-[LEFT]", "[TOP]-[RIGHT]", "[BOTTOM]-[LEFT]", "[BOTTOM]-[RIGHT]"],
+    "2x3": [
+        *("[TOP]-[LEFT]", "[TOP]-[MIDDLE]", "[TOP]-[RIGHT]"),
+        *("[BOTTOM]-[LEFT]", "[BOTTOM]-[MIDDLE]", "[BOTTOM]-[RIGHT]"),
+    ],
+    "2x4": [
+        *("[TOP]-[LEFT]", "[TOP]-[MIDDLE-LEFT]", "[TOP]-[MIDDLE-RIGHT]", "[TOP]-[RIGHT]"),
+        *("[BOTTOM]-[LEFT]", "[BOTTOM]-[MIDDLE-LEFT]", "[BOTTOM]-[MIDDLE-RIGHT]", "[BOTTOM]-[RIGHT]"),
+    ],
+}
+OTHER_MARKERS = {
+    "1x1": ["PANEL-1"],
+    "2x1": ["[TOP]", "[BOTTOM]"],
+    "1x4": ["[LEFT]", "[MIDDLE-LEFT]", "[MIDDLE-RIGHT]", "[RIGHT]"],
+    "2x2": ["PANEL-1", "PANEL-2", "PANEL-3", "PANEL-4"],
+    "3x3": [
+        *("[TOP]-[LEFT]", "[TOP]-[MIDDLE]", "[TOP]-[RIGHT]"),
+        *("[MIDDLE]-[LEFT]", "[MIDDLE]-[MIDDLE]", "[MIDDLE]-[RIGHT]"),
+        *("[BOTTOM]-[LEFT]", "[BOTTOM]-[MIDDLE]", "[BOTTOM]-[RIGHT]"),
+    ],
+}
+
+# The criteria of two rows, with one dimension in common and no name
+CRITERIA_1 = {"Style": {"Ink": "All in ink."}, "Logic": {"Tricks": "No trick twice."}}
+CRITERIA_2 = {"Style": {"Fur": "Red fur."}, "Place": {"Tent": "One tent."}}
+
+
+def write_prompt(layout, markers, texts=None):
+    """One prompt in the T2IS format, with its theme and its panel texts."""
+    texts = texts or [f"A fox does trick number {number}." for number in range(1, len(markers) + 1)]
+    theme = f"MANY-PANEL Images with a {layout} grid layout of a circus fox.All images are in ink."
+    return (
+        f"{theme} " + " ".join(f"{marker}:{text}" for marker, text in zip(markers, texts, strict=True)),
+        theme,
+        texts,
+    )
+
+
+def t2is_row(**changes):
+    prompt, _, _ = write_prompt("2x2", MARKERS["2x2"])
+    row = {
+        "idx": "0042",
+        "prompt": prompt,
+        "height": 1024,
+        "width": 512,
+        "layout": "2x2",
+        "theme": "A circus fox shows four tricks.",
+        "category": "Character",
+        "criteria": {"Style": {"Ink": "All panels are in ink."}, "Logic": {"Tricks": "No trick is shown twice."}},
+        "editing_prompts": ["A fox."],
+    }
+    return {**row, **changes}
+
+
+def image_set_row(**changes):
+    prompt, theme, texts = write_prompt("1x2", MARKERS["1x2"])
+    return {"prompt": prompt, "theme": theme, "rows": 1, "cols": 2, "panels": texts, **changes}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+class TestParseImageSetPrompt:
+    @pytest.mark.parametrize("layout, markers", [*MARKERS.items(), *OTHER_MARKERS.items()])
+    def test_layouts(self, layout, markers):
+        prompt, theme, texts = write_prompt(layout, markers)
+        rows, cols = map(int, layout.split("x"))
+        assert len(texts) == rows * cols
+        assert parse_image_set_prompt(prompt) == ImageSetPrompt(theme, rows, cols, texts)
+
+    def test_one_prompt_by_hand(self):
+        parsed = parse_image_set_prompt(
+            "THREE-PANEL Images with a 1x3 grid layout of a blue kettle.All images share one stove. "
+            '[LEFT]:The kettle is cold. [MIDDLE]:It says "Soon." [RIGHT]:Steam rises'
+        )
+        assert parsed.theme == "THREE-PANEL Images with a 1x3 grid layout of a blue kettle.All images share one stove."
+        assert (parsed.rows, parsed.cols) == (1, 3)
+        assert parsed.panels == ["The kettle is cold.", 'It says "Soon."', "Steam rises"]
+
+    @pytest.mark.parametrize("layout", ["2x2", "2X2", "2×2", "2 x 2", "2x2-"])
+    def test_ways_to_write_the_layout(self, layout):
+        prompt, _, texts = write_prompt(layout, MARKERS["2x2"])
+        assert parse_image_set_prompt(prompt)[1:] == (2, 2, texts)
+
+    @pytest.mark.parametrize("end", [".", "!", "?", '."', ".”", ".)", "!'", "…", ".\n", ".\n\n  ", "。"])
+    def test_sentence_ends(self, end):
+        prompt, _, texts = write_prompt("1x2", MARKERS["1x2"], ["The fox bows" + end, "It leaves."])
+        assert parse_image_set_prompt(prompt).panels == [text.strip() for text in texts]
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "A sign says [RIGHT]: and the fox obeys.",
+            "The fox reads PANEL-2: in its script.",
+            "The label, [TOP]-[LEFT]:, is torn.",
+            "Over it hangs [BOTTOM]. [RIGHT] is painted below.",  # no colon
+            "The fox sees a 3x3 grid layout of mirrors.",
+        ],
+    )
+    @pytest.mark.parametrize("layout", ["2x2", "1x3", "1x5"])
+    def test_mention_inside_a_sentence_is_no_marker(self, layout, text):
+        texts = [f"Trick {number}." for number in range(len(MARKERS[layout]))]
+        for place in range(len(texts)):
+            mentioned = [*texts[:place], text, *texts[place + 1 :]]
+            prompt, theme, _ = write_prompt(layout, MARKERS[layout], mentioned)
+            assert parse_image_set_prompt(prompt).panels == mentioned
+        prompt, theme, _ = write_prompt(layout, MARKERS[layout])
+        prompt = prompt.replace(theme, f"{theme} {text}")
+        assert parse_image_set_prompt(prompt).theme == f"{theme} {text}"
+
+    def test_no_sentence_end_is_no_marker(self):
+        # The twin of the test above: the same marker text counts or not by what stands in front of it
+        prompt, _, _ = write_prompt("1x2", MARKERS["1x2"], ["The fox bows", "It leaves."])
+        with pytest.raises(ValueError, match=r"has 1 panel markers.*1 more stand inside a sentence"):
+            parse_image_set_prompt(prompt)
+
+    def test_no_layout(self):
+        prompt, _, _ = write_prompt("2x2", MARKERS["2x2"])
+        with pytest.raises(ValueError, match=r"MANY-PANEL.*names no `RxC grid layout`.*Write for example"):
+            parse_image_set_prompt(prompt.replace("2x2 grid layout", "square layout"))
+
+    def test_layout_only_in_a_panel(self):
+        prompt, _, _ = write_prompt("2x2", MARKERS["2x2"])
+        prompt = prompt.replace("2x2 grid layout", "square layout").replace("trick number 4", "a 2x2 grid layout")
+        with pytest.raises(ValueError, match="names no `RxC grid layout`"):
+            parse_image_set_prompt(prompt)
+
+    @pytest.mark.parametrize("layout", ["0x2", "2x0"])
+    def test_layout_without_panels(self, layout):
+        prompt, _, _ = write_prompt(layout, [])
+        with pytest.raises(ValueError, match=f"{layout} grid, which has no panels"):
+            parse_image_set_prompt(prompt)
+
+    @pytest.mark.parametrize("layout, has, needs", [("2x3", 4, 6), ("1x2", 4, 2), ("900000x900000", 4, 810000000000)])
+    def test_number_of_markers(self, layout, has, needs):
+        prompt, _, _ = write_prompt(layout, MARKERS["2x2"])
+        with pytest.raises(ValueError, match=rf"has {has} panel markers, but its {layout} .* has {needs} panels"):
+            parse_image_set_prompt(prompt)
+
+    def test_no_markers(self):
+        with pytest.raises(ValueError, match=r"has 0 panel markers.*found: none"):
+            parse_image_set_prompt("TWO-PANEL Images with a 1x2 grid layout of a fox. It bows.")
+
+    @pytest.mark.parametrize(
+        "markers",
+        [
+            ["[TOP]-[RIGHT]", "[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[BOTTOM]-[RIGHT]"],  # out of order
+            ["[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[TOP]-[RIGHT]", "[BOTTOM]-[RIGHT]"],  # column by column
+            ["[TOP]-[LEFT]", "[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[BOTTOM]-[RIGHT]"],  # duplicate
+            ["PANEL-1", "PANEL-3", "PANEL-2", "PANEL-4"],
+            ["PANEL-1", "PANEL-2", "PANEL-2", "PANEL-4"],
+            ["[TOP]-[LEFT]", "[TOP]-[RIGHT]", "PANEL-3", "PANEL-4"],  # two ways in one prompt
+            ["[LEFT]", "[MIDDLE-LEFT]", "[MIDDLE-RIGHT]", "[RIGHT]"],  # of another layout
+        ],
+    )
+    def test_order_of_markers(self, markers):
+        prompt, _, _ = write_prompt("2x2", markers)
+        with pytest.raises(ValueError, match=r"duplicate, out of order or of another layout.*write `\[TOP\]-\[LEFT\]"):
+            parse_image_set_prompt(prompt)
+
+    @pytest.mark.parametrize("place", range(3))
+    @pytest.mark.parametrize("empty", ["", "  "])
+    def test_empty_panel(self, place, empty):
+        texts = ["One.", "Two.", "Three."]
+        texts[place] = empty
+        prompt, _, _ = write_prompt("1x3", MARKERS["1x3"], texts)
+        name = MARKERS["1x3"][place].strip("[]")
+        with pytest.raises(ValueError, match=rf"The panel \[{name}\]: of the prompt .* is empty"):
+            parse_image_set_prompt(prompt)
+
+    def test_error_shortens_the_prompt(self):
+        prompt = "A fox juggles. " * 500
+        with pytest.raises(ValueError, match=r"A fox juggles") as error:
+            parse_image_set_prompt(prompt)
+        assert len(str(error.value)) < 400
+
+
+class TestConvertT2IS:
+    def test_row(self):
+        row = t2is_row()
+        prompt, _, texts = write_prompt("2x2", MARKERS["2x2"])
+        assert convert_t2is(row) == {
+            "id": "0042",
+            "prompt": prompt,
+            "theme": "A circus fox shows four tricks.",
+            "rows": 2,
+            "cols": 2,
+            "panels": texts,
+            "criteria": [
+                {"dimension": "Style", "name": "Ink", "text": "All panels are in ink."},
+                {"dimension": "Logic", "name": "Tricks", "text": "No trick is shown twice."},
+            ],
+            "height": 1024,
+            "width": 512,
+        }
+        assert row == t2is_row()  # the input is left alone
+
+    @pytest.mark.parametrize("theme", [None, ""])
+    def test_theme_of_the_prompt_without_one(self, theme):
+        _, theme_of_prompt, _ = write_prompt("2x2", MARKERS["2x2"])
+        assert convert_t2is(t2is_row(theme=theme))["theme"] == theme_of_prompt
+
+    def test_number_as_idx(self):
+        assert convert_t2is(t2is_row(idx=7))["id"] == "7"
+
+    def test_dataset_gives_the_same_as_its_rows(self):
+        rows = [t2is_row(idx=f"{number}", criteria={f"D{number}": {"N": "T"}}) for number in range(3)]
+        converted = convert_t2is(Dataset.from_list(rows))
+        assert converted.to_list() == [convert_t2is(row) for row in rows]
+        check_image_set_columns(converted)
+
+    def test_dataset_without_criteria(self):
+        rows = [t2is_row() for _ in range(2)]
+        for row in rows:
+            del row["criteria"]
+        converted = convert_t2is(Dataset.from_list(rows))
+        assert converted["criteria"][:] == [[], []]
+        # Of the same column types as with criteria, so that the two can be concatenated
+        assert converted.features == convert_t2is(Dataset.from_list([t2is_row()])).features
+
+    @pytest.mark.parametrize("layout", ["2x3", "4x1", "square"])
+    def test_layout_of_another_prompt(self, layout):
+        with pytest.raises(ValueError, match=rf"idx '0042': `layout` is '{layout}', but the prompt asks for a 2x2"):
+            convert_t2is(t2is_row(layout=layout))
+
+    def test_size_that_does_not_divide(self):
+        with pytest.raises(ValueError, match=r"idx '0042': An image of 1024x513 pixels .* 1024x512, 1024x514"):
+            convert_t2is(t2is_row(width=513))
+
+    def test_prompt_that_does_not_parse(self):
+        with pytest.raises(ValueError, match=r"idx '0042': The prompt 'A fox.' names no"):
+            convert_t2is(t2is_row(prompt="A fox."))
+
+    def test_converted_row(self):
+        with pytest.raises(ValueError, match=r"\['idx', 'layout'\] are missing.*need no conversion"):
+            convert_t2is(convert_t2is(t2is_row()))
+
+
+class TestCriteria:
+    def test_dataset_gives_back_only_the_own_criteria(self):
+        raw = Dataset.from_list([t2is_row(criteria=CRITERIA_1), t2is_row(criteria=CRITERIA_2)])
+        # The problem exists: Arrow gives the first row the names of the second one
+        assert "Place" in raw[0]["criteria"] and "Fur" in raw[0]["criteria"]["Style"]
+
+        converted = convert_t2is(raw)
+        assert criteria_dict(converted[0]["criteria"]) == CRITERIA_1
+        assert criteria_dict(converted[1]["criteria"]) == CRITERIA_2
+
+    def test_survives_saving(self, tmp_path):
+        convert_t2is(Dataset.from_list([t2is_row(criteria=CRITERIA_1), t2is_row(criteria=CRITERIA_2)])).save_to_disk(
+            tmp_path / "saved"
+        )
+        loaded = load_image_set_prompts(tmp_path / "saved")
+        assert [criteria_dict(criteria) for criteria in loaded["criteria"]] == [CRITERIA_1, CRITERIA_2]
+
+    def test_dictionaries_from_arrow(self):
+        column = Dataset.from_dict({"criteria": [CRITERIA_1, CRITERIA_2, None]})["criteria"]
+        assert column[0] != CRITERIA_1
+        assert [criteria_dict(criteria) for criteria in column] == [CRITERIA_1, CRITERIA_2, {}]
+
+    def test_list_and_dictionary_are_the_same(self):
+        as_list = convert_t2is(t2is_row(criteria=CRITERIA_1))["criteria"]
+        assert isinstance(as_list, list)
+        assert criteria_dict(as_list) == criteria_dict(CRITERIA_1) == CRITERIA_1
+
+    def test_none_is_left_out(self):
+        assert criteria_dict({"Style": {"Ink": None}, "Logic": None, "Place": {"Tent": "One.", "Sky": None}}) == {
+            "Place": {"Tent": "One."}
+        }
+        assert criteria_dict(None) == criteria_dict([]) == criteria_dict({}) == {}
+
+
+class TestCheckImageSetColumns:
+    def both(self, rows):
+        """The rows as they are, and as a dataset."""
+        return [rows, Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})]
+
+    def test_accepts(self):
+        for data in self.both([image_set_row(), image_set_row(rows=2, cols=1)]):
+            assert check_image_set_columns(data) is None
+        check_image_set_columns([image_set_row(panels=("One.", "Two."))])
+
+    @pytest.mark.parametrize("name", ["prompt", "rows", "cols", "panels"])
+    def test_missing_column(self, name):
+        row = image_set_row()
+        del row[name]
+        for data in self.both([row]):
+            with pytest.raises(ValueError, match=rf"need the columns \['{name}'\], but there are only \[.*'theme'"):
+                check_image_set_columns(data)
+
+    def test_column_missing_in_one_row(self):
+        row = image_set_row()
+        del row["cols"]
+        with pytest.raises(ValueError, match=r"need the columns \['cols'\]"):
+            check_image_set_columns([image_set_row(), row])
+
+    def test_hint_for_raw_rows_only(self):
+        for data in self.both([t2is_row()]):
+            with pytest.raises(ValueError, match=r"\['rows', 'cols', 'panels'\].*`paco_trl.data.convert_t2is"):
+                check_image_set_columns(data)
+        with pytest.raises(ValueError, match="need the columns") as error:
+            check_image_set_columns([{"prompt": "A fox."}])
+        assert "convert_t2is" not in str(error.value)
+
+    @pytest.mark.parametrize("data", [[], Dataset.from_list([])])
+    def test_no_rows(self, data):
+        with pytest.raises(ValueError, match="no rows"):
+            check_image_set_columns(data)
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"prompt": ""}, "`prompt` of row 1 is ''"),
+            ({"prompt": " \n"}, "`prompt` of row 1"),
+            ({"prompt": None}, "`prompt` of row 1 is None"),
+            ({"rows": 0}, "`rows` of row 1 is 0"),
+            ({"cols": -2}, "`cols` of row 1 is -2"),
+            ({"rows": None}, "`rows` of row 1 is None"),
+            ({"panels": ["One."]}, r"`panels` of row 1 has 1 texts, but its 1x2 grid .* has 2 panels"),
+            ({"rows": 2}, r"`panels` of row 1 has 2 texts, but its 2x2 grid .* has 4 panels"),
+            ({"panels": None}, "`panels` of row 1 is None"),
+            ({"panels": ["One.", " "]}, r"`panels\[1\]` of row 1 is ' '"),
+            ({"panels": [None, "Two."]}, r"`panels\[0\]` of row 1 is None"),
+        ],
+    )
+    def test_wrong_value(self, changes, message):
+        for data in self.both([image_set_row(), image_set_row(**changes), image_set_row()]):
+            with pytest.raises(ValueError, match=message):
+                check_image_set_columns(data)
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"cols": 2.0}, "`cols` of row 1 is 2.0"),
+            ({"cols": "2"}, "`cols` of row 1 is '2'"),
+            ({"rows": True}, "`rows` of row 1 is True"),
+            ({"panels": "One. Two."}, "`panels` of row 1 is 'One. Two.'"),
+        ],
+    )
+    def test_wrong_type(self, changes, message):
+        # Rows only: in a dataset the whole column has one type
+        with pytest.raises(ValueError, match=message):
+            check_image_set_columns([image_set_row(), image_set_row(**changes)])
+
+    def test_many_rows_and_no_image_is_decoded(self):
+        row = image_set_row()
+        size = 100_000
+        columns = {name: [value] * size for name, value in row.items()}
+        # Not an image at all: reading this column would raise
+        dataset = Dataset.from_dict({**columns, "image": [{"bytes": b"broken", "path": None}] * size})
+        dataset = dataset.cast_column("image", ImageFeature())
+        with pytest.raises(Exception, match="cannot identify image"):
+            dataset[0]
+        check_image_set_columns(dataset)
+
+        columns["panels"] = [*columns["panels"][:-1], ["One."]]
+        with pytest.raises(ValueError, match=f"row {size - 1} has 1 texts"):
+            check_image_set_columns(Dataset.from_dict(columns))
+
+    def test_format_and_order_of_the_dataset(self):
+        rows = [image_set_row(prompt=""), image_set_row(), image_set_row()]
+        dataset = Dataset.from_list(rows).with_format("numpy")
+        check_image_set_columns(dataset.select([2, 1]))
+        with pytest.raises(ValueError, match="row 1 "):
+            check_image_set_columns(dataset.select([2, 0]))
+
+
+class TestLoadImageSetPrompts:
+    def test_jsonl(self, tmp_path):
+        rows = [image_set_row(id="a"), image_set_row(id="b", prompt="A line\u2028separator.")]
+        path = tmp_path / "own.jsonl"
+        # As is, not escaped: U+2028 may stand inside a JSON string and ends no line of the file
+        path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n", encoding="utf-8")
+        assert load_image_set_prompts(path).to_list() == rows
+        assert load_image_set_prompts(str(path)).to_list() == rows
+
+    def test_json(self, tmp_path):
+        rows = [image_set_row(id="a"), image_set_row(id="b")]
+        (tmp_path / "list.json").write_text(json.dumps(rows, indent=2))
+        write_jsonl(tmp_path / "lines.json", rows)
+        assert load_image_set_prompts(tmp_path / "list.json").to_list() == rows
+        assert load_image_set_prompts(tmp_path / "lines.json").to_list() == rows
+
+    def test_optional_column_of_a_later_row(self, tmp_path):
+        rows = [image_set_row(), image_set_row(height=512)]
+        assert load_image_set_prompts(write_jsonl(tmp_path / "a.jsonl", rows))["height"][:] == [None, 512]
+
+    def test_raw_rows_are_converted(self, tmp_path):
+        rows = [t2is_row(criteria=CRITERIA_1), t2is_row(criteria=CRITERIA_2)]
+        dataset = load_image_set_prompts(write_jsonl(tmp_path / "raw.jsonl", rows))
+        assert dataset.to_list() == [convert_t2is(row) for row in rows]
+
+        Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        assert load_image_set_prompts(tmp_path / "saved").to_list() == dataset.to_list()
+
+    def test_criteria_as_dictionaries(self, tmp_path):
+        rows = [image_set_row(criteria=CRITERIA_1), image_set_row(criteria=CRITERIA_2)]
+        dataset = load_image_set_prompts(write_jsonl(tmp_path / "own.jsonl", rows))
+        assert all(isinstance(criteria, list) for criteria in dataset["criteria"])
+        assert [criteria_dict(criteria) for criteria in dataset["criteria"]] == [CRITERIA_1, CRITERIA_2]
+
+    def test_folder_of_json_lines(self, tmp_path):
+        names = ["train-00000-of-00002", "train-00001-of-00002", "test", "extra"]
+        for name in names:
+            write_jsonl(tmp_path / f"{name}.jsonl", [image_set_row(id=name)])
+        assert sorted(load_image_set_prompts(tmp_path)["id"]) == sorted([names[0], names[1], "extra"])
+        assert load_image_set_prompts(tmp_path, split="test")["id"][:] == ["test"]
+        assert load_image_set_prompts(tmp_path, split="extra")["id"][:] == ["extra"]
+        with pytest.raises(ValueError, match=r"starts with the split 'dev', only \['extra.jsonl'"):
+            load_image_set_prompts(tmp_path, split="dev")
+
+    def test_saved_dataset_dict(self, tmp_path):
+        splits = {name: Dataset.from_list([image_set_row(id=name)]) for name in ("train", "test")}
+        DatasetDict(splits).save_to_disk(tmp_path / "saved")
+        assert load_image_set_prompts(tmp_path / "saved")["id"][:] == ["train"]
+        assert load_image_set_prompts(tmp_path / "saved", split="test")["id"][:] == ["test"]
+        with pytest.raises(ValueError, match=r"no split 'dev', only \['train', 'test'\]"):
+            load_image_set_prompts(tmp_path / "saved", split="dev")
+
+    def test_other_folder(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        folder = tmp_path / "clone"
+        folder.mkdir()
+        Dataset.from_list([image_set_row(id="a")]).to_parquet(folder / "train.parquet")
+        assert load_image_set_prompts(folder).to_list() == [image_set_row(id="a")]
+
+    def test_json_files_leave_the_cache_alone(self, tmp_path, monkeypatch):
+        cache = tmp_path / "cache"
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
+        load_image_set_prompts(write_jsonl(tmp_path / "raw.jsonl", [t2is_row()]))
+        assert not cache.exists()
+
+    @pytest.mark.parametrize(
+        "name", ["prompts.jsonl", "prompts.json", "./prompts", "/nowhere/prompts", "~/no-prompts"]
+    )
+    def test_missing_file(self, tmp_path, monkeypatch, name):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(FileNotFoundError, match=name):
+            load_image_set_prompts(name)
+
+    def test_other_names_go_to_the_hub(self, tmp_path, monkeypatch):
+        asked = []
+
+        def load_dataset(name, split):
+            asked.append((name, split))
+            return Dataset.from_list([t2is_row()])
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("datasets.load_dataset", load_dataset)
+        for name in ("user/prompts", "demo"):
+            assert load_image_set_prompts(name, split="test").to_list() == [convert_t2is(t2is_row())]
+        assert asked == [("user/prompts", "test"), ("demo", "test")]
+
+    def test_other_file(self, tmp_path):
+        (tmp_path / "prompts.txt").write_text("A fox.")
+        with pytest.raises(ValueError, match=r"prompts.txt' is not read.*`.jsonl` or `.json`"):
+            load_image_set_prompts(tmp_path / "prompts.txt")
+
+    def test_invalid_json(self, tmp_path):
+        path = write_jsonl(tmp_path / "own.jsonl", [image_set_row()])
+        path.write_text(path.read_text() + '{"prompt": \n')
+        with pytest.raises(ValueError, match=r"own.jsonl that starts at line 2 is not valid JSON"):
+            load_image_set_prompts(path)
+
+    def test_row_that_is_no_object(self, tmp_path):
+        with pytest.raises(ValueError, match=r"Row 1 of .*own.jsonl is 'A fox.'. It must be a JSON object"):
+            load_image_set_prompts(write_jsonl(tmp_path / "own.jsonl", [image_set_row(), "A fox."]))
+
+    def test_rows_are_checked(self, tmp_path):
+        with pytest.raises(ValueError, match="row 1 has 1 texts"):
+            load_image_set_prompts(
+                write_jsonl(tmp_path / "own.jsonl", [image_set_row(), image_set_row(panels=["One."])])
+            )
+        Dataset.from_list([image_set_row(panels=["One."])]).save_to_disk(tmp_path / "saved")
+        with pytest.raises(ValueError, match="row 0 has 1 texts"):
+            load_image_set_prompts(tmp_path / "saved")
+
+    def test_empty_file(self, tmp_path):
+        with pytest.raises(ValueError, match="no rows"):
+            load_image_set_prompts(write_jsonl(tmp_path / "own.jsonl", []))
+
+
+class TestDemoPrompts:
+    def test_round_trip(self):
+        dataset = load_image_set_prompts(demo_prompts_path())
+        assert dataset.column_names == ["id", "prompt", "theme", "rows", "cols", "panels", "height", "width"]
+        for row in dataset:
+            parsed = parse_image_set_prompt(row["prompt"])
+            assert (parsed.rows, parsed.cols, parsed.panels) == (row["rows"], row["cols"], row["panels"])
+            # 512 pixels for each panel
+            assert panel_size(row["height"], row["width"], row["rows"], row["cols"]) == (512, 512)
+            assert 60 <= len(row["prompt"].split()) <= 150
+
+    def test_variety(self):
+        dataset = load_image_set_prompts(demo_prompts_path())
+        layouts = Counter(f"{rows}x{cols}" for rows, cols in zip(dataset["rows"], dataset["cols"], strict=True))
+        assert layouts == {"2x2": 12, "1x3": 5, "2x3": 4, "1x2": 3}
+        for name in ("id", "prompt", "theme"):
+            assert len(set(dataset[name])) == 24
+        assert len({panel for panels in dataset["panels"] for panel in panels}) == 12 * 4 + 5 * 3 + 4 * 6 + 3 * 2
+
+
+@pytest.mark.skipif(not T2IS_PATH.is_file(), reason="the T2IS prompts are not shipped with the repository")
+class TestRealT2IS:
+    def raw_rows(self):
+        return [json.loads(line) for line in T2IS_PATH.read_text(encoding="utf-8").split("\n") if line]
+
+    def test_all_prompts_parse(self):
+        rows = self.raw_rows()
+        assert len(rows) == 298
+        counts = Counter(row["layout"] for row in rows)
+        assert counts == {"2x2": 138, "1x5": 62, "1x3": 58, "2x3": 34, "1x7": 3, "1x2": 2, "2x4": 1}
+        for row in rows:
+            parsed = parse_image_set_prompt(row["prompt"])
+            assert f"{parsed.rows}x{parsed.cols}" == row["layout"]
+            assert len(parsed.panels) == parsed.rows * parsed.cols
+            assert all(parsed.panels)
+            # No text is lost and none is in the wrong panel: the parts, put together again, are the prompt
+            markers = MARKERS[row["layout"]]
+            parts = [f"{marker}:{panel}" for marker, panel in zip(markers, parsed.panels, strict=True)]
+            assert " ".join([parsed.theme, *parts]) == row["prompt"].strip()
+
+    def test_loads_and_keeps_the_criteria(self):
+        rows = self.raw_rows()
+        dataset = load_image_set_prompts(T2IS_PATH)
+        assert dataset["id"][:] == [row["idx"] for row in rows]
+        for row, criteria in zip(rows, dataset["criteria"], strict=True):
+            # Three criteria of one row have no text
+            own = {
+                dimension: kept
+                for dimension, texts in row["criteria"].items()
+                if (kept := {name: text for name, text in texts.items() if text is not None})
+            }
+            assert own and criteria_dict(criteria) == own
+
+    def test_dataset_converts_as_its_rows(self):
+        rows = self.raw_rows()[:40]
+        converted = [convert_t2is(Dataset.from_list(rows)).to_list(), [convert_t2is(row) for row in rows]]
+        for row_of_dataset, row in zip(*converted, strict=True):
+            # As dictionaries: Arrow has its own order of the names
+            assert criteria_dict(row_of_dataset.pop("criteria")) == criteria_dict(row.pop("criteria"))
+            assert row_of_dataset == row
+
+
+class TestGrids:
+    def panels(self, rows, cols, size=(6, 4), mode="RGB"):
+        """Panels of distinct colours, each with one odd pixel in its upper left, so that turning one would show."""
+        panels = []
+        for index in range(rows * cols):
+            panel = Image.new(mode, size, (10 + 20 * index, 200 - 15 * index, index))
+            panel.putpixel((0, 0), (255, 255, 255))
+            panels.append(panel)
+        return panels
+
+    @pytest.mark.parametrize("rows, cols", [(2, 2), (1, 5), (1, 3), (2, 3), (1, 7), (1, 2), (2, 4), (3, 1), (1, 1)])
+    def test_split_inverts_join(self, rows, cols):
+        panels = self.panels(rows, cols)
+        grid = join_grid(panels, rows, cols)
+        assert grid.size == (6 * cols, 4 * rows)
+        assert [panel.tobytes() for panel in split_grid(grid, rows, cols)] == [panel.tobytes() for panel in panels]
+        assert join_grid(split_grid(grid, rows, cols), rows, cols).tobytes() == grid.tobytes()
+
+    def test_row_major_order(self):
+        # The image is painted here, not by `join_grid`: the two could be wrong in the same way
+        grid = Image.new("RGB", (30, 20))
+        colors = [["red", "green", "blue"], ["yellow", "black", "white"]]
+        for row in range(2):
+            for col in range(3):
+                grid.paste(colors[row][col], (10 * col, 10 * row, 10 * col + 10, 10 * row + 10))
+        panels = split_grid(grid, 2, 3)
+        expected = [
+            Image.new("RGB", (10, 10), color) for color in ("red", "green", "blue", "yellow", "black", "white")
+        ]
+        assert [panel.tobytes() for panel in panels] == [panel.tobytes() for panel in expected]
+        assert join_grid(expected, 2, 3).tobytes() == grid.tobytes()
+        # The same image with rows and columns exchanged gives other panels
+        assert [panel.size for panel in split_grid(grid, 1, 3)] == [(10, 20)] * 3
+
+    def test_panel_size(self):
+        assert panel_size(1024, 1536, 2, 3) == (512, 512)
+        assert panel_size(512, 3584, 1, 7) == (512, 512)
+        assert panel_size(20, 30, 1, 3) == (20, 10)
+
+    @pytest.mark.parametrize(
+        "height, width, rows, cols, nearest",
+        [
+            (1024, 1000, 2, 3, "1024x999, 1024x1002"),
+            (101, 90, 2, 3, "100x90, 102x90"),
+            (101, 100, 2, 3, "100x99, 100x102, 102x99, 102x102"),
+            (64, 2, 1, 3, "64x3"),
+            (0, 64, 2, 2, "2x64"),
+        ],
+    )
+    def test_size_that_does_not_divide(self, height, width, rows, cols, nearest):
+        message = rf"{height}x{width} pixels .* {rows}x{cols} grid .* divide: {nearest}\.$"
+        with pytest.raises(ValueError, match=message):
+            panel_size(height, width, rows, cols)
+        if height:
+            with pytest.raises(ValueError, match=message):
+                split_grid(Image.new("RGB", (width, height)), rows, cols)
+
+    @pytest.mark.parametrize("rows, cols", [(0, 2), (2, 0), (-1, 2)])
+    def test_no_rows_or_columns(self, rows, cols):
+        for call in (
+            lambda: panel_size(64, 64, rows, cols),
+            lambda: split_grid(Image.new("RGB", (64, 64)), rows, cols),
+            lambda: join_grid([], rows, cols),
+        ):
+            with pytest.raises(ValueError, match=f"at least one row and one column, got rows={rows} and cols={cols}"):
+                call()
+
+    def test_join_wrong_number(self):
+        with pytest.raises(ValueError, match="2x2 grid .* has 4 panels, got 3 images"):
+            join_grid(self.panels(1, 3), 2, 2)
+
+    def test_join_other_size_or_mode(self):
+        panels = self.panels(1, 2)
+        with pytest.raises(ValueError, match="one size and one mode, got .* 4x6 RGB, 6x4 RGB"):
+            join_grid([panels[0], panels[1].transpose(Image.Transpose.ROTATE_90)], 1, 2)
+        with pytest.raises(ValueError, match="4x6 L, 4x6 RGB"):
+            join_grid([panels[0], panels[1].convert("L")], 1, 2)
+
+
+def test_import_is_light():
+    code = "import sys, paco_trl.data; print(sorted({'torch', 'datasets', 'PIL'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

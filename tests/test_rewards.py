@@ -1,0 +1,638 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards and their aggregation: closed forms, missing values, log-taming's true effect, CLIP-T on a tiny CLIP."""
+
+import importlib.util
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from transformers import CLIPModel, CLIPProcessor
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+from trl.trainer.utils import get_callable_name, is_async_callable, nanstd
+
+from paco_trl.rewards import (
+    AggregationDetails,
+    ClipTReward,
+    aggregate_rewards,
+    panel_similarity_reward,
+    redness_reward,
+)
+from paco_trl.rewards.aggregation import (
+    coefficient_of_variation,
+    log_tame,
+    normalize_in_groups,
+    weighted_geometric_mean,
+    weighted_sum,
+)
+from paco_trl.tiny.clip import build_tiny_clip
+from paco_trl.utils.deepspeed import without_zero3_init
+
+
+NAN = float("nan")
+METHODS = ["sum_then_normalize", "normalize_then_sum", "log_tamed", "geometric_mean"]
+
+
+def uniform(low, high, count):
+    """`count` midpoints of [low, high]: their moments are those of the uniform distribution up to 1 / count^2."""
+    return low + (high - low) * (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+
+def every_pair(first, second):
+    """All combinations of two lists of values as rows (N, 2): two exactly uncorrelated rewards."""
+    return torch.cartesian_prod(first, second)
+
+
+def variance_of_log(span):
+    """Var[log(1 + R)] for R uniform in [0, span], from the integrals of log u and log^2 u over [1, 1 + span]."""
+    u = 1 + span
+    mean = (u * math.log(u) - u + 1) / span
+    mean_square = (u * (math.log(u) ** 2 - 2 * math.log(u) + 2) - 2) / span
+    return mean_square - mean**2
+
+
+class TestLazyExports:
+    def test_aggregation_comes_without_transformers_and_diffusers(self):
+        code = (
+            "import sys, paco_trl; before = set(sys.modules); import paco_trl.rewards;"
+            "assert 'torch' not in set(sys.modules) - before, 'torch';"
+            "from paco_trl.rewards import aggregate_rewards;"
+            "loaded = {'transformers', 'diffusers', 'trl'} & set(sys.modules);"
+            "assert 'torch' in sys.modules; assert not loaded, loaded"
+        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+
+    def test_every_name_in_all_exists(self):
+        import paco_trl.rewards
+
+        assert "aggregate_rewards" in paco_trl.rewards.__all__
+        for name in paco_trl.rewards.__all__:
+            assert getattr(paco_trl.rewards, name).__name__ == name
+        with pytest.raises(AttributeError, match="no_such_reward"):
+            paco_trl.rewards.no_such_reward  # noqa: B018
+
+
+class TestCoefficientOfVariation:
+    def test_is_population_std_over_mean(self):
+        # Reward 0: 1, 5 -> mean 3, population std 2 (the unbiased one would be sqrt 8). Reward 1: 10, 10 -> 0.
+        h = coefficient_of_variation(torch.tensor([[1.0, 10.0], [5.0, 10.0]]))
+        assert h == pytest.approx([2 / 3, 0.0])
+        assert h[0] != pytest.approx(math.sqrt(8) / 3)
+
+    def test_leaves_missing_values_out(self):
+        h = coefficient_of_variation(torch.tensor([[1.0, NAN], [NAN, NAN], [3.0, NAN]]))
+        assert h == [pytest.approx(0.5), None]
+        # Twin: the same row with a 0 instead of NaN is another statistic: 1, 0, 3 has mean 4/3, std sqrt(14)/3.
+        h = coefficient_of_variation(torch.tensor([[1.0], [0.0], [3.0]]))
+        assert h == pytest.approx([math.sqrt(14) / 4])
+
+    @pytest.mark.parametrize("values", [[-1.0, -3.0], [-1.0, 1.0], [0.0, 0.0]])
+    def test_is_undefined_when_the_mean_is_not_positive(self, values):
+        assert coefficient_of_variation(torch.tensor(values).unsqueeze(1)) == [None]
+
+    def test_of_one_value_is_zero(self):
+        assert coefficient_of_variation(torch.tensor([[2.0], [NAN]])) == [0.0]
+
+
+class TestFormulas:
+    def test_log_tame(self):
+        rewards = torch.tensor([[0.0, 0.0], [math.e - 1, math.e - 1], [NAN, 3.0]])
+        tamed = log_tame(rewards, [True, False])
+        expected = torch.tensor([[0.0, 0.0], [1.0, math.e - 1], [NAN, 3.0]])
+        torch.testing.assert_close(tamed, expected, equal_nan=True)
+
+    def test_normalize_in_groups(self):
+        # Groups of two: (1, 3) has mean 2 and unbiased std sqrt 2, (10, 10) has std 0.
+        normalized = normalize_in_groups(torch.tensor([1.0, 3.0, 10.0, 10.0]), num_generations=2)
+        score = 1 / (math.sqrt(2) + 1e-4)
+        torch.testing.assert_close(normalized, torch.tensor([-score, score, 0.0, 0.0]))
+
+    def test_normalize_in_groups_works_on_columns_alike(self):
+        rewards = torch.rand(12, 3, generator=torch.Generator().manual_seed(0))
+        together = normalize_in_groups(rewards, num_generations=4)
+        apart = torch.stack([normalize_in_groups(column, num_generations=4) for column in rewards.T], dim=1)
+        torch.testing.assert_close(together, apart)
+        assert together.std() > 0.5
+
+    def test_normalize_in_groups_with_missing_values(self):
+        # Three groups of three: two values, one value, none.
+        rewards = torch.tensor([1.0, NAN, 3.0, NAN, 7.0, NAN, NAN, NAN, NAN])
+        score = 1 / (math.sqrt(2) + 1e-4)
+        expected = torch.tensor([-score, NAN, score, NAN, 0.0, NAN, NAN, NAN, NAN])
+        torch.testing.assert_close(normalize_in_groups(rewards, 3), expected, equal_nan=True)
+
+    def test_normalize_in_groups_has_the_std_of_trl(self):
+        rewards = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+        rewards[0, 1] = rewards[2, 3] = NAN
+        mean = torch.nanmean(rewards, dim=1, keepdim=True)
+        expected = (rewards - mean) / (nanstd(rewards, dim=1, keepdim=True) + 1e-4)
+        torch.testing.assert_close(normalize_in_groups(rewards.flatten(), 6), expected.flatten(), equal_nan=True)
+
+    def test_weighted_sum(self):
+        rewards = torch.tensor([[1.0, 10.0], [2.0, NAN]])
+        expected = torch.tensor([0.5 + 20.0, NAN])
+        torch.testing.assert_close(weighted_sum(rewards, torch.tensor([0.5, 2.0])), expected, equal_nan=True)
+
+    def test_weighted_geometric_mean(self):
+        # (2^3 * 32^1)^(1/4) = 256^(1/4) = 4; a zero gives 0; a NaN gives NaN, also beside a zero.
+        rewards = torch.tensor([[2.0, 32.0], [0.0, 5.0], [NAN, 5.0], [NAN, 0.0]])
+        result = weighted_geometric_mean(rewards, torch.tensor([3.0, 1.0]))
+        torch.testing.assert_close(result, torch.tensor([4.0, 0.0, NAN, NAN]), equal_nan=True)
+
+
+class TestAggregateRewards:
+    def test_sum_then_normalize(self):
+        aggregate, details = aggregate_rewards(torch.tensor([[1.0, 10.0], [3.0, 30.0]]), [2.0, 0.5], METHODS[0])
+        torch.testing.assert_close(aggregate, torch.tensor([7.0, 21.0]))
+        assert isinstance(details, AggregationDetails)
+        assert details.coefficient_of_variation == pytest.approx([0.5, 0.5])
+        assert details.tamed == [False, False]  # h_k exceeds the threshold, but the method does not tame
+        assert details.threshold == 0.2
+
+    def test_normalize_then_sum(self):
+        # Column 0: (1, 3) and (5, 5); column 1: (30, 10) and (0, 4).
+        rewards = torch.tensor([[1.0, 30.0], [3.0, 10.0], [5.0, 0.0], [5.0, 4.0]])
+        aggregate, _ = aggregate_rewards(rewards, [1.0, 2.0], "normalize_then_sum", num_generations=2)
+        first = 1 / (math.sqrt(2) + 1e-4)
+        second = 10 / (math.sqrt(200) + 1e-4)
+        third = 2 / (math.sqrt(8) + 1e-4)
+        expected = torch.tensor([-first + 2 * second, first - 2 * second, -2 * third, 2 * third])
+        torch.testing.assert_close(aggregate, expected)
+
+    def test_log_tamed(self):
+        # h = 1 for (0, 3), mean 1.5; h = 0.0667 for (0.7, 0.8).
+        rewards = torch.tensor([[0.0, 0.7], [3.0, 0.8]])
+        aggregate, details = aggregate_rewards(rewards, [2.0, 1.0], "log_tamed")
+        torch.testing.assert_close(aggregate, torch.tensor([0.7, 2 * math.log(4) + 0.8]))
+        assert details.coefficient_of_variation == pytest.approx([1.0, 0.05 / 0.75], rel=1e-5)
+        assert details.tamed == [True, False]
+
+    def test_geometric_mean(self):
+        aggregate, _ = aggregate_rewards(torch.tensor([[2.0, 32.0], [0.0, 1.0]]), [3.0, 1.0], "geometric_mean")
+        torch.testing.assert_close(aggregate, torch.tensor([4.0, 0.0]))
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_missing_reward_makes_its_row_missing(self, method):
+        rewards = torch.tensor([[0.1, 0.5], [0.9, NAN], [0.2, 0.6], [0.3, 0.9]])
+        aggregate, _ = aggregate_rewards(rewards, [1.0, 1.0], method, num_generations=2)
+        assert aggregate.isnan().tolist() == [False, True, False, False]
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_missing_reward_of_weight_zero_does_not_matter(self, method):
+        rewards = torch.tensor([[0.1, 0.5], [0.9, NAN], [0.2, -6.0], [0.3, 900.0]])
+        aggregate, details = aggregate_rewards(rewards, [1.0, 0.0], method, "mean", num_generations=2)
+        alone, alone_details = aggregate_rewards(rewards[:, :1], [1.0], method, "mean", num_generations=2)
+        torch.testing.assert_close(aggregate, alone)
+        assert not aggregate.isnan().any()
+        assert details.threshold == alone_details.threshold  # its h_k does not shift the others' threshold
+        assert details.coefficient_of_variation[1] > 1  # but is reported
+        assert details.tamed[1] is False
+
+    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+    def test_does_not_change_its_input_and_computes_in_float32_or_better(self, method, dtype):
+        rewards = torch.tensor([[1.0, 4.0], [9.0, 2.0]]).to(dtype)
+        before = rewards.clone()
+        weights = torch.tensor([1.0, 2.0])
+        aggregate, _ = aggregate_rewards(rewards, weights, method, num_generations=2)
+        assert torch.equal(rewards, before)
+        assert torch.equal(weights, torch.tensor([1.0, 2.0]))
+        assert aggregate.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        again, _ = aggregate_rewards(rewards, weights, method, num_generations=2)
+        assert torch.equal(aggregate, again)
+
+    def test_taming_is_over_all_samples_and_normalisation_over_a_group(self):
+        # Within each group the reward is constant, so its h_k is 0 there; over all samples it is 0.5.
+        rewards = torch.tensor([[1.0], [1.0], [3.0], [3.0]])
+        assert coefficient_of_variation(rewards[:2]) == coefficient_of_variation(rewards[2:]) == [0.0]
+        aggregate, details = aggregate_rewards(rewards, [1.0], "log_tamed", num_generations=2)
+        assert details.coefficient_of_variation == pytest.approx([0.5])
+        assert details.tamed == [True]
+        torch.testing.assert_close(aggregate, torch.log1p(rewards[:, 0]))
+        # Twin: one group alone is not tamed, which is why the samples of all processes are gathered first.
+        _, details = aggregate_rewards(rewards[:2], [1.0], "log_tamed", num_generations=2)
+        assert details.tamed == [False]
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"method": "mean"}, "sum_then_normalize, normalize_then_sum, log_tamed, geometric_mean"),
+            ({"rewards": torch.zeros(4)}, r"\(4,\).*\(N, K\)"),
+            ({"rewards": torch.zeros(0, 2)}, r"\(N, K\)"),
+            ({"weights": [1.0]}, "one weight per reward"),
+            ({"weights": [[1.0, 1.0]]}, "one weight per reward"),
+            ({"weights": [1.0, math.inf]}, "finite"),
+            ({"weights": [0.0, 0.0]}, "not all 0"),
+            ({"rewards": torch.tensor([[1.0, 1.0], [1.0, math.inf]])}, r"rewards\[1, 1\].*inf"),
+            ({"rewards": torch.tensor([[-math.inf, 1.0], [1.0, 1.0]])}, r"rewards\[0, 0\].*-inf"),
+            ({"threshold": "max"}, "'max'.*'mean' or 'median'"),
+            ({"threshold": -0.1}, "-0.1"),
+            ({"threshold": NAN}, "nan"),
+            ({"method": "normalize_then_sum"}, "`num_generations` is None"),
+            ({"method": "normalize_then_sum", "num_generations": 3}, "must divide the number of rows, 2"),
+            ({"method": "normalize_then_sum", "num_generations": 0}, "`num_generations` is 0"),
+            ({"method": "geometric_mean", "weights": [1.0, -1.0]}, "must be >= 0"),
+            ({"method": "geometric_mean", "rewards": torch.tensor([[1.0, 1.0], [-0.1, 1.0]])}, r"rewards\[1, 0\]"),
+        ],
+    )
+    def test_errors(self, changes, message):
+        arguments = {"rewards": torch.rand(2, 2), "weights": [1.0, 1.0], "method": "log_tamed", "threshold": 0.2}
+        aggregate_rewards(**arguments)  # fine without the change
+        with pytest.raises(ValueError, match=message):
+            aggregate_rewards(**(arguments | changes))
+
+    def test_the_other_methods_take_what_one_refuses(self):
+        rewards = torch.tensor([[-2.0, 1.0], [0.5, 1.0]])
+        for method in ["log_tamed", "geometric_mean"]:
+            with pytest.raises(ValueError, match=r"rewards\[0, 0\]"):
+                aggregate_rewards(rewards, [1.0, 1.0], method)
+        aggregate, _ = aggregate_rewards(rewards, [1.0, -1.0], "sum_then_normalize")
+        torch.testing.assert_close(aggregate, torch.tensor([-3.0, -0.5]))
+
+
+class TestLogTaming:
+    """What log-taming does to rewards of planted ranges: its true effect, by closed forms."""
+
+    @pytest.mark.parametrize(
+        ("low", "high", "share_before", "share_after"),
+        [
+            # A reward in [0, 20] beside a narrow one in [0.7, 0.8]. Taming cuts its variance 65 times, and it still
+            # makes 99.8 % of the aggregate's: log(1 + R) shrinks a spread, it does not equalise spreads.
+            (0.7, 0.8, 0.99998, 0.9984),
+            # Beside one in [3, 5]: from 99 % to 61 %.
+            (3.0, 5.0, 0.9901, 0.606),
+        ],
+    )
+    def test_the_share_of_a_dominating_reward_falls_by_the_computed_factor(self, low, high, share_before, share_after):
+        rewards = every_pair(uniform(0, 20, 400), uniform(low, high, 40))
+        h = [1 / math.sqrt(3), (high - low) / math.sqrt(12) / ((low + high) / 2)]  # uniform: std = range / sqrt(12)
+        other = (high - low) ** 2 / 12
+
+        plain, _ = aggregate_rewards(rewards, [1.0, 1.0], "sum_then_normalize")
+        tamed, details = aggregate_rewards(rewards, [1.0, 1.0], "log_tamed")
+        assert details.coefficient_of_variation == pytest.approx(h, rel=1e-3)
+        assert details.tamed == [True, False]
+
+        def share(aggregate, column):  # of the aggregate's variance; the other reward is uncorrelated
+            return torch.corrcoef(torch.stack([aggregate, column]))[0, 1].item() ** 2
+
+        dominating = 20**2 / 12
+        assert share(plain, rewards[:, 0]) == pytest.approx(dominating / (dominating + other), rel=1e-3)
+        assert share(plain, rewards[:, 0]) == pytest.approx(share_before, abs=1e-3)
+        log_variance = variance_of_log(20)
+        assert dominating / log_variance == pytest.approx(65, abs=0.5)
+        log_share = share(tamed, torch.log1p(rewards[:, 0]))
+        assert log_share == pytest.approx(log_variance / (log_variance + other), rel=1e-3)
+        assert log_share == pytest.approx(share_after, abs=1e-3)
+        assert log_share < share(plain, rewards[:, 0])
+
+    def test_on_unit_range_it_cuts_spread_by_less_than_two(self):
+        rewards = every_pair(uniform(0, 1, 400), uniform(0.7, 0.8, 40))
+        plain = rewards[:, 0]
+        aggregate, details = aggregate_rewards(rewards, [1.0, 1.0], "log_tamed")
+        assert details.tamed == [True, False]
+        tamed = aggregate - rewards[:, 1]
+
+        factor = (plain.std() / tamed.std()).item()
+        assert factor == pytest.approx(math.sqrt(1 / 12 / variance_of_log(1)), rel=1e-3)
+        assert factor == pytest.approx(1.46, abs=0.01)
+
+        # Difference by difference: never less than half is left, never more than all.
+        plain_gaps = plain[1:] - plain[:-1]
+        tamed_gaps = tamed[1:] - tamed[:-1]
+        moved = plain_gaps.abs() > 1e-6
+        kept = (tamed_gaps / plain_gaps)[moved]
+        assert len(kept) == 399
+        assert 0.5 <= kept.min() < 0.51
+        assert 0.99 < kept.max() <= 1.0
+
+    def test_threshold_as_a_number(self):
+        rewards = torch.tensor([[1.0], [3.0]])  # h = 0.5
+        aggregate, details = aggregate_rewards(rewards, [1.0], "log_tamed", threshold=0.49)
+        assert details.tamed == [True]
+        torch.testing.assert_close(aggregate, torch.tensor([math.log(2), math.log(4)]))
+        # Twins: below the threshold, and at it.
+        for threshold in [0.51, 0.5]:
+            aggregate, details = aggregate_rewards(rewards, [1.0], "log_tamed", threshold=threshold)
+            assert details == AggregationDetails([0.5], [False], threshold)
+            torch.testing.assert_close(aggregate, rewards[:, 0])
+
+    def test_threshold_as_the_mean_or_median(self):
+        # h = 0.1, 0.2, 0.9 (values m - s, m + s), and an undefined one: mean 0.4, median 0.2.
+        rewards = torch.tensor([[0.9, 0.8, 0.1, -0.5], [1.1, 1.2, 1.9, -0.5]])
+        weights = [1.0, 1.0, 1.0, 1.0]
+        _, details = aggregate_rewards(rewards, weights, "log_tamed", "mean")
+        assert details.coefficient_of_variation == [*(pytest.approx(h) for h in (0.1, 0.2, 0.9)), None]
+        assert details.threshold == pytest.approx(0.4)
+        assert details.tamed == [False, False, True, False]
+        _, details = aggregate_rewards(rewards, weights, "log_tamed", "median")
+        assert details.threshold == pytest.approx(0.2)
+        assert details.tamed == [False, False, True, False]
+        # A fourth defined one tells the two apart: h = 0.3 -> mean 0.375, median 0.25.
+        rewards[:, 3] = torch.tensor([0.7, 1.3])
+        _, details = aggregate_rewards(rewards, weights, "log_tamed", "mean")
+        assert details.threshold == pytest.approx(0.375)
+        assert details.tamed == [False, False, True, False]
+        _, details = aggregate_rewards(rewards, weights, "log_tamed", "median")
+        assert details.threshold == pytest.approx(0.25)
+        assert details.tamed == [False, False, True, True]
+
+    @pytest.mark.parametrize("threshold", ["mean", "median"])
+    def test_threshold_without_a_defined_h(self, threshold):
+        rewards = torch.tensor([[-0.5], [0.5]])
+        aggregate, details = aggregate_rewards(rewards, [1.0], "log_tamed", threshold)
+        assert details == AggregationDetails([None], [False], math.inf)
+        torch.testing.assert_close(aggregate, rewards[:, 0])
+
+    def test_a_mean_that_is_not_positive_leaves_the_reward_untouched(self):
+        values = torch.tensor([[-0.9], [0.5]])  # mean -0.2
+        aggregate, details = aggregate_rewards(values, [1.0], "log_tamed", threshold=0.0)
+        assert details.tamed == [False]
+        torch.testing.assert_close(aggregate, values[:, 0])
+        # Twin: shifted to a positive mean it is tamed.
+        aggregate, details = aggregate_rewards(values + 1, [1.0], "log_tamed", threshold=0.0)
+        assert details.tamed == [True]
+        torch.testing.assert_close(aggregate, torch.log(values[:, 0] + 2))
+
+    @pytest.mark.parametrize("value", [-1.0, -7.0])
+    def test_values_that_log_cannot_take_are_refused(self, value):
+        for rewards in (
+            torch.tensor([[0.5, 9.0], [0.5, value]]),  # would be tamed
+            torch.tensor([[0.5, 0.5], [0.5, value]]),  # mean not positive
+        ):
+            with pytest.raises(ValueError, match=rf"\(reward 1\) is {value}.*Shift or rescale"):
+                aggregate_rewards(rewards, [1.0, 1.0], "log_tamed")
+        # Twin: just above it is fine.
+        aggregate, _ = aggregate_rewards(torch.tensor([[0.5, 9.0], [0.5, -0.999]]), [1.0, 1.0], "log_tamed")
+        assert torch.isfinite(aggregate).all()
+
+
+@pytest.fixture(scope="module")
+def tiny_clip(tmp_path_factory):
+    return build_tiny_clip(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture(scope="module")
+def clip_t(tiny_clip):
+    return ClipTReward(tiny_clip, device="cpu")
+
+
+def gradient(seed, size=(40, 40)):
+    """A colour image that differs from seed to seed."""
+    generator = torch.Generator().manual_seed(seed)
+    corners = torch.randint(0, 256, (2, 2, 3), generator=generator, dtype=torch.uint8)
+    return Image.fromarray(corners.numpy()).resize(size, Image.Resampling.BILINEAR)
+
+
+@pytest.fixture
+def grids():
+    """Columns of three completions: two panels, the same two texts on other images, and one panel."""
+    panels = [["a red house", "a cat at night"], ["a red house", "a cat at night"], ["a blue car in the rain"]]
+    panel_images = [[gradient(0), gradient(1)], [gradient(2), gradient(3)], [gradient(4, size=(30, 50))]]
+    return {
+        "prompts": ["p", "p", "q"],
+        "completions": [gradient(9)] * 3,
+        "panels": panels,
+        "panel_images": panel_images,
+    }
+
+
+def cosine_by_hand(folder, image, text):
+    """Similarity of one image and one text from the whole CLIPModel: its logit without the scale."""
+    model = CLIPModel.from_pretrained(folder).eval()
+    inputs = CLIPProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
+    with torch.no_grad():
+        return (model(**inputs).logits_per_image / model.logit_scale.exp()).item()
+
+
+class TestClipTReward:
+    def test_one_panel_is_the_cosine_of_clip(self, tiny_clip, clip_t):
+        image, text = gradient(0), "a red house near the sea"
+        scores = clip_t(["p"], [image], panels=[[text]], panel_images=[[image]])
+        assert scores == pytest.approx([cosine_by_hand(tiny_clip, image, text)], abs=1e-6)
+        assert isinstance(scores[0], float)
+
+    def test_texts_and_images_have_an_effect(self, clip_t):
+        def score(seed, text):
+            return clip_t(["p"], [gradient(seed)], panels=[[text]], panel_images=[[gradient(seed)]])[0]
+
+        assert abs(score(0, "a red house") - score(0, "a blue car in the rain")) > 0.01
+        assert abs(score(0, "a red house") - score(1, "a red house")) > 0.01
+        assert score(0, "a red house") == pytest.approx(score(0, "a red house"), abs=1e-6)
+
+    def test_is_the_mean_over_the_panels(self, tiny_clip, clip_t, grids):
+        by_hand = [
+            [cosine_by_hand(tiny_clip, image, text) for image, text in zip(images, texts, strict=True)]
+            for images, texts in zip(grids["panel_images"], grids["panels"], strict=True)
+        ]
+        assert abs(by_hand[0][0] - by_hand[0][1]) > 0.01
+        expected = [sum(values) / len(values) for values in by_hand]
+        assert clip_t(**grids) == pytest.approx(expected, abs=1e-6)
+
+    def test_panels_belong_to_their_texts(self, clip_t, grids):
+        scores = clip_t(**grids)
+        swapped = clip_t(**(grids | {"panels": [grids["panels"][0][::-1], *grids["panels"][1:]]}))
+        assert abs(swapped[0] - scores[0]) > 0.01
+        assert swapped[1:] == pytest.approx(scores[1:], abs=1e-6)
+
+    def test_permuted_completions_have_permuted_scores(self, clip_t, grids):
+        scores = clip_t(**grids)
+        assert min(abs(scores[0] - scores[1]), abs(scores[0] - scores[2]), abs(scores[1] - scores[2])) > 0.01
+        order = [2, 0, 1]
+        permuted = clip_t(**{name: [column[i] for i in order] for name, column in grids.items()})
+        assert permuted == pytest.approx([scores[i] for i in order], abs=1e-6)
+
+    def test_batch_size_does_not_change_the_scores(self, tiny_clip, clip_t, grids):
+        small = ClipTReward(tiny_clip, device="cpu", batch_size=2)
+        assert small(**grids) == pytest.approx(clip_t(**grids), abs=1e-6)
+
+    def test_each_text_is_encoded_once_and_panels_go_in_batches(self, tiny_clip, grids):
+        reward = ClipTReward(tiny_clip, device="cpu", batch_size=2)
+        text_rows, image_rows = [], []
+        reward.model.text_model.register_forward_pre_hook(
+            lambda module, args, kwargs: text_rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        reward.model.vision_model.register_forward_pre_hook(
+            lambda module, args, kwargs: image_rows.append(len(kwargs["pixel_values"])), with_kwargs=True
+        )
+        reward(**grids)
+        assert text_rows == [2, 1]  # three distinct texts of five
+        assert image_rows == [2, 2, 1]  # five panels, across completions
+
+    def test_long_texts_are_cut_at_the_models_length(self, clip_t):
+        def score(text):
+            return clip_t(["p"], [gradient(0)], panels=[[text]], panel_images=[[gradient(0)]])[0]
+
+        # "a" is one token; 77 positions hold 75 of them between the two special tokens.
+        assert score("a " * 200) == pytest.approx(score("a " * 75), abs=1e-6)
+        assert score("a " * 200) != pytest.approx(score("a " * 70), abs=1e-6)
+
+    def test_images_of_other_modes_are_scored_as_rgb(self, clip_t):
+        image = gradient(0)
+        scores = clip_t(
+            ["p"] * 3,
+            [image] * 3,
+            panels=[["a cat"]] * 3,
+            panel_images=[[image], [image.convert("RGBA")], [image.convert("L")]],
+        )
+        assert scores[1] == pytest.approx(scores[0], abs=1e-6)
+        assert scores[2] != pytest.approx(scores[0], abs=1e-3)
+
+    def test_nothing_to_score(self, clip_t):
+        assert clip_t([], [], panels=[], panel_images=[]) == []
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"panels": None}, "got no `panels`"),
+            ({"panel_images": None}, "got no `panel_images`"),
+            ({"panels": [["a cat"]]}, "`panels` has 1 entries for 3 completions"),
+            ({"panel_images": [[gradient(0)]]}, "`panel_images` has 1 entries for 3 completions"),
+            ({"panels": [["a", "b"], None, ["c"]]}, "`panels` of completion 1 is None"),
+            ({"panels": [["a", "b"], [], ["c"]]}, r"`panels` of completion 1 is \[\]"),
+            ({"panels": [["a", "b"], ["a", " "], ["c"]]}, "`panels` of completion 1"),
+            ({"panels": [["a", "b"], ["a", None], ["c"]]}, "`panels` of completion 1"),
+            ({"panels": [["a", "b"], ["a", "b", "c"], ["c"]]}, "Completion 1 has 2 panel images and 3 panel texts"),
+            ({"panel_images": [[gradient(0)] * 2, [], [gradient(0)]]}, "Completion 1 has 0 panel images"),
+            ({"panel_images": [[gradient(0)] * 2, None, [gradient(0)]]}, "Completion 1 has 0 panel images"),
+        ],
+    )
+    def test_errors(self, clip_t, grids, changes, message):
+        with pytest.raises(ValueError, match=message):
+            clip_t(**(grids | changes))
+
+    def test_a_score_that_is_not_finite_is_an_error(self, tiny_clip, grids):
+        reward = ClipTReward(tiny_clip, device="cpu")
+        assert all(math.isfinite(score) for score in reward(**grids))
+        with torch.no_grad():
+            reward.model.text_projection.weight[0, 0] = NAN
+        with pytest.raises(ValueError, match="completion 0 is nan"):
+            reward(**grids)
+
+    def test_is_frozen_in_eval_mode_and_float32(self, tiny_clip, clip_t):
+        parameters = list(clip_t.model.parameters())
+        assert parameters
+        assert not any(parameter.requires_grad for parameter in parameters)
+        assert not any(module.training for module in clip_t.model.modules())
+        assert {parameter.dtype for parameter in parameters} == {torch.float32}
+        assert ClipTReward(tiny_clip, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+    def test_autocast_does_not_change_the_scores(self, clip_t, grids):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            a = torch.rand(3, 3, generator=torch.Generator().manual_seed(0))
+            assert (a @ a).dtype == torch.bfloat16  # autocast does something here
+            scores = clip_t(**grids)
+        assert scores == clip_t(**grids)
+
+    def test_moves_at_the_first_call_to_the_device_of_the_process(self, tiny_clip, grids):
+        from accelerate import PartialState
+
+        reward = ClipTReward(tiny_clip)
+        assert reward.model.device.type == "cpu"
+        assert len(reward(**grids)) == 3
+        assert reward.model.device.type == PartialState().device.type
+
+    def test_is_a_reward_for_trl(self, clip_t):
+        assert get_callable_name(clip_t) == "clip_t"
+        assert not is_async_callable(clip_t)
+        assert not isinstance(clip_t, torch.nn.Module)  # TRL would call a module with token ids
+
+    def test_batch_size_must_be_positive(self, tiny_clip):
+        with pytest.raises(ValueError, match="`batch_size` is 0"):
+            ClipTReward(tiny_clip, batch_size=0)
+
+
+class TestTinyClip:
+    def test_is_the_same_at_every_call_and_keeps_the_random_state(self, tiny_clip, tmp_path):
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        folder = build_tiny_clip(tmp_path / "again")
+        assert torch.equal(torch.rand(3), expected)
+        first, second = (CLIPModel.from_pretrained(path).state_dict() for path in (tiny_clip, folder))
+        assert first.keys() == second.keys() and len(first) > 50
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+    def test_tokenizer_has_no_unknown_characters(self, tiny_clip):
+        tokenizer = CLIPProcessor.from_pretrained(tiny_clip).tokenizer
+        ids = tokenizer("Zebra, 42 é 猫!")["input_ids"]
+        assert ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == tokenizer.eos_token_id
+        assert ids[0] == tokenizer.bos_token_id
+        assert max(ids) < len(tokenizer)
+
+
+class TestWithoutZero3Init:
+    def test_without_a_live_config_nothing_happens(self):
+        from transformers.integrations import deepspeed as hf_deepspeed
+
+        before = hf_deepspeed._hf_deepspeed_config_weak_ref
+        with without_zero3_init():
+            assert hf_deepspeed._hf_deepspeed_config_weak_ref is before
+        assert hf_deepspeed._hf_deepspeed_config_weak_ref is before
+
+    @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+    def test_a_live_config_is_out_of_sight_and_comes_back(self, tiny_clip):
+        from transformers.integrations import deepspeed as hf_deepspeed
+
+        config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+        try:
+            assert is_deepspeed_zero3_enabled()  # the effect exists: from_pretrained would partition
+            with without_zero3_init():
+                assert not is_deepspeed_zero3_enabled()
+                with without_zero3_init():  # nested: nothing to hide, nothing to restore
+                    assert not is_deepspeed_zero3_enabled()
+                assert not is_deepspeed_zero3_enabled()
+            assert hf_deepspeed._hf_deepspeed_config_weak_ref() is config
+
+            with pytest.raises(RuntimeError, match="inside"), without_zero3_init():
+                raise RuntimeError("inside")
+            assert hf_deepspeed._hf_deepspeed_config_weak_ref() is config
+
+            reward = ClipTReward(tiny_clip, device="cpu")
+            assert is_deepspeed_zero3_enabled()
+            assert all(parameter.numel() > 0 for parameter in reward.model.parameters())
+            assert not any(hasattr(parameter, "ds_id") for parameter in reward.model.parameters())
+        finally:
+            hf_deepspeed.unset_hf_deepspeed_config()
+
+
+class TestPixelRewards:
+    @pytest.mark.parametrize(
+        ("color", "expected"),
+        [("red", 1.0), ("blue", -0.5), ("cyan", -1.0), ("white", 0.0), ((100, 50, 20), 65 / 255)],
+    )
+    def test_redness(self, color, expected):
+        scores = redness_reward(["p"], [Image.new("RGB", (5, 7), color)])
+        assert scores == pytest.approx([expected])
+
+    def test_redness_is_a_mean_over_the_image(self):
+        image = Image.new("RGB", (2, 1), "red")
+        image.putpixel((1, 0), (0, 0, 255))
+        assert redness_reward(["p"], [image], rows=[1]) == pytest.approx([0.25])
+
+    def test_panel_similarity(self):
+        black, white, grey = (Image.new("RGB", (16, 16), (value,) * 3) for value in (0, 255, 51))
+        completions = [black] * 4
+        panel_images = [[grey, grey, grey], [black, white], [black, white, grey], [grey]]
+        scores = panel_similarity_reward(["p"] * 4, completions, panel_images=panel_images, panels=[["a"]] * 4)
+        # Three pairs: 1, 51 / 255 = 0.2 and 0.8 apart, mean 2 / 3.
+        assert scores[:3] == pytest.approx([1.0, 0.0, 1 / 3])
+        assert scores[3] is None
+
+    def test_panel_similarity_sees_where_the_colours_are(self):
+        left = Image.new("RGB", (16, 16), "black")
+        left.paste("white", (0, 0, 8, 16))
+        right = left.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        assert panel_similarity_reward(["p"], [left], [[left, right]]) == pytest.approx([0.0])
+        assert panel_similarity_reward(["p"], [left], [[left, left]]) == pytest.approx([1.0])
+
+    def test_panel_similarity_compares_panels_of_different_sizes(self):
+        panels = [Image.new("RGB", (16, 16), "red"), Image.new("RGB", (17, 12), "red")]
+        assert panel_similarity_reward(["p"], panels[:1], [panels]) == pytest.approx([1.0])
+
+    def test_names_for_the_metrics(self):
+        assert get_callable_name(redness_reward) == "redness_reward"
+        assert get_callable_name(panel_similarity_reward) == "panel_similarity_reward"
