@@ -62,7 +62,7 @@ class TestLazyExports:
             "loaded = {'transformers', 'diffusers', 'trl'} & set(sys.modules);"
             "assert 'torch' in sys.modules; assert not loaded, loaded"
         )
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
 
     def test_every_name_in_all_exists(self):

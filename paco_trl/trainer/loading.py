@@ -57,7 +57,7 @@ def load_pipeline(
         ValueError: the transformer of the pipeline already has an adapter.
     """
     if isinstance(model, str):
-        model_init_kwargs.setdefault("torch_dtype", dtype)
+        model_init_kwargs.setdefault("dtype", dtype)
         model_init_kwargs.setdefault("use_safetensors", True)
         # A live ZeRO-3 config would partition the text encoders too, which no engine ever gathers
         with without_zero3_init():

@@ -230,6 +230,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self._window_stats: list[torch.Tensor] = []
         self._self_test_rows: list[torch.Tensor] = []
         self._last_sheet: Image.Image | None = None
+        self._encoded_for_max_steps: int | None = None
         self._round_time = self._train_time = 0.0
         logger.info(self.layout.describe())
 
@@ -324,7 +325,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
         return self._buffered_inputs[position % self.layout.steps_per_generation]
 
     def _encode_prompts_of_run(self, first_round: int) -> None:
-        """Encodes every prompt that the rest of the run needs; the text encoders are not used again after it."""
+        """Encodes every prompt that the rest of the run needs, once; the text encoders are not used after it."""
+        if self._encoded_for_max_steps == self.state.max_steps:
+            return
+        self._encoded_for_max_steps = self.state.max_steps
         rounds = len(self.train_dataset) // self.layout.num_prompts
         steps_per_round = self.layout.num_optimizer_steps * self.num_iterations
         last_round = -(-self.state.max_steps // steps_per_round)
@@ -495,7 +499,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
             setattr(pipeline, name, None)  # a pipeline draws on the device of its first component
         pipeline.vae.to(self.accelerator.device)
         try:
-            with self._gathered_for_rollout():
+            # The autocast of the training step; Trainer adds it to the model only when training has begun
+            with self._gathered_for_rollout(), self.accelerator.autocast():
                 yield
         finally:
             pipeline.vae.to("cpu")

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures: tiny real models, built once for a test session."""
+
+import os
+
+
+# Before torch is imported. One thread: the models are tiny, and the threads of several test processes on few cores
+# wait for one another. No network: nothing here may depend on it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_flux(tmp_path_factory) -> Path:
+    """Folder of a tiny FLUX pipeline."""
+    from paco_trl.tiny import build_tiny_flux
+
+    return build_tiny_flux(tmp_path_factory.mktemp("models") / "tiny-flux")
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Twelve 2x2 image-set prompts without sizes of their own."""
+    from paco_trl.data import demo_prompts_path, load_image_set_prompts
+
+    dataset = load_image_set_prompts(demo_prompts_path())
+    square = [index for index, (r, c) in enumerate(zip(dataset["rows"], dataset["cols"], strict=True)) if r == c == 2]
+    assert len(square) == 12
+    return dataset.select(square).remove_columns(["height", "width"])
+
+
+@pytest.fixture
+def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
+    """
+    Makes a trainer of the tiny pipeline, float32, on 32 x 32 pixels: 4 prompts x 4 images a round, in micro-batches
+    of 4. Keyword arguments are those of `PaCoGRPOConfig`, and `reward_funcs`, `train_dataset`, `eval_dataset`,
+    `model`, `peft_config`, `callbacks` of the trainer.
+    """
+    from peft import LoraConfig
+
+    from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+    from paco_trl.rewards import redness_reward
+
+    def make(**kwargs) -> PaCoGRPOTrainer:
+        trainer_arguments = {
+            "model": str(tiny_flux),
+            "reward_funcs": redness_reward,
+            "train_dataset": prompts,
+            "peft_config": LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
+        }
+        for name in (*trainer_arguments, "eval_dataset", "callbacks"):
+            if name in kwargs:
+                trainer_arguments[name] = kwargs.pop(name)
+        settings = {
+            "output_dir": str(tmp_path / "out"),
+            "use_cpu": True,
+            "bf16": False,
+            "height": 64,
+            "width": 64,
+            "num_generations": 4,
+            "num_prompts_per_generation": 4,
+            "per_device_train_batch_size": 4,
+            "num_inference_steps": 4,
+            "max_steps": 2,
+            "learning_rate": 1e-2,
+            "report_to": "none",
+            "save_strategy": "no",
+            "log_completions": False,
+            "disable_tqdm": True,
+            **kwargs,
+        }
+        return PaCoGRPOTrainer(args=PaCoGRPOConfig(**settings), **trainer_arguments)
+
+    return make

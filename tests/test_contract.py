@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is relied on of other libraries' private surface, so that a release that changes it fails here and loudly."""
+
+import inspect
+import re
+
+import pytest
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from transformers import Trainer
+from trl import GRPOTrainer
+from trl.models import utils as trl_model_utils
+from trl.trainer import utils as trl_utils
+from trl.trainer.base_trainer import _BaseTrainer
+
+from paco_trl import PaCoGRPOTrainer
+
+
+# Attributes that GRPOTrainer.__init__ sets and that PaCoGRPOTrainer, which skips it, sets itself for the inherited
+# methods named here.
+INHERITED = {
+    "training_step": {
+        "_current_train_step_time",
+        "_metrics",
+        "_step",
+        "current_gradient_accumulation_steps",  # set by Trainer
+    },
+    "_calculate_rewards": {
+        "_log_completion_extra",
+        "_log_metric",
+        "accelerator",
+        "async_loop",  # with async rewards only
+        "chat_template_kwargs",  # with reward modules only, which are refused
+        "environments",
+        "reward_func_names",
+        "reward_funcs",
+        "reward_processing_classes",
+        "state",
+    },
+    "_log_metric": {"_pending_metrics"},
+    "_log_completion_extra": {"_pending_extra_logs"},
+    "_save_checkpoint": {
+        "_get_output_dir",
+        "_last_world_entropy",  # with adaptive entropy only, which is refused
+        "args",
+        "create_model_card",
+        "entropy_coef",
+        "state",
+        "use_adaptive_entropy",
+    },
+    "_load_optimizer_and_scheduler": {"_last_world_entropy", "entropy_coef", "use_adaptive_entropy"},
+}
+
+
+@pytest.mark.parametrize("method", INHERITED)
+def test_inherited_methods_read_what_is_listed(method):
+    source = inspect.getsource(getattr(GRPOTrainer, method))
+    read = set(re.findall(r"\bself\.(\w+)", source))
+    assert read == INHERITED[method]
+
+
+def test_log_reads_what_is_listed():
+    # Everything behind `self.log_completions`, which is switched off, is TRL's table of texts
+    source = inspect.getsource(GRPOTrainer.log).split("self.log_completions")[0]
+    assert set(re.findall(r"\bself\.(\w+)", source)) == {"_metrics", "accelerator", "model"}
+
+
+def test_attributes_exist(make_trainer):
+    trainer = make_trainer()
+    only_sometimes = {
+        "current_gradient_accumulation_steps",
+        "async_loop",
+        "chat_template_kwargs",
+        "_last_world_entropy",
+        "entropy_coef",
+    }
+    for method, attributes in INHERITED.items():
+        for attribute in attributes - only_sometimes:
+            assert hasattr(trainer, attribute), f"{method} reads {attribute}"
+    assert PaCoGRPOTrainer.loss_is_scaled_for_ga is True
+
+
+def test_methods_that_are_overridden_exist():
+    for name in (
+        "_prepare_inputs",
+        "_generate_and_score_completions",
+        "compute_loss",
+        "training_step",
+        "get_train_dataloader",
+        "evaluate",
+        "save_model",
+        "create_model_card",
+        "_push_from_checkpoint",
+        "_send_telemetry",
+    ):
+        assert hasattr(GRPOTrainer, name), name
+    assert "_initial_global_step" in inspect.getsource(Trainer._inner_training_loop)
+    assert "activation_checkpointing_enable" in inspect.getsource(Trainer.train)
+    assert "Trainer" in _BaseTrainer.__mro__[1].__name__
+
+
+def test_helpers_exist():
+    for name in ("identity", "is_async_callable", "get_callable_name", "start_event_loop_in_daemon"):
+        assert callable(getattr(trl_utils, name))
+    assert callable(trl_model_utils.remove_hooks)
+    assert callable(trl_model_utils.add_hooks)
+
+
+def test_diffusers():
+    step = inspect.signature(FlowMatchEulerDiscreteScheduler.step).parameters
+    assert list(step)[:4] == ["self", "model_output", "timestep", "sample"]
+    source = inspect.getsource(FluxPipeline.__call__)
+    assert "self.scheduler.step(noise_pred, t, latents, return_dict=False)" in source
+    assert "metadata" in str(inspect.signature(FluxPipeline.save_lora_weights))
+    assert "hidden_states" in inspect.signature(FluxTransformer2DModel.forward).parameters

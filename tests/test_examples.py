@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/train_flux.py as users start it: alone, under `accelerate launch` with DDP, and with DeepSpeed ZeRO-3."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
+
+from paco_trl.data import demo_prompts_path
+
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "examples" / "accelerate_configs"
+
+# Two sizes and micro-batches of two images; the learning rate is high because the tiny model's gradients are small
+SETTINGS = {
+    "rewards": ["redness"],
+    "num_generations": 4,
+    "num_prompts_per_generation": 6,
+    "per_device_train_batch_size": 2,
+    "num_inference_steps": 4,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "report_to": "none",
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "use_cpu": True,
+    "bf16": False,
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "disable_tqdm": True,
+}
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def run(command: list[str], **environment: str) -> str:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        timeout=540,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def workspace(tiny_flux, tmp_path_factory):
+    """A folder with prompts of two sizes and the settings in a YAML file."""
+    folder = tmp_path_factory.mktemp("examples")
+    with open(folder / "prompts.jsonl", "w", encoding="utf-8") as file:
+        for line in demo_prompts_path().read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if (row["rows"], row["cols"]) in ((2, 2), (1, 2)):
+                row |= {"height": 32 * row["rows"], "width": 32 * row["cols"]}
+                file.write(json.dumps(row) + "\n")
+    settings = {"model_name_or_path": str(tiny_flux), "dataset_name": str(folder / "prompts.jsonl"), **SETTINGS}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def train(workspace: Path, name: str, launcher: list[str], *options: str, **environment: str) -> Path:
+    output = workspace / name
+    stdout = run(
+        [*launcher, "examples/train_flux.py", "--config", str(workspace / "settings.yaml"), "--output_dir", str(output)]
+        + list(options),
+        **environment,
+    )
+    assert f"Adapter: {output}" in stdout
+    return output
+
+
+@pytest.fixture(scope="module")
+def alone(workspace) -> Path:
+    return train(workspace, "alone", [sys.executable])
+
+
+def scores(output: Path, round_index: int) -> list[float]:
+    lines = (output / "contact_sheets" / f"round_{round_index:05d}.json").read_text().splitlines()
+    return [value for line in lines for key, value in json.loads(line).items() if key in ("redness_reward", "advantage")]
+
+
+def assert_same_training(output: Path, reference: Path) -> None:
+    """The same images, rewards and advantages, and the same adapter within rounding."""
+    assert len(scores(reference, 0)) == 2 * 24
+    assert scores(output, 0) == pytest.approx(scores(reference, 0), abs=2e-5)
+    assert scores(output, 1) == pytest.approx(scores(reference, 1), abs=2e-2)
+    losses, reference_losses = (
+        [entry["loss"] for entry in json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]]
+        for folder in (output, reference)
+    )
+    assert losses == pytest.approx(reference_losses, abs=1e-3)
+    adapter, reference_adapter = (load_file(folder / "adapter_model.safetensors") for folder in (output, reference))
+    assert adapter.keys() == reference_adapter.keys()
+    for name, value in reference_adapter.items():
+        assert value.dtype == torch.float32
+        # Four steps of Adam at 1e-2 move a weight by up to 4e-2
+        assert (adapter[name] - value).abs().max() < 1e-3, name
+    moved = [value.abs().max() for name, value in reference_adapter.items() if "lora_B" in name]
+    assert min(moved) > 1e-3  # B begins at 0
+
+
+def test_alone(alone):
+    assert {"adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors", "README.md"} <= {
+        path.name for path in alone.iterdir()
+    }
+    assert (alone / "contact_sheets" / "round_00001.png").exists()
+    assert (alone / "checkpoint-2" / "pytorch_lora_weights.safetensors").exists()
+
+
+def test_two_processes_equal_one(workspace, alone):
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
+        "use_cpu": True,
+        "num_processes": 2,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "mixed_precision": "no",
+        "main_process_port": free_port(),
+    }
+    (workspace / "ddp.yaml").write_text(yaml.safe_dump(config))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(workspace / "ddp.yaml")]
+    output = train(workspace, "ddp", launcher, "--ddp_backend", "gloo")
+    assert_same_training(output, alone)
+
+
+def zero3(workspace: Path, name: str, *options: str) -> Path:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "cpu_zero3.yaml")]
+    launcher += ["--main_process_port", str(free_port())]
+    return train(workspace, name, launcher, "--ddp_backend", "gloo", *options, DS_ACCELERATOR="cpu")
+
+
+def test_zero3_equals_one_process(workspace, alone):
+    output = zero3(workspace, "zero3")
+    assert_same_training(output, alone)
+    # Only what is trained is in the checkpoint: the frozen weights alone would be more than this
+    checkpoint = output / "checkpoint-4"
+    adapter = (checkpoint / "adapter_model.safetensors").stat().st_size
+    model_states = list(checkpoint.rglob("*model_states.pt"))
+    assert model_states
+    assert sum(path.stat().st_size for path in model_states) < 6 * adapter + 200_000
+
+
+@pytest.mark.slow
+def test_zero3_resumes(workspace, alone):
+    first = zero3(workspace, "zero3-first", "--max_steps", "2")
+    output = zero3(
+        workspace, "zero3-resumed", "--resume_from_checkpoint", str(first / "checkpoint-2"), "--max_steps", "4"
+    )
+    assert not (output / "contact_sheets" / "round_00000.png").exists()
+    adapter, reference = (load_file(folder / "adapter_model.safetensors") for folder in (output, alone))
+    for name, value in reference.items():
+        assert (adapter[name] - value).abs().max() < 1e-3, name
+
+
+@pytest.mark.slow
+def test_zero3_without_gathering_for_the_rollout(workspace, alone):
+    assert_same_training(zero3(workspace, "zero3-sharded", "--ds3_gather_for_generation", "False"), alone)
+
+
+@pytest.mark.slow
+def test_zero3_in_bf16(workspace):
+    # The ratio before the first update is within epsilon / 10, or the self-test would have stopped the run
+    output = zero3(workspace, "zero3-bf16", "--bf16", "True", "--max_steps", "2")
+    log = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    assert log[0]["ratio_deviation_on_policy/step_1"] <= 1e-5
+    adapter = load_file(output / "adapter_model.safetensors")
+    assert all(value.dtype == torch.float32 for value in adapter.values())
+
+
+@pytest.mark.parametrize("name", ["single_gpu", "multi_gpu", "multi_node", "zero2", "zero3", "zero3_offload", "cpu_zero3"])
+def test_accelerate_configs_load(name):
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    assert config.num_processes >= 1
+    if "zero" in name:
+        assert config.deepspeed_config["zero_stage"] == (2 if name == "zero2" else 3)
+        # PaCoGRPOConfig lays it out and fills it in
+        assert "gradient_accumulation_steps" not in config.deepspeed_config
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {
+        "single_gpu", "multi_gpu", "multi_node", "zero2", "zero3", "zero3_offload", "cpu_zero3"
+    }  # fmt: skip

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint loads with PEFT and with diffusers, and both give the image of the trained model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel
+from safetensors import safe_open
+
+from paco_trl.trainer.export import PUBLISHED_FILES
+
+
+def draw(pipeline) -> np.ndarray:
+    image = pipeline(
+        "a red fox",
+        height=32,
+        width=32,
+        num_inference_steps=4,
+        generator=torch.Generator().manual_seed(5),
+        max_sequence_length=32,
+    ).images[0]
+    return np.asarray(image, dtype=np.int16)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_flux, prompts, tmp_path_factory):
+    """A trainer after a few steps with a strong adapter whose alpha is not its rank, and its checkpoint."""
+    from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+    from paco_trl.rewards import redness_reward
+
+    folder = tmp_path_factory.mktemp("export")
+    trainer = PaCoGRPOTrainer(
+        model=str(tiny_flux),
+        reward_funcs=redness_reward,
+        args=PaCoGRPOConfig(
+            output_dir=str(folder),
+            use_cpu=True,
+            bf16=False,
+            height=64,
+            width=64,
+            num_generations=4,
+            num_prompts_per_generation=4,
+            per_device_train_batch_size=4,
+            num_inference_steps=4,
+            max_steps=4,
+            learning_rate=0.1,
+            epsilon=0.1,
+            report_to="none",
+            save_strategy="steps",
+            save_steps=2,
+            hub_token="hf_this_must_not_be_seen",
+            disable_tqdm=True,
+        ),
+        train_dataset=prompts,
+        peft_config=LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian"),
+    )
+    trainer.train()
+    return trainer, folder / "checkpoint-4"
+
+
+def test_both_formats_give_the_same_image(trained, tiny_flux):
+    trainer, folder = trained
+    torch.manual_seed(123)  # another seed than in training
+    base = draw(FluxPipeline.from_pretrained(tiny_flux))
+
+    by_diffusers = FluxPipeline.from_pretrained(tiny_flux)
+    by_diffusers.load_lora_weights(folder)
+    by_peft = FluxPipeline.from_pretrained(tiny_flux)
+    by_peft.transformer = PeftModel.from_pretrained(by_peft.transformer, folder)
+
+    tuned = draw(by_diffusers)
+    assert np.abs(tuned - base).mean() > 2  # the adapter does something
+    assert np.array_equal(tuned, draw(by_peft))
+    assert np.array_equal(tuned, draw(trainer.pipeline))
+
+
+def test_checkpoints_of_different_steps_differ(trained, tiny_flux):
+    _, folder = trained
+    images = []
+    for step in (2, 4):
+        pipeline = FluxPipeline.from_pretrained(tiny_flux)
+        pipeline.load_lora_weights(folder.parent / f"checkpoint-{step}")
+        images.append(draw(pipeline))
+    assert not np.array_equal(*images)
+
+
+def test_files(trained, tiny_flux):
+    _, folder = trained
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_flux)
+    assert config["lora_alpha"] == 32
+    with safe_open(folder / "pytorch_lora_weights.safetensors", framework="pt") as file:
+        metadata = json.loads(file.metadata()["lora_adapter_metadata"])
+        keys = list(file.keys())
+    assert metadata["transformer.lora_alpha"] == 32
+    assert str(tiny_flux) not in json.dumps(metadata)
+    assert all(key.startswith("transformer.") and "lora_" in key for key in keys)
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        assert len(list(file.keys())) == len(keys) == 30
+
+
+def test_published_files_hold_no_token_and_no_pickle(trained):
+    _, folder = trained
+    published = [path for pattern in PUBLISHED_FILES for path in folder.glob(pattern)]
+    assert {path.suffix for path in published} == {".json", ".safetensors", ".md", ".png"}
+    assert len(published) == 5
+    for path in published:
+        assert b"hf_this_must_not_be_seen" not in path.read_bytes()
+
+
+def test_pushing_a_checkpoint_uploads_only_what_is_published(trained, monkeypatch):
+    trainer, folder = trained
+    uploads = []
+
+    class Done:
+        def done(self):
+            return True
+
+    def upload_folder(**kwargs):
+        uploads.append(kwargs)
+        return Done()
+
+    monkeypatch.setattr("paco_trl.trainer.paco_grpo_trainer.upload_folder", upload_folder)
+    trainer.hub_model_id = "user/adapter"
+    trainer.push_in_progress = None
+    trainer._push_from_checkpoint(str(folder))
+    assert uploads[0]["allow_patterns"] == PUBLISHED_FILES
+    assert uploads[0]["folder_path"] == str(folder)
+    # The checkpoint has more than that, among it pickles
+    assert (folder / "optimizer.pt").exists()
+
+
+def test_card(trained, tiny_flux):
+    trainer, folder = trained
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "diffusers"
+    assert card.data.pipeline_tag == "text-to-image"
+    assert {"paco-trl", "lora"} <= set(card.data.tags)
+    assert card.data.base_model is None  # a folder of this machine
+    text = card.content
+    assert str(tiny_flux.parent) not in text
+    assert str(folder) not in text
+    assert "None" not in text
+    assert "| LoRA | rank 4, alpha 32 |" in text
+    assert "| optimizer steps | 4 |" in text
+    assert "4 prompts x 4 images, 2 optimizer steps" in text
+    assert "redness_reward | 1 |" in text
+    assert "contact_sheet.png" in text
+    assert (folder / "contact_sheet.png").exists()
+    mean = next(entry["reward"] for entry in trainer.state.log_history if "reward" in entry)
+    assert f"{mean:.4f}" in text
+
+
+def test_card_before_training_has_no_results(make_trainer, tmp_path):
+    trainer = make_trainer()
+    trainer.create_model_card(tags="mine")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "mean in the first round" not in text
+    assert "contact_sheet.png" not in text
+    assert "mine" in text

@@ -1,0 +1,576 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PaCoGRPOTrainer on a tiny real FLUX pipeline: invariants of the method, what is logged, what bad input gets."""
+
+import asyncio
+import copy
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDIMScheduler, DiffusionPipeline
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from paco_trl import PaCoGRPOTrainer
+from paco_trl.data import demo_prompts_path, load_image_set_prompts
+from paco_trl.rewards import panel_similarity_reward, redness_reward
+
+
+LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
+
+
+def adapter_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def logs_with(trainer, key: str) -> list:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def count_calls(module: torch.nn.Module) -> list[int]:
+    """A list that grows with each forward of the module, by the batch size of its first output."""
+    calls = []
+    module.register_forward_hook(lambda module, args, output: calls.append(len(output[0])))
+    return calls
+
+
+def anti_redness_reward(prompts, completions, **kwargs):
+    return [-reward for reward in redness_reward(prompts, completions)]
+
+
+class TestTraining:
+    def test_trained_weights_change_and_frozen_ones_do_not(self, make_trainer):
+        trainer = make_trainer(max_steps=2)
+        modules = {
+            "transformer": trainer.pipeline.transformer,
+            "vae": trainer.pipeline.vae,
+            "text_encoder": trainer.pipeline.text_encoder,
+            "text_encoder_2": trainer.pipeline.text_encoder_2,
+        }
+        before = {name: copy.deepcopy(dict(module.named_parameters())) for name, module in modules.items()}
+        trainer.train()
+        trained = 0
+        for name, module in modules.items():
+            for parameter_name, parameter in module.named_parameters():
+                same = torch.equal(parameter, before[name][parameter_name])
+                if parameter.requires_grad:
+                    trained += 1
+                    assert "lora_" in parameter_name
+                    assert not same, f"{parameter_name} has not changed"
+                else:
+                    assert same, f"{name}.{parameter_name} has changed"
+        # q, k, v, out and their context twins, two feed-forwards of two layers; q, k, v of the single-stream block
+        assert trained == 2 * (4 + 4 + 4 + 3)
+
+    def test_planted_reward_rises_and_falls_with_its_sign_flipped(self, make_trainer):
+        settings = {
+            "max_steps": 36,
+            "num_generations": 8,
+            "num_prompts_per_generation": 6,
+            "per_device_train_batch_size": 8,
+            "gradient_checkpointing": False,
+            "epsilon": 1e-3,
+        }
+        up = make_trainer(**settings)
+        up.train()
+        redness = logs_with(up, "rewards/redness_reward/mean")
+        spread = logs_with(up, "rewards/redness_reward/std")[0]
+        assert len(redness) == 18
+        assert redness[-1] - redness[0] > 3 * spread
+
+        down = make_trainer(reward_funcs=anti_redness_reward, **settings)
+        down.train()
+        anti_redness = logs_with(down, "rewards/anti_redness_reward/mean")
+        assert anti_redness[0] == pytest.approx(-redness[0])  # the same first images
+        assert anti_redness[-1] - anti_redness[0] > 3 * spread
+
+    def test_micro_batches_equal_one_batch(self, make_trainer):
+        # One optimizer step a round, so that both see all images; SGD, so that rounding stays rounding
+        settings = {"optimizer_steps_per_generation": 1, "max_steps": 1, "optim": "sgd", "learning_rate": 10.0}
+        one_batch = make_trainer(per_device_train_batch_size=16, **settings)
+        many = make_trainer(per_device_train_batch_size=2, **settings)
+        assert one_batch.args.gradient_accumulation_steps == 1
+        assert many.args.gradient_accumulation_steps == 8
+        start = adapter_of(one_batch)
+        one_batch.train()
+        many.train()
+        update = torch.cat([(value - start[name]).flatten() for name, value in adapter_of(one_batch).items()])
+        other = torch.cat([(value - start[name]).flatten() for name, value in adapter_of(many).items()])
+        assert update.norm() > 1e-3
+        # Matrix products of another shape round a pixel here and there to the next value
+        assert (other - update).norm() < 1e-3 * update.norm()
+
+    def test_gradient_checkpointing_changes_nothing(self, make_trainer):
+        with_it, without_it = make_trainer(gradient_checkpointing=True), make_trainer(gradient_checkpointing=False)
+        with_it.train()
+        without_it.train()
+        assert with_it.model.get_base_model().is_gradient_checkpointing
+        assert not without_it.model.get_base_model().is_gradient_checkpointing
+        for name, value in adapter_of(with_it).items():
+            assert torch.equal(value, adapter_of(without_it)[name]), name
+
+    def test_several_sizes_in_one_dataset(self, make_trainer):
+        dataset = load_image_set_prompts(demo_prompts_path())
+        dataset = dataset.map(lambda row: {"height": 48 * row["rows"], "width": 48 * row["cols"]})
+        seen = []
+
+        def sizes_reward(prompts, completions, rows, cols, panel_images, **kwargs):
+            for image, r, c, panels in zip(completions, rows, cols, panel_images, strict=True):
+                seen.append((image.size, (r, c)))
+                assert len(panels) == r * c
+                assert all(panel.size == (image.width // c, image.height // r) for panel in panels)
+            return redness_reward(prompts, completions)
+
+        trainer = make_trainer(
+            train_dataset=dataset, reward_funcs=sizes_reward, num_prompts_per_generation=12, per_device_train_batch_size=2
+        )
+        trainer.train()
+        # Half of 48 pixels a panel is 24, a multiple of 4
+        assert {size for size, _ in seen} == {(24 * c, 24 * r) for _, (r, c) in seen}
+        assert len({size for size, _ in seen}) > 2
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+
+    def test_a_batch_that_would_mix_sizes_is_refused(self, make_trainer):
+        dataset = load_image_set_prompts(demo_prompts_path())
+        dataset = dataset.map(lambda row: {"height": 48 * row["rows"], "width": 48 * row["cols"]})
+        with pytest.raises(ValueError, match="`per_device_train_batch_size` \\(8\\) must divide `num_generations` \\(4\\)"):
+            make_trainer(train_dataset=dataset, num_prompts_per_generation=4, per_device_train_batch_size=8)
+
+    def test_a_loaded_pipeline_can_be_passed(self, make_trainer, tiny_flux):
+        by_folder, by_object = make_trainer(), make_trainer(model=DiffusionPipeline.from_pretrained(tiny_flux))
+        by_folder.train()
+        by_object.train()
+        for name, value in adapter_of(by_folder).items():
+            assert torch.equal(value, adapter_of(by_object)[name]), name
+
+    def test_callbacks_are_called(self, make_trainer):
+        class Count(TrainerCallback):
+            steps = 0
+
+            def on_step_end(self, args, state, control, **kwargs):
+                self.steps += 1
+
+        count = Count()
+        make_trainer(max_steps=3, callbacks=[count]).train()
+        assert count.steps == 3
+
+
+class TestRatio:
+    @pytest.mark.parametrize("bf16", [False, True])
+    @pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "cps"])
+    def test_ratio_is_one_before_the_first_update(self, make_trainer, bf16, sde_type):
+        trainer = make_trainer(max_steps=2, bf16=bf16, sde_type=sde_type, gradient_checkpointing=False)
+        trainer.train()
+        (on_policy,) = logs_with(trainer, "ratio_deviation_on_policy/step_1")
+        (off_policy,) = logs_with(trainer, "ratio_deviation/step_1")
+        assert off_policy > 1e-5  # after an update the ratio has moved
+        assert on_policy <= (trainer.args.epsilon / 10 if bf16 else 0.0)
+
+    def test_a_replay_with_other_numbers_stops_the_run(self, make_trainer):
+        trainer = make_trainer(num_inference_steps=5, sde_steps=[1, 2])
+
+        def add_noise_in_training(module, args, output):
+            return output * 1.2 if torch.is_grad_enabled() else output
+
+        trainer.model.get_base_model().proj_out.register_forward_hook(add_noise_in_training)
+        before = adapter_of(trainer)
+        with pytest.raises(RuntimeError, match="Before the first update") as error:
+            trainer.train()
+        table = [line.split() for line in str(error.value).splitlines() if line.strip()[:1].isdigit()]
+        assert [int(line[0]) for line in table] == [1, 2]
+        assert all(float(line[-1]) > trainer.args.ratio_tolerance for line in table)
+        assert all(torch.equal(value, before[name]) for name, value in adapter_of(trainer).items())
+
+    def test_ratio_tolerance_is_a_setting(self, make_trainer):
+        trainer = make_trainer(ratio_tolerance=1.0)
+        trainer.model.get_base_model().proj_out.register_forward_hook(
+            lambda module, args, output: output * 1.2 if torch.is_grad_enabled() else output
+        )
+        trainer.train()
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1")[0] > trainer.args.epsilon / 10
+
+
+class TestCost:
+    """Forwards, encodes and fetches that the method does not need are defects."""
+
+    def test_one_forward_for_each_denoising_step_and_trained_step(self, make_trainer):
+        trainer = make_trainer(max_steps=2, gradient_checkpointing=False, num_inference_steps=5, sde_steps=[1, 2])
+        calls = count_calls(trainer.model)
+        trainer.train()
+        assert sum(calls) == 16 * 5 + 16 * 2  # one round of 16 images
+
+    def test_the_reference_costs_a_forward_only_when_beta_is_positive(self, make_trainer):
+        trainer = make_trainer(max_steps=2, gradient_checkpointing=False, beta=0.01)
+        calls = count_calls(trainer.model)
+        trainer.train()
+        assert sum(calls) == 16 * 4 + 16 * 2
+        first, second = logs_with(trainer, "kl")
+        assert first == 0.0  # a new adapter is the identity
+        assert second > 0.0
+
+    def test_each_prompt_is_encoded_once_and_each_row_fetched_once_a_round(self, make_trainer, prompts):
+        fetched = []
+
+        def count_rows(batch):
+            fetched.append(len(next(iter(batch.values()))))
+            return batch
+
+        counting = prompts.with_transform(count_rows)
+        trainer = make_trainer(train_dataset=counting, max_steps=8)
+        encoded = count_calls(trainer.pipeline.text_encoder_2)
+        encoders = trainer.pipeline.text_encoder, trainer.pipeline.text_encoder_2
+        fetched.clear()
+        trainer.train()
+        # 4 rounds of 4 prompts: three make an epoch of 12 prompts, the fourth sees known ones again
+        assert len(encoded) == len(prompts)
+        rounds = [number for number in fetched if number == 4]
+        assert len(rounds) == 4
+        assert (trainer.pipeline.text_encoder, trainer.pipeline.text_encoder_2) == encoders
+
+    def test_only_the_prompts_of_the_run_are_encoded(self, make_trainer):
+        trainer = make_trainer(max_steps=2)
+        encoded = count_calls(trainer.pipeline.text_encoder_2)
+        trainer.train()
+        assert len(encoded) == 4
+
+    def test_iterations_reuse_the_round(self, make_trainer):
+        trainer = make_trainer(max_steps=4, num_iterations=2, gradient_checkpointing=False)
+        calls = count_calls(trainer.model)
+        trainer.train()
+        assert sum(calls) == 16 * 4 + 2 * 16
+        assert len(logs_with(trainer, "reward")) == 1
+
+
+class TestSteps:
+    def test_a_random_subset_of_steps_is_common_to_a_round(self, make_trainer):
+        trainer = make_trainer(max_steps=12, num_inference_steps=6, sde_steps=[0, 1, 2, 3], num_sde_steps=2)
+        trainer.train()
+        chosen = []
+        for entry in trainer.state.log_history:
+            steps = {key.rsplit("_", 1)[1] for key in entry if key.startswith("ratio_deviation_on_policy/")}
+            if steps:
+                chosen.append(steps)
+        assert len(chosen) == 6
+        assert all(len(steps) == 2 for steps in chosen)
+        assert len({frozenset(steps) for steps in chosen}) > 1
+
+    def test_order_of_prompts_depends_on_the_seed_only(self, make_trainer):
+        first, again, other = make_trainer(), make_trainer(), make_trainer(seed=7)
+        orders = [[trainer._rows_of_round(index).tolist() for index in range(6)] for trainer in (first, again, other)]
+        assert orders[0] == orders[1]
+        assert orders[0] != orders[2]
+        for epoch in (orders[0][:3], orders[0][3:]):
+            assert sorted(sum(epoch, [])) == list(range(12))  # each prompt once an epoch
+        assert orders[0][:3] != orders[0][3:]
+
+    def test_images_do_not_depend_on_the_micro_batch(self, make_trainer):
+        drawn = {1: {}, 4: {}}
+        for size, images in drawn.items():
+
+            def keep(prompts, completions, images=images, **kwargs):
+                for prompt, image in zip(prompts, completions, strict=True):
+                    images.setdefault(prompt, []).append(np.asarray(image, dtype=np.int16))
+                return redness_reward(prompts, completions)
+
+            make_trainer(per_device_train_batch_size=size, reward_funcs=keep, max_steps=1).train()
+        assert len(drawn[1]) == 4
+        for prompt, images in drawn[1].items():
+            # Micro-batches come in another order: match each image with its nearest. A matrix product of another
+            # shape may round a pixel to the next value.
+            differences = np.array([[np.abs(a - b).max() for b in drawn[4][prompt]] for a in images])
+            assert differences.shape == (4, 4)
+            assert sorted(differences.argmin(axis=1)) == [0, 1, 2, 3]
+            assert differences.min(axis=1).max() <= 1
+            assert np.median(differences) > 20
+
+
+class TestRewards:
+    def test_an_image_without_reward_is_left_out(self, make_trainer):
+        left_out = []
+
+        def sometimes_none(prompts, completions, **kwargs):
+            rewards = redness_reward(prompts, completions)
+            rewards[0] = rewards[5] = None
+            left_out.extend(r is None for r in rewards)
+            return rewards
+
+        trainer = make_trainer(reward_funcs=[sometimes_none], per_device_train_batch_size=1)
+        trainer._initial_global_step = 0
+        trainer.state.max_steps = 2
+        buffer = trainer._generate_and_score_completions(0)
+        assert [entry["weights"].item() == 0 for entry in buffer] == left_out
+        assert sum(left_out) == 2
+        for entry, missing in zip(buffer, left_out, strict=True):
+            assert (entry["advantages"].item() == 0) == missing
+        for update in (buffer[:8], buffer[8:]):  # the mean is over the valid images of an optimizer step
+            assert sum(entry["weights"].item() for entry in update) == pytest.approx(1.0)
+        trainer.train()
+        assert logs_with(trainer, "images_excluded") == [2]
+        assert logs_with(trainer, "rewards/sometimes_none/missing") == [2]
+
+    def test_a_partial_failure_never_counts_as_zero(self, make_trainer):
+        def constant_or_none(prompts, completions, **kwargs):
+            return [None] + [1.0] * (len(completions) - 1)
+
+        def constant_or_zero(prompts, completions, **kwargs):
+            return [0.0] + [1.0] * (len(completions) - 1)
+
+        results = {}
+        for function in (constant_or_none, constant_or_zero):
+            trainer = make_trainer(
+                reward_funcs=[redness_reward, function],
+                multi_objective_aggregation="sum_then_normalize",
+                per_device_train_batch_size=1,
+            )
+            trainer.state.max_steps = 2
+            results[function.__name__] = trainer._generate_and_score_completions(0)[0]
+        assert results["constant_or_none"]["weights"].item() == 0
+        assert results["constant_or_none"]["advantages"].item() == 0
+        assert results["constant_or_zero"]["advantages"].item() < -1  # what a failure taken for a number would do
+
+    def test_a_round_without_any_reward_stops_the_run(self, make_trainer):
+        def broken(prompts, completions, **kwargs):
+            return [None] * len(completions)
+
+        with pytest.raises(RuntimeError, match="No image of round 0 could be scored.*broken"):
+            make_trainer(reward_funcs=[redness_reward, broken]).train()
+
+    def test_async_rewards(self, make_trainer):
+        async def slow_redness(prompts, completions, **kwargs):
+            await asyncio.sleep(0.01)
+            return redness_reward(prompts, completions)
+
+        asynchronous, synchronous = make_trainer(reward_funcs=slow_redness), make_trainer()
+        asynchronous.train()
+        synchronous.train()
+        for name, value in adapter_of(synchronous).items():
+            assert torch.equal(adapter_of(asynchronous)[name], value), name
+
+    @pytest.mark.parametrize(
+        ("rewards", "message"),
+        [
+            (lambda n: [1.0] * (n + 1), "'wrong' returned 17 values for 16 images"),
+            (lambda n: [float("nan")] * n, "'wrong' returned nan for image 0"),
+            (lambda n: 1 / 0, "'wrong' raised ZeroDivisionError"),
+        ],
+    )
+    def test_a_wrong_reward_is_named(self, make_trainer, rewards, message):
+        def wrong(prompts, completions, **kwargs):
+            return rewards(len(completions))
+
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            make_trainer(reward_funcs=[redness_reward, wrong]).train()
+
+    def test_tamed_rewards_are_logged(self, make_trainer):
+        def spread(prompts, completions, **kwargs):
+            return [float(index) for index in range(len(completions))]
+
+        def narrow(prompts, completions, **kwargs):
+            return [10.0 + index for index in range(len(completions))]
+
+        trainer = make_trainer(reward_funcs=[spread, narrow], log_tame_threshold=0.5)
+        trainer.train()
+        assert logs_with(trainer, "rewards/spread/tamed") == [1.0]
+        assert logs_with(trainer, "rewards/narrow/tamed") == [0.0]
+        # population std / mean of 0 ... 15
+        assert logs_with(trainer, "rewards/spread/h")[0] == pytest.approx((255 / 12) ** 0.5 / 7.5)
+
+    def test_reward_metrics(self, make_trainer):
+        def logging_reward(prompts, completions, log_metric, **kwargs):
+            log_metric("my_metric", 3.0)
+            return redness_reward(prompts, completions)
+
+        trainer = make_trainer(reward_funcs=logging_reward)
+        trainer.train()
+        assert logs_with(trainer, "my_metric") == [3.0]
+
+
+class TestLogs:
+    def test_documented_metrics_are_logged(self, make_trainer):
+        trainer = make_trainer(reward_funcs=[redness_reward, panel_similarity_reward], max_steps=2)
+        trainer.train()
+        logged = {key for entry in trainer.state.log_history for key in entry}
+        for name in ("redness_reward", "panel_similarity_reward"):
+            assert {f"rewards/{name}/{part}" for part in ("mean", "std", "missing", "h", "tamed")} <= logged
+        assert {
+            "reward",
+            "reward_std",
+            "frac_reward_zero_std",
+            "images_excluded",
+            "images_per_second",
+            "rollout_images_per_second",
+            "time/encode",
+            "time/rollout",
+            "time/reward",
+            "time/train",
+            "step_time",
+            "ratio_deviation_on_policy/step_1",
+            "ratio_deviation/step_1",
+            "clip_ratio/low_mean",
+            "clip_ratio/high_mean",
+            "clip_ratio/region_mean",
+        } <= logged
+
+    def test_contact_sheets_and_tensorboard(self, make_trainer, tmp_path, monkeypatch):
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
+        trainer = make_trainer(max_steps=4, log_completions=True, report_to="tensorboard")
+        trainer.train()
+        folder = tmp_path / "out" / "contact_sheets"
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "round_00000.json",
+            "round_00000.png",
+            "round_00001.json",
+            "round_00001.png",
+        ]
+        scores = [json.loads(line) for line in (folder / "round_00000.json").read_text().splitlines()]
+        assert len(scores) == 16
+        mean = sum(score["redness_reward"] for score in scores) / 16
+        assert mean == pytest.approx(logs_with(trainer, "reward")[0], abs=1e-5)
+
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        assert [event.step for event in events.Images("contact_sheet")] == [0, 2]
+        assert "train/reward" in events.Tags()["scalars"]
+
+    def test_no_contact_sheets_when_switched_off(self, make_trainer, tmp_path):
+        make_trainer(log_completions=False).train()
+        assert not (tmp_path / "out" / "contact_sheets").exists()
+
+
+class TestEvaluation:
+    def test_full_resolution_fixed_noise_exact_mean(self, make_trainer, prompts):
+        sizes, means = [], []
+
+        def watch(prompts, completions, **kwargs):
+            sizes.extend(image.size for image in completions)
+            rewards = redness_reward(prompts, completions)
+            means.append(sum(rewards) / len(rewards))
+            return rewards
+
+        trainer = make_trainer(reward_funcs=watch, eval_dataset=prompts.select(range(3)), num_inference_steps_eval=3)
+        first = trainer.evaluate()
+        second = trainer.evaluate()
+        assert sizes == [(64, 64)] * 6
+        assert first == second
+        assert first["eval_reward"] == pytest.approx(means[0])
+        assert first["eval_rewards/watch/missing"] == 0
+        trainer.train()
+        assert trainer.model.training
+        assert trainer.evaluate()["eval_reward"] != first["eval_reward"]
+        assert any("eval_reward" in entry for entry in trainer.state.log_history)
+
+    @pytest.mark.parametrize("bf16", [False, True])
+    def test_in_training(self, make_trainer, prompts, bf16):
+        trainer = make_trainer(
+            bf16=bf16,
+            eval_dataset={"a": prompts.select(range(1)), "b": prompts.select(range(2))},
+            eval_strategy="steps",
+            eval_steps=1,
+            eval_on_start=True,
+            num_inference_steps_eval=2,
+        )
+        trainer.train()
+        assert len(logs_with(trainer, "eval_a_reward")) == 3
+        assert len(logs_with(trainer, "eval_b_reward")) == 3
+
+
+class TestResume:
+    def test_resume_at_the_end_of_a_round_equals_an_uninterrupted_run(self, make_trainer, tmp_path):
+        settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "num_sde_steps": 1, "sde_steps": [0, 1, 2]}
+        uninterrupted = make_trainer(output_dir=str(tmp_path / "a"), **settings)
+        uninterrupted.train()
+        resumed = make_trainer(output_dir=str(tmp_path / "b"), **settings)
+        calls = count_calls(resumed.model)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+        assert resumed.state.global_step == 6
+        assert sum(calls) == 16 * 4 + 16  # one round was left
+        final = adapter_of(uninterrupted)
+        checkpoint = make_trainer(output_dir=str(tmp_path / "c"))
+        assert any(not torch.equal(value, final[name]) for name, value in adapter_of(checkpoint).items())
+        for name, value in adapter_of(resumed).items():
+            assert torch.equal(value, final[name]), name
+
+
+class TestBadInput:
+    """Errors come before the model is loaded where that is possible: the model named here does not exist."""
+
+    NOWHERE = "/nowhere/at/all"
+
+    def test_missing_columns(self, make_trainer, prompts):
+        with pytest.raises(ValueError, match="panels"):
+            make_trainer(model=self.NOWHERE, train_dataset=prompts.remove_columns("panels"))
+
+    def test_empty_prompt(self, make_trainer, prompts):
+        dataset = prompts.map(lambda row, index: {"prompt": "" if index == 3 else row["prompt"]}, with_indices=True)
+        with pytest.raises(ValueError, match="3"):
+            make_trainer(model=self.NOWHERE, train_dataset=dataset)
+
+    def test_fewer_prompts_than_a_round(self, make_trainer):
+        with pytest.raises(ValueError, match="12 prompts, but a round takes 14"):
+            make_trainer(model=self.NOWHERE, num_prompts_per_generation=14)
+
+    def test_size_that_the_panels_do_not_divide(self, make_trainer):
+        with pytest.raises(ValueError, match="Row 0 of the dataset.*63"):
+            make_trainer(model=self.NOWHERE, height=63)
+
+    def test_size_that_the_pipeline_does_not_take(self, make_trainer):
+        with pytest.raises(ValueError, match="height of row 0 of the dataset is 62.*60 or 64"):
+            make_trainer(height=62)
+
+    def test_no_adapter(self, make_trainer):
+        with pytest.raises(ValueError, match="`peft_config` is missing"):
+            make_trainer(model=self.NOWHERE, peft_config=None)
+
+    def test_reward_weights(self, make_trainer):
+        with pytest.raises(ValueError, match="`reward_weights` has 2 entries"):
+            make_trainer(model=self.NOWHERE, reward_weights=[1.0, 2.0])
+
+    def test_streamed_dataset(self, make_trainer, prompts):
+        with pytest.raises(TypeError, match="IterableDataset"):
+            make_trainer(model=self.NOWHERE, train_dataset=prompts.to_iterable_dataset())
+
+    def test_scheduler_that_is_not_flow_matching(self, make_trainer, tiny_flux):
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+        pipeline.scheduler = DDIMScheduler()
+        with pytest.raises(ValueError, match="DDIMScheduler, which is not flow matching"):
+            make_trainer(model=pipeline)
+
+    def test_lora_dropout(self, make_trainer):
+        with pytest.raises(ValueError, match="`lora_dropout` is 0.1"):
+            make_trainer(peft_config=LoraConfig(r=4, lora_dropout=0.1))
+
+    def test_dropout_in_the_transformer(self, make_trainer, tiny_flux):
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+        dropouts = [module for module in pipeline.transformer.modules() if isinstance(module, torch.nn.Dropout)]
+        assert dropouts
+        dropouts[0].p = 0.5
+        with pytest.raises(ValueError, match="dropout layer with p = 0.5"):
+            make_trainer(model=pipeline)
+
+    def test_pipeline_with_an_adapter(self, make_trainer, tiny_flux):
+        trainer = make_trainer()
+        with pytest.raises(ValueError, match="already has an adapter"):
+            make_trainer(model=trainer.pipeline)
+
+    def test_a_model_that_is_no_pipeline(self, make_trainer):
+        with pytest.raises(TypeError, match="got Linear"):
+            make_trainer(model=torch.nn.Linear(1, 1))
+
+
+def test_long_prompts_are_reported_once(make_trainer, caplog):
+    trainer = make_trainer(max_steps=1)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    truncated = [record.getMessage() for record in caplog.records if "truncated" in record.getMessage()]
+    assert len(truncated) == 2  # CLIP and T5, not one for each prompt
+    assert all("For 4 of 4 prompts" in message for message in truncated)
+
+
+def test_docstring_example_names_exist():
+    assert PaCoGRPOTrainer.__init__.__doc__ is None
+    for name in ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "peft_config"):
+        assert f"{name} (" in PaCoGRPOTrainer.__doc__

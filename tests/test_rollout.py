@@ -1,0 +1,508 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout and replay on a tiny FLUX with a LoRA that is not the identity."""
+
+import copy
+import inspect
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from paco_trl.rollout import (
+    SDE_TYPES,
+    FlowMatchSDEScheduler,
+    FluxFamily,
+    PipelinePolicy,
+    SDESettings,
+    cast_floating_inputs,
+    family_of,
+    keyed_generator,
+    replay,
+    step_std,
+)
+from paco_trl.trainer.loading import add_adapter, load_pipeline
+
+
+NUM_STEPS, SIZE, GUIDANCE = 4, 32, 3.5
+KEYS = [(42, 3, 0, 0, 0), (42, 3, 0, 0, 1)]
+TOKENS = (SIZE // 4) ** 2  # latents of 2 x 2 pixels, packed in 2 x 2 patches
+LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
+
+
+def build_policy(folder, family=None):
+    """As the trainer builds it; then the LoRA's B matrices, which start as zeros, are filled."""
+    pipeline = load_pipeline(str(folder), torch.float32)
+    family = family or family_of(pipeline)
+    signature = inspect.signature(pipeline.transformer.forward)
+    model = add_adapter(pipeline, family, LORA, autocast_adapter_dtype=True)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    return PipelinePolicy(pipeline, family, model, signature)
+
+
+@pytest.fixture
+def policy(tiny_flux):
+    return build_policy(tiny_flux)
+
+
+@pytest.fixture
+def prompt_arguments(policy, prompts):
+    """Two different prompts, encoded: batch dimension 2, float32."""
+    with torch.no_grad():
+        encoded = [policy.family.encode_prompt(policy.pipeline, text, "cpu") for text in prompts["prompt"][:2]]
+    return {name: torch.cat([each[name].float() for each in encoded]) for name in encoded[0]}
+
+
+def draw(policy, prompt_arguments, sde, keys=KEYS, guidance_scale=GUIDANCE):
+    return policy.draw(prompt_arguments, SIZE, SIZE, NUM_STEPS, guidance_scale, keys, sde)
+
+
+def pixels(images):
+    return np.stack([np.asarray(image) for image in images])
+
+
+def move_adapter(policy, size=0.02):
+    """Changes every LoRA weight."""
+    generator = torch.Generator().manual_seed(6)
+    for parameter in policy.model.parameters():
+        if parameter.requires_grad:
+            parameter.data += size * torch.randn(parameter.shape, generator=generator)
+
+
+class CountForwards:
+    """Counts the forwards of a module."""
+
+    def __init__(self, module):
+        self.count = 0
+        self.handle = module.register_forward_hook(self)
+
+    def __call__(self, *args):
+        self.count += 1
+
+
+class TestUnmodifiedPipeline:
+    @pytest.fixture
+    def reference(self, tiny_flux, policy):
+        """A fresh pipeline of its own class and scheduler, with the same adapter, that nobody has touched."""
+        pipeline = FluxPipeline.from_pretrained(tiny_flux)
+        pipeline.set_progress_bar_config(disable=True)
+        base = pipeline.transformer
+        config = copy.deepcopy(LORA)
+        config.target_modules = FluxFamily.lora_target_modules
+        with_adapter = get_peft_model(base, config)
+        with_adapter.load_state_dict(policy.model.state_dict())
+        pipeline.transformer = with_adapter
+        assert not isinstance(pipeline.scheduler, FlowMatchSDEScheduler)
+
+        def draw_reference(prompt_arguments, guidance_scale=GUIDANCE, keys=KEYS):
+            images = pipeline(
+                **prompt_arguments,
+                height=SIZE,
+                width=SIZE,
+                num_inference_steps=NUM_STEPS,
+                guidance_scale=guidance_scale,
+                generator=[keyed_generator(*key, 0) for key in keys],
+            ).images
+            return pixels(images)
+
+        draw_reference.model = with_adapter
+        return draw_reference
+
+    @pytest.mark.parametrize("sde", [None, SDESettings((1,), 0.0)], ids=["no sde", "noise level 0"])
+    def test_draws_the_same_image_without_noise(self, policy, prompt_arguments, reference, sde):
+        expected = reference(prompt_arguments)
+        # What the image depends on: the adapter, the guidance, the prompt, the key
+        with reference.model.disable_adapter():
+            assert not np.array_equal(reference(prompt_arguments), expected)
+        assert not np.array_equal(reference(prompt_arguments, guidance_scale=1.0), expected)
+        assert not np.array_equal(
+            reference({name: tensor.flip(0) for name, tensor in prompt_arguments.items()}), expected
+        )
+        assert not np.array_equal(reference(prompt_arguments, keys=[KEYS[0], (42, 3, 0, 0, 2)]), expected)
+
+        images, records = draw(policy, prompt_arguments, sde)
+        assert images[0].size == (SIZE, SIZE) and records == []
+        assert np.array_equal(pixels(images), expected)
+
+    def test_noise_makes_another_image(self, policy, prompt_arguments, reference):
+        images, _ = draw(policy, prompt_arguments, SDESettings((1,), 0.7))
+        again, _ = draw(policy, prompt_arguments, SDESettings((1,), 0.7))
+        assert (pixels(images) != reference(prompt_arguments)).mean() > 0.3
+        assert np.array_equal(pixels(images), pixels(again))
+
+    def test_drawing_with_noise_leaves_no_trace(self, policy, prompt_arguments, reference):
+        draw(policy, prompt_arguments, SDESettings((1,), 0.7))
+        images, records = draw(policy, prompt_arguments, None)
+        assert records == []
+        assert np.array_equal(pixels(images), reference(prompt_arguments))
+
+    def test_a_failed_draw_leaves_no_trace(self, policy, prompt_arguments, reference):
+        class Interruption(Exception):
+            pass
+
+        def interrupt(module, args):
+            if policy.scheduler.next_step_index == 2:
+                raise Interruption
+
+        handle = policy.model.register_forward_pre_hook(interrupt)
+        with pytest.raises(Interruption):
+            draw(policy, prompt_arguments, SDESettings((1, 2), 0.7))
+        handle.remove()
+        assert policy.scheduler.sde is None and policy.scheduler.on_sde_step is None
+        images, _ = draw(policy, prompt_arguments, None)
+        assert np.array_equal(pixels(images), reference(prompt_arguments))
+        assert len(draw(policy, prompt_arguments, SDESettings((1, 2), 0.7))[1]) == 2
+
+    def test_the_scheduler_is_a_subclass_of_the_pipelines_own(self, policy):
+        assert isinstance(policy.pipeline.scheduler, FlowMatchSDEScheduler)
+        assert policy.pipeline.scheduler is policy.scheduler and policy.pipeline.transformer is policy.model
+
+
+class TestRecords:
+    @pytest.mark.parametrize("steps", [(1,), (0, 2), (1, 2)])
+    def test_what_is_recorded(self, policy, prompt_arguments, steps):
+        _, records = draw(policy, prompt_arguments, SDESettings(steps, 0.7))
+        assert [record.index for record in records] == list(steps)
+        sigmas = policy.scheduler.sigmas.tolist()
+        assert len(sigmas) == NUM_STEPS + 1 and sigmas[0] == 1.0
+        for record in records:
+            assert (record.sigma, record.sigma_next) == (sigmas[record.index], sigmas[record.index + 1])
+            assert record.sigma_max == sigmas[1]
+            for tensor in (record.sample, record.prev_sample):
+                assert tensor.shape == (2, TOKENS, 16) and tensor.dtype == torch.float32
+                assert not tensor.requires_grad
+            assert record.log_prob.shape == (2,) and record.log_prob[0] != record.log_prob[1]
+            (call,) = record.calls
+            assert torch.equal(call["hidden_states"], record.sample)
+            assert torch.equal(call["encoder_hidden_states"], prompt_arguments["prompt_embeds"])
+            assert torch.equal(call["guidance"], torch.full((2,), GUIDANCE))
+            assert call["timestep"].tolist() == pytest.approx([record.sigma] * 2)
+        if len(records) == 2 and steps == (1, 2):
+            assert torch.equal(records[1].sample, records[0].prev_sample)
+
+    def test_the_initial_latent_is_the_noise_of_key_zero(self, policy, prompt_arguments):
+        _, (record,) = draw(policy, prompt_arguments, SDESettings((0,), 0.7))
+        side = SIZE // 2
+        for image, key in enumerate(KEYS):
+            latent = torch.randn(1, 4, side, side, generator=keyed_generator(*key, 0))
+            packed = FluxPipeline._pack_latents(latent, 1, 4, side, side)
+            assert torch.equal(record.sample[image], packed[0])
+
+    def test_the_noise_of_a_step_is_that_of_its_key(self, policy, prompt_arguments):
+        sde = SDESettings((1, 2), 0.7)
+        _, records = draw(policy, prompt_arguments, sde)
+        for record in records:
+            with torch.no_grad():
+                _, mean, std = replay(policy.model, record, policy.family, GUIDANCE, sde)
+            for image, key in enumerate(KEYS):
+                noise = torch.randn(TOKENS, 16, generator=keyed_generator(*key, record.index + 1))
+                torch.testing.assert_close((record.prev_sample - mean)[image] / std, noise, rtol=1e-3, atol=1e-4)
+
+    def test_number_of_forwards(self, policy, prompt_arguments):
+        counter = CountForwards(policy.model)
+        _, records = draw(policy, prompt_arguments, SDESettings((1, 2), 0.7))
+        assert counter.count == NUM_STEPS
+        for number, record in enumerate(records, start=1):
+            replay(policy.model, record, policy.family, GUIDANCE, SDESettings((1, 2), 0.7))
+            assert counter.count == NUM_STEPS + number
+
+    def test_a_step_that_is_not_reached_is_an_error(self, policy, prompt_arguments):
+        with pytest.raises(RuntimeError, match=r"1 stochastic steps were recorded, but 2 were asked for \(\(1, 4\)\)"):
+            draw(policy, prompt_arguments, SDESettings((1, NUM_STEPS), 0.7))
+
+    def test_an_image_does_not_depend_on_its_batch(self, policy, prompt_arguments):
+        sde = SDESettings((1, 2), 0.7)
+        _, together = draw(policy, prompt_arguments, sde)
+        assert not torch.allclose(together[0].prev_sample[0], together[0].prev_sample[1], atol=0.1)
+        for image, key in enumerate(KEYS):
+            arguments = {name: tensor[image : image + 1] for name, tensor in prompt_arguments.items()}
+            _, alone = draw(policy, arguments, sde, keys=[key])
+            for first, second in zip(together, alone, strict=True):
+                torch.testing.assert_close(first.prev_sample[image], second.prev_sample[0], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(first.log_prob[image], second.log_prob[0], rtol=1e-4, atol=1e-5)
+
+
+class TestReplay:
+    @pytest.mark.parametrize("kind", SDE_TYPES)
+    def test_log_prob_is_the_recorded_one_bit_for_bit(self, policy, prompt_arguments, kind):
+        sde = SDESettings((0, 2), 0.7, kind)
+        _, records = draw(policy, prompt_arguments, sde)
+        for record in records:
+            log_prob, mean, std = replay(policy.model, record, policy.family, GUIDANCE, sde)
+            assert log_prob.requires_grad
+            assert torch.equal(log_prob, record.log_prob)
+            assert mean.shape == record.sample.shape and not torch.equal(mean, record.prev_sample)
+            # The standard deviation is that of the whole step
+            expected = torch.distributions.Normal(mean, std).log_prob(record.prev_sample).flatten(1).mean(1)
+            torch.testing.assert_close(log_prob, expected, rtol=1e-5, atol=1e-6)
+
+        move_adapter(policy)
+        for record in records:
+            log_prob, _, _ = replay(policy.model, record, policy.family, GUIDANCE, sde)
+            assert ((log_prob - record.log_prob).abs() > 1e-5).all()
+
+    def test_replaying_twice_gives_the_same(self, policy, prompt_arguments):
+        sde = SDESettings((1,), 0.7)
+        _, (record,) = draw(policy, prompt_arguments, sde)
+        keys = set(record.calls[0])
+        first, _, _ = replay(policy.model, record, policy.family, GUIDANCE, sde)
+        second, _, _ = replay(policy.model, record, policy.family, GUIDANCE, sde)
+        assert torch.equal(first, second) and set(record.calls[0]) == keys
+
+    def test_what_the_replay_depends_on(self, policy, prompt_arguments):
+        """Each recorded thing matters: a replay that ignored one of them would be wrong for other data."""
+        sde = SDESettings((1,), 0.7)
+        _, (record,) = draw(policy, prompt_arguments, sde)
+        (call,) = record.calls
+        changed = {
+            "prev_sample": replace(record, prev_sample=record.prev_sample + 0.1),
+            "sample": replace(record, sample=record.sample + 0.1),
+            "sigma_next": replace(record, sigma_next=record.sigma_next - 0.05),
+            "guidance": replace(record, calls=[{**call, "guidance": call["guidance"] + 1}]),
+            "prompt": replace(
+                record, calls=[{**call, "encoder_hidden_states": call["encoder_hidden_states"].flip(0)}]
+            ),
+            "pooled": replace(record, calls=[{**call, "pooled_projections": call["pooled_projections"].flip(0)}]),
+        }
+        for name, other in changed.items():
+            log_prob, _, _ = replay(policy.model, other, policy.family, GUIDANCE, sde)
+            assert (log_prob != record.log_prob).any(), name
+        for other in (replace(sde, noise_level=0.6), replace(sde, sde_type="cps")):
+            log_prob, _, _ = replay(policy.model, record, policy.family, GUIDANCE, other)
+            assert (log_prob != record.log_prob).all()
+
+    @pytest.mark.parametrize("kind", SDE_TYPES)
+    def test_gradient_is_that_of_the_formula_written_by_hand(self, policy, prompt_arguments, kind):
+        a = 0.7
+        sde = SDESettings((1, 2), a, kind)
+        _, records = draw(policy, prompt_arguments, sde)
+        move_adapter(policy)
+        parameters = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+        assert parameters and all("lora_" in name for name in parameters)
+        assert torch.equal(records[1].sample, records[0].prev_sample)
+
+        for record in records:
+            log_prob, _, _ = replay(policy.model, record, policy.family, GUIDANCE, sde)
+            weights = torch.tensor([1.0, -0.4])
+            gradients = torch.autograd.grad((weights * log_prob).sum(), list(parameters.values()))
+
+            (call,) = record.calls
+            v = policy.model(**call)[0]
+            t, t_next, x = record.sigma, record.sigma_next, record.sample
+            if kind == "cps":
+                std = t_next * math.sin(a * math.pi / 2)
+                mean = (1 - t_next) * (x - t * v) + math.sqrt(t_next**2 - std**2) * (x + (1 - t) * v)
+            else:
+                s = a * math.sqrt(t / (1 - t)) if kind == "flow_sde" else a
+                std = s * math.sqrt(t - t_next)
+                mean = x + (v + s**2 / (2 * t) * (x + (1 - t) * v)) * (t_next - t)
+            squares = ((record.prev_sample - mean) ** 2).mean(dim=(1, 2))
+            by_hand = -squares / (2 * std**2) - math.log(std) - math.log(math.sqrt(2 * math.pi))
+            torch.testing.assert_close(log_prob, by_hand, rtol=1e-5, atol=1e-5)
+            expected = torch.autograd.grad((weights * by_hand).sum(), list(parameters.values()))
+
+            for name, gradient, other in zip(parameters, gradients, expected, strict=True):
+                torch.testing.assert_close(gradient, other, rtol=2e-3, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+            assert max(gradient.abs().max() for gradient in gradients) > 1e-3
+
+    def test_the_adapter_is_all_that_gets_gradients(self, policy, prompt_arguments):
+        sde = SDESettings((1,), 0.7)
+        _, (record,) = draw(policy, prompt_arguments, sde)
+        replay(policy.model, record, policy.family, GUIDANCE, sde)[0].sum().backward()
+        trained = [name for name, parameter in policy.model.named_parameters() if parameter.grad is not None]
+        expected = [name for name, _ in policy.model.named_parameters() if "lora_" in name]
+        assert expected and trained == expected
+
+
+class DoubledFamily(FluxFamily):
+    def combine(self, outputs, guidance_scale):
+        return 2 * outputs[0]
+
+
+class NegatedFamily(FluxFamily):
+    def combine(self, outputs, guidance_scale):
+        return -outputs[0]
+
+
+class SlightlyWrongFamily(FluxFamily):
+    def combine(self, outputs, guidance_scale):
+        return 1.01 * outputs[0]
+
+
+class ReorderedFamily(FluxFamily):
+    """The right rule with other rounding."""
+
+    def combine(self, outputs, guidance_scale):
+        return (outputs[0] * guidance_scale) / guidance_scale
+
+
+class TestGuidanceRule:
+    @pytest.mark.parametrize("family", [DoubledFamily, NegatedFamily, SlightlyWrongFamily])
+    def test_a_wrong_rule_is_an_error(self, tiny_flux, prompt_arguments, family):
+        policy = build_policy(tiny_flux, family())
+        with pytest.raises(RuntimeError, match=f"At step 1 .* {family.__name__}.combine .*1 output.*differ by up to"):
+            draw(policy, prompt_arguments, SDESettings((1,), 0.7))
+        # Without a stochastic step nothing is trained, and nothing is checked
+        assert len(draw(policy, prompt_arguments, None)[0]) == 2
+
+    def test_another_order_of_the_right_operations_passes(self, tiny_flux, prompt_arguments):
+        policy = build_policy(tiny_flux, ReorderedFamily())
+        _, (record,) = draw(policy, prompt_arguments, SDESettings((1,), 0.7))
+        output = policy.model(**record.calls[0])[0]
+        assert not torch.equal(policy.family.combine([output], GUIDANCE), output)
+
+    def test_flux_calls_its_transformer_once(self):
+        outputs = [torch.zeros(1, 2), torch.ones(1, 2)]
+        assert FluxFamily().combine(outputs[:1], GUIDANCE) is outputs[0]
+        for wrong in (outputs, []):
+            with pytest.raises(ValueError, match=f"{len(wrong)} times in one step.*true_cfg_scale"):
+                FluxFamily().combine(wrong, GUIDANCE)
+
+    def test_true_cfg_does_not_pass_silently(self, policy, prompt_arguments):
+        arguments = {
+            **prompt_arguments,
+            **{f"negative_{name}": tensor.flip(0) for name, tensor in prompt_arguments.items()},
+            "true_cfg_scale": 2.0,
+        }
+        counter = CountForwards(policy.model)
+        draw(policy, arguments, None)
+        assert counter.count == 2 * NUM_STEPS
+        with pytest.raises(ValueError, match="2 times in one step"):
+            draw(policy, arguments, SDESettings((1,), 0.7))
+
+
+class Positional:
+    """Stands between pipeline and model: calls it with positional arguments and with a dict that it changes later."""
+
+    ORDER = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "img_ids",
+        "txt_ids",
+        "guidance",
+    )
+
+    def __init__(self, model):
+        self.model = model
+        self.untouched = {"nested": [torch.ones(2), {"inner": torch.zeros(1)}], "flag": None}
+        self.given = {}
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, joint_attention_kwargs, return_dict, **kwargs):
+        self.given = dict(self.untouched)
+        self.given["nested"] = [self.untouched["nested"][0], dict(self.untouched["nested"][1])]
+        output = self.model(*(kwargs[name] for name in self.ORDER), self.given, return_dict=return_dict)
+        self.given["nested"][1].clear()
+        self.given["nested"].append("changed")
+        self.given.pop("flag")
+        return output
+
+
+class TestRecordedArguments:
+    def test_positional_arguments_and_nested_containers(self, policy, prompt_arguments):
+        sde = SDESettings((1,), 0.7)
+        _, (expected,) = draw(policy, prompt_arguments, sde)
+        positional = Positional(policy.model)
+        policy.pipeline.transformer = positional
+        _, (record,) = draw(policy, prompt_arguments, sde)
+
+        assert "flag" not in positional.given and positional.given["nested"][1] == {}  # the caller did change it
+        (call,) = record.calls
+        assert set(Positional.ORDER) < set(call)
+        for name in Positional.ORDER:
+            assert torch.equal(call[name], expected.calls[0][name]), name
+        recorded = call["joint_attention_kwargs"]
+        assert recorded is not positional.given and set(recorded) == {"nested", "flag"}
+        tensor, inner = recorded["nested"]
+        assert torch.equal(tensor, torch.ones(2)) and torch.equal(inner["inner"], torch.zeros(1))
+        assert tensor is positional.untouched["nested"][0]  # containers are fresh, tensors are not copied
+
+        log_prob, _, _ = replay(policy.model, record, policy.family, GUIDANCE, sde)
+        assert torch.equal(log_prob, record.log_prob) and torch.equal(log_prob, expected.log_prob)
+
+    def test_the_replay_leaves_the_record_as_it_is(self, policy, prompt_arguments):
+        """A transformer may take items out of a dict that it was given; a record is replayed once per iteration."""
+        sde = SDESettings((1,), 0.7)
+        _, (record,) = draw(policy, prompt_arguments, sde)
+        record.calls[0]["joint_attention_kwargs"] = {"once": torch.ones(1)}
+        taken = []
+
+        def take(module, args, kwargs):
+            taken.append(kwargs["joint_attention_kwargs"].pop("once"))
+
+        policy.model.register_forward_pre_hook(take, with_kwargs=True)
+        for _ in range(2):
+            replay(policy.model, record, policy.family, GUIDANCE, sde)
+        assert len(taken) == 2
+
+
+class TestCastFloatingInputs:
+    class Recorder(nn.Module):
+        def forward(self, *args, **kwargs):
+            return args, kwargs
+
+    def test_casts_floats_and_leaves_the_rest(self):
+        module = self.Recorder()
+        inputs = (torch.ones(2), torch.arange(2), torch.tensor([True, False]))
+        keywords = {"nested": {"deep": [torch.ones(3, dtype=torch.float64), torch.arange(3)]}, "text": "a", "none": None}
+        (plain, _, _), _ = module(*inputs, **keywords)
+        assert plain.dtype == torch.float32
+
+        cast_floating_inputs(module, torch.bfloat16)
+        (floats, integers, booleans), received = module(*inputs, **keywords)
+        assert floats.dtype == torch.bfloat16 and torch.equal(floats.float(), inputs[0])
+        assert integers.dtype == torch.int64 and booleans.dtype == torch.bool
+        deep = received["nested"]["deep"]
+        assert deep[0].dtype == torch.bfloat16 and deep[1].dtype == torch.int64
+        assert received["text"] == "a" and received["none"] is None
+        assert keywords["nested"]["deep"][0].dtype == torch.float64  # the caller's own are left alone
+
+    def test_a_bf16_policy_takes_float32_latents_and_replays_them(self, tiny_flux, prompt_arguments):
+        pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
+        family = family_of(pipeline)
+        signature = inspect.signature(pipeline.transformer.forward)
+        model = add_adapter(pipeline, family, LORA, autocast_adapter_dtype=False)
+        policy = PipelinePolicy(pipeline, family, model, signature)
+        sde = SDESettings((1,), 0.7)
+        with pytest.raises(RuntimeError, match="dtype"):
+            draw(policy, prompt_arguments, sde)
+        cast_floating_inputs(model, torch.bfloat16)
+        cast_floating_inputs(pipeline.vae.decoder, torch.bfloat16)
+        _, (record,) = draw(policy, prompt_arguments, sde)
+        assert record.sample.dtype == record.prev_sample.dtype == record.log_prob.dtype == torch.float32
+        assert not torch.equal(record.prev_sample, record.prev_sample.to(torch.bfloat16).float())
+        log_prob, _, std = replay(model, record, family, GUIDANCE, sde)
+        assert torch.equal(log_prob, record.log_prob)
+        s = 0.7 * math.sqrt(record.sigma / (1 - record.sigma))
+        assert float(std) == pytest.approx(float(step_std(torch.tensor(s), record.sigma, record.sigma_next, "flow_sde")))
+
+
+class TestFamilyOf:
+    def test_flux(self, policy):
+        assert type(family_of(policy.pipeline)) is FluxFamily
+        assert policy.family.size_multiple(policy.pipeline) == 4
+        assert policy.family.call_arguments(2.5) == {"guidance_scale": 2.5}
+
+    def test_an_unknown_pipeline_is_told_the_known_ones(self):
+        class MysteryPipeline:
+            pass
+
+        with pytest.raises(ValueError, match=r"no family page for MysteryPipeline\. Known: .*FluxPipeline"):
+            family_of(MysteryPipeline())
+
+    def test_default_targets_exist_in_the_transformer(self, tiny_flux):
+        transformer = load_pipeline(str(tiny_flux), torch.float32).transformer
+        names = [name for name, _ in transformer.named_modules()]
+        for target in FluxFamily.lora_target_modules:
+            assert any(name.endswith("." + target) for name in names), target
