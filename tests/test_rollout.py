@@ -455,7 +455,11 @@ class TestCastFloatingInputs:
     def test_casts_floats_and_leaves_the_rest(self):
         module = self.Recorder()
         inputs = (torch.ones(2), torch.arange(2), torch.tensor([True, False]))
-        keywords = {"nested": {"deep": [torch.ones(3, dtype=torch.float64), torch.arange(3)]}, "text": "a", "none": None}
+        keywords = {
+            "nested": {"deep": [torch.ones(3, dtype=torch.float64), torch.arange(3)]},
+            "text": "a",
+            "none": None,
+        }
         (plain, _, _), _ = module(*inputs, **keywords)
         assert plain.dtype == torch.float32
 
@@ -485,7 +489,9 @@ class TestCastFloatingInputs:
         log_prob, _, std = replay(model, record, family, GUIDANCE, sde)
         assert torch.equal(log_prob, record.log_prob)
         s = 0.7 * math.sqrt(record.sigma / (1 - record.sigma))
-        assert float(std) == pytest.approx(float(step_std(torch.tensor(s), record.sigma, record.sigma_next, "flow_sde")))
+        assert float(std) == pytest.approx(
+            float(step_std(torch.tensor(s), record.sigma, record.sigma_next, "flow_sde"))
+        )
 
 
 class TestFamilyOf:

@@ -273,9 +273,7 @@ class TestDtypes:
         scored = sde_step(model_output, sample, sigma, sigma_next, 0.7, prev_sample=samples[2])
         assert torch.equal(step.log_prob, scored.log_prob)
         # Twin: that of the sample before rounding is another
-        drawn = sde_step(
-            model_output, sample, sigma, sigma_next, 0.7, generator=TestStochasticSteps.generators(index)
-        )
+        drawn = sde_step(model_output, sample, sigma, sigma_next, 0.7, generator=TestStochasticSteps.generators(index))
         assert (drawn.log_prob - step.log_prob).abs().max() > 1e-6
 
 

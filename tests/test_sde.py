@@ -261,9 +261,7 @@ class TestBatches:
         std = step_std(together.std, torch.tensor(sigmas), torch.tensor(sigmas_next), kind)
         for i in range(3):
             rows = slice(i, i + 1)
-            alone = sde_step(
-                v[rows], x[rows], sigmas[i], sigmas_next[i], NOISE_LEVEL, kind, prev_sample=x_next[rows]
-            )
+            alone = sde_step(v[rows], x[rows], sigmas[i], sigmas_next[i], NOISE_LEVEL, kind, prev_sample=x_next[rows])
             torch.testing.assert_close(together.mean[rows], alone.mean, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(together.log_prob[rows], alone.log_prob, rtol=1e-6, atol=1e-6)
             alone_std = step_std(alone.std, sigmas[i], sigmas_next[i], kind)
@@ -299,9 +297,7 @@ class TestBatches:
         assert torch.equal(together[[1]], alone)
         # Twin: with one generator for the batch it does
         single = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=keyed_generator(7))
-        single_reordered = sde_step(
-            v[[2, 0]], x[[2, 0]], SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=keyed_generator(7)
-        )
+        single_reordered = sde_step(v[[2, 0]], x[[2, 0]], SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=keyed_generator(7))
         assert not torch.equal(single.prev_sample[[2, 0]], single_reordered.prev_sample)
 
     def test_without_generator_the_global_stream_is_used(self, step_inputs):
@@ -319,9 +315,7 @@ class TestPrecision:
     def test_bf16_inputs_are_computed_in_float32(self, step_inputs, kind):
         v, x, x_next = (tensor.to(torch.bfloat16) for tensor in step_inputs)
         step = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, prev_sample=x_next)
-        exact = sde_step(
-            v.float(), x.float(), SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, prev_sample=x_next.float()
-        )
+        exact = sde_step(v.float(), x.float(), SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, prev_sample=x_next.float())
         assert step.mean.dtype == step.prev_sample.dtype == step.log_prob.dtype == torch.float32
         assert torch.equal(step.mean, exact.mean) and torch.equal(step.log_prob, exact.log_prob)
 

@@ -1,0 +1,55 @@
+# `make demo` and `make test` set up all that they need: a virtual environment in .venv, by uv, which is installed into
+# a small environment of its own when it is not on the PATH.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+UV := $(shell command -v uv 2>/dev/null || echo .venv-uv/bin/uv)
+# One thread for each process: the models of demo and tests are tiny
+export OMP_NUM_THREADS ?= 1
+LINTED := paco_trl examples tests benchmarks
+
+.PHONY: help demo test test-slow test-lowest quality style clean
+
+help:
+	@echo "make demo         train a tiny FLUX pipeline on the shipped prompts (CPU, offline)"
+	@echo "make test         the tests"
+	@echo "make test-slow    the tests that launch many processes"
+	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
+	@echo "make quality      linter and formatter, check only"
+	@echo "make style        linter and formatter, with corrections"
+
+.venv-uv/bin/uv:
+	$(PYTHON) -m venv .venv-uv
+	.venv-uv/bin/pip install --quiet uv
+
+# Made anew when the dependencies change
+.venv/.installed: setup.cfg pyproject.toml | $(filter .venv-uv/bin/uv,$(UV))
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
+	$(UV) pip install --quiet --python $(BIN)/python -e ".[dev]"
+	touch $@
+
+demo: .venv/.installed
+	@$(BIN)/python examples/demo.py
+
+test: .venv/.installed
+	$(BIN)/python -m pytest -m "not slow" tests
+
+test-slow: .venv/.installed
+	$(BIN)/python -m pytest -m slow tests
+
+test-lowest: | $(filter .venv-uv/bin/uv,$(UV))
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-lowest
+	$(UV) pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e ".[test]"
+	.venv-lowest/bin/python -m pytest -m "not slow" tests
+
+quality: .venv/.installed
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+
+style: .venv/.installed
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
+
+clean:
+	rm -rf .venv .venv-uv .venv-lowest demo build dist *.egg-info

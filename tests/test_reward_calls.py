@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards as they are called: failures are errors with the reward's name."""
+
+import asyncio
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from trl.trainer.utils import is_async_callable
+
+from paco_trl.rewards import redness_reward
+from paco_trl.trainer.reward_calls import check_reward_functions
+
+
+PROMPTS = ["a", "b", "c"]
+IMAGES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue", "black")]
+
+
+def call(function, **columns):
+    """Calls a checked reward as the trainer does, sync or async."""
+    (checked,), _ = check_reward_functions(function)
+    result = checked(prompts=PROMPTS, completions=IMAGES, **columns)
+    return asyncio.run(result) if is_async_callable(checked) else result
+
+
+def returning(values, is_async):
+    """A reward named `tasty` that returns these values, or raises them."""
+
+    def tasty(prompts, completions, **columns):
+        if isinstance(values, Exception):
+            raise values
+        return values
+
+    async def tasty_async(prompts, completions, **columns):
+        await asyncio.sleep(0)
+        return tasty(prompts, completions)
+
+    tasty_async.__name__ = "tasty"
+    return tasty_async if is_async else tasty
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def is_async(request):
+    return request.param
+
+
+class TestReturnedValues:
+    def test_good_values_pass(self, is_async):
+        assert call(returning([0.5, -1.0, 2], is_async)) == [0.5, -1.0, 2]
+
+    def test_arguments_reach_the_reward(self):
+        received = {}
+
+        def reward(prompts, completions, **columns):
+            received.update(prompts=prompts, completions=completions, **columns)
+            return [0.0] * len(completions)
+
+        call(reward, rows=[2, 2, 2])
+        assert received == {"prompts": PROMPTS, "completions": IMAGES, "rows": [2, 2, 2]}
+
+    def test_none_passes(self, is_async):
+        assert call(returning([None, 1.0, None], is_async)) == [None, 1.0, None]
+
+    def test_arrays_and_tensors_pass(self, is_async):
+        for values in (np.array([0.5, 1.0, 2.0]), torch.tensor([0.5, 1.0, 2.0]), (0.5, 1.0, 2.0)):
+            rewards = call(returning(values, is_async))
+            assert isinstance(rewards, list) and [float(reward) for reward in rewards] == [0.5, 1.0, 2.0]
+
+    @pytest.mark.parametrize("values", [[], [1.0, 2.0], [1.0] * 4])
+    def test_wrong_count(self, is_async, values):
+        with pytest.raises(ValueError, match=f"'tasty' returned {len(values)} values for 3 images"):
+            call(returning(values, is_async))
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.inf)])
+    def test_not_a_number_is_an_error_with_name_and_place(self, is_async, value):
+        with pytest.raises(ValueError, match="'tasty' returned .* for image 1.*Return None"):
+            call(returning([1.0, value, 2.0], is_async))
+
+    def test_an_exception_is_an_error_with_the_name(self, is_async):
+        cause = KeyError("no judge")
+        with pytest.raises(RuntimeError, match="The reward 'tasty' raised KeyError: 'no judge'") as error:
+            call(returning(cause, is_async))
+        assert error.value.__cause__ is cause
+
+    @pytest.mark.xfail(strict=True, reason="the errors of list() and math.isfinite() name no reward")
+    @pytest.mark.parametrize("values", [None, 0.5, [1.0, "high", 2.0]], ids=["None", "a number", "a word"])
+    def test_what_is_no_list_of_numbers_is_an_error_with_the_name(self, is_async, values):
+        with pytest.raises((TypeError, ValueError), match="'tasty'"):
+            call(returning(values, is_async))
+
+
+class TestFunctions:
+    def test_a_single_function_and_a_list(self):
+        functions, names = check_reward_functions(redness_reward)
+        assert names == ["redness_reward"] and len(functions) == 1
+        functions, names = check_reward_functions([redness_reward, returning([0.0] * 3, False)])
+        assert names == ["redness_reward", "tasty"]
+        assert functions[0](prompts=PROMPTS, completions=IMAGES) == redness_reward(PROMPTS, IMAGES)
+        assert functions[1](prompts=PROMPTS, completions=IMAGES) == [0.0] * 3
+
+    def test_async_stays_async(self, is_async):
+        (checked,), _ = check_reward_functions(returning([0.0] * 3, is_async))
+        assert is_async_callable(checked) is is_async
+        assert checked.__name__ == "tasty"
+
+    def test_empty_list(self):
+        with pytest.raises(ValueError, match="`reward_funcs` is empty"):
+            check_reward_functions([])
+
+    def test_duplicate_names(self):
+        with pytest.raises(ValueError, match="2 rewards are named 'tasty'.*`rewards/tasty/mean`.*`__name__`"):
+            check_reward_functions([returning([], False), redness_reward, returning([], True)])
+        other = returning([], False)
+        other.__name__ = "tastier"
+        assert check_reward_functions([returning([], False), other])[1] == ["tasty", "tastier"]
+
+    @pytest.mark.parametrize(
+        "wrong",
+        ["clip-reward", None, 1.0, nn.Linear(2, 1), nn.Linear, dict],
+        ids=["an id", "None", "a number", "a module", "a module class", "a class"],
+    )
+    def test_what_is_no_such_callable_is_refused(self, wrong):
+        with pytest.raises(TypeError, match="A reward must be a callable"):
+            check_reward_functions([redness_reward, wrong])
+
+    def test_a_callable_object_has_the_name_it_gives_itself(self):
+        class Judge:
+            """Judges."""
+
+            def __init__(self, name=None):
+                if name is not None:
+                    self.__name__ = name
+                self.calls = 0
+
+            def __call__(self, prompts, completions, **columns):
+                self.calls += 1
+                return [1.0, 2.0, math.nan] if self.calls > 1 else [1.0, 2.0, 3.0]
+
+        judge = Judge("judge_a")
+        functions, names = check_reward_functions([judge, Judge("judge_b"), Judge()])
+        assert names == ["judge_a", "judge_b", "Judge"]
+        assert functions[0](prompts=PROMPTS, completions=IMAGES) == [1.0, 2.0, 3.0] and judge.calls == 1
+        with pytest.raises(ValueError, match="'judge_a' returned nan for image 2"):
+            functions[0](prompts=PROMPTS, completions=IMAGES)
+        assert functions[0].__doc__ == "Judges."
+
+    def test_an_async_callable_object(self):
+        class Remote:
+            async def __call__(self, prompts, completions, **columns):
+                return [0.0, 1.0, None]
+
+        (checked,), names = check_reward_functions(Remote())
+        assert names == ["Remote"] and is_async_callable(checked)
+        assert call(Remote()) == [0.0, 1.0, None]
+
+    def test_a_partial_has_the_name_of_its_function(self):
+        def scaled(prompts, completions, factor, **columns):
+            return [factor] * len(completions)
+
+        (checked,), names = check_reward_functions(functools.partial(scaled, factor=2.0))
+        assert names == ["scaled"] == [checked.__name__]
+        assert checked(prompts=PROMPTS, completions=IMAGES) == [2.0] * 3
