@@ -42,7 +42,7 @@ def write_prompts(path: Path) -> None:
 def read_rewards(folder: Path) -> list[float]:
     """Mean redness of each round, from the scores beside the contact sheets."""
     means = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("*.jsonl")):
         scores = [json.loads(line)["redness_reward"] for line in path.read_text(encoding="utf-8").splitlines()]
         means.append(sum(scores) / len(scores))
     return means

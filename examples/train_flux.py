@@ -67,9 +67,7 @@ class ScriptArguments:
     rewards: list[str] = field(
         default_factory=lambda: ["clip_t"], metadata={"help": "Rewards: clip_t, redness, panel_similarity."}
     )
-    clip_model: str = field(
-        default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the reward `clip_t`."}
-    )
+    clip_model: str = field(default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the reward `clip_t`."})
     lora_r: int = field(default=64, metadata={"help": "Rank of the adapter."})
     lora_alpha: int = field(default=128, metadata={"help": "Scale of the adapter."})
     lora_target_modules: list[str] | None = field(

@@ -32,6 +32,11 @@ SETTINGS = {
     "report_to": "none",
     "save_strategy": "steps",
     "save_steps": 2,
+    # 15 prompts: over two processes one is drawn twice, and must not count twice
+    "eval_split": "train",
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "num_inference_steps_eval": 2,
     "use_cpu": True,
     "bf16": False,
     "lora_r": 4,
@@ -77,7 +82,14 @@ def workspace(tiny_flux, tmp_path_factory):
 def train(workspace: Path, name: str, launcher: list[str], *options: str, **environment: str) -> Path:
     output = workspace / name
     stdout = run(
-        [*launcher, "examples/train_flux.py", "--config", str(workspace / "settings.yaml"), "--output_dir", str(output)]
+        [
+            *launcher,
+            "examples/train_flux.py",
+            "--config",
+            str(workspace / "settings.yaml"),
+            "--output_dir",
+            str(output),
+        ]
         + list(options),
         **environment,
     )
@@ -91,8 +103,10 @@ def alone(workspace) -> Path:
 
 
 def scores(output: Path, round_index: int) -> list[float]:
-    lines = (output / "contact_sheets" / f"round_{round_index:05d}.json").read_text().splitlines()
-    return [value for line in lines for key, value in json.loads(line).items() if key in ("redness_reward", "advantage")]
+    lines = (output / "contact_sheets" / f"round_{round_index:05d}.jsonl").read_text().splitlines()
+    return [
+        value for line in lines for key, value in json.loads(line).items() if key in ("redness_reward", "advantage")
+    ]
 
 
 def assert_same_training(output: Path, reference: Path) -> None:
@@ -100,10 +114,15 @@ def assert_same_training(output: Path, reference: Path) -> None:
     assert len(scores(reference, 0)) == 2 * 24
     assert scores(output, 0) == pytest.approx(scores(reference, 0), abs=2e-5)
     assert scores(output, 1) == pytest.approx(scores(reference, 1), abs=2e-2)
-    losses, reference_losses = (
-        [entry["loss"] for entry in json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]]
+    logs = [
+        json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
         for folder in (output, reference)
-    )
+    ]
+    evaluated = [[entry["eval_reward"] for entry in log if "eval_reward" in entry] for log in logs]
+    assert len(evaluated[1]) == 1
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-3)
+    losses, reference_losses = ([entry["loss"] for entry in log if "loss" in entry] for log in logs)
+    assert len(reference_losses) == 4
     assert losses == pytest.approx(reference_losses, abs=1e-3)
     adapter, reference_adapter = (load_file(folder / "adapter_model.safetensors") for folder in (output, reference))
     assert adapter.keys() == reference_adapter.keys()
@@ -184,7 +203,9 @@ def test_zero3_in_bf16(workspace):
     assert all(value.dtype == torch.float32 for value in adapter.values())
 
 
-@pytest.mark.parametrize("name", ["single_gpu", "multi_gpu", "multi_node", "zero2", "zero3", "zero3_offload", "cpu_zero3"])
+@pytest.mark.parametrize(
+    "name", ["single_gpu", "multi_gpu", "multi_node", "zero2", "zero3", "zero3_offload", "cpu_zero3"]
+)
 def test_accelerate_configs_load(name):
     config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
     assert config.num_processes >= 1

@@ -61,14 +61,14 @@ def test_public_functions_and_classes_have_docstrings():
 
 def test_wheel_holds_data_and_templates(tmp_path):
     pytest.importorskip("setuptools")
-    code = (
-        "from setuptools import build_meta; import os, sys; os.chdir(sys.argv[1]); print(build_meta.build_wheel(sys.argv[2]))"
-    )
+    code = "from setuptools import build_meta; import os, sys; os.chdir(sys.argv[1]); print(build_meta.build_wheel(sys.argv[2]))"
     import shutil
     import zipfile
 
     source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".venv*", ".git", "demo", "build", "*.egg-info", "*cache*"))
+    shutil.copytree(
+        ROOT, source, ignore=shutil.ignore_patterns(".venv*", ".git", "demo", "build", "*.egg-info", "*cache*")
+    )
     subprocess.run([sys.executable, "-c", code, str(source), str(tmp_path)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()

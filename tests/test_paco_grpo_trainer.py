@@ -124,7 +124,10 @@ class TestTraining:
             return redness_reward(prompts, completions)
 
         trainer = make_trainer(
-            train_dataset=dataset, reward_funcs=sizes_reward, num_prompts_per_generation=12, per_device_train_batch_size=2
+            train_dataset=dataset,
+            reward_funcs=sizes_reward,
+            num_prompts_per_generation=12,
+            per_device_train_batch_size=2,
         )
         trainer.train()
         # Half of 48 pixels a panel is 24, a multiple of 4
@@ -135,7 +138,9 @@ class TestTraining:
     def test_a_batch_that_would_mix_sizes_is_refused(self, make_trainer):
         dataset = load_image_set_prompts(demo_prompts_path())
         dataset = dataset.map(lambda row: {"height": 48 * row["rows"], "width": 48 * row["cols"]})
-        with pytest.raises(ValueError, match="`per_device_train_batch_size` \\(8\\) must divide `num_generations` \\(4\\)"):
+        with pytest.raises(
+            ValueError, match="`per_device_train_batch_size` \\(8\\) must divide `num_generations` \\(4\\)"
+        ):
             make_trainer(train_dataset=dataset, num_prompts_per_generation=4, per_device_train_batch_size=8)
 
     def test_a_loaded_pipeline_can_be_passed(self, make_trainer, tiny_flux):
@@ -377,6 +382,20 @@ class TestRewards:
         # population std / mean of 0 ... 15
         assert logs_with(trainer, "rewards/spread/h")[0] == pytest.approx((255 / 12) ** 0.5 / 7.5)
 
+    def test_panels_are_cut_once_for_all_rewards(self, make_trainer):
+        seen = []
+
+        def first(prompts, completions, panel_images, **kwargs):
+            seen.append([id(panel) for panels in panel_images for panel in panels])
+            return redness_reward(prompts, completions)
+
+        def second(prompts, completions, panel_images, **kwargs):
+            return first(prompts, completions, panel_images)
+
+        make_trainer(reward_funcs=[first, second]).train()
+        assert len(seen[0]) == 16 * 4
+        assert seen[0] == seen[1]
+
     def test_reward_metrics(self, make_trainer):
         def logging_reward(prompts, completions, log_metric, **kwargs):
             log_metric("my_metric", 3.0)
@@ -419,12 +438,12 @@ class TestLogs:
         trainer.train()
         folder = tmp_path / "out" / "contact_sheets"
         assert sorted(path.name for path in folder.iterdir()) == [
-            "round_00000.json",
+            "round_00000.jsonl",
             "round_00000.png",
-            "round_00001.json",
+            "round_00001.jsonl",
             "round_00001.png",
         ]
-        scores = [json.loads(line) for line in (folder / "round_00000.json").read_text().splitlines()]
+        scores = [json.loads(line) for line in (folder / "round_00000.jsonl").read_text().splitlines()]
         assert len(scores) == 16
         mean = sum(score["redness_reward"] for score in scores) / 16
         assert mean == pytest.approx(logs_with(trainer, "reward")[0], abs=1e-5)
@@ -480,7 +499,13 @@ class TestEvaluation:
 
 class TestResume:
     def test_resume_at_the_end_of_a_round_equals_an_uninterrupted_run(self, make_trainer, tmp_path):
-        settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "num_sde_steps": 1, "sde_steps": [0, 1, 2]}
+        settings = {
+            "max_steps": 6,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "num_sde_steps": 1,
+            "sde_steps": [0, 1, 2],
+        }
         uninterrupted = make_trainer(output_dir=str(tmp_path / "a"), **settings)
         uninterrupted.train()
         resumed = make_trainer(output_dir=str(tmp_path / "b"), **settings)
@@ -493,6 +518,18 @@ class TestResume:
         assert any(not torch.equal(value, final[name]) for name, value in adapter_of(checkpoint).items())
         for name, value in adapter_of(resumed).items():
             assert torch.equal(value, final[name]), name
+
+
+    def test_resume_in_the_middle_of_a_round_draws_it_again_and_says_so(self, make_trainer, tmp_path, caplog):
+        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+        make_trainer(output_dir=str(tmp_path / "a"), **settings).train()
+        resumed = make_trainer(output_dir=str(tmp_path / "b"), **settings)
+        calls = count_calls(resumed.model)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+        assert resumed.state.global_step == 4
+        assert sum(calls) == 16 * 4 + 8  # the round, and the half of it that was left to train
+        assert "resumed in the middle of round 1" in caplog.text
+        assert "a multiple of 2" in caplog.text
 
 
 class TestBadInput:

@@ -257,9 +257,11 @@ class TestDtypes:
         assert torch.equal(prev_sample, noise + dt * model_output.float())
 
     @pytest.mark.parametrize("sde", [None, SDESettings((1,), 0.7)])
-    def test_bf16_latents_stay_bf16(self, scheduler, noise, sde):
+    @pytest.mark.parametrize("return_dict", [False, True])
+    @pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float32])
+    def test_bf16_latents_stay_bf16(self, scheduler, noise, sde, return_dict, model_dtype):
         scheduler.sde, scheduler.step_generators = sde, TestStochasticSteps.generators
-        samples = trajectory(scheduler, noise.to(torch.bfloat16))
+        samples = trajectory(scheduler, noise.to(torch.bfloat16), model_dtype, return_dict)
         assert {sample.dtype for sample in samples} == {torch.bfloat16}
 
     def test_the_density_is_that_of_the_stored_sample(self, scheduler, noise):

@@ -554,9 +554,7 @@ class PaCoGRPOConfig(GRPOConfig):
                     f"step. Nearest values of `generation_batch_size` that work: {below * generations} or "
                     f"{(below + multiple) * generations}."
                 )
-        return RoundLayout(
-            num_prompts, generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps
-        )
+        return RoundLayout(num_prompts, generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
 
 
 def _parse_threshold(threshold: float | str | None) -> float | str:

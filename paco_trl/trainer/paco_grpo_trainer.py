@@ -318,6 +318,13 @@ class PaCoGRPOTrainer(GRPOTrainer):
             self._step = self.state.global_step * accumulation
         round_index, position = divmod(self._step, self.layout.steps_per_generation * self.num_iterations)
         if self._buffered_inputs is None or self._buffered_round != round_index:
+            if position > 0:
+                logger.warning(
+                    f"Training was resumed in the middle of round {round_index}, whose images are not in the "
+                    "checkpoint: they are drawn again, with the weights as they are now. To resume exactly, save at "
+                    "the end of a round: `save_steps` a multiple of "
+                    f"{self.layout.num_optimizer_steps * self.num_iterations}."
+                )
             self._buffered_inputs = None  # frees the old round before the new one is drawn
             self._buffered_inputs = self._generate_and_score_completions(round_index)
             self._buffered_round = round_index
@@ -432,7 +439,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
         for name, h, tamed in zip(
             self.reward_func_names, details.coefficient_of_variation, details.tamed, strict=True
         ):
-            metrics[f"rewards/{name}/h"].append(float("nan") if h is None else h)
+            if h is not None:  # undefined for a reward whose mean is not positive
+                metrics[f"rewards/{name}/h"].append(h)
             metrics[f"rewards/{name}/tamed"].append(float(tamed))
         metrics["frac_reward_zero_std"].append(1 - has_spread.float().mean().item())
         metrics["images_excluded"].append((~is_valid).sum().item())
@@ -582,14 +590,12 @@ class PaCoGRPOTrainer(GRPOTrainer):
             image.caption = "\n".join(f"{key} {'none' if v is None else f'{v:.3f}'}" for key, v in score.items())
         folder = Path(self.args.output_dir) / "contact_sheets"
         self._last_sheet = save_contact_sheet(gathered, title, folder / f"{name}.png")
-        with open(folder / f"{name}.json", "w", encoding="utf-8") as file:
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
             for number, score in enumerate(scores):
                 prompt, generation = divmod(number, num_generations)
                 entry = {"prompt": rows[prompt]["prompt"], "generation": generation, **score}
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        send_to_trackers(
-            self._last_sheet, "contact_sheet", self.state.global_step, self.callback_handler.callbacks
-        )
+        send_to_trackers(self._last_sheet, "contact_sheet", self.state.global_step, self.callback_handler.callbacks)
 
     # ---- Loss ----
 
@@ -694,7 +700,9 @@ class PaCoGRPOTrainer(GRPOTrainer):
         raise RuntimeError(
             f"Before the first update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is "
             f"up to {worst:.3g}, above `ratio_tolerance` = {self.args.ratio_tolerance:.3g} (`epsilon` is "
-            f"{self.args.epsilon:g}):\n" + "\n".join(lines) + "\nThe model draws with other numbers than it is trained "
+            f"{self.args.epsilon:g}):\n"
+            + "\n".join(lines)
+            + "\nThe model draws with other numbers than it is trained "
             "with: look for dropout, for layers that behave differently with gradients, for a compiled replay. In bf16 "
             "on an accelerator a deviation below `epsilon` can be rounding: measure it, and set `ratio_tolerance`."
         )
@@ -769,9 +777,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         rewards_per_func = gathered.view(processes, len(mine), -1).transpose(0, 1).flatten(0, 1)[:total]
         weighted = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).sum(dim=1)
         self._log_rewards("eval", rewards_per_func, weighted)
-        metrics = {
-            f"{metric_key_prefix}_{name}": values[-1] for name, values in self._metrics["eval"].items()
-        }
+        metrics = {f"{metric_key_prefix}_{name}": values[-1] for name, values in self._metrics["eval"].items()}
         self._metrics["eval"].clear()
         self._save_contact_sheet(
             f"{metric_key_prefix}_step_{self.state.global_step:06d}",

@@ -75,7 +75,9 @@ def _raised(name: str, error: Exception) -> str:
 def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
     rewards = list(rewards)
     if len(rewards) != count:
-        raise ValueError(f"The reward '{name}' returned {len(rewards)} values for {count} images; it must give one each.")
+        raise ValueError(
+            f"The reward '{name}' returned {len(rewards)} values for {count} images; it must give one each."
+        )
     for index, reward in enumerate(rewards):
         if reward is not None and not math.isfinite(reward):
             raise ValueError(
