@@ -519,7 +519,6 @@ class TestResume:
         for name, value in adapter_of(resumed).items():
             assert torch.equal(value, final[name]), name
 
-
     def test_resume_in_the_middle_of_a_round_draws_it_again_and_says_so(self, make_trainer, tmp_path, caplog):
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
         make_trainer(output_dir=str(tmp_path / "a"), **settings).train()

@@ -118,7 +118,6 @@ class TestFromScheduler:
         start(parent), start(scheduler)
         assert torch.equal(parent.sigmas, scheduler.sigmas)
 
-    @pytest.mark.xfail(strict=True, reason="from_scheduler reads the config, which set_shift leaves as it was")
     def test_keeps_a_shift_set_after_construction(self):
         parent = FlowMatchEulerDiscreteScheduler(shift=1.0)
         parent.set_shift(5.0)

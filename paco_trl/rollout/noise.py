@@ -15,7 +15,7 @@ def keyed_generator(*key: int) -> torch.Generator:
 
     Args:
         key (`int`):
-            Non-negative integers, here `(seed, round, prompt, image, step)`. Keys of one length that differ in any
+            Integers from 0 to 2**32 - 1, here `(seed, round, prompt, image, step)`. Keys of one length that differ in any
             place give independent streams. (Of different lengths they may not: [`numpy.random.SeedSequence`] pads
             short keys with zeros.)
 

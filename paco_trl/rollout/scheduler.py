@@ -78,7 +78,9 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
                     f"The pipeline's scheduler has `{option}=True`, with which it does not take the Euler step from "
                     f"noise to image that the SDE step replaces. Load it with `{option}=False`."
                 )
-        return cls.from_config(scheduler.config)
+        new = cls.from_config(scheduler.config)
+        new.set_shift(scheduler.shift)  # may have been set after construction
+        return new
 
     @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)  # pipelines look for `sigmas` in its signature
     def set_timesteps(self, *args, **kwargs) -> None:
@@ -97,8 +99,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         """`(sigma, sigma_next, sigma_max)` of a step; `sigma_max` is the second sigma of the schedule."""
         return self._sigma_values[index], self._sigma_values[index + 1], self._sigma_values[1]
 
-    def step(self, model_output, timestep, sample, return_dict=True, **kwargs):
-        """One step: stochastic at `sde.steps`, the parent's elsewhere. Arguments and returns are the parent's."""
+    def step(self, model_output, timestep, sample, *, return_dict=True, **kwargs):
+        """One step: stochastic at `sde.steps`, the parent's elsewhere. Returns what the parent does."""
         if self.step_index is None:
             self._init_step_index(timestep)
         index = self.step_index

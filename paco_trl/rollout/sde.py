@@ -160,7 +160,9 @@ def sde_step(
         x1 = x + (1 - t) * v
         mean = (1 - t_next) * x0 + torch.sqrt(t_next**2 - std**2) * x1
     else:
-        if sde_type == "flow_sde":
+        if noise_level == 0:
+            std = torch.zeros_like(t)
+        elif sde_type == "flow_sde":
             if sigma_max is None and bool((t == 1).any()):
                 raise ValueError(
                     "`sigma` is 1, where the noise scale a * sqrt(t / (1 - t)) is infinite. Pass `sigma_max` (the "

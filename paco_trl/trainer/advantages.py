@@ -50,7 +50,9 @@ def group_advantages(
     """
     if rewards.numel() % num_generations != 0:
         raise ValueError(f"{rewards.numel()} rewards are not whole groups of {num_generations}.")
-    grouped = rewards.float().view(-1, num_generations)  # (prompts, G)
+    # In float64 the mean of equal rewards is that reward: in float32 it may be off by a bit, and a group without spread
+    # would get advantages
+    grouped = rewards.double().view(-1, num_generations)  # (prompts, G)
     scored = ~torch.isnan(grouped)
     # A single scored image has nothing to be compared with
     is_valid = scored & (scored.sum(dim=1, keepdim=True) > 1)
@@ -70,8 +72,8 @@ def group_advantages(
     advantages = torch.where(is_valid, (grouped - mean) / scale, 0.0)
     if advantage_clip is not None:
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
-    has_spread = (std.squeeze(1) > 1e-8) & is_valid.any(dim=1)
-    return Advantages(advantages.flatten(), is_valid.flatten(), has_spread)
+    has_spread = std.squeeze(1) > 0  # (prompts,)
+    return Advantages(advantages.flatten().float(), is_valid.flatten(), has_spread)
 
 
 def _masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int) -> torch.Tensor:

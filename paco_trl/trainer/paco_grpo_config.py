@@ -21,6 +21,11 @@ _TEXT_SAMPLING = "images are drawn by a diffusion sampler, not token by token"
 _VLLM = "vLLM generates text; images are drawn by the diffusers pipeline itself"
 _TOKENS = "it acts on tokens, and an image has none: its policy is a Gaussian step of the sampler"
 _REFERENCE = "the reference is the model with its adapter disabled, there is no second model to synchronise"
+_COMPILE = (
+    "it would compile the replay and not the rollout, whose numbers would then differ; call "
+    "`pipeline.transformer.compile_repeated_blocks()` and pass the pipeline instead"
+)
+_EVAL_DTYPE = "`evaluate()` draws in the precision of training"
 _ONE_LOSS = "it belongs to a token loss; the loss here is `loss_type='grpo'`, clipped by `epsilon` and `epsilon_high`"
 
 # Fields of GRPOConfig that mean nothing for images. Set to anything but TRL's default, they are refused with the
@@ -86,9 +91,12 @@ REFUSED_FIELDS = {
     "num_completions_to_print": "images cannot be printed; contact sheets have a fixed size",
     "log_unique_prompts": "a contact sheet has one row for each prompt",
     "log_completions_hub_repo": "contact sheets are saved in `output_dir`, which `push_to_hub` uploads",
-    "torch_compile": "it would compile the replay and not the rollout, whose numbers would then differ; call "
-    "`pipeline.transformer.compile_repeated_blocks()` and pass the pipeline instead",
+    "torch_compile": _COMPILE,
+    "torch_compile_backend": _COMPILE,
+    "torch_compile_mode": _COMPILE,
     "use_liger_kernel": "Liger's kernels are for language models",
+    "fp16_full_eval": _EVAL_DTYPE,
+    "bf16_full_eval": _EVAL_DTYPE,
     "fp16": "log-probabilities of flow-matching models are not reliable in fp16; use bf16 or float32",
 }
 
@@ -200,8 +208,9 @@ class PaCoGRPOConfig(GRPOConfig):
     > These parameters have default values different from [`~trl.GRPOConfig`]: `num_generations` (`16`),
     > `num_generations_eval` (`1`), `per_device_train_batch_size` (`1`), `gradient_accumulation_steps` (derived),
     > `multi_objective_aggregation` (`"log_tamed"`), `learning_rate` (`3e-4`), `lr_scheduler_type` (`"constant"`),
-    > `weight_decay` (`1e-4`), `ddp_find_unused_parameters` (`False`), `epsilon` (`1e-4`), `loss_type` (`"grpo"`), `logging_steps` (`1`), `log_completions`
-    > (`True`).
+    > `weight_decay` (`1e-4`), `ddp_find_unused_parameters` (`False`), `epsilon` (`1e-4`), `loss_type` (`"grpo"`),
+    > `logging_steps` (`1`), `log_completions` (`True`), `logging_nan_inf_filter` (always `False`: a loss that is not a
+    > number is an error).
     """
 
     # Parameters that control the resolution
@@ -352,11 +361,18 @@ class PaCoGRPOConfig(GRPOConfig):
         # TRL sets `gradient_checkpointing`, which transformers has renamed and warns of
         if self.activation_checkpointing is None:
             self.activation_checkpointing = self.gradient_checkpointing
+        if self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         layout = self._lay_out(requested_prompts, *requested, num_processes)
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
         super().__post_init__()
+        # Only now, because the command line gives it as a string of JSON
+        if (self.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "`activation_checkpointing_kwargs` (or `gradient_checkpointing_kwargs`) asks for reentrant "
+                "checkpointing, which gives no gradients here: none of the transformer's inputs requires one. Unset it."
+            )
         if self.world_size != num_processes:
             if self.deepspeed:
                 raise ValueError(
@@ -371,6 +387,8 @@ class PaCoGRPOConfig(GRPOConfig):
         self.optimizer_steps_per_generation = layout.num_optimizer_steps
         if self.ratio_tolerance is None:
             self.ratio_tolerance = self.epsilon / 10
+        if self.num_generations_eval is None:  # TRL's default: as many as in training
+            self.num_generations_eval = self.num_generations
         # A loss that is not a number is an error here, never the average of its neighbours
         self.logging_nan_inf_filter = False
 
@@ -415,13 +433,17 @@ class PaCoGRPOConfig(GRPOConfig):
             "optimizer_steps_per_generation",
             "per_device_train_batch_size",
             "num_generations_eval",
+            "generation_batch_size",
+            "steps_per_generation",
+            "gradient_accumulation_steps",
             "num_iterations",
             "height",
             "width",
             "num_inference_steps_eval",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}; it must be at least 1.")
         if self.num_inference_steps < 2:
             raise ValueError(
                 f"`num_inference_steps` is {self.num_inference_steps}: the last step is never stochastic, so at least "
@@ -454,17 +476,22 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`num_sde_steps` is {self.num_sde_steps}, but {len(self.sde_steps)} steps are named in `sde_steps` "
                 f"({self.sde_steps}) to choose from."
             )
-        if self.noise_level <= 0 or (self.sde_type == "cps" and self.noise_level > 1):
+        if not self.noise_level > 0 or (self.sde_type == "cps" and self.noise_level > 1):
             raise ValueError(
                 f"`noise_level` is {self.noise_level}. A policy gradient needs the log-probability of a drawn step, "
                 "and a step without noise has none: it must be above 0"
                 + (", and at most 1 for 'cps'." if self.sde_type == "cps" else " (the paper uses 0.7).")
             )
-        if self.epsilon <= 0:
+        # `not >` instead of `<=`: it refuses NaN as well
+        if not self.epsilon > 0:
             raise ValueError(f"`epsilon` is {self.epsilon}; a clip range must be above 0 (the paper uses 1e-4).")
-        if self.ratio_tolerance is not None and self.ratio_tolerance <= 0:
-            raise ValueError(f"`ratio_tolerance` is {self.ratio_tolerance}; it must be above 0.")
-        if self.beta < 0:
+        for name in ("epsilon_high", "ratio_tolerance", "advantage_clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` is {value}; it must be above 0, or None.")
+        if self.scale_rewards not in ("group", "batch", "none", True, False):
+            raise ValueError(f"`scale_rewards` is {self.scale_rewards!r}; it must be 'group', 'batch' or 'none'.")
+        if not self.beta >= 0:
             raise ValueError(f"`beta` is {self.beta}; the weight of the KL divergence cannot be negative.")
         if self.loss_type != "grpo":
             raise ValueError(f"`loss_type` is {self.loss_type!r}; only 'grpo' is defined for images.")
@@ -474,14 +501,6 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"{', '.join(map(repr, AGGREGATIONS))}."
             )
         self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
-        if self.advantage_clip is not None and self.advantage_clip <= 0:
-            raise ValueError(f"`advantage_clip` is {self.advantage_clip}; it must be above 0, or None for no clip.")
-        checkpointing = self.gradient_checkpointing_kwargs
-        if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
-            raise ValueError(
-                "`gradient_checkpointing_kwargs` asks for reentrant checkpointing, which gives no gradients here: none "
-                "of the transformer's inputs requires one. Unset it."
-            )
 
     def _lay_out(
         self,
@@ -495,11 +514,28 @@ class PaCoGRPOConfig(GRPOConfig):
         parallel = num_processes * batch_size
         num_trained_steps = self.num_trained_steps
 
+        # Micro-batches of images that one process accumulates for an optimizer step; None when the number of steps rules
+        accumulated = None
+        if gradient_accumulation_steps is not None:
+            if gradient_accumulation_steps % num_trained_steps != 0:
+                below = max(gradient_accumulation_steps // num_trained_steps, 1) * num_trained_steps
+                raise ValueError(
+                    f"`gradient_accumulation_steps` is {gradient_accumulation_steps}, but each image is trained at "
+                    f"{num_trained_steps} denoising steps, all of them in one optimizer step: it must be a multiple of "
+                    f"{num_trained_steps}. Nearest values that work: {below} or {below + num_trained_steps}."
+                )
+            accumulated = gradient_accumulation_steps // num_trained_steps
+
+        # What the images of a round must be a multiple of: whole groups, and a micro-batch on each process for each
+        # optimizer step or accumulation
+        divisor = self.optimizer_steps_per_generation if accumulated is None else accumulated
+        unit = math.lcm(generations, parallel * divisor)
+
         if steps_per_generation is not None:
             images, rest = divmod(steps_per_generation * parallel, num_trained_steps)
             if rest or images % generations or (generation_batch_size not in (None, images)):
-                unit = math.lcm(generations, parallel) // parallel * num_trained_steps
-                below = max(steps_per_generation // unit, 1) * unit
+                step = unit // parallel * num_trained_steps
+                below = max(steps_per_generation // step, 1) * step
                 raise ValueError(
                     f"`steps_per_generation` is {steps_per_generation}: {steps_per_generation} micro-steps x "
                     f"{num_processes} processes x {batch_size} images / {num_trained_steps} trained step(s) = "
@@ -508,36 +544,22 @@ class PaCoGRPOConfig(GRPOConfig):
                     + (
                         f" and equal `generation_batch_size` = {generation_batch_size}. Set one of the two."
                         if generation_batch_size is not None
-                        else f". Nearest values that work: {below} or {below + unit}."
+                        else f". Nearest values that work: {below} or {below + step}."
                     )
                 )
             generation_batch_size = images
 
-        # Micro-batches of images that one process accumulates for an optimizer step; None when the number of steps rules
-        accumulated = None
-        if gradient_accumulation_steps is not None:
-            if gradient_accumulation_steps % num_trained_steps != 0:
-                above = (gradient_accumulation_steps // num_trained_steps + 1) * num_trained_steps
-                raise ValueError(
-                    f"`gradient_accumulation_steps` is {gradient_accumulation_steps}, but each image is trained at "
-                    f"{num_trained_steps} denoising steps, all of them in one optimizer step: it must be a multiple of "
-                    f"{num_trained_steps}. Nearest values that work: {max(above - num_trained_steps, num_trained_steps)}"
-                    f" or {above}."
-                )
-            accumulated = gradient_accumulation_steps // num_trained_steps
-
         if generation_batch_size is None:
-            divisor = self.optimizer_steps_per_generation if accumulated is None else accumulated
             multiple = prompts_multiple(generations, batch_size, num_processes, divisor)
             num_prompts = -(-num_prompts // multiple) * multiple
         else:
             if generation_batch_size % generations != 0:
-                below = max(generation_batch_size // generations, 1) * generations
+                below = max(generation_batch_size // unit, 1) * unit
                 raise ValueError(
                     f"`generation_batch_size` is {generation_batch_size} images, not whole groups of `num_generations` "
                     f"= {generations}: {generation_batch_size} / {generations} = "
                     f"{generation_batch_size / generations:g}. Nearest values that work: {below} or "
-                    f"{below + generations}."
+                    f"{below + unit}."
                 )
             num_prompts = generation_batch_size // generations
 
@@ -545,14 +567,12 @@ class PaCoGRPOConfig(GRPOConfig):
         if accumulated is not None:
             num_optimizer_steps, rest = divmod(num_prompts * generations, parallel * accumulated)
             if rest:
-                multiple = prompts_multiple(generations, batch_size, num_processes, accumulated)
-                below = max(num_prompts // multiple, 1) * multiple
+                below = max(num_prompts * generations // unit, 1) * unit
                 raise ValueError(
                     f"A round does not divide: {num_prompts} prompts x {generations} generations = "
                     f"{num_prompts * generations} images, but {num_processes} processes x {batch_size} images in a "
                     f"micro-batch x {accumulated} accumulated = {parallel * accumulated} images for each optimizer "
-                    f"step. Nearest values of `generation_batch_size` that work: {below * generations} or "
-                    f"{(below + multiple) * generations}."
+                    f"step. Nearest values of `generation_batch_size` that work: {below} or {below + unit}."
                 )
         return RoundLayout(num_prompts, generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
 

@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
@@ -73,15 +73,23 @@ def _raised(name: str, error: Exception) -> str:
 
 
 def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
+    if not isinstance(rewards, Iterable):
+        raise TypeError(f"The reward '{name}' returned {rewards!r}; it must give a list with a value for each image.")
     rewards = list(rewards)
     if len(rewards) != count:
         raise ValueError(
             f"The reward '{name}' returned {len(rewards)} values for {count} images; it must give one each."
         )
     for index, reward in enumerate(rewards):
-        if reward is not None and not math.isfinite(reward):
+        if reward is None:
+            continue
+        try:
+            is_number = math.isfinite(reward)
+        except TypeError:
+            is_number = False
+        if not is_number:
             raise ValueError(
-                f"The reward '{name}' returned {reward} for image {index}. Return None for an image that could not be "
-                "scored: it is then left out, and counted."
+                f"The reward '{name}' returned {reward!r} for image {index}. Return None for an image that could not "
+                "be scored: it is then left out, and counted."
             )
     return rewards
