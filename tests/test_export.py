@@ -151,7 +151,8 @@ def test_card(trained, tiny_flux):
     assert "redness_reward | 1 |" in text
     assert "contact_sheet.png" in text
     assert (folder / "contact_sheet.png").exists()
-    mean = next(entry["reward"] for entry in trainer.state.log_history if "reward" in entry)
+    key = "rewards/redness_reward/mean"
+    mean = next(entry[key] for entry in trainer.state.log_history if key in entry)
     assert f"{mean:.4f}" in text
 
 

@@ -446,7 +446,7 @@ class TestLogs:
         scores = [json.loads(line) for line in (folder / "round_00000.jsonl").read_text().splitlines()]
         assert len(scores) == 16
         mean = sum(score["redness_reward"] for score in scores) / 16
-        assert mean == pytest.approx(logs_with(trainer, "reward")[0], abs=1e-5)
+        assert mean == pytest.approx(logs_with(trainer, "rewards/redness_reward/mean")[0], abs=1e-5)
 
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -747,21 +747,21 @@ class PaCoGRPOTrainer(GRPOTrainer):
             )
         rows = list(eval_dataset)
         self.prompt_encoder.encode([row["prompt"] for row in rows])
-        encoded = self.prompt_encoder.fetch([row["prompt"] for row in rows])
 
         # Each process draws the same number of images, as ZeRO-3 needs; what was added for that is not counted
         processes = self.accelerator.num_processes
         total = len(rows) * generations
-        padded = np.arange(-(-total // processes) * processes) % total
-        mine = padded[self.accelerator.process_index :: processes].tolist()
+        padded = (np.arange(-(-total // processes) * processes) % total).reshape(-1, processes)
+        mine = padded[:, self.accelerator.process_index].tolist()
         was_training = self.model.training
         self.model.eval()
         images = []
         with self._rollout_components():
-            for number in tqdm(
-                mine, desc="Evaluating", disable=args.disable_tqdm or not self.accelerator.is_main_process
+            for numbers in tqdm(
+                padded.tolist(), desc="Evaluating", disable=args.disable_tqdm or not self.accelerator.is_main_process
             ):
-                row_number, generation = divmod(number, generations)
+                encoded = self.prompt_encoder.fetch([rows[number // generations]["prompt"] for number in numbers])
+                row_number, generation = divmod(numbers[self.accelerator.process_index], generations)
                 row = rows[row_number]
                 drawn, _ = self.policy.draw(
                     self._prompt_arguments([row["prompt"]], encoded),
