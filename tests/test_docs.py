@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation is true: links lead somewhere, snippets run, options and metrics are those of the code."""
+
+import ast
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paco_trl import PaCoGRPOConfig
+from paco_trl.rewards import panel_similarity_reward, redness_reward
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
+        *(ROOT / "docs").glob("*.md"),
+    ]
+)
+OPTIONS = {field.name for field in dataclasses.fields(PaCoGRPOConfig)}
+# Those that the docstring of PaCoGRPOConfig lists
+OWN_OPTIONS = re.findall(r"^        (\w+) \(`", PaCoGRPOConfig.__doc__, flags=re.M)
+# What Trainer and its callbacks log themselves
+TRAINERS_KEYS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
+
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^(<!-- runnable -->\n)?```(\w+)\n(.*?)^```$", flags=re.M | re.S)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> str:
+    """The page without its code blocks, in which brackets are not links."""
+    return BLOCK.sub("", text_of(page))
+
+
+def relative_links(page: Path) -> list[tuple[str, str, str]]:
+    """Text, path and anchor of each link that stays in the repository."""
+    links = []
+    for text, target in LINK.findall(prose_of(page)):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            path, _, anchor = target.partition("#")
+            links.append((text, path, anchor))
+    return links
+
+
+def blocks(page: Path, language: str) -> list[tuple[bool, str]]:
+    """Code blocks of a page, and whether they are marked runnable."""
+    return [(bool(mark), code) for mark, name, code in BLOCK.findall(text_of(page)) if name == language]
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+PYTHON_BLOCKS = [
+    pytest.param(code, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, (_, code) in enumerate(blocks(page, "python"))
+]
+
+
+def config_calls(code: str) -> list[ast.Call]:
+    return [
+        node
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "PaCoGRPOConfig"
+    ]
+
+
+class TestLinks:
+    @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+    def test_relative_links_lead_to_files(self, page):
+        links = relative_links(page)
+        assert links
+        for text, path, anchor in links:
+            target = page.parent / path if path else page
+            assert target.exists(), f"[{text}]({path})"
+            if anchor:
+                assert anchor in anchors(target), f"[{text}]({path}#{anchor})"
+
+    def test_linked_names_are_defined_in_the_linked_file(self):
+        """[`sde_step`](.../sde.py) says where a function is: it must be there."""
+        checked = 0
+        for page in PAGES:
+            for text, path, _ in relative_links(page):
+                name = re.fullmatch(r"`(\w+)`", text)
+                if name is None or not path.endswith(".py"):
+                    continue
+                source = (page.parent / path).read_text(encoding="utf-8")
+                defined = re.search(rf"^\s*(def|class|async def) {name[1]}\b|^{name[1]}\b.* = ", source, flags=re.M)
+                assert defined, f"{page.name}: {name[1]} is not defined in {path}"
+                checked += 1
+        assert checked > 20
+
+    def test_every_page_can_be_reached_from_the_readme(self):
+        reached, found = set(), [ROOT / "README.md"]
+        while found:
+            page = found.pop()
+            if page in reached:
+                continue
+            reached.add(page)
+            targets = [(page.parent / path).resolve() for _, path, _ in relative_links(page) if path.endswith(".md")]
+            found.extend(target for target in targets if target in PAGES)
+        assert reached == set(PAGES)
+
+
+class TestSnippets:
+    def test_runnable_blocks_of_the_readme_run(self, tmp_path):
+        runnable = [code for is_runnable, code in blocks(ROOT / "README.md", "python") if is_runnable]
+        assert len(runnable) == 3
+        # In one process, since importing takes most of the time; with nothing in common but the folder
+        driver = "import json, sys\nfor code in json.loads(sys.argv[1]):\n    exec(code, {'__name__': '__main__'})"
+        done = subprocess.run(
+            [sys.executable, "-c", driver, json.dumps(runnable)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-5000:]
+        # What the text around them promises
+        assert (tmp_path / "paco-tiny" / "contact_sheets" / "round_00001.png").exists()
+        assert (tmp_path / "paco-tiny" / "pytorch_lora_weights.safetensors").exists()
+
+    @pytest.mark.parametrize("code", PYTHON_BLOCKS)
+    def test_python_compiles_and_what_it_imports_exists(self, code):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "paco_trl":
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+
+    def test_the_numbers_of_the_benchmark_are_those_of_its_results(self):
+        results = json.loads((ROOT / "benchmarks" / "rollout_overhead.json").read_text(encoding="utf-8"))
+        text = text_of(ROOT / "benchmarks" / "README.md")
+        assert len(results["ratios"]) == 3
+        for ratio in results["ratios"].values():
+            assert str(ratio) in text
+
+    def test_there_are_python_blocks_on_the_pages(self):
+        assert len(PYTHON_BLOCKS) > 10
+        assert not re.search(r"<!-- runnable -->(?!\n```python\n)", "".join(map(text_of, PAGES)).replace("`<!--", ""))
+
+    def test_the_reward_of_the_readme_is_a_reward(self, make_trainer):
+        (code,) = [code for _, code in blocks(ROOT / "README.md", "python") if "async def" in code]
+        namespace = {}
+        exec(code, namespace)
+        trainer = make_trainer(reward_funcs=namespace["bright_panels_reward"])
+        trainer.train()
+        assert 0 < trainer.state.log_history[0]["rewards/bright_panels_reward/mean"] < 1
+
+
+class TestOptions:
+    @pytest.mark.parametrize("code", PYTHON_BLOCKS)
+    def test_options_in_python_exist(self, code):
+        for call in config_calls(code):
+            assert {keyword.arg for keyword in call.keywords} <= OPTIONS
+
+    def test_there_are_options_in_python(self):
+        assert sum(len(config_calls(block.values[0])) for block in PYTHON_BLOCKS) > 5
+
+    def test_configs_of_the_paper_index_are_valid(self, tmp_path):
+        calls = [call for _, code in blocks(ROOT / "docs" / "paper_index.md", "python") for call in config_calls(code)]
+        assert len(calls) == 4
+        for call in calls:
+            settings = {keyword.arg: eval(ast.unparse(keyword.value)) for keyword in call.keywords}
+            settings |= {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+            args = PaCoGRPOConfig(**settings)
+            # On one process nothing is rounded: what the page says is what runs
+            for name, value in settings.items():
+                assert getattr(args, name) == value, name
+
+    def test_the_settings_of_the_paper_are_the_defaults(self, tmp_path):
+        """docs/paper_index.md says so of its first config."""
+        _, code = blocks(ROOT / "docs" / "paper_index.md", "python")[0]
+        (call,) = config_calls(code)
+        defaults = PaCoGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+        settings = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        assert len(settings) > 15
+        for name in settings.keys() - {"output_dir"}:
+            assert getattr(defaults, name) == settings[name], name
+
+    @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+    def test_options_of_the_commands_exist(self, page):
+        for command in commands_with_options(page):
+            for word in command:
+                if word.startswith("--"):
+                    assert word[2:] in OPTIONS | script_options() | {"config"}, f"{page.name}: {word}"
+
+    def test_there_are_commands(self):
+        assert len([command for page in PAGES for command in commands_with_options(page)]) > 5
+
+    @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+    def test_options_in_the_text_exist(self, page):
+        """`name=value` and `--name` in a line of text name options, also of the objects beside the config."""
+        others = {"modules_to_save", "push_to_hub", "num_processes", "machine_rank", *script_options()}
+        for name in re.findall(r"`(?:--)?(\w+)=[^`]+`|`--(\w+)[^`]*`", prose_of(page)):
+            assert (name[0] or name[1]) in OPTIONS | others | {"DS_ACCELERATOR", "help", "config"}, name
+
+    @pytest.mark.parametrize("name", OWN_OPTIONS)
+    def test_every_option_is_mentioned(self, name):
+        assert re.search(rf"\b{name}\b", "".join(map(text_of, PAGES)))
+
+    def test_own_options_are_found(self):
+        assert len(OWN_OPTIONS) > 25
+        assert set(OWN_OPTIONS) <= OPTIONS
+
+
+class TestMetrics:
+    """The list under "Logged metrics" is what a run logs, in both directions."""
+
+    @staticmethod
+    def documented() -> set[str]:
+        page = text_of(ROOT / "docs" / "paco_grpo_trainer.md")
+        (section,) = re.findall(r"^## Logged metrics\n(.*?)^## ", page, flags=re.M | re.S)
+        return set(re.findall(r"^- `([^`]+)`:", section, flags=re.M))
+
+    def test_documented_keys_are_the_logged_ones(self, make_trainer, prompts):
+        trainer = make_trainer(
+            reward_funcs=[redness_reward, panel_similarity_reward],
+            beta=0.01,
+            num_inference_steps=5,
+            sde_steps=[1, 2],
+            eval_dataset=prompts.select(range(2)),
+            eval_strategy="steps",
+            eval_steps=2,
+            num_inference_steps_eval=2,
+        )
+        trainer.train()
+        logged = set()
+        for key in {key for entry in trainer.state.log_history for key in entry}:
+            if key in TRAINERS_KEYS or key.startswith("train_"):
+                continue
+            key = re.sub(r"rewards/(redness_reward|panel_similarity_reward)/", "rewards/<name>/", key)
+            logged.add(re.sub(r"/step_\d+$", "/step_<index>", key))
+        documented = self.documented()
+        assert len(logged) > 20
+        assert logged - documented == set(), "logged, but not in docs/paco_grpo_trainer.md"
+        assert documented - logged == set(), "in docs/paco_grpo_trainer.md, but not logged"
+
+    def test_keys_in_the_rest_of_the_text_are_documented(self):
+        documented = self.documented()
+        namespaces = {key.split("/")[0] for key in documented if "/" in key}
+        found = {
+            key
+            for page in PAGES
+            for key in re.findall(r"`([\w<>]+/[\w<>/]+)`", prose_of(page))
+            if key.split("/")[0] in namespaces
+        }
+        assert found
+        assert found <= documented
+
+
+def commands_with_options(page: Path) -> list[list[str]]:
+    """Words behind `examples/train_flux.py` in the page's shell commands."""
+    found = []
+    for _, code in blocks(page, "bash"):
+        for line in code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if "examples/train_flux.py" in words:
+                found.append(words[words.index("examples/train_flux.py") + 1 :])
+    return found
+
+
+def script_options() -> set[str]:
+    """Options of examples/train_flux.py itself."""
+    tree = ast.parse((ROOT / "examples" / "train_flux.py").read_text(encoding="utf-8"))
+    (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ScriptArguments"]
+    return {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign)}
