@@ -369,7 +369,9 @@ class TestValues:
         ids=str,
     )
     def test_values_at_the_edge_of_what_is_good(self, make, settings):
-        make(**settings)
+        config = make(**settings)
+        for name in settings:
+            assert getattr(config, name) in (settings[name], 0.3)  # "0.3" becomes a number
 
     def test_a_threshold_in_words_becomes_a_number(self, make):
         assert make(log_tame_threshold="0.3").log_tame_threshold == 0.3
@@ -388,7 +390,7 @@ class TestValues:
 
     def test_num_generations_eval_none_is_trls(self, make):
         """Its type is `int | None`, and in TRL None means `num_generations`."""
-        make(num_generations_eval=None)
+        assert make(num_generations_eval=None).num_generations_eval == 16
 
     @pytest.mark.parametrize(
         "settings",

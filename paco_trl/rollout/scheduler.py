@@ -114,7 +114,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             return (output[0].to(sample.dtype), *output[1:])
 
         sigma, sigma_next, sigma_max = self.sigmas_of(index)
-        drawn = sde_step(
+        step = functools.partial(
+            sde_step,
             model_output,
             sample,
             sigma,
@@ -122,21 +123,12 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             self.sde.noise_level,
             self.sde.sde_type,
             sigma_max=sigma_max,
-            generator=self.step_generators(index) if self.step_generators else kwargs.get("generator"),
         )
+        drawn = step(generator=self.step_generators(index) if self.step_generators else kwargs.get("generator"))
         prev_sample = drawn.prev_sample.to(sample.dtype)
         if sample.dtype != torch.float32:
             # What is stored is what is scored: the density is that of the sample after its round trip
-            drawn = sde_step(
-                model_output,
-                sample,
-                sigma,
-                sigma_next,
-                self.sde.noise_level,
-                self.sde.sde_type,
-                prev_sample=prev_sample,
-                sigma_max=sigma_max,
-            )
+            drawn = step(prev_sample=prev_sample)
         if self.on_sde_step is not None:
             self.on_sde_step(index, model_output, sample, drawn)
         self._step_index += 1

@@ -380,30 +380,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
 
         # 2. Draw
         started = time.perf_counter()
-        images: list[Image.Image] = []
-        records: list[list[RecordedStep]] = []
-        mine = assignment[self.accelerator.process_index]
-        with self._rollout_components():
-            for micro_batch in tqdm(
-                mine.tolist(),
-                desc=f"Round {round_index}: drawing",
-                disable=args.disable_tqdm or not self.accelerator.is_main_process,
-                leave=False,
-            ):
-                prompts = [image // layout.num_generations for image in micro_batch]
-                drawn, recorded = self.policy.draw(
-                    self._prompt_arguments([rows[prompt]["prompt"] for prompt in prompts], encoded),
-                    *sizes[prompts[0]],
-                    args.num_inference_steps,
-                    args.guidance_scale,
-                    noise_keys=[
-                        self._noise_key(_STREAM_TRAIN_NOISE, round_index, int(row_numbers[prompt]), image)
-                        for prompt, image in zip(prompts, micro_batch, strict=True)
-                    ],
-                    sde=sde,
-                )
-                images.extend(drawn)
-                records.append(recorded)
+        mine = assignment[self.accelerator.process_index]  # (micro-batches, B)
+        images, records = self._draw_round(round_index, mine, rows, row_numbers, sizes, encoded, sde)
         rollout_time = time.perf_counter() - started
 
         # 3. Score. Every process holds all rewards afterwards, in the order of the round.
@@ -455,13 +433,71 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 mine.flatten().tolist(), layout.num_generations, images, rewards_per_func, advantages,
             )  # fmt: skip
 
-        # 6. The buffer. An optimizer step's loss is a mean over its valid images, on all processes, and their steps.
+        # 6. Keep what the training steps need
+        return self._fill_buffer(assignment, records, sde, advantages, is_valid)
+
+    def _draw_round(
+        self,
+        round_index: int,
+        micro_batches: np.ndarray,
+        rows: list[dict],
+        row_numbers: np.ndarray,
+        sizes: list[tuple[int, int]],
+        encoded: dict,
+        sde: SDESettings,
+    ) -> tuple[list[Image.Image], list[list[RecordedStep]]]:
+        """Draws this process's images of a round, and the stochastic steps of each micro-batch."""
+        generations = self.layout.num_generations
+        images: list[Image.Image] = []
+        records: list[list[RecordedStep]] = []
+        with self._rollout_components():
+            for micro_batch in tqdm(
+                micro_batches.tolist(),
+                desc=f"Round {round_index}: drawing",
+                disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
+                leave=False,
+            ):
+                prompts = [image // generations for image in micro_batch]
+                drawn, recorded = self.policy.draw(
+                    self._prompt_arguments([rows[prompt]["prompt"] for prompt in prompts], encoded),
+                    *sizes[prompts[0]],
+                    self.args.num_inference_steps,
+                    self.args.guidance_scale,
+                    noise_keys=[
+                        self._noise_key(
+                            _STREAM_TRAIN_NOISE, round_index, int(row_numbers[prompt]), image % generations
+                        )
+                        for prompt, image in zip(prompts, micro_batch, strict=True)
+                    ],
+                    sde=sde,
+                )
+                images.extend(drawn)
+                records.append(recorded)
+        return images, records
+
+    def _fill_buffer(
+        self,
+        assignment: np.ndarray,
+        records: list[list[RecordedStep]],
+        sde: SDESettings,
+        advantages: torch.Tensor,
+        is_valid: torch.Tensor,
+    ) -> list[dict]:
+        """
+        An entry for each training micro-step of this process.
+
+        The weights make an optimizer step's loss the mean over its valid images, on all processes, and their stochastic
+        steps.
+        """
+        mine = assignment[self.accelerator.process_index]
+        batches_per_step = self.layout.micro_batches_per_process // self.layout.num_optimizer_steps
         buffer = []
-        batches_per_step = layout.micro_batches_per_process // layout.num_optimizer_steps
         for position, (micro_batch, recorded) in enumerate(zip(mine, records, strict=True)):
             step = position // batches_per_step
             images_of_step = assignment[:, step * batches_per_step : (step + 1) * batches_per_step].reshape(-1)
-            denominator = is_valid[torch.from_numpy(images_of_step)].sum().item() * layout.num_trained_steps
+            num_valid = is_valid[torch.from_numpy(images_of_step)].sum().item()
+            # An optimizer step without any valid image has weights of 0 and no gradient
+            denominator = max(num_valid * self.layout.num_trained_steps, 1)
             batch = torch.from_numpy(micro_batch)
             for record in recorded:
                 buffer.append(
@@ -469,14 +505,13 @@ class PaCoGRPOTrainer(GRPOTrainer):
                         "record": record,
                         "sde": sde,
                         "advantages": advantages[batch].to(self.accelerator.device),  # (B,)
-                        # An optimizer step without any valid image has weights of 0 and no gradient
-                        "weights": (is_valid[batch] / max(denominator, 1)).to(self.accelerator.device),  # (B,)
+                        "weights": (is_valid[batch] / denominator).to(self.accelerator.device),  # (B,)
                     }
                 )
         return buffer
 
-    def _noise_key(self, stream: int, round_index: int, row: int, image: int) -> tuple[int, ...]:
-        return (self.args.seed, stream, round_index, row, image)
+    def _noise_key(self, stream: int, round_index: int, row: int, generation: int) -> tuple[int, ...]:
+        return (self.args.seed, stream, round_index, row, generation)
 
     def _prompt_arguments(self, prompts: list[str], encoded: dict) -> dict[str, torch.Tensor]:
         """
