@@ -75,14 +75,14 @@ class TestTraining:
         }
         up = make_trainer(**settings)
         up.train()
-        redness = logs_with(up, "rewards/redness_reward/mean")
+        redness = logs_with(up, "rewards/redness_reward/mean")[::2]  # logged with both optimizer steps of a round
         spread = logs_with(up, "rewards/redness_reward/std")[0]
         assert len(redness) == 18
         assert redness[-1] - redness[0] > 3 * spread
 
         down = make_trainer(reward_funcs=anti_redness_reward, **settings)
         down.train()
-        anti_redness = logs_with(down, "rewards/anti_redness_reward/mean")
+        anti_redness = logs_with(down, "rewards/anti_redness_reward/mean")[::2]
         assert anti_redness[0] == pytest.approx(-redness[0])  # the same first images
         assert anti_redness[-1] - anti_redness[0] > 3 * spread
 
@@ -149,6 +149,28 @@ class TestTraining:
         by_object.train()
         for name, value in adapter_of(by_folder).items():
             assert torch.equal(value, adapter_of(by_object)[name]), name
+
+    def test_a_pipeline_without_a_name(self, make_trainer, tiny_flux, tmp_path):
+        loaded = DiffusionPipeline.from_pretrained(tiny_flux)
+        pipeline = type(loaded)(**{name: part for name, part in loaded.components.items() if part is not None})
+        assert pipeline.name_or_path is None
+        make_trainer(model=pipeline, save_strategy="steps", save_steps=2).train()
+        assert (tmp_path / "out" / "checkpoint-2" / "README.md").exists()
+
+    def test_the_pipeline_can_be_saved_afterwards(self, make_trainer, tiny_flux, tmp_path):
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+        index = dict(pipeline.config)
+        trainer = make_trainer(model=pipeline)
+        trainer.train()
+        assert dict(pipeline.config) == index
+        pipeline.transformer = trainer.model.merge_and_unload()
+        pipeline.save_pretrained(tmp_path / "saved")
+        again = DiffusionPipeline.from_pretrained(tmp_path / "saved")
+        assert type(again.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+        weight = "transformer_blocks.0.attn.to_q.weight"
+        merged = dict(again.transformer.named_parameters())[weight]
+        base = dict(DiffusionPipeline.from_pretrained(tiny_flux).transformer.named_parameters())[weight]
+        assert not torch.equal(merged, base)
 
     def test_callbacks_are_called(self, make_trainer):
         class Count(TrainerCallback):
@@ -234,6 +256,14 @@ class TestCost:
         assert len(rounds) == 4
         assert (trainer.pipeline.text_encoder, trainer.pipeline.text_encoder_2) == encoders
 
+    def test_every_epoch_finds_its_prompts_encoded(self, make_trainer, prompts):
+        # 12 prompts in rounds of 5: each epoch leaves out another two
+        trainer = make_trainer(num_prompts_per_generation=5, optimizer_steps_per_generation=1, max_steps=12)
+        encoded = count_calls(trainer.pipeline.text_encoder_2)
+        trainer.train()
+        assert trainer.state.global_step == 12
+        assert len(encoded) == len(prompts)
+
     def test_only_the_prompts_of_the_run_are_encoded(self, make_trainer):
         trainer = make_trainer(max_steps=2)
         encoded = count_calls(trainer.pipeline.text_encoder_2)
@@ -245,7 +275,7 @@ class TestCost:
         calls = count_calls(trainer.model)
         trainer.train()
         assert sum(calls) == 16 * 4 + 2 * 16
-        assert len(logs_with(trainer, "reward")) == 1
+        assert len(set(logs_with(trainer, "reward"))) == 1
 
 
 class TestSteps:
@@ -312,8 +342,8 @@ class TestRewards:
         for update in (buffer[:8], buffer[8:]):  # the mean is over the valid images of an optimizer step
             assert sum(entry["weights"].item() for entry in update) == pytest.approx(1.0)
         trainer.train()
-        assert logs_with(trainer, "images_excluded") == [2]
-        assert logs_with(trainer, "rewards/sometimes_none/missing") == [2]
+        assert logs_with(trainer, "images_excluded") == [2, 2]
+        assert logs_with(trainer, "rewards/sometimes_none/missing") == [2, 2]
 
     def test_a_partial_failure_never_counts_as_zero(self, make_trainer):
         def constant_or_none(prompts, completions, **kwargs):
@@ -377,8 +407,8 @@ class TestRewards:
 
         trainer = make_trainer(reward_funcs=[spread, narrow], log_tame_threshold=0.5)
         trainer.train()
-        assert logs_with(trainer, "rewards/spread/tamed") == [1.0]
-        assert logs_with(trainer, "rewards/narrow/tamed") == [0.0]
+        assert logs_with(trainer, "rewards/spread/tamed") == [1.0, 1.0]
+        assert logs_with(trainer, "rewards/narrow/tamed") == [0.0, 0.0]
         # population std / mean of 0 ... 15
         assert logs_with(trainer, "rewards/spread/h")[0] == pytest.approx((255 / 12) ** 0.5 / 7.5)
 
@@ -403,13 +433,24 @@ class TestRewards:
 
         trainer = make_trainer(reward_funcs=logging_reward)
         trainer.train()
-        assert logs_with(trainer, "my_metric") == [3.0]
+        assert logs_with(trainer, "my_metric") == [3.0, 3.0]
 
 
 class TestLogs:
-    def test_documented_metrics_are_logged(self, make_trainer):
-        trainer = make_trainer(reward_funcs=[redness_reward, panel_similarity_reward], max_steps=2)
+    def test_metrics_are_logged_at_every_step(self, make_trainer):
+        trainer = make_trainer(reward_funcs=[redness_reward, panel_similarity_reward], max_steps=4)
         trainer.train()
+        for entry in trainer.state.log_history[:-1]:
+            assert {
+                "reward",
+                "rewards/redness_reward/mean",
+                "frac_reward_zero_std",
+                "time/rollout",
+                "time/train",
+                "images_per_second",
+                "clip_ratio/region_mean",
+            } <= set(entry)
+            assert all(value is not None and value == value for value in entry.values())
         logged = {key for entry in trainer.state.log_history for key in entry}
         for name in ("redness_reward", "panel_similarity_reward"):
             assert {f"rewards/{name}/{part}" for part in ("mean", "std", "missing", "h", "tamed")} <= logged
@@ -455,6 +496,18 @@ class TestLogs:
         assert [event.step for event in events.Images("contact_sheet")] == [0, 2]
         assert "train/reward" in events.Tags()["scalars"]
 
+    def test_columns_that_rewards_log_are_beside_the_scores(self, make_trainer, tmp_path):
+        def reasons(prompts, completions, log_extra, **kwargs):
+            rewards = redness_reward(prompts, completions)
+            log_extra("reason", [f"{reward:.6f}" for reward in rewards])
+            return rewards
+
+        make_trainer(reward_funcs=reasons, log_completions=True).train()
+        lines = (tmp_path / "out" / "contact_sheets" / "round_00000.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        assert len({entry["reason"] for entry in entries}) > 8
+        assert all(float(entry["reason"]) == pytest.approx(entry["reasons"], abs=1e-6) for entry in entries)
+
     def test_no_contact_sheets_when_switched_off(self, make_trainer, tmp_path):
         make_trainer(log_completions=False).train()
         assert not (tmp_path / "out" / "contact_sheets").exists()
@@ -481,6 +534,23 @@ class TestEvaluation:
         assert trainer.model.training
         assert trainer.evaluate()["eval_reward"] != first["eval_reward"]
         assert any("eval_reward" in entry for entry in trainer.state.log_history)
+
+    def test_a_reward_without_weight_or_value_spoils_nothing(self, make_trainer, prompts, tmp_path):
+        def nothing(prompts, completions, **kwargs):
+            return [None] * len(completions)
+
+        trainer = make_trainer(
+            reward_funcs=[redness_reward, nothing],
+            reward_weights=[1.0, 0.0],
+            eval_dataset=prompts.select(range(1)),
+            num_inference_steps_eval=2,
+        )
+        metrics = trainer.evaluate()
+        assert metrics["eval_reward"] == pytest.approx(metrics["eval_rewards/redness_reward/mean"])
+        assert metrics["eval_rewards/nothing/missing"] == 1
+        # Of a single image there is no deviation, of no value no mean
+        assert not {"eval_reward_std", "eval_rewards/nothing/mean"} & set(metrics)
+        assert not (tmp_path / "out" / "contact_sheets").exists()
 
     @pytest.mark.parametrize("bf16", [False, True])
     def test_in_training(self, make_trainer, prompts, bf16):
@@ -565,6 +635,28 @@ class TestBadInput:
         with pytest.raises(ValueError, match="`reward_weights` has 2 entries"):
             make_trainer(model=self.NOWHERE, reward_weights=[1.0, 2.0])
 
+    @pytest.mark.parametrize("weights", [[0.0], [float("nan")]])
+    def test_reward_weights_that_say_nothing(self, make_trainer, weights):
+        with pytest.raises(ValueError, match="`reward_weights` is"):
+            make_trainer(model=self.NOWHERE, reward_weights=weights)
+
+    def test_evaluation_size_that_the_panels_do_not_divide(self, make_trainer, prompts):
+        dataset = prompts.map(lambda row: {"height": 63, "width": 64})
+        with pytest.raises(ValueError, match="Row 0 of the dataset 'evaluation'.*63"):
+            make_trainer(model=self.NOWHERE, eval_dataset=dataset)
+
+    def test_a_family_without_a_page_before_its_weights_are_read(self, make_trainer, tmp_path):
+        index = {"_class_name": "SanaPipeline", "_diffusers_version": "0.42.0"}
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="no family page for SanaPipeline"):
+            make_trainer(model=str(tmp_path))
+
+    def test_a_scheduler_by_name_before_the_weights_are_read(self, make_trainer, tmp_path):
+        index = {"_class_name": "FluxPipeline", "scheduler": ["diffusers", "DDIMScheduler"]}
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="DDIMScheduler, which is not flow matching"):
+            make_trainer(model=str(tmp_path))
+
     def test_streamed_dataset(self, make_trainer, prompts):
         with pytest.raises(TypeError, match="IterableDataset"):
             make_trainer(model=self.NOWHERE, train_dataset=prompts.to_iterable_dataset())
@@ -577,7 +669,7 @@ class TestBadInput:
 
     def test_lora_dropout(self, make_trainer):
         with pytest.raises(ValueError, match="`lora_dropout` is 0.1"):
-            make_trainer(peft_config=LoraConfig(r=4, lora_dropout=0.1))
+            make_trainer(model=self.NOWHERE, peft_config=LoraConfig(r=4, lora_dropout=0.1))
 
     def test_dropout_in_the_transformer(self, make_trainer, tiny_flux):
         pipeline = DiffusionPipeline.from_pretrained(tiny_flux)

@@ -2,6 +2,7 @@
 """CLIP-T: does each panel show what its prompt says?"""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -71,6 +72,7 @@ class ClipTReward:
         completions: list[Image.Image],
         panels: list[list[str]] | None = None,
         panel_images: list[list[Image.Image]] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
         **kwargs,
     ) -> list[float]:
         """
@@ -85,6 +87,9 @@ class ClipTReward:
                 Texts of the panels, for each completion.
             panel_images (`list[list[PIL.Image.Image]]`):
                 Images of the panels, for each completion, in the order of the texts.
+            log_metric (`Callable`, *optional*):
+                The trainer's; gets `clip_t/truncated_texts`, the share of texts that are longer than CLIP reads (77
+                tokens) and were cut.
 
         Returns:
             `list[float]`: one score per completion, the mean over its panels.
@@ -102,6 +107,10 @@ class ClipTReward:
         texts = [text for row in panels for text in row]
         # The generations of a group share their texts: each distinct text is encoded once.
         text_rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        if log_metric is not None and text_rows:
+            lengths = [len(ids) for ids in self.processor.tokenizer(list(text_rows))["input_ids"]]
+            limit = self.model.config.text_config.max_position_embeddings
+            log_metric("clip_t/truncated_texts", sum(length > limit for length in lengths) / len(lengths))
         # A surrounding autocast would change the scores with the place they are computed in.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             image_embeds = self._embed(images, self._image_features)  # (panels, D)

@@ -4,7 +4,7 @@
 from .families import FAMILIES, Family, FluxFamily, family_of
 from .noise import keyed_generator
 from .policy import PipelinePolicy, RecordedStep, cast_floating_inputs, replay
-from .scheduler import FlowMatchSDEScheduler, SDESettings
+from .scheduler import FlowMatchSDEScheduler, SDESettings, check_flow_matching
 from .sde import SDE_TYPES, SDEStep, gaussian_log_prob, sde_step, step_std
 
 
@@ -19,6 +19,7 @@ __all__ = [
     "SDESettings",
     "SDEStep",
     "cast_floating_inputs",
+    "check_flow_matching",
     "family_of",
     "gaussian_log_prob",
     "keyed_generator",

@@ -73,8 +73,10 @@ class PipelinePolicy:
         self.pipeline = pipeline
         self.family = family
         self.scheduler = FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)
-        pipeline.scheduler = self.scheduler
-        pipeline.transformer = model
+        # Past DiffusionPipeline.__setattr__, which would write these classes into the pipeline's config: what the user
+        # saves from the pipeline later must load without this package
+        object.__setattr__(pipeline, "scheduler", self.scheduler)
+        object.__setattr__(pipeline, "transformer", model)
         pipeline.set_progress_bar_config(disable=True)
         self.model = model
         self._signature = forward_signature

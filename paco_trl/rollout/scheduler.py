@@ -31,6 +31,25 @@ class SDESettings:
     sde_type: str = "flow_sde"
 
 
+def check_flow_matching(scheduler_class: type) -> None:
+    """
+    Refuses schedulers for which the policy's step is not defined.
+
+    Args:
+        scheduler_class (`type`):
+            Class of a pipeline's scheduler.
+
+    Raises:
+        ValueError: it is not the flow-matching Euler scheduler.
+    """
+    if not issubclass(scheduler_class, FlowMatchEulerDiscreteScheduler):
+        raise ValueError(
+            f"The pipeline's scheduler is a {scheduler_class.__name__}, which is not flow matching: the policy's step "
+            "is only defined for a velocity and a straight path from noise to image. Use a pipeline whose scheduler is "
+            "a FlowMatchEulerDiscreteScheduler (FLUX, Stable Diffusion 3.5, Qwen-Image ...)."
+        )
+
+
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """
     [`~diffusers.FlowMatchEulerDiscreteScheduler`] that draws an SDE step at chosen indices.
@@ -60,12 +79,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             ValueError: the scheduler is not the flow-matching Euler scheduler, or does not step as it does.
         """
         name = type(scheduler).__name__
-        if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-            raise ValueError(
-                f"The pipeline's scheduler is a {name}, which is not flow matching: the policy's step is only defined "
-                "for a velocity and a straight path from noise to image. Use a pipeline whose scheduler is a "
-                "FlowMatchEulerDiscreteScheduler (FLUX, Stable Diffusion 3.5, Qwen-Image ...)."
-            )
+        check_flow_matching(type(scheduler))
         if not isinstance(scheduler, cls) and type(scheduler).step is not FlowMatchEulerDiscreteScheduler.step:
             raise ValueError(
                 f"The pipeline's scheduler {name} replaces the Euler step of FlowMatchEulerDiscreteScheduler, so its "

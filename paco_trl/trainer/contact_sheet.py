@@ -20,6 +20,8 @@ MAX_PROMPTS = 8
 MAX_IMAGES = 8
 THUMBNAIL = 256
 
+TRACKERS_WITH_PICTURES = ("tensorboard", "wandb", "trackio")
+
 
 @dataclass
 class SheetImage:

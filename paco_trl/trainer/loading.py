@@ -4,13 +4,14 @@
 import copy
 import json
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.configuration_utils import FrozenDict
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from ..rollout import Family
+from ..rollout import Family, check_flow_matching, family_of
 from ..utils.deepspeed import without_zero3_init
 
 
@@ -54,9 +55,11 @@ def load_pipeline(
 
     Raises:
         TypeError: `model` is neither.
-        ValueError: the transformer of the pipeline already has an adapter.
+        ValueError: there is no page for the pipeline's family, its scheduler is not flow matching, its transformer
+            already has an adapter, or its weights were partitioned when they were loaded.
     """
     if isinstance(model, str):
+        _check_config(model, model_init_kwargs)
         model_init_kwargs.setdefault("dtype", dtype)
         model_init_kwargs.setdefault("use_safetensors", True)
         # A live ZeRO-3 config would partition the text encoders too, which no engine ever gathers
@@ -81,13 +84,58 @@ def load_pipeline(
             "The pipeline's transformer already has an adapter. Merge it (`pipeline.fuse_lora()` and "
             "`pipeline.unload_lora_weights()`) or pass the pipeline without it."
         )
-    for component in pipeline.components.values():
+    for name, component in pipeline.components.items():
         if isinstance(component, nn.Module):
+            if any(hasattr(parameter, "ds_id") for parameter in component.parameters()):
+                raise ValueError(
+                    f"`{name}` of the pipeline is partitioned by DeepSpeed ZeRO-3: it was loaded after the training "
+                    "arguments were made. Pass the pipeline's Hub id or folder, or load it before the arguments."
+                )
             component.requires_grad_(False)
             component.eval()
             if component.dtype != dtype:
                 component.to(dtype)
     return pipeline
+
+
+def _check_config(model: str, model_init_kwargs: dict) -> None:
+    # A pipeline that cannot be trained is known from its small index file, before gigabytes are read
+    where = {name: model_init_kwargs[name] for name in ("revision", "cache_dir", "token") if name in model_init_kwargs}
+    config = DiffusionPipeline.load_config(model, **where)
+    family_of(config["_class_name"])
+    _, scheduler = config.get("scheduler") or (None, None)
+    scheduler_class = getattr(diffusers, scheduler or "", None)  # None for a scheduler of the repository's own
+    if scheduler_class is not None:
+        check_flow_matching(scheduler_class)
+
+
+def check_peft_config(peft_config: LoraConfig) -> None:
+    """
+    Refuses an adapter that cannot be trained or saved.
+
+    Args:
+        peft_config ([`~peft.LoraConfig`]):
+            Adapter.
+
+    Raises:
+        TypeError: it is not a `LoraConfig`.
+        ValueError: dropout above 0, or layers that cannot be saved as a diffusers LoRA.
+    """
+    if not isinstance(peft_config, LoraConfig):
+        raise TypeError(
+            f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
+            "in diffusers' LoRA format, which knows no other adapter."
+        )
+    if peft_config.lora_dropout:
+        raise ValueError(
+            f"`lora_dropout` is {peft_config.lora_dropout}. With dropout the replay scores an image with another "
+            "network than the one that drew it, and the probability ratio is noise. Set it to 0."
+        )
+    if peft_config.modules_to_save:
+        raise ValueError(
+            f"`modules_to_save` is {peft_config.modules_to_save}, which diffusers' LoRA format cannot hold: "
+            "`pipe.load_lora_weights` would silently miss these layers. Unset it."
+        )
 
 
 def add_adapter(
@@ -110,24 +158,8 @@ def add_adapter(
         [`~peft.PeftModel`].
 
     Raises:
-        TypeError: `peft_config` is not a `LoraConfig`.
-        ValueError: dropout above 0, or layers that cannot be saved as a diffusers LoRA.
+        ValueError: the transformer has a dropout layer that is active.
     """
-    if not isinstance(peft_config, LoraConfig):
-        raise TypeError(
-            f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
-            "in diffusers' LoRA format, which knows no other adapter."
-        )
-    if peft_config.lora_dropout:
-        raise ValueError(
-            f"`lora_dropout` is {peft_config.lora_dropout}. With dropout the replay scores an image with another "
-            "network than the one that drew it, and the probability ratio is noise. Set it to 0."
-        )
-    if peft_config.modules_to_save:
-        raise ValueError(
-            f"`modules_to_save` is {peft_config.modules_to_save}, which diffusers' LoRA format cannot hold: "
-            "`pipe.load_lora_weights` would silently miss these layers. Unset it."
-        )
     transformer = pipeline.transformer
     for name, module in transformer.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:

@@ -40,8 +40,9 @@ def render_model_card(
         [`~huggingface_hub.ModelCard`].
     """
     args, layout = trainer.args, trainer.layout
-    base_model = trainer.pipeline.name_or_path
-    is_local = os.path.isdir(base_model)
+    # A pipeline that was put together in memory has no name
+    base_model = trainer.pipeline.name_or_path or type(trainer.pipeline).__name__
+    is_local = trainer.pipeline.name_or_path is None or os.path.isdir(base_model)
     repo_id = args.hub_model_id or os.path.basename(os.path.normpath(args.output_dir))
     lora = trainer.model.peft_config[trainer.model.active_adapter]
     card_data = ModelCardData(

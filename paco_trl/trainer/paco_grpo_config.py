@@ -26,6 +26,8 @@ _COMPILE = (
     "`pipeline.transformer.compile_repeated_blocks()` and pass the pipeline instead"
 )
 _EVAL_DTYPE = "`evaluate()` draws in the precision of training"
+_ROWS = "the rows of a round are fetched by number, in an order that depends on `seed` and the step alone"
+_FSDP = "the pipeline draws with the model that is trained, which FSDP takes apart; use DeepSpeed ZeRO-3"
 _ONE_LOSS = "it belongs to a token loss; the loss here is `loss_type='grpo'`, clipped by `epsilon` and `epsilon_high`"
 
 # Fields of GRPOConfig that mean nothing for images. Set to anything but TRL's default, they are refused with the
@@ -95,6 +97,11 @@ REFUSED_FIELDS = {
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
     "use_liger_kernel": "Liger's kernels are for language models",
+    "data_seed": _ROWS,
+    "dataloader_num_workers": _ROWS,
+    "label_smoothing_factor": "there are no labels",
+    "neftune_noise_alpha": "there are no token embeddings to add noise to",
+    "fsdp": _FSDP,
     "fp16_full_eval": _EVAL_DTYPE,
     "bf16_full_eval": _EVAL_DTYPE,
     "fp16": "log-probabilities of flow-matching models are not reliable in fp16; use bf16 or float32",
@@ -192,7 +199,8 @@ class PaCoGRPOConfig(GRPOConfig):
             that ratios stay close to 1.
         ratio_tolerance (`float`, *optional*):
             Largest |ratio - 1| accepted before the first update, when model and rollout are still the same. If `None`,
-            a tenth of `epsilon`.
+            a tenth of `epsilon`: float32 gives 0. In bf16 it depends on the accelerator's kernels; measure it (it is
+            logged as `ratio_deviation_on_policy`) and choose.
         loss_type (`str`, *optional*, defaults to `"grpo"`):
             Loss. Only `"grpo"`: PPO's clipped objective, averaged over the images and their stochastic steps.
 
@@ -349,6 +357,15 @@ class PaCoGRPOConfig(GRPOConfig):
     def __post_init__(self):
         self._refuse_text_fields()
         self._check_values()
+        if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
+            raise ValueError(
+                f"`hub_strategy` is {self.hub_strategy!r}, which would upload whole checkpoints: optimizer states and "
+                "other pickles. Use 'every_save' or 'end', which upload the adapter and its card."
+            )
+        if self.num_generations_eval is None:  # TRL's default: as many as in training
+            self.num_generations_eval = self.num_generations
+        # TRL wants it to hold whole groups; `evaluate()` draws one image at a time on each process
+        self.per_device_eval_batch_size = self.num_generations_eval
         requested_prompts = self.num_prompts_per_generation
         requested = (self.generation_batch_size, self.steps_per_generation, self.gradient_accumulation_steps)
 
@@ -367,7 +384,20 @@ class PaCoGRPOConfig(GRPOConfig):
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
         super().__post_init__()
+        if self.mixed_precision != ("bf16" if self.bf16 else "no"):
+            raise ValueError(
+                f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "
+                f"{self.mixed_precision}`: weights and arithmetic would differ. Start with `accelerate launch "
+                f"--mixed_precision {'bf16' if self.bf16 else 'no'}`, or set `bf16` accordingly."
+            )
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
+            raise ValueError(f"The launcher's configuration uses FSDP, which cannot be used: {_FSDP}.")
         # Only now, because the command line gives it as a string of JSON
+        if set(self.activation_checkpointing_kwargs or {}) - {"use_reentrant"}:
+            raise ValueError(
+                f"`activation_checkpointing_kwargs` is {self.activation_checkpointing_kwargs}, but diffusers' "
+                "checkpointing takes no options. Unset it."
+            )
         if (self.activation_checkpointing_kwargs or {}).get("use_reentrant"):
             raise ValueError(
                 "`activation_checkpointing_kwargs` (or `gradient_checkpointing_kwargs`) asks for reentrant "
@@ -387,8 +417,6 @@ class PaCoGRPOConfig(GRPOConfig):
         self.optimizer_steps_per_generation = layout.num_optimizer_steps
         if self.ratio_tolerance is None:
             self.ratio_tolerance = self.epsilon / 10
-        if self.num_generations_eval is None:  # TRL's default: as many as in training
-            self.num_generations_eval = self.num_generations
         # A loss that is not a number is an error here, never the average of its neighbours
         self.logging_nan_inf_filter = False
 

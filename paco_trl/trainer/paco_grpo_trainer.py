@@ -4,6 +4,7 @@
 import atexit
 import inspect
 import json
+import shutil
 import textwrap
 import time
 from collections import defaultdict
@@ -34,15 +35,23 @@ from ..data import check_image_set_columns, panel_size, split_grid
 from ..rewards import aggregate_rewards
 from ..rollout import PipelinePolicy, RecordedStep, SDESettings, cast_floating_inputs, family_of, replay
 from .advantages import group_advantages
-from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, SheetImage, save_contact_sheet, send_to_trackers, thumbnail
+from .contact_sheet import (
+    MAX_IMAGES,
+    MAX_PROMPTS,
+    TRACKERS_WITH_PICTURES,
+    SheetImage,
+    save_contact_sheet,
+    send_to_trackers,
+    thumbnail,
+)
 from .export import PUBLISHED_FILES, save_adapter, trainable_state_dict
-from .loading import add_adapter, load_pipeline
+from .loading import add_adapter, check_peft_config, load_pipeline
 from .losses import clipped_surrogate, gaussian_kl
 from .model_card import render_model_card
 from .paco_grpo_config import PaCoGRPOConfig
 from .prompt_encoder import PromptEncoder
 from .resolution import check_inference_size, training_size
-from .reward_calls import check_reward_functions
+from .reward_calls import check_reward_functions, check_reward_weights
 
 
 logger = get_logger(__name__)
@@ -137,26 +146,26 @@ class PaCoGRPOTrainer(GRPOTrainer):
     ):
         # 1. What can be checked without the model
         if args is None:
-            name = model if isinstance(model, str) else model.name_or_path
+            # A pipeline that was put together in memory has no name
+            name = model if isinstance(model, str) else model.name_or_path or type(model).__name__
             args = PaCoGRPOConfig(f"{Path(name).name}-PaCo-GRPO")
         if peft_config is None:
             raise ValueError(
                 "`peft_config` is missing. The paper's adapter is `LoraConfig(r=64, lora_alpha=128, "
                 "init_lora_weights='gaussian')`; training all weights of the transformer is not supported."
             )
+        check_peft_config(peft_config)
         self.reward_funcs, self.reward_func_names = check_reward_functions(reward_funcs)
-        weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(self.reward_funcs)
-        if len(weights) != len(self.reward_funcs):
-            raise ValueError(
-                f"`reward_weights` has {len(weights)} entries ({weights}) for {len(self.reward_funcs)} rewards "
-                f"({', '.join(self.reward_func_names)}); give one for each."
-            )
-        self.reward_weights = torch.tensor(weights, dtype=torch.float32)
+        self.reward_weights = check_reward_weights(
+            args.reward_weights, self.reward_func_names, args.multi_objective_aggregation
+        )
         self.layout = args.round_layout
         self._check_train_dataset(train_dataset, args)
-        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
-            if dataset is not None:
-                check_image_set_columns(dataset)
+        eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
+        eval_datasets = {name: dataset for name, dataset in eval_datasets.items() if dataset is not None}
+        for name, dataset in eval_datasets.items():
+            check_image_set_columns(dataset)
+            self._check_panel_sizes(dataset, args, f"the dataset '{name}'")
 
         # 2. The pipeline, frozen, and its adapter. The adapter's weights are random: seed first.
         set_seed(args.seed)
@@ -167,8 +176,19 @@ class PaCoGRPOTrainer(GRPOTrainer):
         )
         self.family = family_of(self.pipeline)
         self.size_multiple = self.family.size_multiple(self.pipeline)
-        self._check_sizes(train_dataset, args)
+        training_sizes = self._check_sizes(train_dataset, args, "the dataset")
+        if len(training_sizes) > 1 and args.num_generations % args.per_device_train_batch_size != 0:
+            raise ValueError(
+                f"The dataset has images of {len(training_sizes)} training sizes ({sorted(training_sizes)}), so a "
+                f"micro-batch must not cross prompts: `per_device_train_batch_size` "
+                f"({args.per_device_train_batch_size}) must divide `num_generations` ({args.num_generations})."
+            )
+        for name, dataset in eval_datasets.items():
+            self._check_sizes(dataset, args, f"the dataset '{name}'")
         signature = inspect.signature(self.pipeline.transformer.forward)
+        if is_deepspeed:
+            # Its default is the dtype of the model: hundreds of micro-batches would be added up in bf16
+            args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
         peft_model = add_adapter(self.pipeline, self.family, peft_config, autocast_adapter_dtype=not is_deepspeed)
         self.policy = PipelinePolicy(self.pipeline, self.family, peft_model, signature)
@@ -218,6 +238,13 @@ class PaCoGRPOTrainer(GRPOTrainer):
             self.async_loop_ready_event.wait()
             atexit.register(shutdown_event_loop_in_daemon, self.async_loop_thread, self.async_loop)
 
+        unseen = sorted(set(args.report_to) - set(TRACKERS_WITH_PICTURES))
+        if unseen and args.log_completions:
+            logger.warning(
+                f"Contact sheets are not sent to {', '.join(unseen)}, only to {', '.join(TRACKERS_WITH_PICTURES)}; they "
+                "are saved in `output_dir/contact_sheets` as well. To remove this warning, set `log_completions=False`."
+            )
+
         # 5. Own state
         self.num_generations = args.num_generations  # = G in the paper
         self.num_iterations = args.num_iterations
@@ -231,7 +258,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self._self_test_rows: list[torch.Tensor] = []
         self._last_sheet: Image.Image | None = None
         self._encoded_for_max_steps: int | None = None
-        self._round_time = self._train_time = 0.0
+        self._round_metrics: dict[str, float] = {}
+        self._round_time = self._drawing_time = self._train_time = 0.0
         logger.info(self.layout.describe())
 
     def _send_telemetry(self) -> None:
@@ -252,23 +280,22 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 f"Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts. (A round: "
                 f"{self.layout.describe()})"
             )
+        self._check_panel_sizes(dataset, args, "the dataset")
+
+    def _check_panel_sizes(self, dataset: Dataset, args: PaCoGRPOConfig, where: str) -> None:
         for index, (rows, cols, height, width) in enumerate(self._layouts_and_sizes(dataset, args)):
             try:
                 panel_size(height, width, rows, cols)
             except ValueError as error:
-                raise ValueError(f"Row {index} of the dataset: {error}") from error
+                raise ValueError(f"Row {index} of {where}: {error}") from error
 
-    def _check_sizes(self, dataset: Dataset, args: PaCoGRPOConfig) -> None:
+    def _check_sizes(self, dataset: Dataset, args: PaCoGRPOConfig, where: str) -> set[tuple[int, int]]:
+        """Checks the sizes against the pipeline's needs; returns the training sizes."""
         training_sizes = set()
         for index, (rows, cols, height, width) in enumerate(self._layouts_and_sizes(dataset, args)):
-            check_inference_size(height, width, rows, cols, self.size_multiple, f"row {index} of the dataset")
+            check_inference_size(height, width, rows, cols, self.size_multiple, f"row {index} of {where}")
             training_sizes.add(training_size(height, width, rows, cols, args.resolution_scale, self.size_multiple))
-        if len(training_sizes) > 1 and args.num_generations % args.per_device_train_batch_size != 0:
-            raise ValueError(
-                f"The dataset has images of {len(training_sizes)} training sizes ({sorted(training_sizes)}), so a "
-                f"micro-batch must not cross prompts: `per_device_train_batch_size` "
-                f"({args.per_device_train_batch_size}) must divide `num_generations` ({args.num_generations})."
-            )
+        return training_sizes
 
     @staticmethod
     def _layouts_and_sizes(dataset: Dataset, args: PaCoGRPOConfig):
@@ -325,8 +352,11 @@ class PaCoGRPOTrainer(GRPOTrainer):
                     "the end of a round: `save_steps` a multiple of "
                     f"{self.layout.num_optimizer_steps * self.num_iterations}."
                 )
+            started = time.perf_counter()
             self._buffered_inputs = None  # frees the old round before the new one is drawn
             self._buffered_inputs = self._generate_and_score_completions(round_index)
+            self._round_time = time.perf_counter() - started
+            self._drawing_time += self._round_time
             self._buffered_round = round_index
             self._buffer_global_step = self.state.global_step
         return self._buffered_inputs[position % self.layout.steps_per_generation]
@@ -336,12 +366,12 @@ class PaCoGRPOTrainer(GRPOTrainer):
         if self._encoded_for_max_steps == self.state.max_steps:
             return
         self._encoded_for_max_steps = self.state.max_steps
-        rounds = len(self.train_dataset) // self.layout.num_prompts
         steps_per_round = self.layout.num_optimizer_steps * self.num_iterations
-        last_round = -(-self.state.max_steps // steps_per_round)
         needed = set()
-        for round_index in range(first_round, min(last_round, first_round + 2 * rounds)):
+        for round_index in range(first_round, -(-self.state.max_steps // steps_per_round)):
             needed.update(self._rows_of_round(round_index).tolist())
+            if len(needed) == len(self.train_dataset):
+                break
         prompts = self.train_dataset["prompt"]
         self.prompt_encoder.encode([prompts[row] for row in sorted(needed)])
 
@@ -387,10 +417,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         # 3. Score. Every process holds all rewards afterwards, in the order of the round.
         started = time.perf_counter()
         my_rows = [rows[image // layout.num_generations] for image in mine.flatten()]
-        rewards_per_func = self._score(my_rows, images)
-        ordered = torch.empty_like(rewards_per_func)
-        ordered[torch.from_numpy(assignment.reshape(-1)).to(ordered.device)] = rewards_per_func
-        rewards_per_func = ordered  # (images of the round, rewards), prompt-major
+        rewards_per_func, extra = self._score(my_rows, images, assignment.reshape(-1))  # prompt-major
         reward_time = time.perf_counter() - started
 
         # 4. Aggregate and normalise
@@ -407,30 +434,29 @@ class PaCoGRPOTrainer(GRPOTrainer):
         if not is_valid.any():
             raise RuntimeError(
                 f"No image of round {round_index} could be scored: every group of {layout.num_generations} has fewer "
-                f"than two images with a value from each of the rewards {', '.join(self.reward_func_names)}. There is "
-                "nothing to learn from; look at why they return None."
+                f"than two images that got a value from every reward ({', '.join(self.reward_func_names)}). There is "
+                "nothing to learn from: look at why None is returned."
             )
 
-        # 5. Log
-        self._log_rewards("train", rewards_per_func, aggregated)
-        metrics = self._metrics["train"]
+        # 5. What is logged with each optimizer step of the round
+        metrics = self._reward_metrics(rewards_per_func, aggregated)
         for name, h, tamed in zip(
             self.reward_func_names, details.coefficient_of_variation, details.tamed, strict=True
         ):
             if h is not None:  # undefined for a reward whose mean is not positive
-                metrics[f"rewards/{name}/h"].append(h)
-            metrics[f"rewards/{name}/tamed"].append(float(tamed))
-        metrics["frac_reward_zero_std"].append(1 - has_spread.float().mean().item())
-        metrics["images_excluded"].append((~is_valid).sum().item())
-        metrics["time/encode"].append(encode_time)
-        metrics["time/rollout"].append(rollout_time)
-        metrics["time/reward"].append(reward_time)
-        metrics["rollout_images_per_second"].append(layout.num_images / rollout_time)
-        self._round_time = encode_time + rollout_time + reward_time
+                metrics[f"rewards/{name}/h"] = h
+            metrics[f"rewards/{name}/tamed"] = float(tamed)
+        metrics["frac_reward_zero_std"] = 1 - has_spread.float().mean().item()
+        metrics["images_excluded"] = (~is_valid).sum().item()
+        metrics["time/encode"] = encode_time
+        metrics["time/rollout"] = rollout_time
+        metrics["time/reward"] = reward_time
+        metrics["rollout_images_per_second"] = layout.num_images / rollout_time
+        self._round_metrics = metrics
         if args.log_completions:
             self._save_contact_sheet(
                 f"round_{round_index:05d}", f"Round {round_index}, step {self.state.global_step}", rows,
-                mine.flatten().tolist(), layout.num_generations, images, rewards_per_func, advantages,
+                mine.flatten().tolist(), layout.num_generations, images, rewards_per_func, extra, advantages,
             )  # fmt: skip
 
         # 6. Keep what the training steps need
@@ -522,7 +548,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         """
         for prompt in dict.fromkeys(prompts):
             encoded[prompt] = {
-                name: tensor.to(self.accelerator.device, torch.float32) if tensor.is_floating_point() else tensor
+                name: tensor.to(self.accelerator.device, torch.float32 if tensor.is_floating_point() else None)
                 for name, tensor in encoded[prompt].items()
             }
         if len(set(prompts)) == 1:
@@ -535,20 +561,14 @@ class PaCoGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _rollout_components(self):
-        """The pipeline ready to draw: text encoders out of it, VAE on the accelerator, ZeRO-3 weights gathered."""
-        pipeline = self.pipeline
-        encoders = {name: getattr(pipeline, name) for name in self.family.text_encoders}
-        for name in encoders:
-            setattr(pipeline, name, None)  # a pipeline draws on the device of its first component
-        pipeline.vae.to(self.accelerator.device)
+        """The pipeline ready to draw: VAE on the accelerator, which is the device it draws on, ZeRO-3 weights gathered."""
+        self.pipeline.vae.to(self.accelerator.device)
         try:
             # The autocast of the training step; Trainer adds it to the model only when training has begun
             with self._gathered_for_rollout(), self.accelerator.autocast():
                 yield
         finally:
-            pipeline.vae.to("cpu")
-            for name, encoder in encoders.items():
-                setattr(pipeline, name, encoder)
+            self.pipeline.vae.to("cpu")
 
     @contextmanager
     def _gathered_for_rollout(self):
@@ -565,33 +585,51 @@ class PaCoGRPOTrainer(GRPOTrainer):
             finally:
                 add_hooks(self.model_wrapped)
 
-    def _score(self, rows: list[dict], images: list[Image.Image]) -> torch.Tensor:
-        """Rewards of this process's images, gathered: `(images of all processes, rewards)`, NaN where missing."""
+    def _score(self, rows: list[dict], images: list[Image.Image], order: np.ndarray) -> tuple[torch.Tensor, dict]:
+        """
+        Scores this process's images and gathers the scores of all.
+
+        `order` has, process by process, the number of each image; the results are sorted by it, and what appears twice
+        counts once. Returns the rewards `(images, rewards)`, NaN where missing, and the columns that rewards logged
+        (`log_extra`).
+        """
         # Panels are cut once for all rewards
         inputs = [
             {**row, "panel_images": split_grid(image, row["rows"], row["cols"])}
             for row, image in zip(rows, images, strict=True)
         ]
-        return self._calculate_rewards(inputs, [row["prompt"] for row in rows], images, None)
+        gathered = self._calculate_rewards(inputs, [row["prompt"] for row in rows], images, None)
+        _, first = np.unique(order, return_index=True)  # where image 0, 1, 2 ... is
+        extra = {}
+        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
+            values = gather_object(self._pending_extra_logs.get(column, [None] * len(images)))
+            extra[column] = [values[index] for index in first]
+        self._pending_extra_logs.clear()
+        return gathered[torch.from_numpy(first).to(gathered.device)], extra
 
-    def _log_rewards(self, mode: str, rewards_per_func: torch.Tensor, aggregated: torch.Tensor) -> None:
-        metrics = self._metrics[mode]
+    def _reward_metrics(self, rewards_per_func: torch.Tensor, aggregated: torch.Tensor) -> dict[str, float]:
+        """Statistics of the rewards that could be computed; what cannot be said is left out."""
+        metrics = {}
+
+        def add_statistics(mean_name: str, std_name: str, values: torch.Tensor) -> None:
+            values = values[~torch.isnan(values)]
+            if len(values):
+                metrics[mean_name] = values.mean().item()
+            if len(values) > 1:
+                metrics[std_name] = values.std().item()
+
         for name, rewards in zip(self.reward_func_names, rewards_per_func.T, strict=True):
-            scored = rewards[~torch.isnan(rewards)]
-            metrics[f"rewards/{name}/mean"].append(scored.mean().item() if len(scored) else float("nan"))
-            metrics[f"rewards/{name}/std"].append(scored.std().item() if len(scored) > 1 else float("nan"))
-            metrics[f"rewards/{name}/missing"].append(len(rewards) - len(scored))
-        scored = aggregated[~torch.isnan(aggregated)]
-        metrics["reward"].append(scored.mean().item() if len(scored) else float("nan"))
-        metrics["reward_std"].append(scored.std().item() if len(scored) > 1 else float("nan"))
+            add_statistics(f"rewards/{name}/mean", f"rewards/{name}/std", rewards)
+            metrics[f"rewards/{name}/missing"] = torch.isnan(rewards).sum().item()
+        add_statistics("reward", "reward_std", aggregated)
         # Metrics that rewards logged themselves (`log_metric`), averaged over the processes
         for name in sorted(set(gather_object(list(self._pending_metrics)))):
             values = self._pending_metrics.get(name, [])
             local = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=self.accelerator.device)
             total, count = self.accelerator.gather(local).view(-1, 2).sum(dim=0).tolist()
-            metrics[name].append(total / count)
+            metrics[name] = total / count
         self._pending_metrics.clear()
-        self._pending_extra_logs.clear()
+        return metrics
 
     def _save_contact_sheet(
         self,
@@ -602,6 +640,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         num_generations: int,
         images: list[Image.Image],
         rewards_per_func: torch.Tensor,
+        extra: dict[str, list],
         advantages: torch.Tensor | None = None,
     ) -> None:
         """Saves pictures and scores of the first prompts; `numbers` are those of `images` in the round."""
@@ -624,30 +663,32 @@ class PaCoGRPOTrainer(GRPOTrainer):
             score = scores[image.prompt * num_generations + image.generation]
             image.caption = "\n".join(f"{key} {'none' if v is None else f'{v:.3f}'}" for key, v in score.items())
         folder = Path(self.args.output_dir) / "contact_sheets"
-        self._last_sheet = save_contact_sheet(gathered, title, folder / f"{name}.png")
+        sheet = save_contact_sheet(gathered, title, folder / f"{name}.png")
+        if advantages is not None:
+            self._last_sheet = sheet  # of a training round, for the card
         with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
             for number, score in enumerate(scores):
                 prompt, generation = divmod(number, num_generations)
-                entry = {"prompt": rows[prompt]["prompt"], "generation": generation, **score}
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        send_to_trackers(self._last_sheet, "contact_sheet", self.state.global_step, self.callback_handler.callbacks)
+                columns = {column: values[number] for column, values in extra.items()}
+                entry = {"prompt": rows[prompt]["prompt"], "generation": generation, **score, **columns}
+                file.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
+        send_to_trackers(sheet, "contact_sheet", self.state.global_step, self.callback_handler.callbacks)
 
     # ---- Loss ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """As in TRL; adds the time of a round's training and the images per second of the whole round."""
-        started = time.perf_counter()
+        """As in TRL; times the forwards and backwards of an optimizer step, without the drawing of its round."""
+        started, drawn_before = time.perf_counter(), self._drawing_time
         loss = super().training_step(model, inputs, num_items_in_batch)
-        steps_per_round = self.layout.steps_per_generation * self.num_iterations
-        if self._step % steps_per_round == 1 or steps_per_round == 1:
-            # The first micro-step also drew the round, which is counted already
-            self._train_time = -self._round_time
-        self._train_time += time.perf_counter() - started
-        if self._step % steps_per_round == 0:
-            self._metrics["train"]["time/train"].append(self._train_time)
-            self._metrics["train"]["images_per_second"].append(
-                self.layout.num_images / (self._round_time + self._train_time)
+        self._train_time += time.perf_counter() - started - (self._drawing_time - drawn_before)
+        if self.accelerator.sync_gradients:
+            steps_per_round = self.layout.num_optimizer_steps * self.num_iterations
+            metrics = self._metrics["train"]
+            metrics["time/train"].append(self._train_time)
+            metrics["images_per_second"].append(
+                self.layout.num_images / (self._round_time + steps_per_round * self._train_time)
             )
+            self._train_time = 0.0
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -708,6 +749,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 "the latents have overflowed; lower `learning_rate`, or train in float32."
             )
         metrics = self._metrics["train"]
+        for name, value in self._round_metrics.items():
+            metrics[name].append(value)
         # Until the first update of a round, model and rollout are the same: a deviation is numerical noise
         name = "ratio_deviation_on_policy" if is_on_policy else "ratio_deviation"
         for step in index.unique():
@@ -763,8 +806,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 Prefix of the metrics.
 
         Returns:
-            `dict[str, float]`: `eval_reward` (the weighted sum), `eval_rewards/<name>/mean`, `.../std` and
-            `.../missing`.
+            `dict[str, float]`: `eval_reward` (the weighted sum) and `eval_reward_std`, `eval_rewards/<name>/mean`,
+            `.../std` and `.../missing`. What cannot be said (the deviation of a single image) is left out.
         """
         eval_dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if eval_dataset is None:
@@ -774,12 +817,14 @@ class PaCoGRPOTrainer(GRPOTrainer):
             for name, dataset in eval_dataset.items():
                 metrics.update(self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
-        check_image_set_columns(eval_dataset)
-        args, generations = self.args, self.args.num_generations_eval
-        for index, (num_rows, num_cols, height, width) in enumerate(self._layouts_and_sizes(eval_dataset, args)):
-            check_inference_size(
-                height, width, num_rows, num_cols, self.size_multiple, f"row {index} of the evaluation dataset"
+        if self.is_deepspeed_enabled and self.model_wrapped is self.model:
+            raise RuntimeError(
+                "`evaluate()` was called before `train()`, but DeepSpeed places the model on the accelerator only when "
+                "training begins. To evaluate the untrained model, set `eval_on_start=True`."
             )
+        args, generations = self.args, self.args.num_generations_eval
+        check_image_set_columns(eval_dataset)
+        self._check_sizes(eval_dataset, args, "the evaluation dataset")
         rows = list(eval_dataset)
         self.prompt_encoder.encode([row["prompt"] for row in rows])
 
@@ -807,22 +852,24 @@ class PaCoGRPOTrainer(GRPOTrainer):
                     noise_keys=[self._noise_key(_STREAM_EVAL_NOISE, 0, row_number, generation)],
                 )
                 images.extend(drawn)
-        gathered = self._score([rows[number // generations] for number in mine], images)
-        # Process-major to the order of the images, without the padding
-        rewards_per_func = gathered.view(processes, len(mine), -1).transpose(0, 1).flatten(0, 1)[:total]
-        weighted = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).sum(dim=1)
-        self._log_rewards("eval", rewards_per_func, weighted)
-        metrics = {f"{metric_key_prefix}_{name}": values[-1] for name, values in self._metrics["eval"].items()}
-        self._metrics["eval"].clear()
-        self._save_contact_sheet(
-            f"{metric_key_prefix}_step_{self.state.global_step:06d}",
-            f"Evaluation, step {self.state.global_step}",
-            rows,
-            mine,
-            generations,
-            images,
-            rewards_per_func,
-        )
+        # Process by process; the padding repeats numbers
+        rewards_per_func, extra = self._score([rows[n // generations] for n in mine], images, padded.T.reshape(-1))
+        weighted, _ = aggregate_rewards(rewards_per_func.cpu(), self.reward_weights, "sum_then_normalize")
+        metrics = {
+            f"{metric_key_prefix}_{name}": value
+            for name, value in self._reward_metrics(rewards_per_func, weighted).items()
+        }
+        if args.log_completions:
+            self._save_contact_sheet(
+                f"{metric_key_prefix}_step_{self.state.global_step:06d}",
+                f"Evaluation, step {self.state.global_step}",
+                rows,
+                mine,
+                generations,
+                images,
+                rewards_per_func,
+                extra,
+            )
         self.log(dict(metrics))
         self.model.train(was_training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -876,13 +923,21 @@ class PaCoGRPOTrainer(GRPOTrainer):
             return
         if not self.args.hub_always_push and self.push_in_progress is not None and not self.push_in_progress.is_done():
             return
+        # Copied, because an old checkpoint may be deleted while it is uploaded
+        for pattern in PUBLISHED_FILES:
+            for path in Path(checkpoint_folder).glob(pattern):
+                shutil.copy(path, self.args.output_dir)
         upload = upload_folder(
             repo_id=self.hub_model_id,
-            folder_path=checkpoint_folder,
+            folder_path=self.args.output_dir,
             commit_message=f"Training in progress, step {self.state.global_step}",
             token=self.args.hub_token,
             allow_patterns=PUBLISHED_FILES,
+            ignore_patterns=["checkpoint-*", "contact_sheets/*"],
             revision=self.args.hub_revision,
             run_as_future=True,
         )
-        self.push_in_progress = PushInProgress([upload])
+        if self.push_in_progress is None or self.push_in_progress.is_done():
+            self.push_in_progress = PushInProgress([upload])
+        else:
+            self.push_in_progress.jobs.append(upload)

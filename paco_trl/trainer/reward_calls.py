@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
@@ -41,6 +42,41 @@ def check_reward_functions(reward_funcs: Callable | list[Callable]) -> tuple[lis
                 "mixed up. Give each its own `__name__`."
             )
     return [_checked(function, name) for function, name in zip(reward_funcs, names, strict=True)], names
+
+
+def check_reward_weights(weights: list[float] | None, names: list[str], aggregation: str) -> torch.Tensor:
+    """
+    Checks the weights of the rewards before anything is drawn.
+
+    Args:
+        weights (`list[float]` or `None`):
+            `args.reward_weights`; `None` is 1 for each.
+        names (`list[str]`):
+            Names of the rewards.
+        aggregation (`str`):
+            How rewards are aggregated.
+
+    Returns:
+        `torch.Tensor` of shape `(len(names),)`.
+
+    Raises:
+        ValueError: another number of weights than rewards, weights that are not finite or all 0, or a negative one
+            where there is a geometric mean.
+    """
+    weights = weights if weights is not None else [1.0] * len(names)
+    if len(weights) != len(names):
+        raise ValueError(
+            f"`reward_weights` has {len(weights)} entries ({weights}) for {len(names)} rewards ({', '.join(names)}); "
+            "give one for each."
+        )
+    if not all(math.isfinite(weight) for weight in weights) or not any(weights):
+        raise ValueError(f"`reward_weights` is {weights}; weights must be finite, and at least one of them not 0.")
+    if aggregation == "geometric_mean" and min(weights) < 0:
+        raise ValueError(
+            f"`reward_weights` is {weights}, but a geometric mean has no negative weights. Use another "
+            "`multi_objective_aggregation`, or turn the reward around."
+        )
+    return torch.tensor(weights, dtype=torch.float32)
 
 
 def _checked(function: Callable, name: str) -> Callable:

@@ -14,8 +14,8 @@ def family_of(pipeline) -> Family:
     The page of a pipeline's family.
 
     Args:
-        pipeline ([`~diffusers.DiffusionPipeline`]):
-            Pipeline to train.
+        pipeline ([`~diffusers.DiffusionPipeline`] or `str`):
+            Pipeline to train, or the name of its class.
 
     Returns:
         [`Family`].
@@ -23,7 +23,7 @@ def family_of(pipeline) -> Family:
     Raises:
         ValueError: there is no page for the pipeline's class.
     """
-    name = type(pipeline).__name__
+    name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
     if name not in FAMILIES:
         raise ValueError(
             f"There is no family page for {name}. Known: {', '.join(sorted(FAMILIES))}. A new family is one class in "
