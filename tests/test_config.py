@@ -604,3 +604,40 @@ class TestRound:
         """Not more processes than there are: the layout is that of the real ones."""
         monkeypatch.setenv("WORLD_SIZE", "1")
         assert make().round_layout.num_processes == 1
+
+
+class TestLauncher:
+    """What the launcher says in the environment must agree with the options."""
+
+    @pytest.mark.parametrize(("bf16", "launcher"), [(False, "bf16"), (True, "fp16"), (False, "fp16")])
+    def test_other_precision_is_refused(self, make, monkeypatch, bf16, launcher):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+        if bf16:  # an option of its own goes before the launcher's
+            assert make(bf16=True).mixed_precision == "bf16"
+        else:
+            with pytest.raises(ValueError, match=f"`bf16` is False.*`mixed_precision: {launcher}`"):
+                make(bf16=False)
+
+    @pytest.mark.parametrize(("bf16", "launcher"), [(False, "no"), (True, "no"), (True, "bf16")])
+    def test_the_same_precision_is_not(self, make, monkeypatch, bf16, launcher):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+        assert make(bf16=bf16).mixed_precision == ("bf16" if bf16 else "no")
+
+    def test_fsdp_is_refused(self, make, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        with pytest.raises(ValueError, match="FSDP.*DeepSpeed ZeRO-3"):
+            make()
+
+    @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+    def test_strategies_that_upload_pickles_are_refused(self, make, strategy):
+        with pytest.raises(ValueError, match=f"`hub_strategy` is '{strategy}'.*pickles"):
+            make(push_to_hub=True, hub_strategy=strategy)
+        assert make(push_to_hub=False, hub_strategy=strategy).push_to_hub is False
+
+    def test_evaluation_batches_fit_any_number_of_generations(self, make):
+        # TRL's own check would refuse 3 with its default of 8
+        assert make(num_generations_eval=3, eval_strategy="steps", eval_steps=1).num_generations_eval == 3
+
+    def test_checkpointing_options_are_refused(self, make):
+        with pytest.raises(ValueError, match="takes no options"):
+            make(gradient_checkpointing_kwargs={"preserve_rng_state": False})
