@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from diffusers import FluxPipeline
+from diffusers.utils import logging
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -50,6 +51,7 @@ def read_rewards(folder: Path) -> list[float]:
 
 def draw_images(adapter: Path) -> list[list[Image.Image]]:
     """Four images without the adapter and four with it, from the same noise, as a user would draw them."""
+    logging.set_verbosity_error()  # the prompts are longer than the tiny model reads, which was said in training
     pipeline = FluxPipeline.from_pretrained(FOLDER / "tiny-flux")
     pipeline.set_progress_bar_config(disable=True)
     prompt = json.loads((FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"]
