@@ -260,7 +260,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self._encoded_for_max_steps: int | None = None
         self._round_metrics: dict[str, float] = {}
         self._round_time = self._drawing_time = self._train_time = 0.0
-        logger.info(self.layout.describe())
+        if self.accelerator.is_main_process and not args.disable_tqdm:
+            tqdm.write(self.layout.describe())  # with the progress bars: a log at level info would not be seen
 
     def _send_telemetry(self) -> None:
         """Nothing is sent. (TRL's telemetry also reads a model type that a diffusers config lacks.)"""
