@@ -172,6 +172,15 @@ class TestTraining:
         base = dict(DiffusionPipeline.from_pretrained(tiny_flux).transformer.named_parameters())[weight]
         assert not torch.equal(merged, base)
 
+    def test_training_again_draws_anew(self, make_trainer):
+        # One round a run: the second must not learn from the images of the first, which other weights drew
+        trainer = make_trainer(max_steps=2, gradient_checkpointing=False)
+        calls = count_calls(trainer.model)
+        trainer.train()
+        trainer.train()
+        assert sum(calls) == 2 * (16 * 4 + 16)
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+
     def test_callbacks_are_called(self, make_trainer):
         class Count(TrainerCallback):
             steps = 0
@@ -425,6 +434,51 @@ class TestRewards:
         make_trainer(reward_funcs=[first, second]).train()
         assert len(seen[0]) == 16 * 4
         assert seen[0] == seen[1]
+
+    @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "log_tamed"])
+    def test_log_taming_keeps_a_dominating_reward_from_dominating(self, make_trainer, aggregation):
+        # Planted: one reward in [0, 20], one in [4, 7]. Uniform, they have h = 0.58, which is tamed, and 0.16, which is not.
+        random = np.random.default_rng(0)
+        wide, narrow = random.uniform(0, 20, 96), random.uniform(4, 7, 96)
+
+        def wide_reward(prompts, completions, **kwargs):
+            return wide.tolist()
+
+        def narrow_reward(prompts, completions, **kwargs):
+            return narrow.tolist()
+
+        trainer = make_trainer(
+            reward_funcs=[wide_reward, narrow_reward],
+            multi_objective_aggregation=aggregation,
+            num_generations=24,
+            per_device_train_batch_size=24,
+        )
+        trainer.state.max_steps = 2
+        # With whole groups as micro-batches, the buffer is in the order in which images were scored
+        buffer = trainer._generate_and_score_completions(0)
+        advantages = torch.cat([entry["advantages"] for entry in buffer]).numpy()
+
+        def share(reward):  # of the advantages' variance, within the groups
+            centred = reward.reshape(4, 24) - reward.reshape(4, 24).mean(axis=1, keepdims=True)
+            return np.corrcoef(advantages, centred.ravel())[0, 1] ** 2
+
+        if aggregation == "log_tamed":
+            assert share(np.log1p(wide)) < 0.5 < share(narrow)
+        else:
+            assert share(wide) > 0.95
+            assert share(narrow) < 0.1
+
+    def test_columns_that_do_not_fit_the_images_are_refused(self, make_trainer):
+        def first(prompts, completions, log_extra, **kwargs):
+            log_extra("reason", ["why"] * len(completions))
+            return redness_reward(prompts, completions)
+
+        def second(prompts, completions, log_extra, **kwargs):
+            return first(prompts, completions, log_extra)
+
+        make_trainer(reward_funcs=first).train()
+        with pytest.raises(ValueError, match="32 values in the column 'reason' .*for 16 images"):
+            make_trainer(reward_funcs=[first, second]).train()
 
     def test_reward_metrics(self, make_trainer):
         def logging_reward(prompts, completions, log_metric, **kwargs):

@@ -174,8 +174,7 @@ class PipelinePolicy:
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._recording and self.scheduler.next_step_index in self._sde_steps:
             bound = self._signature.bind(*args, **kwargs).arguments
-            # Fresh containers, same tensors: a transformer may take items out of a dict it was given
-            self._calls.append(recursively_apply(lambda tensor: tensor, dict(bound)))
+            self._calls.append(_with_fresh_containers(dict(bound)))
 
     def _record_output(self, module: nn.Module, args: tuple, output) -> None:
         if self._recording and self.scheduler.next_step_index in self._sde_steps:
@@ -195,6 +194,11 @@ class PipelinePolicy:
                 f"(largest value {scale:.3g}, guidance scale {guidance_scale}). Training would follow a wrong "
                 "guidance rule; correct the family's page."
             )
+
+
+def _with_fresh_containers(call: dict[str, Any]) -> dict[str, Any]:
+    # The tensors stay the same, but a transformer may take items out of a dict it was given
+    return recursively_apply(lambda tensor: tensor, call)
 
 
 def replay(
@@ -221,8 +225,7 @@ def replay(
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
         `(B, ...)` and standard deviation of the step's Gaussian.
     """
-    # Fresh containers again: the same recording is replayed once per iteration
-    outputs = [model(**recursively_apply(lambda tensor: tensor, call))[0] for call in record.calls]
+    outputs = [model(**_with_fresh_containers(call))[0] for call in record.calls]
     model_output = family.combine(outputs, guidance_scale)
     step = sde_step(
         model_output,

@@ -5,6 +5,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from accelerate.logging import get_logger
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -117,8 +118,6 @@ def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[T
         callbacks (`list[TrainerCallback]`):
             Callbacks of the trainer, among them those of its trackers.
     """
-    import numpy as np
-
     names = {type(callback).__name__ for callback in callbacks}
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:

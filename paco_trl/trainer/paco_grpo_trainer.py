@@ -255,7 +255,6 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self._buffered_round: int | None = None
         self._buffer_global_step: int | None = None
         self._window_stats: list[torch.Tensor] = []
-        self._self_test_rows: list[torch.Tensor] = []
         self._last_sheet: Image.Image | None = None
         self._encoded_for_max_steps: int | None = None
         self._round_metrics: dict[str, float] = {}
@@ -316,6 +315,9 @@ class PaCoGRPOTrainer(GRPOTrainer):
         defaults). Here `_prepare_inputs` fetches the rows of a round once, by number, so that the order of prompts
         depends on the seed and the step alone: not on workers, and not on where a run was resumed.
         """
+        # Trainer asks for it when training begins: what an earlier `train()` left behind is not this one's
+        self._buffered_inputs, self._window_stats = None, []
+        self._step, self._train_time = 0, 0.0
         rounds = len(self.train_dataset) // self.layout.num_prompts
         return DataLoader(
             range(rounds * self.layout.steps_per_generation * self.num_iterations), batch_size=1, collate_fn=identity
@@ -600,6 +602,12 @@ class PaCoGRPOTrainer(GRPOTrainer):
             for row, image in zip(rows, images, strict=True)
         ]
         gathered = self._calculate_rewards(inputs, [row["prompt"] for row in rows], images, None)
+        for column, values in self._pending_extra_logs.items():
+            if len(values) != len(images):
+                raise ValueError(
+                    f"Rewards logged {len(values)} values in the column '{column}' (`log_extra`) for {len(images)} "
+                    "images: give one for each image, and each reward columns of its own."
+                )
         _, first = np.unique(order, return_index=True)  # where image 0, 1, 2 ... is
         extra = {}
         for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
@@ -734,8 +742,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
 
         is_on_policy = self.state.global_step == self._buffer_global_step
         if is_on_policy and self.state.global_step == self._initial_global_step:
-            self._self_test_rows.append(self._window_stats[-1])
-            if len(self._self_test_rows) % self.layout.num_trained_steps == 0:
+            if len(self._window_stats) % self.layout.num_trained_steps == 0:  # an image's steps are complete
                 self._test_ratio()
 
         if not self.accelerator.sync_gradients:
@@ -765,7 +772,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
 
     def _test_ratio(self) -> None:
         """Stops a run whose replay does not give the rollout's log-probabilities, before it has learned from them."""
-        local = torch.cat(self._self_test_rows[-self.layout.num_trained_steps :])
+        local = torch.cat(self._window_stats[-self.layout.num_trained_steps :])
         stats = self.accelerator.gather(local).cpu()  # every process sees the same and stops, or none does
         worst = stats[:, 1].max().item()
         if worst <= self.args.ratio_tolerance:
