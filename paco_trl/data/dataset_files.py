@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loaders of published folders share: finding the folder, refusing unsafe paths, leaving out broken rows."""
+
+import logging
+import os.path
+from pathlib import Path, PurePath
+
+
+logger = logging.getLogger(__name__)
+
+_MAX_LISTED = 20
+
+
+def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
+    """
+    Find the folder of a published dataset, on disk or, when there is none, on the Hub.
+
+    Args:
+        path (`str` or `Path`):
+            A folder, or the id of a dataset on the Hub.
+        patterns (`list[str]`):
+            Patterns of the files to download from the Hub.
+
+    Returns:
+        `Path`: the absolute path of the folder.
+
+    Raises:
+        FileNotFoundError: If `path` is a local path and does not exist.
+        ValueError: If `path` is a file.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.absolute()
+    if folder.is_file():
+        raise ValueError(f"{str(path)!r} is a file, but a dataset is a folder. Give the folder that the file is in.")
+    if isinstance(path, Path) or path.startswith((".", "/", "~")):
+        raise FileNotFoundError(
+            f"There is no folder {str(path)!r}. Check the path, or give the id of a dataset on the Hub."
+        )
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
+
+
+def find_dataset_file(folder: Path, name: str) -> Path:
+    """
+    Find a file of a dataset.
+
+    Args:
+        folder (`Path`):
+            Folder of the dataset.
+        name (`str`):
+            Name of the file.
+
+    Returns:
+        `Path`: the path of the file.
+
+    Raises:
+        FileNotFoundError: If there is no such file; the error lists what is there.
+    """
+    if not (folder / name).is_file():
+        there = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
+        listed = ", ".join(there[:_MAX_LISTED]) or "nothing"
+        if len(there) > _MAX_LISTED:
+            listed += f" and {len(there) - _MAX_LISTED} more"
+        raise FileNotFoundError(
+            f"There is no file {name!r} in {folder}, only: {listed}. Check the name, or that the folder is complete."
+        )
+    return folder / name
+
+
+def path_inside(path: str) -> PurePath:
+    """
+    Give a path that a dataset names, if it stays in the dataset's folder.
+
+    Args:
+        path (`str`):
+            Path relative to the folder.
+
+    Returns:
+        `PurePath`: the path without `.` and `..`.
+
+    Raises:
+        ValueError: If `path` is absolute, leaves the folder, or is no text.
+    """
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"an image is {path!r}, but it must be a path relative to the folder.")
+    inside = PurePath(os.path.normpath(path))
+    if inside.anchor or inside.parts[:1] == ("..",):
+        raise ValueError(
+            f"the path {path!r} is absolute or leaves the folder of the dataset, where it could name any file of this "
+            "machine. Paths must be relative to the folder and stay in it."
+        )
+    return inside
+
+
+def settle_broken(broken: list[str], total: int, what: str, skip_broken: bool) -> None:
+    """
+    Decide what becomes of broken rows: an error, or a warning that they are left out.
+
+    Args:
+        broken (`list[str]`):
+            One sentence for each broken row: which one it is and what is wrong.
+        total (`int`):
+            Number of rows, the broken ones included.
+        what (`str`):
+            Name of the rows in the message, in the plural.
+        skip_broken (`bool`):
+            Whether broken rows may be left out.
+
+    Raises:
+        ValueError: If there are broken rows which may not be left out, or if no other rows are there.
+    """
+    if not broken:
+        return
+    if not skip_broken:
+        count = f" ({len(broken)} of {total} {what} are broken; this is the first one.)" if len(broken) > 1 else ""
+        raise ValueError(f"{broken[0]} Correct it, or leave such {what} out with `skip_broken=True`.{count}")
+    if len(broken) == total:
+        raise ValueError(
+            f"All {total} {what} are broken, so that `skip_broken=True` leaves none. The first: {broken[0]}"
+        )
+    lines = [f"Left out {len(broken)} of {total} {what} that are broken:", *broken[:_MAX_LISTED]]
+    if len(broken) > _MAX_LISTED:
+        lines.append(f"and {len(broken) - _MAX_LISTED} more.")
+    logger.warning("\n".join(lines))

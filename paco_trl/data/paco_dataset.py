@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loader of the published PaCo-Dataset: ShareGPT-style JSON files, with images beside them or in zip files."""
+
+import filecmp
+import json
+import re
+import zipfile
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, settle_broken
+from .pairs import decision_of, pair_features
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+# What the paper trains on; `consistency_reward_cot_test` is its evaluation set
+_TRAINING_FILES = ["consistency_reward_cot_train", "sharegpt_editing_cot"]
+_PATTERNS = ["*.json", "*.zip", "*.png", "*.jpg", "*.jpeg", "*.webp"]
+
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_PLACEHOLDER = "<image>"
+
+
+def _read_turns(record: dict[str, Any]) -> dict[str, str]:
+    """Give the texts of a record by role. The errors of this module go on after `<file>, record <number>: `."""
+    turns = record.get("conversations", record.get("messages"))
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError(
+            f"it has no list of turns in `conversations` or `messages`, only the keys {list(record)}. A record is "
+            '`{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}], "images": [...]}`.'
+        )
+    names = [turn.get("from", turn.get("role")) for turn in turns]
+    roles = [_ROLES.get(name) for name in names]
+    if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
+        raise ValueError(
+            f"its turns are {names}, but a pair is one question and one answer: human and gpt (or user and "
+            "assistant), with at most one system turn in front."
+        )
+    texts = dict(zip(roles, (turn.get("value", turn.get("content")) for turn in turns), strict=True))
+    if record.get("system"):
+        texts.setdefault("system", record["system"])
+    for role, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"the text of its {role} turn is {text!r}. It must be a text that is not empty.")
+    return texts
+
+
+def _read_question(text: str) -> str:
+    count = text.count(_PLACEHOLDER)
+    if count not in (0, 2):
+        raise ValueError(
+            f"its question has {count} placeholders `{_PLACEHOLDER}`, but a pair has 2 images: write two or none."
+        )
+    question = re.sub(rf"\s*{_PLACEHOLDER}\s*", " ", text).strip()
+    if not question:
+        raise ValueError(f"its question is {text!r}, in which there is no text.")
+    return question
+
+
+def _read_image_paths(record: dict[str, Any]) -> list[PurePath]:
+    images = record.get("images")
+    if not isinstance(images, list) or len(images) != 2:
+        given = f"{len(images)} images" if isinstance(images, list) else f"`images` {images!r}"
+        raise ValueError(f"it has {given}, but a pair has a list of exactly 2 paths.")
+    return [path_inside(image) for image in images]
+
+
+def _is_extracted(archive: Path, folder: Path) -> bool:
+    """Tell whether all files of a zip file are in a folder, with the sizes that they have in the zip file."""
+    with zipfile.ZipFile(archive) as opened:
+        # The last one of a name is the one that stays
+        sizes = {member.filename: member.file_size for member in opened.infolist() if not member.is_dir()}
+    paths = [(folder / name, size) for name, size in sizes.items()]
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+
+
+def _extract(archives: list[Path], num_proc: int | None) -> list[Path]:
+    """Extract zip files into the cache of `datasets`, unless they are there."""
+    from datasets import DownloadConfig, DownloadManager, config
+    from huggingface_hub.utils import WeakFileLock
+
+    # No ValueError: this is no matter of the record that is being read
+    for archive in archives:
+        if not zipfile.is_zipfile(archive):
+            raise zipfile.BadZipFile(
+                f"{archive} is no zip file, or an incomplete one ({archive.stat().st_size} bytes). Download it again; "
+                "a clone without Git LFS has only pointers of about 130 bytes."
+            )
+
+    def extract(paths: list[Path], force: bool) -> list[Path]:
+        manager = DownloadManager(download_config=DownloadConfig(num_proc=num_proc, force_extract=force))
+        try:
+            return [Path(folder) for folder in manager.extract([str(path) for path in paths])]
+        except zipfile.BadZipFile as error:
+            names = [path.name for path in paths]
+            raise zipfile.BadZipFile(
+                f"One of the zip files {names} in {paths[0].parent} is damaged ({error}). Download it again."
+            ) from error
+
+    cache = Path(config.EXTRACTED_DATASETS_PATH)
+    cache.mkdir(parents=True, exist_ok=True)
+    # `datasets` takes any folder that is not empty for an extracted one: also one that another process is filling, that
+    # was left by a killed process, or that is of an older zip file at the same place
+    with WeakFileLock(cache / "paco_trl.lock"):
+        folders = extract(archives, force=False)
+        outdated = [
+            archive for archive, folder in zip(archives, folders, strict=True) if not _is_extracted(archive, folder)
+        ]
+        if outdated:
+            extract(outdated, force=True)
+    return folders
+
+
+class _ImageFinder:
+    """Finds images beside the JSON files of a folder or in its zip files, which are extracted when first needed."""
+
+    def __init__(self, folder: Path, num_proc: int | None):
+        self.folder = folder
+        self.num_proc = num_proc
+        self.found: dict[PurePath, str] = {}
+
+    @cached_property
+    def extracted(self) -> list[tuple[PurePath, Path]]:
+        """Each zip file's path in the folder, and the folder that it is extracted to."""
+        archives = sorted(self.folder.rglob("*.zip"))
+        folders = _extract(archives, self.num_proc) if archives else []
+        names = [archive.relative_to(self.folder) for archive in archives]
+        return list(zip(names, folders, strict=True))
+
+    def find(self, path: PurePath) -> str:
+        if path not in self.found:
+            beside = self.folder / path
+            self.found[path] = str(beside if beside.is_file() else self._find_in_archives(path))
+        return self.found[path]
+
+    def _find_in_archives(self, path: PurePath) -> Path:
+        hits: dict[PurePath, Path] = {}
+        for name, folder in self.extracted:
+            # As if the zip file were unpacked in the folder, where it lies, or into a folder with its own name; and its
+            # one top folder may have its name, and not be part of the path
+            places = [PurePath(), name.parent, name.with_suffix("")]
+            inside = [path.relative_to(place) for place in places if path.is_relative_to(place)]
+            for candidate in [*inside, *(PurePath(name.stem) / one for one in inside)]:
+                if (folder / candidate).is_file():
+                    hits.setdefault(name, folder / candidate)
+        if not hits:
+            archives = [str(name) for name, _ in self.extracted]
+            where = f"the zip files {archives}" if archives else "a zip file, of which there are none"
+            raise ValueError(
+                f"its image {str(path)!r} is neither in {self.folder} nor in {where}. Check that the download is "
+                "complete."
+            )
+        first, *others = hits.values()
+        if not all(filecmp.cmp(first, other, shallow=False) for other in others):
+            raise ValueError(
+                f"its image {str(path)!r} is in the zip files {[str(name) for name in hits]}, which have different "
+                f"files of this name. Put the right one at {self.folder / path}."
+            )
+        return first
+
+
+def _read_records(path: Path) -> list[Any]:
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not valid JSON ({error}). Download it again; a clone without Git LFS has only a pointer."
+        ) from error
+    if not isinstance(records, list) or not records:
+        raise ValueError(f"{path} holds no list of records, or an empty one. It must be a list of JSON objects.")
+    return records
+
+
+def load_paco_dataset(
+    path: str | Path, files: list[str] | None = None, skip_broken: bool = False, num_proc: int | None = None
+) -> "Dataset":
+    """
+    Load the published PaCo-Dataset as pairs.
+
+    The layout is that of `X-GenGroup/PaCo-Dataset`: ShareGPT-style JSON files whose records have `conversations`
+    (`from`: human or gpt, `value`) or `messages` (`role`: user or assistant, `content`), and `images`, two paths.
+    Placeholders `<image>` are taken out of the question: both images come before it, as the weights were trained.
+
+    An image is looked up in the folder first, then in the zip files of the folder. These are extracted once into the
+    cache of `datasets`; the folder itself is not written to. Images are stored as paths and not decoded:
+    [`validate_pairs`] does that.
+
+    Args:
+        path (`str` or `Path`):
+            The folder, or the id of a dataset on the Hub.
+        files (`list[str]`, *optional*):
+            Names of the JSON files, with or without `.json`. When left out, what the paper trains on:
+            `consistency_reward_cot_train` and `sharegpt_editing_cot`.
+        skip_broken (`bool`, *optional*, defaults to `False`):
+            Leave broken records out, with one warning that lists them, instead of raising an error. A missing file, or
+            one that is no JSON, is an error in any case.
+        num_proc (`int`, *optional*):
+            Number of processes that extract zip files; one when left out.
+
+    Returns:
+        [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name of the JSON file.
+
+    Raises:
+        FileNotFoundError: If there is no such folder or file.
+        ValueError: If a file is no list of records, if a record is broken, or if `skip_broken` leaves none.
+        zipfile.BadZipFile: If a zip file that is needed is damaged.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.data import load_paco_dataset
+
+    >>> train_dataset = load_paco_dataset("X-GenGroup/PaCo-Dataset")
+    >>> eval_dataset = load_paco_dataset("X-GenGroup/PaCo-Dataset", files=["consistency_reward_cot_test"])
+    ```
+    """
+    from datasets import Dataset, Features, Value
+
+    if isinstance(files, str) or files == []:
+        raise ValueError(f"`files` is {files!r}, but it must be a list of names, or None for the training files.")
+    folder = find_dataset_folder(path, _PATTERNS)
+    finder = _ImageFinder(folder, num_proc)
+    columns: dict[str, list[Any]] = {"images": [], "prompt": [], "completion": [], "source": []}
+    broken = []
+    total = 0
+    names = [name.removesuffix(".json") for name in files or _TRAINING_FILES]
+    json_paths = [find_dataset_file(folder, f"{name}.json") for name in names]
+    for name, json_path in zip(names, json_paths, strict=True):
+        for number, record in enumerate(_read_records(json_path)):
+            total += 1
+            try:
+                if not isinstance(record, dict):
+                    raise ValueError(f"it is {record!r}, but it must be a JSON object.")
+                texts = _read_turns(record)
+                question = _read_question(texts["user"])
+                answer = texts["assistant"].strip()
+                decision_of(answer)
+                images = [finder.find(image) for image in _read_image_paths(record)]
+            except ValueError as error:
+                broken.append(f"{json_path.name}, record {number}: {error}")
+                continue
+            system = [{"role": "system", "content": texts["system"]}] if "system" in texts else []
+            columns["images"].append(images)
+            columns["prompt"].append([*system, {"role": "user", "content": question}])
+            columns["completion"].append([{"role": "assistant", "content": answer}])
+            columns["source"].append(name)
+    settle_broken(broken, total, "records", skip_broken)
+    return Dataset.from_dict(columns, features=Features({**pair_features(), "source": Value("string")}))

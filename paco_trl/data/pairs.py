@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs: two images, a question about them, and an answer that begins with Yes or No. PaCo-Reward trains on them.
+
+The format is TRL's conversational prompt-completion format with two images: `images` (list of 2), `prompt` (one user
+turn with the question, with or without a system turn in front) and `completion` (one assistant turn).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .columns import check_image_list, check_is_dataset, list_lengths, shorten
+from .dataset_files import settle_broken
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset, Features, Image
+
+
+_COLUMNS = ["images", "prompt", "completion"]
+_ORDINALS = ["first", "second"]
+
+_DECISION = re.compile(r"(Yes|No)\b")
+_LABEL_ONLY = re.compile(r"(Yes|No)\.?\s*")
+
+
+def make_pair(
+    first: Any, second: Any, question: str, decision: str | bool, reasons: str | None = None
+) -> dict[str, Any]:
+    """
+    Make one row of the pair format.
+
+    Args:
+        first (`PIL.Image.Image`, `str` or anything else that [`~datasets.Image`] stores):
+            The first image; in editing, the original.
+        second (`PIL.Image.Image`, `str` or anything else that [`~datasets.Image`] stores):
+            The second image; in editing, the edited one.
+        question (`str`):
+            The question, see [`theme_question`] and its neighbours.
+        decision (`str` or `bool`):
+            `"Yes"` or `True` for a consistent pair, `"No"` or `False` for an inconsistent one.
+        reasons (`str`, *optional*):
+            Reasons, which follow the decision: `"Yes. <reasons>"`. Without them the pair is label-only: `"Yes"`.
+
+    Returns:
+        `dict`: the columns `images`, `prompt` and `completion`.
+
+    Raises:
+        ValueError: If `decision` is something else, or `question` or `reasons` is empty.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset, Image, List
+    >>> from paco_trl.data import make_pair, theme_question
+
+    >>> pair = make_pair("a.png", "b.png", theme_question("A fox travels."), "Yes", "Both are drawn in ink.")
+    >>> pair["completion"]
+    [{'role': 'assistant', 'content': 'Yes. Both are drawn in ink.'}]
+    >>> dataset = Dataset.from_list([pair]).cast_column("images", List(Image()))
+    ```
+    """
+    if isinstance(decision, bool):
+        decision = "Yes" if decision else "No"
+    if decision not in ("Yes", "No"):
+        raise ValueError(
+            f'`decision` is {decision!r}, but the judge decides between two tokens. Give "Yes", "No" or a `bool`.'
+        )
+    for name, text in (("question", question), ("reasons", reasons)):
+        if (name, text) != ("reasons", None) and (not isinstance(text, str) or not text.strip()):
+            raise ValueError(
+                f"`{name}` is {text!r}. It must be a text that is not empty; leave `reasons` out for a decision alone."
+            )
+    answer = decision if reasons is None else f"{decision}. {reasons}"
+    return {
+        "images": [first, second],
+        "prompt": [{"role": "user", "content": question}],
+        "completion": [{"role": "assistant", "content": answer}],
+    }
+
+
+def pair_features() -> "Features":
+    """
+    Give the column types of the pair format.
+
+    Returns:
+        [`~datasets.Features`]: the types of `images`, `prompt` and `completion`.
+    """
+    from datasets import Features, Image, List, Value
+
+    turns = List({"role": Value("string"), "content": Value("string")})
+    return Features({"images": List(Image()), "prompt": turns, "completion": turns})
+
+
+def _is_conversation(turns: Any) -> bool:
+    return isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)
+
+
+def content_text(content: str | list[dict[str, Any]]) -> str | None:
+    """
+    Give the text of a turn.
+
+    Args:
+        content (`str` or `list[dict]`):
+            The turn's content: a text, or a list of parts.
+
+    Returns:
+        `str` or `None`: the text; `None` for a content that is neither.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        return None
+    return "".join(part.get("text") or "" for part in content)
+
+
+def _count_image_parts(content: Any) -> int:
+    return sum(part.get("type") == "image" for part in content) if isinstance(content, list) else 0
+
+
+def _completion_text(completion: Any) -> str:
+    if isinstance(completion, str):
+        return completion
+    if not _is_conversation(completion) or [turn.get("role") for turn in completion] != ["assistant"]:
+        raise ValueError(
+            f"The completion is {shorten(completion)}. It must be one assistant turn: "
+            '`[{"role": "assistant", "content": "Yes"}]`.'
+        )
+    content = completion[0].get("content")
+    text = content_text(content)
+    if text is None or _count_image_parts(content):
+        raise ValueError(f"The content of the completion is {shorten(content)}. It must be a text.")
+    return text
+
+
+def decision_of(completion: str | list[dict[str, Any]]) -> str:
+    """
+    Give the decision that a completion begins with.
+
+    Args:
+        completion (`str` or `list[dict]`):
+            The text, or a list of one assistant turn whose content is a text or a list of text parts.
+
+    Returns:
+        `str`: `"Yes"` or `"No"`.
+
+    Raises:
+        ValueError: If the completion does not begin with the word Yes or No, in this case and without a space before.
+    """
+    text = _completion_text(completion)
+    match = _DECISION.match(text)
+    if match is None:
+        raise ValueError(
+            f"The completion {shorten(text)} does not begin with the word Yes or No. The judge reads its score at "
+            "the first token, so case matters and nothing may come before, no space either. Write the decision first."
+        )
+    return match[1]
+
+
+def is_label_only(completion: str | list[dict[str, Any]]) -> bool:
+    """
+    Tell whether a completion is a decision without reasons.
+
+    Args:
+        completion (`str` or `list[dict]`):
+            The text, or a list of one assistant turn.
+
+    Returns:
+        `bool`: whether there is nothing but Yes or No, with or without a full stop.
+
+    Raises:
+        ValueError: If the completion does not begin with Yes or No, see [`decision_of`].
+    """
+    decision_of(completion)
+    return _LABEL_ONLY.fullmatch(_completion_text(completion)) is not None
+
+
+def _problem_of_length(length: int) -> str | None:
+    return None if length == 2 else f"It has {max(length, 0)} images, but a pair has exactly 2."
+
+
+def _problem_of_texts(prompt: Any, completion: Any) -> str | None:
+    """Say what is wrong with the texts of one row, or None."""
+    roles = [turn.get("role") for turn in prompt] if _is_conversation(prompt) else None
+    if roles not in (["user"], ["system", "user"]):
+        given = f"has the turns {roles}" if roles is not None else f"is {shorten(prompt)}"
+        return (
+            f"The prompt {given}. It must have exactly one user turn, with at most one system turn in front: "
+            '`[{"role": "user", "content": question}]`.'
+        )
+    content = prompt[-1].get("content")
+    text = content_text(content)
+    if text is None or not text.strip():
+        return f"The user turn of the prompt has the content {shorten(content)}. It must be a text that is not empty."
+    if isinstance(content, list) and _count_image_parts(content) != 2:
+        return (
+            f"The user turn of the prompt is a list with {_count_image_parts(content)} image parts, but there are 2 "
+            'images to fill in. Give `{"type": "image"}` twice, or the question as a plain text.'
+        )
+    try:
+        decision_of(completion)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_columns(dataset: Any, name: str) -> None:
+    check_is_dataset(dataset, name)
+    missing = [column for column in _COLUMNS if column not in dataset.column_names]
+    if missing:
+        raise ValueError(
+            f"Pairs need the columns {missing}, but `{name}` has only {dataset.column_names}. Rename or add them; "
+            "`paco_trl.data.make_pair` writes one row."
+        )
+    # TRL's collator takes these two before the columns of a pair
+    extra = [column for column in ("image", "messages") if column in dataset.column_names]
+    if extra:
+        raise ValueError(
+            f"`{name}` has the columns {extra} beside those of a pair, and TRL would train on them instead. Remove "
+            f"them: `dataset.remove_columns({extra})`."
+        )
+    check_image_list(dataset, "images", name)
+
+
+def iter_texts(dataset: "Dataset") -> Iterator[tuple[int, Any, Any]]:
+    """
+    Go through the texts of pairs; their images are not read.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The pairs.
+
+    Yields:
+        `tuple[int, Any, Any]`: number of the row, prompt and completion.
+    """
+    row = 0
+    for batch in dataset.with_format(None).select_columns(["prompt", "completion"]).iter(batch_size=1000):
+        for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True):
+            yield row, prompt, completion
+            row += 1
+
+
+def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
+    """
+    Check that a dataset is in the pair format, without reading its images. A trainer runs it before a model is loaded.
+
+    [`validate_pairs`] also decodes the images.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The dataset.
+        name (`str`, *optional*, defaults to `"train_dataset"`):
+            Name of the dataset in errors.
+
+    Raises:
+        TypeError: If it is no [`~datasets.Dataset`].
+        ValueError: If it has no rows, if a column is missing or of the wrong type, if a row has another number of
+            images than two, or if its prompt is not one question or its completion does not begin with Yes or No.
+    """
+    _check_columns(dataset, name)
+    remedy = "Correct the row, or leave such rows out with `paco_trl.data.validate_pairs(dataset, skip_broken=True)`."
+    lengths = list_lengths(dataset, "images")
+    if (lengths != 2).any():
+        row = int((lengths != 2).argmax())
+        raise ValueError(f"Row {row} of `{name}`: {_problem_of_length(lengths[row])} {remedy}")
+    for row, prompt, completion in iter_texts(dataset):
+        problem = _problem_of_texts(prompt, completion)
+        if problem is not None:
+            raise ValueError(f"Row {row} of `{name}`: {problem} {remedy}")
+
+
+def _problem_of_image(image: Mapping[str, Any] | None, feature: "Image") -> str | None:
+    """Say why an image cannot be decoded, or None."""
+    if image is None:
+        return "is missing (None)"
+    try:
+        feature.decode_example(image)
+    # Whatever a decoder raises for a damaged file: OSError, SyntaxError, zlib.error, struct.error, ...
+    except Exception as error:
+        where = image["path"] if image["bytes"] is None else f"embedded image {image['path'] or ''}".strip()
+        return f"({where}) cannot be decoded: {type(error).__name__}: {error}"
+    return None
+
+
+def _find_image_problems(batch: "pa.Table", feature: "Image") -> dict[str, list[str]]:
+    problems = []
+    for images in batch["images"].to_pylist():
+        found = [_problem_of_image(image, feature) for image in images or []]
+        problems.append(
+            " ".join(f"The {name} image {text}." for name, text in zip(_ORDINALS, found, strict=False) if text)
+        )
+    return {"problem": problems}
+
+
+def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken: bool = False) -> "Dataset":
+    """
+    Check everything that [`check_pair_columns`] does, and decode every image.
+
+    A file that ends too early is found here rather than by a training run hours later. Nothing is written to the
+    cache, and nothing is taken from it: a file may have changed since the last time.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The pairs.
+        num_proc (`int`, *optional*):
+            Number of processes that decode; one when left out.
+        skip_broken (`bool`, *optional*, defaults to `False`):
+            Leave broken rows out, with one warning that lists them, instead of raising an error.
+
+    Returns:
+        [`~datasets.Dataset`]: the rows that are in order, all of them unless `skip_broken`.
+
+    Raises:
+        TypeError: If it is no [`~datasets.Dataset`].
+        ValueError: If the columns are not those of pairs, if a row is broken, or if `skip_broken` leaves none.
+    """
+    from datasets import Features, Value
+
+    _check_columns(dataset, "dataset")
+    # As Arrow tables, which have the images as they are stored: nothing is decoded before it is asked for
+    of_images = (
+        dataset.with_format("arrow")
+        .select_columns(["images"])
+        .map(
+            _find_image_problems,
+            batched=True,
+            batch_size=16,
+            remove_columns=["images"],
+            features=Features({"problem": Value("string")}),
+            fn_kwargs={"feature": dataset.features["images"].feature},
+            num_proc=num_proc,
+            keep_in_memory=True,
+            desc="Checking pairs",
+        )
+        .with_format(None)["problem"][:]
+    )
+    lengths = list_lengths(dataset, "images")
+    problems = [
+        _problem_of_length(lengths[row]) or _problem_of_texts(prompt, completion) or of_images[row]
+        for row, prompt, completion in iter_texts(dataset)
+    ]
+    broken = [f"Row {row}: {problem}" for row, problem in enumerate(problems) if problem]
+    settle_broken(broken, len(dataset), "rows", skip_broken)
+    if not broken:
+        return dataset
+    return dataset.select([row for row, problem in enumerate(problems) if not problem])

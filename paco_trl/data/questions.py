@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The questions of the pairwise judge, in the exact words that the published weights were trained on.
+
+P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation all take them from here.
+The strings are those of the paper (https://arxiv.org/abs/2512.04784) and of the published model, data and evaluation,
+uneven wording (`"Yes" and "No" first`) included: that is how the weights saw them.
+"""
+
+_EDIT_COMPARISON = "Compare the edited image (second) with the original image (first)."
+_EDIT_ANSWER = "Answer 'Yes' or 'No' first, then provide detailed reasons."
+_CONSISTENCY = (
+    "the two images maintain consistency in terms of style, logic and identity? "
+    'Answer "Yes" and "No" first, and then provide detailed reasons.'
+)
+
+
+def _filled(name: str, text: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"`{name}` is {text!r}, which makes no question. Give a text that is not empty.")
+    return text
+
+
+def theme_question(theme: str) -> str:
+    """
+    Ask whether two panels of an image set are consistent, given the theme of the set.
+
+    The question that is published with PaCo-Reward-7B for text-to-image-set generation.
+
+    Args:
+        theme (`str`):
+            Theme of the set: the main prompt, without the descriptions of the panels. It is inserted as it is.
+
+    Returns:
+        `str`: the question.
+
+    Raises:
+        ValueError: If `theme` is empty or no text.
+    """
+    return f'Given two subfigures generated based on the theme: "{_filled("theme", theme)}", do {_CONSISTENCY}'
+
+
+def criterion_question(criterion: str) -> str:
+    """
+    Ask whether two images meet one criterion, such as those of T2IS-Bench.
+
+    The paper's question for criteria.
+
+    Args:
+        criterion (`str`):
+            Text of the criterion. It is inserted as it is.
+
+    Returns:
+        `str`: the question.
+
+    Raises:
+        ValueError: If `criterion` is empty or no text.
+    """
+    return (
+        f"Do images meet the following criteria? {_filled('criterion', criterion)} "
+        'Please answer "Yes" or "No" first, then provide detailed reasons.'
+    )
+
+
+def edit_consistency_question(instruction: str) -> str:
+    """
+    Ask whether an edited image keeps everything that its instruction does not name.
+
+    The paper's question for consistency in editing. The original is the first image and the edited one the second.
+
+    Args:
+        instruction (`str`):
+            The editing instruction. It is inserted as it is.
+
+    Returns:
+        `str`: the question.
+
+    Raises:
+        ValueError: If `instruction` is empty or no text.
+    """
+    return (
+        f"{_EDIT_COMPARISON} Instruction: '{_filled('instruction', instruction)}'. Except for the parts that are "
+        "intentionally changed according to the instruction, does the edited image remain consistent with the original "
+        f"in style, logic, and identity? {_EDIT_ANSWER}"
+    )
+
+
+def edit_following_question(instruction: str) -> str:
+    """
+    Ask whether an edited image follows its instruction.
+
+    The paper's question for prompt following in editing. The original is the first image and the edited one the
+    second.
+
+    Args:
+        instruction (`str`):
+            The editing instruction. It is inserted as it is.
+
+    Returns:
+        `str`: the question.
+
+    Raises:
+        ValueError: If `instruction` is empty or no text.
+    """
+    return (
+        f"{_EDIT_COMPARISON} Instruction: '{_filled('instruction', instruction)}'. Does the edited image accurately "
+        f"follow this instruction? {_EDIT_ANSWER}"
+    )
+
+
+def plain_question() -> str:
+    """
+    Ask whether two images are consistent, without a theme.
+
+    The default question of the published ConsistencyRank evaluation.
+
+    Returns:
+        `str`: the question.
+    """
+    return f"Do {_CONSISTENCY}"

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rankings: a reference image and candidates, in the order of their consistency with it.
+
+The columns are `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best first),
+`prompt` and, where known, `criteria` (see [`criteria_dict`]), `group` (instances of the same prompt) and `id`.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .columns import check_image_list, check_is_dataset, list_lengths
+from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, settle_broken
+from .image_sets import _criteria_list, parse_image_set_prompt
+from .pairs import make_pair, pair_features
+from .questions import theme_question
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset, Features
+
+
+_COLUMNS = ["reference", "candidates", "ranking", "prompt"]
+_RANK_FILE = "consistency_full_rank.jsonl"
+_PROMPT_FILE = "prompt_data.jsonl"
+
+
+def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
+    """
+    Check that a dataset is in the rankings format, without reading its images.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The dataset.
+        name (`str`, *optional*, defaults to `"dataset"`):
+            Name of the dataset in errors.
+
+    Raises:
+        TypeError: If it is no [`~datasets.Dataset`].
+        ValueError: If it has no rows, if a column is missing or of the wrong type, or if a row has fewer than two
+            candidates, an empty prompt, or a `ranking` that does not name each candidate exactly once.
+    """
+    from datasets import Image
+
+    check_is_dataset(dataset, name)
+    missing = [column for column in _COLUMNS if column not in dataset.column_names]
+    if missing:
+        raise ValueError(
+            f"Rankings need the columns {missing}, but `{name}` has only {dataset.column_names}. Rename or add them."
+        )
+    reference = dataset.features["reference"]
+    if not isinstance(reference, Image) or not reference.decode:
+        raise ValueError(
+            f"The column `reference` of `{name}` has the type {reference}, but it must be an image. Convert it: "
+            '`dataset.cast_column("reference", datasets.Image())`.'
+        )
+    check_image_list(dataset, "candidates", name)
+
+    counts = list_lengths(dataset, "candidates").tolist()
+    texts = dataset.with_format(None).select_columns(["ranking", "prompt"])[:]
+    for row, (count, ranking, prompt) in enumerate(zip(counts, texts["ranking"], texts["prompt"], strict=True)):
+        if count < 2:
+            raise ValueError(
+                f"Row {row} of `{name}` has {max(count, 0)} candidates, which cannot be ranked. Give at least 2, or "
+                "remove the row."
+            )
+        is_order = isinstance(ranking, list) and all(type(index) is int for index in ranking)
+        if not is_order or sorted(ranking) != list(range(count)):
+            raise ValueError(
+                f"`ranking` of row {row} of `{name}` is {ranking}, but there are {count} candidates. It must have each "
+                f"index from 0 to {count - 1} exactly once, the best candidate first."
+            )
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(f"`prompt` of row {row} of `{name}` is {prompt!r}. It must be a text that is not empty.")
+
+
+def _ranking_features() -> "Features":
+    from datasets import Features, Image, List, Value
+
+    return Features(
+        {
+            "id": Value("string"),
+            "group": Value("string"),
+            "prompt": Value("string"),
+            "criteria": List({name: Value("string") for name in ("dimension", "name", "text")}),
+            "reference": Image(),
+            "candidates": List(Image()),
+            "ranking": List(Value("int64")),
+        }
+    )
+
+
+def _read_json_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Give each record with the place that it is at."""
+    records = []
+    # Not `splitlines`, which would also cut at characters that JSON allows inside a string
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path.name}, line {number} is not valid JSON ({error}). Download {path} again; a clone without Git "
+                "LFS has only a pointer."
+            ) from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path.name}, line {number} is {record!r}, but it must be a JSON object.")
+        records.append((f"{path.name}, line {number}", record))
+    if not records:
+        raise ValueError(f"{path} has no records. Download it again.")
+    return records
+
+
+def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
+    """Give prompt and criteria by folder."""
+    prompts: dict[str, dict[str, Any]] = {}
+    for place, record in _read_json_lines(path):
+        idx, prompt = record.get("idx"), record.get("prompt")
+        if idx is None or not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(
+                f"{place} has the idx {idx!r} and the prompt {prompt!r}. It must have both, and a prompt that is not "
+                "empty."
+            )
+        if str(idx) in prompts:
+            raise ValueError(f"{place} has the idx {idx!r} of an earlier line. Remove one of the two.")
+        try:
+            criteria = _criteria_list(record.get("criteria"))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{place} has the criteria {record['criteria']!r}. They must be a dictionary of dictionaries: "
+                "dimension -> name -> text."
+            ) from error
+        prompts[str(idx)] = {"prompt": prompt, "criteria": criteria}
+    return prompts
+
+
+def _read_ranking(record: dict[str, Any], images: Path) -> dict[str, Any]:
+    """Read reference, candidates and ranking of one record. The errors go on after `<file>, line <number>: `."""
+    reference = record.get("ref_image", record.get("ref_img"))
+    names = record.get("comp_images", record.get("comparison_images"))
+    order = record.get("rank_images")
+    if not isinstance(names, list) or len(names) < 2 or len(set(map(str, names))) != len(names):
+        raise ValueError(f"`comp_images` is {names!r}. It must be a list of at least two different file names.")
+    if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, names)):
+        raise ValueError(
+            f"`rank_images` is {order!r}, but `comp_images` is {names!r}. Both must have the same names, `rank_images` "
+            "with the best first."
+        )
+    paths = []
+    for name in [reference, *names]:
+        path = images / path_inside(name)
+        if not path.is_file():
+            raise ValueError(f"there is no image {path}. Check that the download is complete.")
+        paths.append(str(path))
+    return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
+
+
+def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Dataset":
+    """
+    Load the published ConsistencyRank benchmark as rankings.
+
+    The layout is that of `X-GenGroup/ConsistencyRank-Bench`: `consistency_full_rank.jsonl` with `folder`, `ref_image`,
+    `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the folder), `prompt` and `criteria`,
+    and the images in `images/<folder>/`. Images are stored as paths; that the files exist is checked.
+
+    Args:
+        path (`str` or `Path`):
+            The folder, or the id of a dataset on the Hub.
+        skip_broken (`bool`, *optional*, defaults to `False`):
+            Leave broken records out, with one warning that lists them, instead of raising an error. A missing file, or
+            one that is no JSON, is an error in any case.
+
+    Returns:
+        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a reference
+        in the order of the file), `group` (the folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
+
+    Raises:
+        FileNotFoundError: If there is no such folder or file.
+        ValueError: If a line is no JSON object, if a record is broken, or if `skip_broken` leaves none.
+    """
+    from datasets import Dataset
+
+    folder = find_dataset_folder(path, ["*.jsonl", "images/*"])
+    records = _read_json_lines(find_dataset_file(folder, _RANK_FILE))
+    prompts = _read_prompts(find_dataset_file(folder, _PROMPT_FILE))
+
+    features = _ranking_features()
+    columns: dict[str, list[Any]] = {name: [] for name in features}
+    broken = []
+    counts: dict[str, int] = {}
+    for place, record in records:
+        group = str(record.get("folder"))
+        # Counted before anything can be left out: the id of a record does not depend on its neighbours
+        prefix = f"{group}/{record.get('ref_image', record.get('ref_img'))}"
+        number = counts[prefix] = counts.get(prefix, -1) + 1
+        try:
+            if group not in prompts:
+                raise ValueError(f"its folder {record.get('folder')!r} is not among the `idx` of {_PROMPT_FILE}.")
+            ranking = _read_ranking(record, folder / "images" / path_inside(group))
+        except ValueError as error:
+            broken.append(f"{place}: {error}")
+            continue
+        row = {"id": f"{prefix}/{number}", "group": group, **prompts[group], **ranking}
+        for name, value in row.items():
+            columns[name].append(value)
+    settle_broken(broken, len(records), "records", skip_broken)
+    return Dataset.from_dict(columns, features=features)
+
+
+def default_question(row: dict[str, Any]) -> str:
+    """
+    Give the question of a ranking: about the theme of an image-set prompt, or about another prompt as a whole.
+
+    Args:
+        row (`dict`):
+            The row; its `prompt` is read.
+
+    Returns:
+        `str`: [`theme_question`] of the theme.
+    """
+    try:
+        return theme_question(parse_image_set_prompt(row["prompt"]).theme)
+    except ValueError:
+        return theme_question(row["prompt"])
+
+
+def _make_pairs(
+    batch: "pa.Table",
+    rows: list[int],
+    num_positives: int,
+    num_negatives: int,
+    questions: list[str],
+    features: "Features",
+) -> "pa.Table":
+    import pyarrow as pa
+
+    columns: dict[str, list[Any]] = {name: [] for name in features}
+    for number, row in zip(rows, batch.to_pylist(), strict=True):
+        best, worst = row["ranking"][:num_positives], row["ranking"][-num_negatives:]
+        for index, decision in [*((index, "Yes") for index in best), *((index, "No") for index in worst)]:
+            pair = {**row, **make_pair(row["reference"], row["candidates"][index], questions[number], decision)}
+            for name in features:
+                columns[name].append(pair[name])
+    return pa.table(columns, schema=features.arrow_schema)
+
+
+def rankings_to_pairs(
+    dataset: "Dataset",
+    num_positives: int = 1,
+    num_negatives: int = 1,
+    question: Callable[[dict[str, Any]], str] | None = None,
+) -> "Dataset":
+    """
+    Make pairs of rankings: the reference with its best candidates is consistent, with its worst ones inconsistent.
+
+    The paper keeps "clear positives and negatives" and does not say how many of the candidates these are. The
+    completions are label-only.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The rankings. Images are not decoded; those given by path stay paths.
+        num_positives (`int`, *optional*, defaults to `1`):
+            Number of candidates, from the best, that are consistent.
+        num_negatives (`int`, *optional*, defaults to `1`):
+            Number of candidates, from the worst, that are inconsistent.
+        question (`Callable[[dict], str]`, *optional*):
+            Gives the question of a row, which it is called with, without `reference` and `candidates`. When left out,
+            [`theme_question`] of the theme of an image-set prompt, or of another prompt as a whole.
+
+    Returns:
+        [`~datasets.Dataset`]: the pairs, the reference as the first image, and `group` where the rankings have it.
+
+    Raises:
+        TypeError: If it is no [`~datasets.Dataset`].
+        ValueError: If it is not in the rankings format, or if a row has fewer candidates than are asked for.
+    """
+    from datasets import Features
+
+    check_ranking_columns(dataset)
+    for name, value in (("num_positives", num_positives), ("num_negatives", num_negatives)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"`{name}` is {value!r}. It must be an int of at least 1: the judge needs both answers.")
+    counts = list_lengths(dataset, "candidates")
+    if counts.min() < num_positives + num_negatives:
+        raise ValueError(
+            f"`num_positives` is {num_positives} and `num_negatives` is {num_negatives}, together "
+            f"{num_positives + num_negatives}, but row {counts.argmin()} has {counts.min()} candidates, so that one "
+            "would be both consistent and inconsistent. Lower one of the two numbers."
+        )
+    features = pair_features()
+    if "group" in dataset.column_names:
+        features = Features({**features, "group": dataset.features["group"]})
+    texts = dataset.with_format(None).remove_columns(["reference", "candidates"])
+    questions = [(question or default_question)(row) for row in texts]
+    pairs = dataset.with_format("arrow").map(
+        _make_pairs,
+        with_indices=True,
+        batched=True,
+        batch_size=100,
+        remove_columns=dataset.column_names,
+        features=features,
+        fn_kwargs={
+            "num_positives": num_positives,
+            "num_negatives": num_negatives,
+            "questions": questions,
+            "features": features,
+        },
+        desc="Making pairs",
+    )
+    return pairs.with_format(None)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs in the other order: an augmentation for questions that do not depend on the order of the images."""
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+from .pairs import check_pair_columns, content_text, iter_texts
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+
+logger = logging.getLogger(__name__)
+
+# "Answer "Yes" and "No" first": the one "first" that names no image, at the end of every question
+_ANSWER_FIRST = re.compile(r"answer\s+[\"'“‘]?yes[\"'”’]?\s+(?:and|or)\s+[\"'“‘]?no[\"'”’]?\s+first", re.IGNORECASE)
+# Rather too many than too few: a pair that is not swapped is lost, a pair that is swapped wrongly teaches a lie. The
+# letters only as capitals: "image a" is an article
+_PLACE = re.compile(
+    r"\b(?:first|second|1st|2nd|left|right|former|latter)\b"
+    r"|\b(?:original|edited|modified|source|reference|candidate)\s+(?:image|picture|photo|version|one)s?\b"
+    r"|\b(?:image|img|picture|photo|(?:sub-?)?figure|panel)s?[\s_#(-]*(?:1|2|one|two|(?-i:[AB]))\b",
+    re.IGNORECASE,
+)
+
+
+def _names_a_place(turns: Any) -> bool:
+    """Tell whether a text names one of the images by its place, or by what follows from its place."""
+    turns = [turns] if isinstance(turns, str) else [content_text(turn["content"]) or "" for turn in turns]
+    return any(_PLACE.search(_ANSWER_FIRST.sub("", text)) for text in turns)
+
+
+def _swap_images(batch: "pa.Table") -> "pa.Table":
+    import pyarrow as pa
+
+    images = batch["images"]
+    swapped = pa.array([pair[::-1] for pair in images.to_pylist()], type=images.type)
+    return batch.set_column(batch.column_names.index("images"), "images", swapped)
+
+
+def swap_pairs(dataset: "Dataset") -> "Dataset":
+    """
+    Add each pair in the other order, (B, A) after (A, B), so that the judge does not learn the order.
+
+    Pairs whose question or answer depends on the order are not added again: the editing questions (original first,
+    edited second), and texts that name an image by its place, such as "the second image", "on the left", "Image A" or
+    "the latter". How many were added and left alone is logged.
+
+    This is an option that the paper does not speak of.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The pairs. Images are not decoded; those that are embedded are copied as they are, those given by path stay
+            paths.
+
+    Returns:
+        [`~datasets.Dataset`]: the pairs as they were, and after them the swapped ones, with the same columns.
+
+    Raises:
+        TypeError: If it is no [`~datasets.Dataset`].
+        ValueError: If it is not in the pair format.
+    """
+    from datasets import concatenate_datasets
+
+    check_pair_columns(dataset, "dataset")
+    free, by_question, by_answer = [], 0, 0
+    for row, prompt, completion in iter_texts(dataset):
+        if _names_a_place(prompt):
+            by_question += 1
+        elif _names_a_place(completion):
+            by_answer += 1
+        else:
+            free.append(row)
+    logger.info(
+        f"Swapped {len(free)} of {len(dataset)} pairs. Left alone, because they depend on the order of the images: "
+        f"{by_question} by the question, {by_answer} by the answer."
+    )
+    swapped = (
+        dataset.with_format("arrow")
+        .select(free)
+        .map(_swap_images, batched=True, batch_size=100, desc="Swapping pairs")
+    )
+    swapped.set_format(**dataset.format)
+    return concatenate_datasets([dataset, swapped])

@@ -1,0 +1,929 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the judge's questions, of the pair format and of the loader of PaCo-Dataset."""
+
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import (
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDataset,
+    LargeList,
+    List,
+    Value,
+    load_from_disk,
+)
+from datasets import Image as ImageFeature
+from datasets.utils.extract import ZipExtractor
+from PIL import Image
+
+from paco_trl.data import (
+    check_pair_columns,
+    criterion_question,
+    decision_of,
+    edit_consistency_question,
+    edit_following_question,
+    is_label_only,
+    load_paco_dataset,
+    make_pair,
+    plain_question,
+    swap_pairs,
+    theme_question,
+    validate_pairs,
+)
+
+
+QUESTION = "Are both foxes red?"
+IMAGES = List(ImageFeature())
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """No test sees the zip files of another one, or of the user."""
+    monkeypatch.setattr("datasets.config.EXTRACTED_DATASETS_PATH", str(tmp_path / "cache" / "extracted"))
+    return tmp_path / "cache"
+
+
+def noise(seed, size=64):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def write_image(path, seed=0, kind=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise(seed).save(path, kind)
+    return str(path)
+
+
+def cut_in_half(path):
+    """The header stays: the image opens, and only decoding it fails."""
+    data = Path(path).read_bytes()
+    Path(path).write_bytes(data[: len(data) // 2])
+    assert Image.open(path).size == (64, 64)
+    return str(path)
+
+
+def pairs_of(rows):
+    return Dataset.from_list(rows).cast_column("images", IMAGES)
+
+
+def pair_rows(folder, count):
+    """Pairs of images by path; the pixels, the question and the answer say which pair it is."""
+    return [
+        make_pair(
+            write_image(folder / f"{row}a.png", 2 * row),
+            write_image(folder / f"{row}b.png", 2 * row + 1),
+            f"Is this pair {row}?",
+            row % 2 == 0,
+        )
+        for row in range(count)
+    ]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+class TestQuestions:
+    # Written out once more, in one piece each: an independent statement of what the weights were trained on
+    def test_exact_words(self):
+        assert theme_question("A fox.") == (
+            'Given two subfigures generated based on the theme: "A fox.", do the two images maintain consistency in terms of style, logic and identity? Answer "Yes" and "No" first, and then provide detailed reasons.'
+        )
+        assert criterion_question("One fox.") == (
+            'Do images meet the following criteria? One fox. Please answer "Yes" or "No" first, then provide detailed reasons.'
+        )
+        assert edit_consistency_question("Add a hat.") == (
+            "Compare the edited image (second) with the original image (first). Instruction: 'Add a hat.'. Except for the parts that are intentionally changed according to the instruction, does the edited image remain consistent with the original in style, logic, and identity? Answer 'Yes' or 'No' first, then provide detailed reasons."
+        )
+        assert edit_following_question("Add a hat.") == (
+            "Compare the edited image (second) with the original image (first). Instruction: 'Add a hat.'. Does the edited image accurately follow this instruction? Answer 'Yes' or 'No' first, then provide detailed reasons."
+        )
+        assert plain_question() == (
+            'Do the two images maintain consistency in terms of style, logic and identity? Answer "Yes" and "No" first, and then provide detailed reasons.'
+        )
+
+    @pytest.mark.parametrize(
+        "question", [theme_question, criterion_question, edit_consistency_question, edit_following_question]
+    )
+    @pytest.mark.parametrize(
+        "text", ["{}", "{main_prompt} and {0}", "{prompt}", "a { b", r"\1 %s $theme", 'say "hi"', " x\n"]
+    )
+    def test_text_is_inserted_as_it_is(self, question, text):
+        assert question(text) == question("MARK").replace("MARK", text)
+        assert question(text).count(text) == question("MARK").count("MARK") == 1
+
+    @pytest.mark.parametrize(
+        "question", [theme_question, criterion_question, edit_consistency_question, edit_following_question]
+    )
+    @pytest.mark.parametrize("text", ["", " \n", None, 3])
+    def test_nothing_to_ask(self, question, text):
+        # T2IS-Bench has criteria without a text
+        with pytest.raises(ValueError, match=r"`\w+` is .* makes no question"):
+            question(text)
+
+
+class TestMakePair:
+    def test_row(self):
+        pair = make_pair("a.png", "b.png", QUESTION, "Yes", "Both are red.")
+        assert pair == {
+            "images": ["a.png", "b.png"],
+            "prompt": [{"role": "user", "content": QUESTION}],
+            "completion": [{"role": "assistant", "content": "Yes. Both are red."}],
+        }
+        assert make_pair("a.png", "b.png", QUESTION, "No")["completion"][0]["content"] == "No"
+
+    @pytest.mark.parametrize("flag, word", [(True, "Yes"), (False, "No")])
+    def test_bool(self, flag, word):
+        assert make_pair("a", "b", QUESTION, flag) == make_pair("a", "b", QUESTION, word)
+        assert decision_of(make_pair("a", "b", QUESTION, flag, "Reasons.")["completion"]) == word
+
+    @pytest.mark.parametrize("decision", ["yes", "Yes.", "", None, 1, 0])
+    def test_other_decision(self, decision):
+        with pytest.raises(ValueError, match=f'`decision` is {decision!r}.*Give "Yes", "No" or a `bool`'):
+            make_pair("a", "b", QUESTION, decision)
+
+    def test_empty_texts(self):
+        for question in ("", " ", None):
+            with pytest.raises(ValueError, match=f"`question` is {question!r}"):
+                make_pair("a", "b", question, "Yes")
+        for reasons in ("", " ", 3):
+            with pytest.raises(ValueError, match=f"`reasons` is {reasons!r}.*leave `reasons` out"):
+                make_pair("a", "b", QUESTION, "Yes", reasons)
+
+    def test_images_in_memory(self):
+        dataset = Dataset.from_list([make_pair(noise(1), noise(2), QUESTION, "Yes")])
+        check_pair_columns(dataset)
+        assert [image.tobytes() for image in dataset[0]["images"]] == [noise(1).tobytes(), noise(2).tobytes()]
+
+
+class TestDecision:
+    @pytest.mark.parametrize(
+        "text, decision, label_only",
+        [
+            ("Yes", "Yes", True),
+            ("No", "No", True),
+            ("Yes.", "Yes", True),
+            ("No.\n", "No", True),
+            ("Yes. Both are red.", "Yes", False),
+            ("No, they differ.", "No", False),
+            ("Yes\n\nBoth are red.", "Yes", False),
+            ("No. No.", "No", False),
+            ("Yes..", "Yes", False),
+        ],
+    )
+    def test_decisions(self, text, decision, label_only):
+        half = len(text) // 2
+        parts = [{"type": "text", "text": text[:half]}, {"type": "text", "text": text[half:]}]
+        for completion in (text, [assistant(text)], [assistant(parts)]):
+            assert decision_of(completion) == decision
+            assert is_label_only(completion) is label_only
+
+    @pytest.mark.parametrize("text", ["Yesterday", "Not at all", "Nothing", "Yes_", "yes", "NO", " Yes", "\nNo", ""])
+    def test_no_decision(self, text):
+        for completion in (text, [assistant(text)]):
+            for function in (decision_of, is_label_only):
+                with pytest.raises(ValueError, match="does not begin with the word Yes or No.*case matters.*no space"):
+                    function(completion)
+
+    @pytest.mark.parametrize(
+        "completion",
+        [[], [user("Yes")], [assistant("Yes"), assistant("Yes")], [user("Yes"), assistant("Yes")], ["Yes"], None, 3],
+    )
+    def test_not_one_assistant_turn(self, completion):
+        with pytest.raises(ValueError, match="must be one assistant turn"):
+            decision_of(completion)
+
+    @pytest.mark.parametrize("content", [None, ["Yes"], [{"type": "text", "text": "Yes"}, {"type": "image"}]])
+    def test_content_that_is_no_text(self, content):
+        with pytest.raises(ValueError, match="content of the completion is .* must be a text"):
+            decision_of([assistant(content)])
+
+
+class TestCheckPairColumns:
+    def test_accepts(self, tmp_path):
+        dataset = pairs_of(pair_rows(tmp_path, 3))
+        assert check_pair_columns(dataset) is None
+        check_pair_columns(dataset.with_format("numpy"))
+        check_pair_columns(dataset.with_transform(lambda batch: {}))
+        check_pair_columns(dataset.cast_column("images", List(ImageFeature(), length=2)))
+        check_pair_columns(dataset.cast_column("images", LargeList(ImageFeature())))
+
+    def test_turns_that_are_allowed(self):
+        row = make_pair(noise(0), noise(1), QUESTION, "Yes")
+        check_pair_columns(Dataset.from_list([{**row, "prompt": [{"role": "system", "content": "S"}, user("Q?")]}]))
+        text, image = {"type": "text", "text": "Q?"}, {"type": "image", "text": None}
+        check_pair_columns(Dataset.from_list([{**row, "prompt": [user([image, image, text])]}]))
+        for parts, count in (([image, text], 1), ([text], 0), ([image, image, image, text], 3)):
+            with pytest.raises(ValueError, match=rf"Row 0 .* list with {count} image parts, but there are 2 images"):
+                check_pair_columns(Dataset.from_list([{**row, "prompt": [user(parts)]}]))
+
+    @pytest.mark.parametrize("column", ["images", "prompt", "completion"])
+    def test_missing_column(self, tmp_path, column):
+        dataset = pairs_of(pair_rows(tmp_path, 1)).remove_columns(column)
+        with pytest.raises(ValueError, match=rf"need the columns \['{column}'\], but `eval_dataset` has only \["):
+            check_pair_columns(dataset, "eval_dataset")
+
+    @pytest.mark.parametrize("column", ["image", "messages"])
+    def test_column_that_trl_prefers(self, tmp_path, column):
+        dataset = pairs_of(pair_rows(tmp_path, 1))
+        check_pair_columns(dataset.add_column("note", ["x"]))
+        with pytest.raises(ValueError, match=rf"columns \['{column}'\] beside .*remove_columns\(\['{column}'\]\)"):
+            check_pair_columns(dataset.add_column(column, ["x"]))
+
+    def test_no_rows(self, tmp_path):
+        dataset = pairs_of(pair_rows(tmp_path, 1))
+        with pytest.raises(ValueError, match="`eval_dataset` has no rows"):
+            check_pair_columns(dataset.select([]), "eval_dataset")
+
+    def test_other_objects(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("datasets.config.TORCH_AVAILABLE", False)  # an `IterableDataset` imports it: 10 seconds
+        rows = pair_rows(tmp_path, 1)
+        dataset = pairs_of(rows)
+        for thing, message in (
+            (dataset.to_iterable_dataset(), "`train_dataset` is an `IterableDataset`.*without `streaming=True`"),
+            (IterableDataset.from_generator(lambda: iter(rows)), "`IterableDataset`"),
+            (DatasetDict(train=dataset), r"`DatasetDict` of the splits \['train'\]. Give one"),
+            (rows, r"`list`. It must be a `datasets.Dataset`"),
+            (None, "`NoneType`"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                check_pair_columns(thing)
+
+    @pytest.mark.parametrize(
+        "feature", [List(Value("string")), List(ImageFeature(decode=False)), ImageFeature(), Value("string")]
+    )
+    def test_column_that_is_no_list_of_images(self, tmp_path, feature):
+        row = pair_rows(tmp_path, 1)[0]
+        images = row["images"] if isinstance(feature, List) else row["images"][0]
+        features = pairs_of([row]).features
+        dataset = Dataset.from_list([{**row, "images": images}], features=Features({**features, "images": feature}))
+        with pytest.raises(ValueError, match=r"column `images` of `train_dataset` has the type .*dataset.cast_column"):
+            check_pair_columns(dataset)
+        if isinstance(feature, List):
+            check_pair_columns(dataset.cast_column("images", IMAGES))  # the remedy
+
+    @pytest.mark.parametrize("images", [[], ["a.png"], ["a.png"] * 3, None])
+    def test_number_of_images(self, tmp_path, images):
+        rows = pair_rows(tmp_path, 4)
+        rows[2]["images"] = images
+        dataset = pairs_of(rows)
+        count = len(images or [])
+        with pytest.raises(ValueError, match=rf"Row 2 of `train_dataset`: It has {count} images.*skip_broken=True"):
+            check_pair_columns(dataset)
+        # Of the rows which are there, whatever lies in the table below
+        with pytest.raises(ValueError, match="Row 1 "):
+            check_pair_columns(dataset.select([3, 2, 0]))
+        with pytest.raises(ValueError, match="Row 0 "):
+            check_pair_columns(dataset.select(range(2, 4)))
+        check_pair_columns(dataset.select([3, 1, 0]))
+        check_pair_columns(dataset.select([3, 1, 0]).shuffle(seed=0).select(range(1, 3)))
+        shuffled = dataset.shuffle(seed=3)
+        assert shuffled._indices is not None
+        row = shuffled["prompt"][:].index([user("Is this pair 2?")])
+        with pytest.raises(ValueError, match=f"Row {row} "):
+            check_pair_columns(shuffled)
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"prompt": [user("Q?"), user("Q?")]}, r"prompt has the turns \['user', 'user'\]"),
+            ({"prompt": []}, r"prompt has the turns \[\]"),
+            ({"prompt": [assistant("Q?")]}, r"prompt has the turns \['assistant'\]"),
+            ({"prompt": [user("Q?"), {"role": "system", "content": "S"}]}, r"turns \['user', 'system'\]"),
+            ({"prompt": [user(" ")]}, "has the content ' '"),
+            ({"prompt": [user(None)]}, "has the content None"),
+            ({"prompt": None}, "prompt is None"),
+            ({"completion": [assistant("Maybe")]}, "'Maybe' does not begin with"),
+            ({"completion": [assistant("yes")]}, "case matters"),
+            ({"completion": [user("Yes")]}, "must be one assistant turn"),
+            ({"completion": None}, "must be one assistant turn"),
+        ],
+    )
+    def test_texts(self, tmp_path, changes, message):
+        rows = pair_rows(tmp_path, 4)
+        rows[2].update(changes)
+        dataset = pairs_of(rows)
+        with pytest.raises(ValueError, match=rf"Row 2 of `eval_dataset`: .*{message}.*skip_broken=True"):
+            check_pair_columns(dataset, "eval_dataset")
+        with pytest.raises(ValueError, match=rf"Row 0 of `train_dataset`: .*{message}"):
+            check_pair_columns(dataset.select([2, 0]))
+        check_pair_columns(dataset.select([3, 0, 1]))
+
+    def test_columns_of_text(self, tmp_path):
+        rows = [{**row, "prompt": QUESTION} for row in pair_rows(tmp_path, 1)]
+        with pytest.raises(ValueError, match="prompt is 'Are both foxes red\\?'"):
+            check_pair_columns(pairs_of(rows))
+
+    def test_rows_far_behind(self):
+        # More rows than are read at once
+        rows = [make_pair("a.png", "b.png", QUESTION, "Yes") for _ in range(2500)]
+        rows[2400]["completion"] = [assistant("Maybe")]
+        with pytest.raises(ValueError, match="Row 2400 "):
+            check_pair_columns(pairs_of(rows))
+
+    def test_images_are_not_read(self, tmp_path):
+        size = 2**19
+        row = make_pair({"bytes": b"x" * size, "path": None}, {"bytes": b"y" * size, "path": None}, QUESTION, "Yes")
+        pairs_of([row] * 20).save_to_disk(tmp_path / "saved")
+        dataset = load_from_disk(tmp_path / "saved").shuffle(seed=0)
+        # Not images at all: decoding them raises
+        with pytest.raises(Exception, match="cannot identify image"):
+            dataset[0]
+        tracemalloc.start()
+        try:
+            check_pair_columns(dataset)
+            assert tracemalloc.get_traced_memory()[1] < size
+            assert len(dataset.with_format("arrow")[:]["images"].to_pylist()) == 20  # not decoded but read
+            assert tracemalloc.get_traced_memory()[1] > 20 * size
+        finally:
+            tracemalloc.stop()
+
+
+class TestValidatePairs:
+    @pytest.mark.parametrize("num_proc", [None, 2])
+    def test_all_rows_are_in_order(self, tmp_path, caplog, num_proc):
+        dataset = pairs_of(pair_rows(tmp_path, 3))
+        for skip_broken in (False, True):
+            assert validate_pairs(dataset, num_proc=num_proc, skip_broken=skip_broken) is dataset
+        assert not caplog.records
+
+    @pytest.mark.parametrize("kind", ["png", "jpg"])
+    @pytest.mark.parametrize("place", [0, 1])
+    def test_truncated_file(self, tmp_path, kind, place):
+        rows = pair_rows(tmp_path, 3)
+        path = write_image(tmp_path / f"cut.{kind}")
+        rows[1]["images"][place] = path
+        dataset = pairs_of(rows)
+        assert validate_pairs(dataset) is dataset
+        cut_in_half(path)
+        check_pair_columns(dataset)  # the cheap check does not see it
+        name = ["first", "second"][place]
+        with pytest.raises(
+            ValueError, match=rf"Row 1: The {name} image \({path}\) cannot be decoded: \w+: .*`skip_broken=True`\.$"
+        ):
+            validate_pairs(dataset)
+        kept = validate_pairs(dataset, skip_broken=True)
+        assert [prompt[0]["content"] for prompt in kept["prompt"]] == ["Is this pair 0?", "Is this pair 2?"]
+        assert kept.features == dataset.features
+
+    def test_embedded_image(self, tmp_path):
+        data = Path(write_image(tmp_path / "a.png")).read_bytes()
+        good, cut = {"bytes": data, "path": None}, {"bytes": data[: len(data) // 2], "path": "cut.png"}
+        assert validate_pairs(pairs_of([make_pair(good, good, QUESTION, "Yes")]))
+        with pytest.raises(ValueError, match=r"Row 1: The first image \(embedded image cut.png\) cannot be decoded"):
+            validate_pairs(pairs_of([make_pair(good, good, QUESTION, "Yes"), make_pair(cut, good, QUESTION, "Yes")]))
+
+    def test_missing_images(self, tmp_path):
+        path = write_image(tmp_path / "a.png")
+        rows = [make_pair(path, path, QUESTION, "Yes") for _ in range(3)]
+        rows[1]["images"] = [path, str(tmp_path / "gone.png")]
+        rows[2]["images"] = [None, path]
+        for row, message in (
+            (1, r"second image \(.*gone.png\) cannot be decoded: FileNotFoundError"),
+            (2, "is missing"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                validate_pairs(pairs_of(rows).select([0, row]))
+
+    def test_texts_and_numbers(self, tmp_path):
+        rows = pair_rows(tmp_path, 5)
+        rows[1]["completion"] = [assistant("Maybe")]
+        rows[3]["images"] = rows[3]["images"][:1]
+        rows[4]["images"] = None
+        with pytest.raises(ValueError, match=r"Row 1: .*'Maybe'.*\(3 of 5 rows are broken; this is the first one.\)"):
+            validate_pairs(pairs_of(rows))
+        with pytest.raises(ValueError, match="Row 1: It has 1 images"):
+            validate_pairs(pairs_of(rows).select([0, 3]))
+        kept = validate_pairs(pairs_of(rows), skip_broken=True)
+        assert [prompt[0]["content"] for prompt in kept["prompt"]] == ["Is this pair 0?", "Is this pair 2?"]
+
+    def test_columns_are_errors_in_any_case(self, tmp_path):
+        dataset = pairs_of(pair_rows(tmp_path, 1)).remove_columns("images")
+        with pytest.raises(ValueError, match=r"need the columns \['images'\]"):
+            validate_pairs(dataset, skip_broken=True)
+        with pytest.raises(TypeError, match="`dataset` is a `list`"):
+            validate_pairs([], skip_broken=True)
+
+    @pytest.mark.parametrize("num_proc", [None, 2])
+    def test_one_warning(self, tmp_path, caplog, num_proc):
+        rows = pair_rows(tmp_path, 2)
+        broken = cut_in_half(write_image(tmp_path / "cut.png"))
+        rows[1:1] = [make_pair(rows[0]["images"][0], broken, QUESTION, "Yes") for _ in range(23)]
+        order = random.Random(0).sample(range(25), 25)
+        dataset = pairs_of(rows).select(order)  # with an indices mapping
+        kept = validate_pairs(dataset, num_proc=num_proc, skip_broken=True)
+        assert sorted(prompt[0]["content"] for prompt in kept["prompt"]) == ["Is this pair 0?", "Is this pair 1?"]
+        (record,) = caplog.records
+        lines = record.message.split("\n")
+        assert lines[0] == "Left out 23 of 25 rows that are broken:" and lines[-1] == "and 3 more."
+        expected = [position for position, row in enumerate(order) if 1 <= row <= 23][:20]
+        assert [int(line.split(":")[0].removeprefix("Row ")) for line in lines[1:-1]] == expected
+        assert all("The second image" in line and "truncated" in line for line in lines[1:-1])
+
+    def test_nothing_left(self, tmp_path):
+        broken = cut_in_half(write_image(tmp_path / "cut.png"))
+        dataset = pairs_of([make_pair(broken, broken, QUESTION, "Yes")] * 2)
+        with pytest.raises(ValueError, match="All 2 rows are broken.*Row 0: The first image.*The second image"):
+            validate_pairs(dataset, skip_broken=True)
+
+    @pytest.mark.parametrize("num_proc", [None, 2])
+    def test_the_cache_is_left_alone(self, tmp_path, num_proc):
+        rows = pairs_of(pair_rows(tmp_path / "images", 3))
+        (tmp_path / "cache").mkdir()
+        dataset = rows.map(lambda row: row, cache_file_name=str(tmp_path / "cache" / "pairs.arrow"))
+        # What `map` does to such a dataset when it is not told otherwise
+        dataset.map(lambda row: {"length": 1})
+        before = sorted((tmp_path / "cache").iterdir())
+        assert len(before) == 2
+        validate_pairs(dataset, num_proc=num_proc)
+        assert sorted((tmp_path / "cache").iterdir()) == before
+        # A file that breaks between two checks is found
+        cut_in_half(tmp_path / "images" / "1a.png")
+        with pytest.raises(ValueError, match="Row 1: The first image"):
+            validate_pairs(dataset, num_proc=num_proc)
+
+
+class TestSwapPairs:
+    def pixels(self, dataset):
+        return [[image.tobytes() for image in row["images"]] for row in dataset]
+
+    @pytest.mark.parametrize("embedded", [False, True])
+    def test_other_order(self, tmp_path, embedded):
+        rows = pair_rows(tmp_path, 3)
+        if embedded:
+            rows = [
+                {**row, "images": [{"bytes": Path(path).read_bytes(), "path": None} for path in row["images"]]}
+                for row in rows
+            ]
+        dataset = pairs_of(rows)
+        swapped = swap_pairs(dataset)
+        pixels = self.pixels(dataset)
+        assert all(first != second for first, second in pixels)
+        assert self.pixels(swapped) == pixels + [pair[::-1] for pair in pixels]
+        for column in ("prompt", "completion"):
+            assert swapped[column][:] == dataset[column][:] * 2
+        assert swapped.features == dataset.features
+        # As they are stored: paths stay paths, and bytes the same bytes
+        stored = [row for batch in swapped.with_format("arrow").iter(10) for row in batch["images"].to_pylist()]
+        assert all((image["bytes"] is not None) is embedded for images in stored for image in images)
+        assert stored[3:] == [images[::-1] for images in stored[:3]]
+
+    def test_nothing_is_decoded(self):
+        row = make_pair({"bytes": b"x", "path": None}, {"bytes": b"y", "path": None}, QUESTION, "Yes")
+        swapped = swap_pairs(pairs_of([row]))
+        with pytest.raises(Exception, match="cannot identify image"):
+            swapped[1]
+        assert swapped.data.column("images").to_pylist()[1] == row["images"][::-1]
+
+    def test_indices_format_and_other_columns(self, tmp_path):
+        dataset = pairs_of(pair_rows(tmp_path, 4)).add_column("source", list("abcd"))
+        dataset = dataset.cast_column("images", List(ImageFeature(mode="L"))).with_format("numpy")
+        dataset = dataset.add_column("kind", [0, 1, 0, 1], feature=ClassLabel(names=["theme", "editing"]))
+        swapped = swap_pairs(dataset.select([3, 1]))
+        assert swapped.format["type"] == "numpy" and swapped.features == dataset.features
+        assert swapped.with_format(None)["source"][:] == ["d", "b", "d", "b"]
+        numbers = [row["prompt"][0]["content"] for row in swapped.with_format(None)]
+        assert numbers == ["Is this pair 3?", "Is this pair 1?"] * 2
+
+    def test_fixed_and_large_lists(self, tmp_path):
+        dataset = pairs_of(pair_rows(tmp_path, 2))
+        for feature in (List(ImageFeature(), length=2), LargeList(ImageFeature())):
+            cast = dataset.cast_column("images", feature)
+            assert swap_pairs(cast).features == cast.features
+            assert self.pixels(swap_pairs(cast)) == self.pixels(swap_pairs(dataset))
+
+    @pytest.mark.parametrize(
+        "question, answer",
+        [
+            (edit_consistency_question("Add a hat."), "Yes"),
+            (edit_following_question("Add a hat."), "No"),
+            ("Is the first one redder?", "Yes"),
+            ("Is the fox on the left red?", "Yes"),
+            ("Does Image A resemble Image B?", "Yes"),
+            ("Does image 1 resemble image 2?", "Yes"),
+            ("Does the edited image have a hat?", "Yes"),
+            (plain_question(), "No. The second image is brighter."),
+            (plain_question(), "No. The left fox is blue."),
+            (plain_question(), "No. The RIGHT fox is blue."),
+            (plain_question(), "Yes. Subfigure 2 goes on with the story."),
+            (plain_question(), "No. Images A and B differ."),
+            (plain_question(), "No. Image (1) is in ink."),
+            (plain_question(), "No. The former is in ink."),
+            (plain_question(), "No. The latter is in ink."),
+            (plain_question(), "No. The original image has no hat."),
+            (plain_question(), "No. First, the style differs."),
+        ],
+    )
+    def test_texts_that_depend_on_the_order(self, tmp_path, caplog, question, answer):
+        caplog.set_level(logging.INFO)
+        rows = pair_rows(tmp_path, 2)
+        rows[0].update(prompt=[user(question)], completion=[assistant(answer)])
+        dataset = pairs_of(rows)
+        swapped = swap_pairs(dataset)
+        assert len(swapped) == 3
+        assert [prompt[0]["content"] for prompt in swapped["prompt"]][2] == "Is this pair 1?"
+        by_question = int(question != plain_question())
+        assert (
+            f"Swapped 1 of 2 pairs. Left alone, because they depend on the order of the images: {by_question} by the "
+            f"question, {1 - by_question} by the answer." in caplog.messages
+        )
+        assert swap_pairs(dataset.select([0])).to_list() == dataset.select([0]).to_list()
+
+    @pytest.mark.parametrize(
+        "question, answer",
+        [
+            (plain_question(), "Yes"),
+            (theme_question("Two images of a fox."), "No"),
+            (criterion_question("The foxes are red."), "Yes. In each image a fox runs. Both images are in ink."),
+            (plain_question(), "No. One image is bright and the other dark; in each image 12 leaves fall."),
+        ],
+    )
+    def test_texts_that_do_not(self, tmp_path, question, answer):
+        rows = pair_rows(tmp_path, 1)
+        rows[0].update(prompt=[user(question)], completion=[assistant(answer)])
+        assert len(swap_pairs(pairs_of(rows))) == 2
+
+    def test_content_in_parts_and_system_turn(self):
+        image = {"type": "image", "text": None}
+        for text, count in (("Is the second one red?", 1), ("Are both red?", 2)):
+            row = make_pair(noise(0), noise(1), "Q?", "Yes")
+            row["prompt"] = [user([image, image, {"type": "text", "text": text}])]
+            assert len(swap_pairs(Dataset.from_list([row]))) == count
+            row["prompt"] = [{"role": "system", "content": text}, user("Q?")]
+            assert len(swap_pairs(Dataset.from_list([row]))) == count
+
+    def test_is_checked(self):
+        with pytest.raises(ValueError, match="Row 0 of `dataset`: .*'Maybe'"):
+            swap_pairs(pairs_of([{**make_pair("a", "b", QUESTION, "Yes"), "completion": [assistant("Maybe")]}]))
+
+
+def record(*images, question="<image><image>\nAre both foxes red?", answer="Yes. Both are red.", **changes):
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {"conversations": turns, "images": list(images), **changes}
+
+
+def write_json(folder, name, records):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(records), encoding="utf-8")
+    return folder
+
+
+def write_zip(path, images):
+    """Write a zip file of images: name in the zip file -> seed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, seed in images.items():
+            source = path.with_suffix(".png")
+            archive.write(write_image(source, seed), name)
+            source.unlink()
+
+
+def seeds_of(dataset):
+    known = {noise(seed).tobytes(): seed for seed in range(10)}
+    return [[known[image.tobytes()] for image in row["images"]] for row in dataset]
+
+
+class TestLoadPacoDataset:
+    def folder(self, tmp_path, *records, name="own"):
+        write_image(tmp_path / "data" / "a.png", 1)
+        write_image(tmp_path / "data" / "sub" / "b.png", 2)
+        return write_json(tmp_path / "data", name, list(records))
+
+    def test_images_beside(self, tmp_path, own_cache):
+        folder = self.folder(tmp_path, record("a.png", "sub/b.png"), record("./sub/../sub/b.png", "a.png"))
+        dataset = load_paco_dataset(folder, files=["own"])
+        assert seeds_of(dataset) == [[1, 2], [2, 1]]
+        row = dataset.cast_column("images", List(ImageFeature(decode=False)))[0]
+        assert row == {
+            "images": [{"bytes": None, "path": str(folder / name)} for name in ("a.png", "sub/b.png")],
+            "prompt": [{"role": "user", "content": "Are both foxes red?"}],
+            "completion": [{"role": "assistant", "content": "Yes. Both are red."}],
+            "source": "own",
+        }
+        check_pair_columns(dataset)
+        assert load_paco_dataset(str(folder), files=["own.json"]).to_list() == dataset.to_list()
+        assert not own_cache.exists()
+
+    def test_relative_folder(self, tmp_path, monkeypatch):
+        self.folder(tmp_path, record("a.png", "sub/b.png"))
+        monkeypatch.chdir(tmp_path)
+        dataset = load_paco_dataset("data", files=["own"])
+        monkeypatch.chdir("/")
+        assert seeds_of(dataset) == [[1, 2]]
+
+    def test_training_files_by_default(self, tmp_path):
+        folder = self.folder(tmp_path, record("a.png", "a.png"), name="consistency_reward_cot_train")
+        write_json(folder, "consistency_reward_cot_test", [record("a.png", "a.png")])
+        with pytest.raises(
+            FileNotFoundError, match=r"no file 'sharegpt_editing_cot.json' in .*only: a.png, consist.*sub/"
+        ):
+            load_paco_dataset(folder)
+        write_json(folder, "sharegpt_editing_cot", [record("sub/b.png", "a.png")])
+        dataset = load_paco_dataset(folder)
+        assert dataset["source"][:] == ["consistency_reward_cot_train", "sharegpt_editing_cot"]
+        assert seeds_of(dataset) == [[1, 1], [2, 1]]
+
+    def test_shapes_of_records(self, tmp_path):
+        messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": " No\n"}]
+        system = {"from": "system", "value": "Be strict."}
+        folder = self.folder(
+            tmp_path,
+            {"messages": messages, "images": ["a.png", "a.png"]},
+            record("a.png", "a.png", conversations=[system, *record()["conversations"]]),
+            record("a.png", "a.png", system="Be kind."),
+            record("a.png", "a.png", system=""),
+        )
+        dataset = load_paco_dataset(folder, files=["own"])
+        assert dataset[0]["completion"] == [assistant("No")]
+        turns = [[(turn["role"], turn["content"]) for turn in prompt] for prompt in dataset["prompt"]]
+        assert turns == [
+            [("user", QUESTION)],
+            [("system", "Be strict."), ("user", QUESTION)],
+            [("system", "Be kind."), ("user", QUESTION)],
+            [("user", QUESTION)],
+        ]
+
+    @pytest.mark.parametrize(
+        "question",
+        [QUESTION, f"<image><image>{QUESTION}", f"<image>\n<image>\n{QUESTION}", f"{QUESTION} <image> <image>"],
+    )
+    def test_placeholders(self, tmp_path, question):
+        folder = self.folder(tmp_path, record("a.png", "a.png", question=question))
+        assert load_paco_dataset(folder, files=["own"])[0]["prompt"] == [user(QUESTION)]
+
+    @pytest.mark.parametrize(
+        "broken, message",
+        [
+            (record("a.png"), "it has 1 images"),
+            (record("a.png", "a.png", "a.png"), "it has 3 images"),
+            (record("a.png", "a.png", images="a.png"), "it has `images` 'a.png'"),
+            (record("a.png", "a.png", images="ab"), "it has `images` 'ab'"),
+            ({"conversations": record()["conversations"]}, "it has `images` None"),
+            (
+                record("a.png", "gone.png"),
+                "image 'gone.png' is neither in .*data nor in a zip file, of which there are no",
+            ),
+            (record("a.png", ""), "an image is ''"),
+            (record("a.png", 3), "an image is 3"),
+            (record("a.png", "../secret.png"), "path '../secret.png' is absolute or leaves"),
+            (record("a.png", "sub/../../secret.png"), "path 'sub/../../secret.png' is absolute or leaves"),
+            (record("a.png", ".."), r"path '\.\.' is absolute or leaves"),
+            (record("a.png", "a.png", question="<image>Q?"), "question has 1 placeholders"),
+            (record("a.png", "a.png", question="<image><image><image>Q?"), "question has 3 placeholders"),
+            (record("a.png", "a.png", question="<image><image>\n"), "in which there is no text"),
+            (record("a.png", "a.png", question=""), "its user turn is ''"),
+            (record("a.png", "a.png", answer=None), "its assistant turn is None"),
+            (record("a.png", "a.png", answer="**Yes**"), r"'\*\*Yes\*\*' does not begin with the word Yes or No"),
+            (
+                record("a.png", "a.png", conversations=record()["conversations"] * 2),
+                "turns are .*one question and one",
+            ),
+            (record("a.png", "a.png", conversations=record()["conversations"][:1]), r"turns are \['human'\]"),
+            (record("a.png", "a.png", conversations=[{"from": "bot", "value": "x"}]), r"turns are \['bot'\]"),
+            (record("a.png", "a.png", conversations="Q?"), "no list of turns"),
+            (record("a.png", "a.png", conversations=3), "no list of turns"),
+            ({"text": "Q?", "images": ["a.png", "a.png"]}, r"only the keys \['text', 'images'\]"),
+            ("Q?", "it is 'Q\\?', but it must be a JSON object"),
+        ],
+    )
+    def test_broken_record(self, tmp_path, caplog, broken, message):
+        write_image(tmp_path / "secret.png", 3)
+        good = record("a.png", "sub/b.png")
+        folder = self.folder(tmp_path, good, broken, good)
+        with pytest.raises(ValueError, match=rf"^own.json, record 1: .*{message}.*`skip_broken=True`"):
+            load_paco_dataset(folder, files=["own"])
+        assert seeds_of(load_paco_dataset(folder, files=["own"], skip_broken=True)) == [[1, 2], [1, 2]]
+        (warning,) = caplog.messages
+        assert warning.startswith("Left out 1 of 3 records that are broken:\nown.json, record 1: ")
+
+    def test_absolute_path(self, tmp_path):
+        folder = self.folder(tmp_path)
+        path = str(folder / "a.png")
+        assert Path(path).is_file()
+        write_json(folder, "own", [record("a.png", path)])
+        with pytest.raises(ValueError, match=f"the path '{path}' is absolute"):
+            load_paco_dataset(folder, files=["own"])
+
+    def test_many_broken_records(self, tmp_path, caplog):
+        folder = self.folder(tmp_path, *[record("gone.png", "a.png") for _ in range(21)])
+        with pytest.raises(ValueError, match=r"record 0: .*\(21 of 21 records are broken; this is the first one"):
+            load_paco_dataset(folder, files=["own"])
+        with pytest.raises(ValueError, match="All 21 records are broken.*The first: own.json, record 0"):
+            load_paco_dataset(folder, files=["own"], skip_broken=True)
+        write_json(folder, "more", [record("a.png", "a.png")])
+        assert len(load_paco_dataset(folder, files=["own", "more"], skip_broken=True)) == 1
+        (warning,) = caplog.messages
+        assert len(warning.split("\n")) == 22 and warning.endswith("own.json, record 19: " + warning.split(": ")[-1])
+        assert "record 19:" in warning and "record 20:" not in warning and "\nand 1 more." in warning
+
+    @pytest.mark.parametrize("skip_broken", [False, True])
+    @pytest.mark.parametrize(
+        "text, message",
+        [
+            ("version https://git-lfs", "own.json is not valid JSON .*Git LFS"),
+            ('[{"images": ', "not valid JSON"),
+            ("[]", "own.json holds no list of records, or an empty one"),
+            ('{"images": []}', "holds no list of records"),
+        ],
+    )
+    def test_broken_file(self, tmp_path, text, message, skip_broken):
+        (self.folder(tmp_path) / "own.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_paco_dataset(tmp_path / "data", files=["own"], skip_broken=skip_broken)
+
+    def test_arguments(self, tmp_path):
+        folder = self.folder(tmp_path, record("a.png", "a.png"))
+        for files in ("own", []):
+            with pytest.raises(ValueError, match="`files` is .* must be a list of names"):
+                load_paco_dataset(folder, files=files)
+        with pytest.raises(ValueError, match="own.json' is a file.*Give the folder"):
+            load_paco_dataset(folder / "own.json")
+        for path in (tmp_path / "gone", "./gone", "/gone", "~/gone-folder"):
+            with pytest.raises(FileNotFoundError, match="There is no folder .*gone"):
+                load_paco_dataset(path)
+
+    def test_long_list_of_what_is_there(self, tmp_path):
+        for number in range(23):
+            write_json(tmp_path / "data", f"{number:02}", [])
+        with pytest.raises(FileNotFoundError, match=r"only: 00.json, .*19.json and 3 more\."):
+            load_paco_dataset(tmp_path / "data")
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(FileNotFoundError, match="only: nothing"):
+            load_paco_dataset(tmp_path / "empty")
+
+    def test_hub(self, tmp_path, monkeypatch):
+        asked = []
+
+        def snapshot_download(repo, repo_type, allow_patterns):
+            asked.append((repo, repo_type, allow_patterns))
+            return str(folder)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+        folder = self.folder(tmp_path, record("a.png", "sub/b.png"))
+        assert seeds_of(load_paco_dataset("X-GenGroup/PaCo-Dataset", files=["own"])) == [[1, 2]]
+        ((repo, repo_type, patterns),) = asked
+        assert (repo, repo_type) == ("X-GenGroup/PaCo-Dataset", "dataset")
+        assert {"*.json", "*.zip", "*.png"} <= set(patterns)
+
+
+class TestZipFiles:
+    def load(self, folder, *images, **kwargs):
+        write_json(folder, "own", [record(*images)])
+        return load_paco_dataset(folder, files=["own"], **kwargs)
+
+    @pytest.mark.parametrize(
+        "archive, member, path",
+        [
+            ("x.zip", "1/a.png", "1/a.png"),
+            ("images.zip", "1/a.png", "images/1/a.png"),  # unpacked into a folder of its name
+            ("images.zip", "images/1/a.png", "1/a.png"),  # with a top folder of its name
+            ("images.zip", "images/1/a.png", "images/1/a.png"),
+            ("images/x.zip", "1/a.png", "images/1/a.png"),  # unpacked where it lies
+            ("images/x.zip", "1/a.png", "images/x/1/a.png"),
+            ("images/x.zip", "images/1/a.png", "images/1/a.png"),
+        ],
+    )
+    def test_places(self, tmp_path, own_cache, archive, member, path):
+        write_zip(tmp_path / "data" / archive, {member: 3, "other.png": 4})
+        before = sorted((tmp_path / "data").rglob("*"))
+        dataset = self.load(tmp_path / "data", path, path)
+        assert seeds_of(dataset) == [[3, 3]]
+        # Not in the user's folder
+        assert set((tmp_path / "data").rglob("*")) - set(before) == {tmp_path / "data" / "own.json"}
+        stored = dataset.cast_column("images", List(ImageFeature(decode=False)))[0]["images"][0]
+        assert stored["bytes"] is None and own_cache in Path(stored["path"]).parents
+        with pytest.raises(ValueError, match=r"'a/1.png' is neither in .* nor in the zip files \["):
+            self.load(tmp_path / "data", "a/1.png", path)
+
+    def test_beside_comes_first(self, tmp_path, own_cache):
+        write_zip(tmp_path / "data" / "x.zip", {"a.png": 3, "b.png": 4})
+        write_image(tmp_path / "data" / "a.png", 5)
+        assert seeds_of(self.load(tmp_path / "data", "a.png", "a.png")) == [[5, 5]]
+        assert not own_cache.exists()  # not extracted, as nothing in it was needed
+        assert seeds_of(self.load(tmp_path / "data", "a.png", "b.png")) == [[5, 4]]
+        assert own_cache.exists()
+
+    def test_extracted_once(self, tmp_path, own_cache):
+        write_zip(tmp_path / "data" / "x.zip", {"a.png": 3})
+        path = Path(self.load(tmp_path / "data", "a.png", "a.png").data.column("images")[0][0]["path"].as_py())
+        os.utime(path, (1, 1))
+        self.load(tmp_path / "data", "a.png", "a.png")
+        assert path.stat().st_mtime == 1
+
+    def test_same_name_in_two(self, tmp_path):
+        folder = tmp_path / "data"
+        write_zip(folder / "x.zip", {"a.png": 3})
+        write_zip(folder / "y.zip", {"a.png": 3})
+        assert seeds_of(self.load(folder, "a.png", "a.png")) == [[3, 3]]
+        write_zip(folder / "z.zip", {"a.png": 4})
+        with pytest.raises(ValueError, match=r"in the zip files \['x.zip', 'y.zip', 'z.zip'\], which have different"):
+            self.load(folder, "a.png", "a.png")
+        write_image(folder / "a.png", 5)  # the remedy
+        assert seeds_of(self.load(folder, "a.png", "a.png")) == [[5, 5]]
+
+    def test_new_zip_file_at_the_same_place(self, tmp_path):
+        folder = tmp_path / "data"
+        write_zip(folder / "x.zip", {"a.png": 3})
+        assert seeds_of(self.load(folder, "a.png", "a.png")) == [[3, 3]]
+        noise(4, size=65).save(tmp_path / "larger.png")
+        with zipfile.ZipFile(folder / "x.zip", "w") as archive:
+            archive.write(tmp_path / "larger.png", "a.png")
+        assert self.load(folder, "a.png", "a.png")[0]["images"][0].size == (65, 65)
+
+    def test_extraction_that_was_stopped(self, tmp_path):
+        folder = tmp_path / "data"
+        write_zip(folder / "x.zip", {"a.png": 3, "b.png": 4})
+        dataset = self.load(folder, "a.png", "b.png")
+        first, second = (image["path"].as_py() for image in dataset.data.column("images")[0])
+        Path(second).unlink()
+        assert Path(first).is_file()
+        assert seeds_of(self.load(folder, "a.png", "b.png")) == [[3, 4]]
+        cut_in_half(first)
+        assert seeds_of(self.load(folder, "a.png", "b.png")) == [[3, 4]]
+
+    @pytest.mark.parametrize("skip_broken", [False, True])
+    def test_damaged_zip_file(self, tmp_path, skip_broken):
+        # An error also with `skip_broken`: it is no matter of one record
+        folder = tmp_path / "data"
+        write_zip(folder / "x.zip", {"a.png": 3})
+        write_image(folder / "b.png", 4)
+        data = (folder / "x.zip").read_bytes()
+        for damaged, message in (
+            (data[: len(data) // 2], rf"x.zip is no zip file, or an incomplete one \({len(data) // 2} bytes\)"),
+            (b"version https://git-lfs.github.com/spec/v1", "x.zip is no zip file.*Git LFS"),
+            (data[:5000] + b"?" * 9 + data[5009:], r"One of the zip files \['x.zip'\] in .*data is damaged \(Bad CRC"),
+        ):
+            (folder / "x.zip").write_bytes(damaged)
+            with pytest.raises(zipfile.BadZipFile, match=message):
+                self.load(folder, "a.png", "b.png", skip_broken=skip_broken)
+        (folder / "x.zip").write_bytes(data)
+        assert seeds_of(self.load(folder, "a.png", "b.png", skip_broken=skip_broken)) == [[3, 4]]
+
+    def test_member_that_leaves_the_folder(self, tmp_path, own_cache):
+        folder = tmp_path / "data"
+        write_zip(folder / "x.zip", {"../evil.png": 3, "a.png": 4})
+        assert seeds_of(self.load(folder, "a.png", "a.png")) == [[4, 4]]
+        assert not list(own_cache.rglob("evil.png"))
+        with pytest.raises(ValueError, match="path '../evil.png' is absolute or leaves"):
+            self.load(folder, "a.png", "../evil.png")
+
+    def test_several_processes(self, tmp_path):
+        folder = tmp_path / "data"
+        write_zip(folder / "x.zip", {"a.png": 3})
+        write_zip(folder / "y.zip", {"b.png": 4})
+        assert seeds_of(self.load(folder, "a.png", "b.png", num_proc=2)) == [[3, 4]]
+
+    def test_callers_at_the_same_time(self, tmp_path, monkeypatch):
+        # As the ranks of a training run do, on a cache that is empty
+        folder = tmp_path / "data"
+        names = [f"{number}.png" for number in range(300)]
+        data = Path(write_image(tmp_path / "source.png", 3)).read_bytes()
+        write_json(folder, "own", [record(name, name) for name in names])
+        with zipfile.ZipFile(folder / "x.zip", "w") as archive:
+            for name in names:
+                archive.writestr(name, data)
+        results, extractions = [], []
+        extract = ZipExtractor.extract
+
+        def count(*args):
+            extractions.append(args)
+            time.sleep(0.3)  # the others arrive meanwhile
+            extract(*args)
+
+        def load():
+            try:
+                results.append(len(load_paco_dataset(folder, files=["own"])))
+            except Exception as error:
+                results.append(error)
+
+        monkeypatch.setattr(ZipExtractor, "extract", staticmethod(count))
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [300] * 4
+        assert len(extractions) == 1  # nobody takes away the files that another one reads
+
+
+def test_import_is_light():
+    code = "import sys, paco_trl.data; print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'numpy', 'PIL', 'huggingface_hub'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the rankings format, of its loader and of the pairs that are made of rankings."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from paco_trl.data import (
+    check_pair_columns,
+    check_ranking_columns,
+    criteria_dict,
+    load_consistency_rank,
+    plain_question,
+    rankings_to_pairs,
+    swap_pairs,
+    theme_question,
+    validate_pairs,
+)
+
+
+IMAGES = List(ImageFeature())
+FEATURES = Features(
+    {
+        "id": Value("string"),
+        "reference": ImageFeature(),
+        "candidates": IMAGES,
+        "ranking": List(Value("int64")),
+        "prompt": Value("string"),
+    }
+)
+SET_PROMPT = "THREE-PANEL Images with a 1x3 grid layout of a blue kettle. [LEFT]:It is cold. [MIDDLE]:It warms. [RIGHT]:It boils."
+CRITERIA = {"Style": {"Ink": "All in ink."}, "Logic": {"Heat": "It warms up.", "None": None}}
+
+
+def color(value):
+    return Image.new("RGB", (4, 4), (value, 0, 0))
+
+
+def values_of(images):
+    return [image.getpixel((0, 0))[0] for image in images]
+
+
+def write_color(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    color(value).save(path)
+    return str(path)
+
+
+def ranking_row(folder=None, number=0, ranking=(2, 0, 1), **changes):
+    """One ranking; the colour of an image says which one it is."""
+    count = len(ranking)
+    images = [color(10 * number + place) for place in range(count + 1)]
+    if folder is not None:
+        images = [write_color(folder / f"{number}_{place}.png", 10 * number + place) for place in range(count + 1)]
+    return {
+        "id": f"r{number}",
+        "reference": images[0],
+        "candidates": images[1:],
+        "ranking": list(ranking),
+        "prompt": f"A fox {number}.",
+        **changes,
+    }
+
+
+def rankings_of(*rows, features=FEATURES):
+    return Dataset.from_list(list(rows), features=features)
+
+
+class TestCheckRankingColumns:
+    def test_accepts(self, tmp_path):
+        dataset = rankings_of(ranking_row(), ranking_row(tmp_path, 1, (3, 1, 0, 2)), ranking_row(None, 2, (1, 0)))
+        assert check_ranking_columns(dataset) is None
+        check_ranking_columns(dataset.with_format("numpy").shuffle(seed=0))
+
+    @pytest.mark.parametrize("column", ["reference", "candidates", "ranking", "prompt"])
+    def test_missing_column(self, column):
+        with pytest.raises(ValueError, match=rf"need the columns \['{column}'\], but `bench` has only \['id'"):
+            check_ranking_columns(rankings_of(ranking_row()).remove_columns(column), "bench")
+
+    def test_no_dataset_and_no_rows(self):
+        with pytest.raises(TypeError, match="`dataset` is a `list`"):
+            check_ranking_columns([ranking_row()])
+        with pytest.raises(ValueError, match="`bench` has no rows"):
+            check_ranking_columns(rankings_of(ranking_row()).select([]), "bench")
+
+    @pytest.mark.parametrize(
+        "column, feature, cast",
+        [
+            ("reference", Value("string"), ImageFeature()),
+            ("reference", ImageFeature(decode=False), ImageFeature()),
+            ("candidates", List(Value("string")), IMAGES),
+            ("candidates", List(ImageFeature(decode=False)), IMAGES),
+        ],
+    )
+    def test_type_of_images(self, tmp_path, column, feature, cast):
+        dataset = rankings_of(ranking_row(tmp_path), features=Features({**FEATURES, column: feature}))
+        with pytest.raises(
+            ValueError, match=rf"column `{column}` of `dataset` has the type .*cast_column\(\"{column}\""
+        ):
+            check_ranking_columns(dataset)
+        check_ranking_columns(dataset.cast_column(column, cast))
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"ranking": [0, 1]}, r"`ranking` of row 1 of `bench` is \[0, 1\], but there are 3 candidates.*0 to 2"),
+            ({"ranking": [0, 1, 1]}, r"is \[0, 1, 1\]"),
+            ({"ranking": [1, 2, 3]}, r"is \[1, 2, 3\]"),
+            ({"ranking": [0, 1, 2, 3]}, r"is \[0, 1, 2, 3\]"),
+            ({"ranking": [0, 1, -1]}, r"is \[0, 1, -1\]"),
+            ({"ranking": [0, 1, None]}, r"is \[0, 1, None\]"),
+            ({"ranking": None}, "is None"),
+            ({"ranking": [0], "candidates": [color(1)]}, "Row 1 of `bench` has 1 candidates, which cannot be ranked"),
+            ({"ranking": [], "candidates": []}, "has 0 candidates"),
+            ({"candidates": None}, "has 0 candidates"),
+            ({"prompt": " "}, "`prompt` of row 1 of `bench` is ' '"),
+            ({"prompt": None}, "`prompt` of row 1 of `bench` is None"),
+        ],
+    )
+    def test_rows(self, changes, message):
+        dataset = rankings_of(ranking_row(), {**ranking_row(), **changes}, ranking_row())
+        with pytest.raises(ValueError, match=message):
+            check_ranking_columns(dataset, "bench")
+        check_ranking_columns(dataset.select([2, 0]))
+        with pytest.raises(ValueError, match="(R|r)ow 0 of"):
+            check_ranking_columns(dataset.select([1, 0]))
+
+    def test_other_numbers(self):
+        dataset = rankings_of(ranking_row(), features=Features({**FEATURES, "ranking": List(Value("float32"))}))
+        with pytest.raises(ValueError, match=r"is \[2.0, 0.0, 1.0\]"):
+            check_ranking_columns(dataset)
+        check_ranking_columns(dataset.cast_column("ranking", List(Value("int32"))))
+
+    def test_images_are_not_decoded(self):
+        broken = {"bytes": b"broken", "path": None}
+        dataset = rankings_of(ranking_row(reference=broken, candidates=[broken] * 3))
+        with pytest.raises(Exception, match="cannot identify image"):
+            dataset[0]
+        check_ranking_columns(dataset)
+
+
+def rank_record(**changes):
+    record = {
+        "folder": "0001",
+        "ref_image": "0_0.png",
+        "comp_images": ["0_1.png", "1_1.png", "2_1.png"],
+        "rank_images": ["2_1.png", "0_1.png", "1_1.png"],
+    }
+    return {name: value for name, value in {**record, **changes}.items() if value is not ...}
+
+
+def write_bench(folder, records, prompts=None, images=("0_0", "0_1", "1_1", "2_1")):
+    """The published layout; the colour of image <i>_<j> is 10 i + j."""
+    for name in images:
+        first, second = map(int, name.split("_"))
+        write_color(folder / "images" / "0001" / f"{name}.png", 10 * first + second)
+    prompts = prompts or [{"idx": "0001", "prompt": SET_PROMPT, "criteria": CRITERIA}]
+    for name, rows in (("consistency_full_rank", records), ("prompt_data", prompts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+class TestLoadConsistencyRank:
+    def test_published_layout(self, tmp_path):
+        dataset = load_consistency_rank(write_bench(tmp_path, [rank_record()]))
+        check_ranking_columns(dataset)
+        row = dataset[0]
+        assert values_of([row.pop("reference")]) == [0] and values_of(row.pop("candidates")) == [1, 11, 21]
+        assert criteria_dict(row.pop("criteria")) == {
+            "Style": {"Ink": "All in ink."},
+            "Logic": {"Heat": "It warms up."},
+        }
+        assert row == {"id": "0001/0_0.png/0", "group": "0001", "prompt": SET_PROMPT, "ranking": [2, 0, 1]}
+        stored = dataset.with_format("arrow")[:].to_pylist()[0]
+        folder = tmp_path / "images" / "0001"
+        assert stored["reference"] == {"bytes": None, "path": str(folder / "0_0.png")}
+        assert stored["candidates"][1] == {"bytes": None, "path": str(folder / "1_1.png")}
+
+    def test_older_names(self, tmp_path):
+        new = load_consistency_rank(write_bench(tmp_path, [rank_record()]))
+        old = rank_record(
+            ref_image=..., comp_images=..., ref_img="0_0.png", comparison_images=["0_1.png", "1_1.png", "2_1.png"]
+        )
+        assert load_consistency_rank(write_bench(tmp_path, [old])).to_list() == new.to_list()
+
+    def test_ids(self, tmp_path):
+        broken = rank_record(rank_images=["0_1.png"])
+        records = [rank_record(), broken, rank_record(), rank_record(ref_image="1_1.png")]
+        ids = ["0001/0_0.png/0", "0001/0_0.png/2", "0001/1_1.png/0"]
+        # Those of the same records, with and without the broken one: it is counted
+        assert load_consistency_rank(write_bench(tmp_path, records), skip_broken=True)["id"][:] == ids
+        records[1] = rank_record()
+        assert load_consistency_rank(write_bench(tmp_path, records))["id"][:] == [ids[0], "0001/0_0.png/1", *ids[1:]]
+
+    def test_numbers_as_folders_and_no_criteria(self, tmp_path):
+        folder = write_bench(tmp_path, [rank_record(folder=7)], [{"idx": "7", "prompt": "A fox."}])
+        (tmp_path / "images" / "0001").rename(tmp_path / "images" / "7")
+        (row,) = load_consistency_rank(folder).remove_columns(["reference", "candidates"]).to_list()
+        assert row == {"id": "7/0_0.png/0", "group": "7", "prompt": "A fox.", "criteria": [], "ranking": [2, 0, 1]}
+
+    @pytest.mark.parametrize(
+        "broken, message",
+        [
+            (rank_record(folder="0002"), "its folder '0002' is not among the `idx` of prompt_data.jsonl"),
+            (rank_record(folder=...), "its folder None is not"),
+            (rank_record(ref_image="9_9.png"), "there is no image .*images/0001/9_9.png"),
+            (rank_record(ref_image=...), "an image is None"),
+            (
+                rank_record(comp_images=["0_1.png", "3_1.png"], rank_images=["3_1.png", "0_1.png"]),
+                "no image .*3_1.png",
+            ),
+            (
+                rank_record(comp_images=["0_1.png"], rank_images=["0_1.png"]),
+                r"`comp_images` is \['0_1.png'\].*at least",
+            ),
+            (rank_record(comp_images=["0_1.png"] * 2, rank_images=["0_1.png"] * 2), "different file names"),
+            (rank_record(comp_images=...), "`comp_images` is None"),
+            (rank_record(rank_images=["0_1.png", "1_1.png"]), r"`rank_images` is \['0_1.png', '1_1.png'\], but"),
+            (rank_record(rank_images=["0_1.png", "1_1.png", "0_0.png"]), "must have the same names"),
+            (rank_record(rank_images=["0_1.png", "1_1.png", "1_1.png"]), "must have the same names"),
+            (rank_record(rank_images=...), "`rank_images` is None"),
+            (rank_record(ref_image="../../secret.png"), "path '../../secret.png' is absolute or leaves"),
+            (rank_record(ref_image="../0001/0_0.png"), "path '../0001/0_0.png' is absolute or leaves"),
+        ],
+    )
+    def test_broken_record(self, tmp_path, caplog, broken, message):
+        write_color(tmp_path / "secret.png", 1)
+        folder = write_bench(tmp_path / "bench", [rank_record(), broken, rank_record()])
+        with pytest.raises(
+            ValueError, match=rf"^consistency_full_rank.jsonl, line 2: .*{message}.*with `skip_broken=True`\.$"
+        ):
+            load_consistency_rank(folder)
+        assert len(load_consistency_rank(folder, skip_broken=True)) == 2
+        (warning,) = caplog.messages
+        assert warning.startswith("Left out 1 of 3 records that are broken:\nconsistency_full_rank.jsonl, line 2: ")
+
+    def test_paths_that_leave(self, tmp_path):
+        path = write_color(tmp_path / "secret" / "0_0.png", 1)
+        for changes in ({"ref_image": path}, {"folder": "../../secret"}):
+            record = rank_record(**changes)
+            prompts = [{"idx": record["folder"], "prompt": "A fox."}]
+            with pytest.raises(ValueError, match="is absolute or leaves the folder"):
+                load_consistency_rank(write_bench(tmp_path / "bench", [record], prompts))
+
+    def test_nothing_left(self, tmp_path):
+        folder = write_bench(tmp_path, [rank_record(ref_image="9_9.png")] * 2)
+        with pytest.raises(ValueError, match="All 2 records are broken.*The first: .*line 1: there is no image"):
+            load_consistency_rank(folder, skip_broken=True)
+
+    @pytest.mark.parametrize("name", ["consistency_full_rank.jsonl", "prompt_data.jsonl"])
+    def test_files(self, tmp_path, name):
+        folder = write_bench(tmp_path, [rank_record()])
+        text = (folder / name).read_text()
+        for added, message in (
+            ('\n{"folder": ', rf"{name}, line 3 is not valid JSON .*Git LFS"),
+            ("[1]", rf"{name}, line 2 is \[1\], but it must be a JSON object"),
+        ):
+            (folder / name).write_text(text + added)
+            with pytest.raises(ValueError, match=message):
+                load_consistency_rank(folder, skip_broken=True)
+        (folder / name).write_text("\n" + text + "\n\n")
+        assert len(load_consistency_rank(folder)) == 1
+        (folder / name).write_text("\n")
+        with pytest.raises(ValueError, match=f"{name} has no records"):
+            load_consistency_rank(folder)
+        (folder / name).unlink()
+        with pytest.raises(FileNotFoundError, match=f"no file '{name}' in .*only: .*images/"):
+            load_consistency_rank(folder)
+
+    @pytest.mark.parametrize(
+        "prompts, message",
+        [
+            ([{"idx": "0001"}], "line 1 has the idx '0001' and the prompt None"),
+            ([{"idx": "0001", "prompt": " "}], "and the prompt ' '"),
+            ([{"prompt": "A fox."}], "has the idx None"),
+            ([{"idx": "1", "prompt": "A fox."}, {"idx": 1, "prompt": "A fox."}], "line 2 has the idx 1 of an earlier"),
+            ([{"idx": "1", "prompt": "A fox.", "criteria": {"Style": "Ink."}}], "criteria {'Style': 'Ink.'}"),
+            ([{"idx": "1", "prompt": "A fox.", "criteria": "Ink."}], "criteria 'Ink.'. They must be a dictionary"),
+        ],
+    )
+    def test_prompts(self, tmp_path, prompts, message):
+        with pytest.raises(ValueError, match=f"prompt_data.jsonl, .*{message}"):
+            load_consistency_rank(write_bench(tmp_path, [rank_record()], prompts), skip_broken=True)
+
+    def test_hub(self, tmp_path, monkeypatch):
+        asked = []
+
+        def snapshot_download(repo, repo_type, allow_patterns):
+            asked.append((repo, repo_type))
+            assert {"*.jsonl", "images/*"} <= set(allow_patterns)
+            return str(write_bench(tmp_path, [rank_record()]))
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+        assert len(load_consistency_rank("X-GenGroup/ConsistencyRank-Bench")) == 1
+        assert asked == [("X-GenGroup/ConsistencyRank-Bench", "dataset")]
+        with pytest.raises(FileNotFoundError, match="There is no folder"):
+            load_consistency_rank(tmp_path / "gone")
+
+
+class TestRankingsToPairs:
+    def summary(self, pairs):
+        return [(*values_of(pair["images"]), pair["completion"][0]["content"]) for pair in pairs]
+
+    @pytest.mark.parametrize("by_path", [True, False])
+    def test_best_and_worst(self, tmp_path, by_path):
+        folder = tmp_path if by_path else None
+        # The colour of candidate k is k + 1, and 10 more in the second row
+        dataset = rankings_of(ranking_row(folder, 0, (2, 0, 1)), ranking_row(folder, 1, (3, 1, 0, 2)))
+        pairs = rankings_to_pairs(dataset)
+        assert self.summary(pairs) == [(0, 3, "Yes"), (0, 2, "No"), (10, 14, "Yes"), (10, 13, "No")]
+        check_pair_columns(pairs)
+        assert pairs.column_names == ["images", "prompt", "completion"]
+        validate_pairs(pairs)
+        assert len(swap_pairs(pairs)) == 8
+        # As they are stored: paths stay paths, bytes the same bytes
+        stored = dataset.with_format("arrow")[:].to_pylist()
+        images = pairs.with_format("arrow")[:]["images"].to_pylist()
+        assert images[2] == [stored[1]["reference"], stored[1]["candidates"][3]]
+        assert all((image["bytes"] is None) is by_path for pair in images for image in pair)
+
+    def test_how_many(self):
+        dataset = rankings_of(ranking_row(None, 0, (3, 1, 0, 4, 2)))
+        assert self.summary(rankings_to_pairs(dataset, num_positives=2, num_negatives=3)) == [
+            *((0, 4, "Yes"), (0, 2, "Yes")),
+            *((0, 1, "No"), (0, 5, "No"), (0, 3, "No")),
+        ]
+        assert len(rankings_to_pairs(dataset, num_positives=4)) == 5
+        with pytest.raises(
+            ValueError, match="`num_positives` is 3 and `num_negatives` is 3, together 6, but row 0 has 5"
+        ):
+            rankings_to_pairs(dataset, num_positives=3, num_negatives=3)
+        dataset = rankings_of(ranking_row(None, 0, (3, 1, 0, 2)), ranking_row())
+        assert len(rankings_to_pairs(dataset, num_positives=2)) == 6
+        with pytest.raises(ValueError, match="together 4, but row 1 has 3 candidates"):
+            rankings_to_pairs(dataset, num_positives=3)
+
+    @pytest.mark.parametrize("value", [0, -1, 1.0, None, True])
+    def test_numbers(self, value):
+        for name in ("num_positives", "num_negatives"):
+            with pytest.raises(ValueError, match=f"`{name}` is {value}. It must be an int of at least 1"):
+                rankings_to_pairs(rankings_of(ranking_row()), **{name: value})
+
+    def test_default_question(self):
+        dataset = rankings_of(ranking_row(), ranking_row(prompt=SET_PROMPT))
+        questions = [prompt[0]["content"] for prompt in rankings_to_pairs(dataset)["prompt"]]
+        theme = "THREE-PANEL Images with a 1x3 grid layout of a blue kettle."
+        assert questions == [theme_question("A fox 0.")] * 2 + [theme_question(theme)] * 2
+
+    def test_own_question(self):
+        seen = []
+
+        def question(row):
+            seen.append(row)
+            return f"{row['id']}?"
+
+        dataset = rankings_of(ranking_row(), ranking_row(None, 1))
+        pairs = rankings_to_pairs(dataset.select([1, 0]), question=question)
+        assert [prompt[0]["content"] for prompt in pairs["prompt"]] == ["r1?", "r1?", "r0?", "r0?"]
+        assert [sorted(row) for row in seen] == [["id", "prompt", "ranking"]] * 2
+        pairs = rankings_to_pairs(dataset, question=lambda row: plain_question())
+        assert pairs[0]["prompt"][0]["content"] == plain_question()
+        with pytest.raises(ValueError, match="`question` is None"):
+            rankings_to_pairs(dataset, question=lambda row: None)
+
+    def test_more_rows_than_a_batch(self):
+        rows = [ranking_row(prompt=f"Fox {number}.") for number in range(230)]
+        pairs = rankings_to_pairs(rankings_of(*rows).select(range(5, 230)))
+        assert [prompt[0]["content"] for prompt in pairs["prompt"]][::2] == [
+            theme_question(f"Fox {number}.") for number in range(5, 230)
+        ]
+
+    def test_group_is_kept(self, tmp_path):
+        pairs = rankings_to_pairs(load_consistency_rank(write_bench(tmp_path, [rank_record()])))
+        assert pairs["group"][:] == ["0001", "0001"]
+        assert self.summary(pairs) == [(0, 21, "Yes"), (0, 11, "No")]
+
+    def test_nothing_is_decoded(self, tmp_path, monkeypatch):
+        embedded = {"bytes": b"broken", "path": "a.png"}
+        dataset = rankings_of(ranking_row(reference=embedded, candidates=[embedded] * 3))
+        with pytest.raises(Exception, match="cannot identify image"):
+            dataset[0]
+        # A file of the same name lies in the folder of the run: `datasets` takes it when it encodes an image again
+        monkeypatch.chdir(tmp_path)
+        Path("a.png").write_bytes(b"another")
+        assert ImageFeature().encode_example(embedded) == {"bytes": None, "path": "a.png"}
+        assert rankings_to_pairs(dataset).with_format("arrow")[:]["images"].to_pylist() == [[embedded] * 2] * 2
+
+    def test_is_checked(self):
+        with pytest.raises(ValueError, match=r"`ranking` of row 0 of `dataset` is \[0, 0, 0\]"):
+            rankings_to_pairs(rankings_of(ranking_row(ranking=[0, 0, 0])))
