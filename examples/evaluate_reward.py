@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+# /// script
+# dependencies = ["paco_trl"]
+# ///
+"""
+Evaluates a judge of consistency on human rankings (ConsistencyRank) or on EditReward-Bench.
+
+Every option can be given on the command line or in a YAML file (`--config file.yaml`). A run that was stopped goes on
+where it ended; delete its scores when a judge of the same name has new weights. Several judges can be run into one
+folder, one after the other, to compare them:
+
+    python examples/evaluate_reward.py --judge X-GenGroup/PaCo-Reward-7B --output_dir results
+    python examples/evaluate_reward.py --judge clip-i --output_dir results
+
+EditReward-Bench:
+
+    python examples/evaluate_reward.py --judge X-GenGroup/PaCo-Reward-7B --benchmark edit_reward \
+        --dataset_name EditScore/EditReward-Bench --output_dir results
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from trl import TrlParser
+
+from paco_trl.data import load_consistency_rank
+from paco_trl.evaluation import (
+    ClipIScorer,
+    DreamSimScorer,
+    evaluate_edit_reward,
+    evaluate_rankings,
+    report_tables,
+    save_report,
+)
+
+
+BENCHMARKS = ("rankings", "edit_reward")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class ScriptArguments:
+    """
+    Arguments of this script.
+
+    Args:
+        judge (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
+            Hub id or folder of a judge, or one of the baselines: `clip-i`, `dreamsim`.
+        benchmark (`str`, *optional*, defaults to `"rankings"`):
+            `rankings` or `edit_reward`.
+        dataset_name (`str`, *optional*, defaults to `"X-GenGroup/ConsistencyRank-Bench"`):
+            Hub id or folder: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditReward-Bench.
+        dataset_split (`str`, *optional*, defaults to `"train"`):
+            Split to evaluate on; ConsistencyRank-Bench has only one.
+        template (`str`, *optional*, defaults to `"theme"`):
+            What the judge is asked about rankings: `theme`, `criteria` or `plain`.
+        output_dir (`str`, *optional*, defaults to `"results"`):
+            Folder for the scores, `results.json` and `results.md`.
+        device (`str`, *optional*):
+            Device to score on. If `None`, an accelerator if there is one, else the CPU.
+        dtype (`str`, *optional*, defaults to `"auto"`):
+            Dtype of the model: `float32`, `bfloat16`, `float16`, or `auto` for the judge's own choice.
+        batch_size (`int`, *optional*, defaults to `16`):
+            Pairs that are scored at a time.
+        clip_model (`str`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
+            CLIP of the judge `clip-i`.
+    """
+
+    judge: str = field(
+        default="X-GenGroup/PaCo-Reward-7B",
+        metadata={"help": "Hub id or folder of a judge, or one of the baselines: clip-i, dreamsim."},
+    )
+    benchmark: str = field(default="rankings", metadata={"help": "rankings or edit_reward."})
+    dataset_name: str = field(
+        default="X-GenGroup/ConsistencyRank-Bench",
+        metadata={
+            "help": "Hub id or folder: ConsistencyRank-Bench, a dataset with the columns of rankings, or "
+            "EditReward-Bench."
+        },
+    )
+    dataset_split: str = field(
+        default="train", metadata={"help": "Split to evaluate on; ConsistencyRank-Bench has only one."}
+    )
+    template: str = field(
+        default="theme", metadata={"help": "What the judge is asked about rankings: theme, criteria or plain."}
+    )
+    output_dir: str = field(
+        default="results", metadata={"help": "Folder for the scores, `results.json` and `results.md`."}
+    )
+    device: str | None = field(
+        default=None,
+        metadata={"help": "Device to score on. If `None`, an accelerator if there is one, else the CPU."},
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Dtype of the model: float32, bfloat16, float16, or auto for the judge's own choice."},
+    )
+    batch_size: int = field(default=16, metadata={"help": "Pairs that are scored at a time."})
+    clip_model: str = field(default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the judge `clip-i`."})
+
+
+def load_judge(script_args: ScriptArguments):
+    if script_args.judge == "dreamsim":
+        if script_args.dtype != "auto":
+            raise ValueError(f"`--dtype {script_args.dtype}` is not for the judge dreamsim. Leave it out.")
+        return DreamSimScorer(device=script_args.device)
+    if script_args.judge == "clip-i":
+        dtype = None if script_args.dtype == "auto" else getattr(torch, script_args.dtype)
+        return ClipIScorer(script_args.clip_model, device=script_args.device, dtype=dtype)
+
+    from paco_trl import PaCoReward
+
+    return PaCoReward.from_pretrained(
+        script_args.judge, device=script_args.device, dtype=script_args.dtype, batch_size=script_args.batch_size
+    )
+
+
+def load_rankings(name: str, split: str) -> Dataset:
+    # The published benchmark is not in a form that `load_dataset` reads: JSON lines that name files
+    if (Path(name) / "consistency_full_rank.jsonl").is_file() or name == "X-GenGroup/ConsistencyRank-Bench":
+        return load_consistency_rank(name)
+    return load_saved_or_hub(name, split)
+
+
+def load_saved_or_hub(name: str, split: str) -> Dataset:
+    saved = any((Path(name) / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
+    if not saved:
+        return load_dataset(name, split=split)
+    dataset = load_from_disk(name)
+    return dataset[split] if isinstance(dataset, DatasetDict) else dataset
+
+
+def main(script_args: ScriptArguments) -> None:
+    if script_args.benchmark not in BENCHMARKS:
+        raise ValueError(f"`--benchmark` is {script_args.benchmark!r}, but must be one of {', '.join(BENCHMARKS)}.")
+    if script_args.dtype not in DTYPES:
+        raise ValueError(f"`--dtype` is {script_args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+
+    ################
+    # Dataset
+    ################
+    if script_args.benchmark == "rankings":
+        dataset = load_rankings(script_args.dataset_name, script_args.dataset_split)
+    else:
+        dataset = load_saved_or_hub(script_args.dataset_name, script_args.dataset_split)
+
+    ################
+    # Evaluation
+    ################
+    judge = load_judge(script_args)
+    part = script_args.template if script_args.benchmark == "rankings" else script_args.benchmark
+    name = re.sub(r"[^\w.]+", "-", f"{judge.name}-{part}-{script_args.dtype}").strip("-.")
+    scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
+    if script_args.benchmark == "rankings":
+        results = evaluate_rankings(
+            judge, dataset, script_args.template, output_path=scores_path, batch_size=script_args.batch_size
+        )
+    else:
+        results = evaluate_edit_reward(judge, dataset, output_path=scores_path, batch_size=script_args.batch_size)
+
+    ################
+    # Report
+    ################
+    results["settings"] |= {
+        "dataset": script_args.dataset_name,
+        "device": script_args.device,
+        "dtype": script_args.dtype,
+        "batch_size": script_args.batch_size,
+    }
+    console = Console()
+    for title, columns, rows in report_tables(save_report(results, script_args.output_dir)):
+        # One column per judge: a row of all numbers is wider than a terminal
+        table = Table(title=title, show_header=False)
+        for _ in range(1 + len(rows)):
+            table.add_column(overflow="fold")
+        for cells in zip(columns, *rows, strict=True):
+            table.add_row(*map(escape, cells))
+        console.print(table)
+    print(f"Scores: {scores_path}")
+    print(f"Report: {script_args.output_dir}/results.md")
+
+
+if __name__ == "__main__":
+    main(*TrlParser(ScriptArguments).parse_args_and_config())

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Evaluation of judges: how well do the scores of image pairs agree with people?
+
+A scorer is any object with `score(images, prompts) -> list[float]` and a `name` (str): `images` is a list of
+`(first, second)` pairs of PIL images, `prompts` has one question per pair, and a higher score means more consistent.
+[`~paco_trl.PaCoReward`] is one; [`ClipIScorer`] and [`DreamSimScorer`] are baselines to compare it with.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .baselines import ClipIScorer, DreamSimScorer
+    from .binary import auroc, calibration_bins, expected_calibration_error
+    from .bootstrap import bootstrap_interval
+    from .edit_reward import evaluate_edit_reward
+    from .ranking import list_order_metrics, ranking_metrics
+    from .ranking_benchmark import evaluate_rankings
+    from .report import report_tables, save_report
+
+
+# Public name -> module. Importing a module only when one of its names is asked for keeps the metrics free of torch.
+_MODULE_OF = {
+    "ClipIScorer": ".baselines",
+    "DreamSimScorer": ".baselines",
+    "auroc": ".binary",
+    "bootstrap_interval": ".bootstrap",
+    "calibration_bins": ".binary",
+    "evaluate_edit_reward": ".edit_reward",
+    "evaluate_rankings": ".ranking_benchmark",
+    "expected_calibration_error": ".binary",
+    "list_order_metrics": ".ranking",
+    "ranking_metrics": ".ranking",
+    "report_tables": ".report",
+    "save_report": ".report",
+}
+
+__all__ = [
+    "ClipIScorer",
+    "DreamSimScorer",
+    "auroc",
+    "bootstrap_interval",
+    "calibration_bins",
+    "evaluate_edit_reward",
+    "evaluate_rankings",
+    "expected_calibration_error",
+    "list_order_metrics",
+    "ranking_metrics",
+    "report_tables",
+    "save_report",
+]
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'paco_trl.evaluation' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EditReward-Bench (https://arxiv.org/abs/2509.23909): does a judge prefer the edit that people prefer?"""
+
+import math
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from tqdm.auto import tqdm
+
+from ..data.pairs import check_image_list, check_is_dataset, list_lengths
+from ..data.questions import edit_consistency_question, edit_following_question
+from .runs import ResultFile, batches, check_scorer, dataset_fingerprint, mean_and_interval, score_pairs
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+# Dimension of a row -> questions that its scores are made of
+QUESTIONS_OF = {
+    "prompt_following": ("prompt_following",),
+    "consistency": ("consistency",),
+    "overall": ("prompt_following", "consistency"),
+}
+QUESTIONS = {"prompt_following": edit_following_question, "consistency": edit_consistency_question}
+TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
+IMAGE_COLUMNS = ("input_image", "output_images")
+
+
+def overall_score(consistency: float, prompt_following: float) -> float:
+    """
+    Score of an edit: the geometric mean sqrt(consistency * prompt_following) (PaCo-RL, Part 2).
+
+    Args:
+        consistency (`float`):
+            Score of what should have stayed, >= 0.
+        prompt_following (`float`):
+            Score of what should have changed, >= 0.
+
+    Returns:
+        `float`.
+
+    Raises:
+        ValueError: If a score is negative.
+    """
+    if consistency < 0 or prompt_following < 0:
+        raise ValueError(
+            f"`consistency` is {consistency} and `prompt_following` is {prompt_following}, but the geometric mean "
+            "needs scores >= 0, such as probabilities. Leave the rows of the dimension `overall` out for this scorer."
+        )
+    return math.sqrt(consistency * prompt_following)
+
+
+def evaluate_edit_reward(
+    scorer: Any, dataset: "Dataset", output_path: str | Path | None = None, batch_size: int = 16
+) -> dict[str, Any]:
+    """
+    Let a scorer compare pairs of edits, and count how often it prefers the one that people prefer.
+
+    The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
+    edited image); that of the dimension `overall` is [`overall_score`] of both. As in the published evaluation, the
+    edited image is resized to the size of the input image first. The questions are those that the published judge was
+    trained on; the published evaluation script asks shorter ones, for an answer of one word.
+
+    The run can be stopped at any time: with `output_path`, what is finished is in that file, and the same call goes on
+    from there. A file of another scorer or dataset is refused. A scorer is known by its name: delete the file when the
+    weights behind the name have changed.
+
+    Args:
+        scorer (`Any`):
+            Object with `score(images, prompts) -> list[float]` and a `name`.
+        dataset ([`~datasets.Dataset`]):
+            `EditScore/EditReward-Bench`: `key` (names of the two edited images), `instruction`, `input_image`,
+            `output_images` (two, the preferred one first), `task_type`, and `dimension`, one of `prompt_following`,
+            `consistency` and `overall`. A key that several rows name is scored once.
+        output_path (`str` or `Path`, *optional*):
+            File for the finished images, JSON lines. If `None`, nothing is kept.
+        batch_size (`int`, *optional*, defaults to `16`):
+            Pairs in one call of the scorer, about: a row's two images and their questions are not split.
+
+    Returns:
+        `dict[str, Any]`:
+            - `settings`: benchmark, scorer, size and fingerprint of the dataset.
+            - `num_instances`: number of rows.
+            - `num_keys`: number of distinct edited images.
+            - `num_groups`: number of groups that the intervals are drawn from: rows that share an image, directly or
+              over other rows, are one group.
+            - `dimensions`: for each dimension in the dataset `strict` and `geq`, `num_rows` and `task_types`. `strict`
+              is the accuracy, the share of rows whose preferred image scores higher, averaged over the task types as
+              the published evaluation does; with `geq` a tie counts as well. Both have a `mean` and the `interval` of
+              it. `task_types` has `strict`, `geq` and `num_rows` of each task type.
+
+    Raises:
+        TypeError: If `scorer` has no `score` or no `name`.
+        ValueError: If the dataset is not of this form, the file is of another run, or the scorer gives no finite score
+            for a pair, or a negative one where `overall` needs it.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from paco_trl import PaCoReward
+    >>> from paco_trl.evaluation import evaluate_edit_reward
+
+    >>> judge = PaCoReward.from_pretrained("X-GenGroup/PaCo-Reward-7B", device="cuda")
+    >>> dataset = load_dataset("EditScore/EditReward-Bench", split="train")
+    >>> results = evaluate_edit_reward(judge, dataset, output_path="results/paco-reward-7b-edit.jsonl")
+    >>> results["dimensions"]["consistency"]["strict"]["mean"]
+    ```
+    """
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
+    check_scorer(scorer)
+    rows = _checked_rows(dataset)
+    dataset = dataset.with_format(None)  # PIL images and plain Python values
+    work = _work(rows)
+    settings = {
+        "benchmark": "edit_reward",
+        "scorer": scorer.name,
+        "dataset_size": len(dataset),
+        "dataset_fingerprint": dataset_fingerprint(dataset, TEXT_COLUMNS, IMAGE_COLUMNS),
+    }
+    file = ResultFile(output_path, settings, key="key")
+
+    sizes = [sum(len(questions) for questions in keys.values()) for _, keys in work]
+    total = sum(len(keys) for _, keys in work)
+    progress = tqdm(total=total, initial=len(file.records), desc=f"EditReward-Bench, {scorer.name}", unit="image")
+    with progress:
+        for batch in batches(sizes, batch_size):
+            records = _score_keys(scorer, dataset, rows, [work[number] for number in batch], set(file.records))
+            if records:
+                file.append(records)
+                progress.update(len(records))
+
+    scores = {key: record["scores"] for key, record in file.records.items()}
+    groups = _groups(rows)
+    dimensions = {}
+    for dimension in QUESTIONS_OF:
+        of_dimension = [index for index, row in enumerate(rows) if row["dimension"] == dimension]
+        if of_dimension:
+            dimensions[dimension] = _accuracies(dimension, rows, scores, groups, of_dimension)
+    return {
+        "settings": settings,
+        "num_instances": len(rows),
+        "num_keys": len(scores),
+        "num_groups": len(set(groups)),
+        "dimensions": dimensions,
+    }
+
+
+def _checked_rows(dataset: "Dataset") -> list[dict[str, Any]]:
+    """Give the rows without their images."""
+    from datasets import Image
+
+    check_is_dataset(dataset, "dataset")
+    missing = [name for name in (*TEXT_COLUMNS, *IMAGE_COLUMNS) if name not in dataset.column_names]
+    if missing:
+        raise ValueError(
+            f"`dataset` needs the columns {missing}, but has only {dataset.column_names}. Load "
+            "`EditScore/EditReward-Bench`, or rename the columns."
+        )
+    check_image_list(dataset, "output_images", "dataset")
+    if not isinstance(dataset.features["input_image"], Image) or not dataset.features["input_image"].decode:
+        raise ValueError(
+            f"The column `input_image` of `dataset` has the type {dataset.features['input_image']}, but it must be an "
+            'image. Convert it: `dataset.cast_column("input_image", datasets.Image())`.'
+        )
+    rows = list(dataset.with_format(None).select_columns(list(TEXT_COLUMNS)))
+    instruction_of: dict[str, str] = {}
+    for index, row in enumerate(rows):
+        if row["dimension"] not in QUESTIONS_OF:
+            raise ValueError(
+                f"`dimension` of row {index} is {row['dimension']!r}, but must be one of {', '.join(QUESTIONS_OF)}."
+            )
+        if len(row["key"]) != 2 or row["key"][0] == row["key"][1]:
+            raise ValueError(f"`key` of row {index} is {row['key']!r}, but must name two different edited images.")
+        for key in row["key"]:
+            instruction = instruction_of.setdefault(key, row["instruction"])
+            if instruction != row["instruction"]:
+                raise ValueError(
+                    f"The key {key!r} of row {index} has the instruction {row['instruction']!r}, but {instruction!r} "
+                    "in an earlier row. A key is scored once, so it must name one edit: rename one of the two."
+                )
+    counts = list_lengths(dataset, "output_images")
+    if (counts != 2).any():
+        index = int((counts != 2).argmax())
+        raise ValueError(f"`output_images` of row {index} has {max(counts[index], 0)} images, but must have two.")
+    return rows
+
+
+def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
+    """List the keys to score at the first row that names them, with the questions that any row needs answered."""
+    needed: dict[str, set[str]] = {}
+    first_row: dict[str, int] = {}
+    for index, row in enumerate(rows):
+        for key in row["key"]:
+            needed.setdefault(key, set()).update(QUESTIONS_OF[row["dimension"]])
+            first_row.setdefault(key, index)
+    work: dict[int, dict[str, list[str]]] = {}
+    for key, index in first_row.items():
+        work.setdefault(index, {})[key] = [question for question in QUESTIONS if question in needed[key]]
+    return list(work.items())
+
+
+def _score_keys(scorer, dataset, rows, work, finished: set[str]) -> list[dict[str, Any]]:
+    pairs, asked, names = [], [], []
+    for index, keys in work:
+        keys = {key: questions for key, questions in keys.items() if key not in finished}
+        if not keys:
+            continue
+        images = dataset[index]
+        first = images["input_image"].convert("RGB")
+        for key, output in zip(rows[index]["key"], images["output_images"], strict=True):
+            if key not in keys:
+                continue
+            second = output.convert("RGB").resize(first.size)
+            for question in keys[key]:
+                pairs.append((first, second))
+                asked.append(QUESTIONS[question](rows[index]["instruction"]))
+                names.append((key, question))
+    if not pairs:
+        return []
+    records: dict[str, dict[str, Any]] = {}
+    for (key, question), score in zip(names, score_pairs(scorer, pairs, asked), strict=True):
+        records.setdefault(key, {"key": key, "scores": {}})["scores"][question] = score
+    return list(records.values())
+
+
+def _groups(rows: list[dict[str, Any]]) -> list[int]:
+    """Number the groups of rows that share a key, directly or over other rows."""
+    number: dict[str, int] = {}
+    edges = np.array([[number.setdefault(key, len(number)) for key in row["key"]] for row in rows])  # (rows, 2)
+    graph = coo_array((np.ones(len(edges)), edges.T), shape=(len(number), len(number)))
+    _, component = connected_components(graph, directed=False)
+    return component[edges[:, 0]].tolist()
+
+
+def _accuracies(dimension, rows, scores, groups, of_dimension: list[int]) -> dict[str, Any]:
+    strict, geq = [], []
+    for index in of_dimension:
+        preferred, other = (_score(dimension, scores[key]) for key in rows[index]["key"])
+        strict.append(float(preferred > other))
+        geq.append(float(preferred >= other))
+    task_types = [rows[index]["task_type"] for index in of_dimension]
+    groups = [groups[index] for index in of_dimension]
+    places = {name: [place for place, other in enumerate(task_types) if other == name] for name in set(task_types)}
+    return {
+        "strict": mean_and_interval(strict, groups, strata=task_types),
+        "geq": mean_and_interval(geq, groups, strata=task_types),
+        "num_rows": len(of_dimension),
+        "task_types": {
+            name: {
+                "strict": fmean(strict[place] for place in places[name]),
+                "geq": fmean(geq[place] for place in places[name]),
+                "num_rows": len(places[name]),
+            }
+            for name in sorted(places)
+        },
+    }
+
+
+def _score(dimension: str, scores: dict[str, float]) -> float:
+    if dimension == "overall":
+        return overall_score(scores["consistency"], scores["prompt_following"])
+    return scores[dimension]

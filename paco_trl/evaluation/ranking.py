@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Agreement of scores with a human ranking (ConsistencyRank, PaCo-RL, https://huggingface.co/papers/2512.04784).
+
+Notation: n items; an *order* lists the items, best first; the *rank* of an item is its place in the order, from 1. As
+permutations the two are inverse to one another, and a correlation of orders is not a correlation of ranks.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.stats import kendalltau, rankdata, spearmanr
+
+
+def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> dict[str, float]:
+    """
+    Agreement of scores with a human ranking, on the ranks of the items.
+
+    Items of equal score share the average of their ranks. A tie never counts as a hit, also where that average happens
+    to be a human rank (three items that share ranks 1 to 3 have rank 2 each).
+
+    Args:
+        scores (`Sequence[float]`):
+            One score per item; higher = more consistent = better.
+        human_ranking (`Sequence[int]`):
+            Indices of the items, best first: a permutation of 0 to n - 1.
+
+    Returns:
+        `dict[str, float]`:
+            - `accuracy`: share of the items whose predicted rank is the human one.
+            - `kendall_tau`: Kendall's tau-b of the predicted and the human ranks, in [-1, 1].
+            - `spearman_rho`: Spearman's rho of the same, in [-1, 1].
+            - `top1_bottom1`: mean of two hits (1 or 0): the human best has predicted rank 1, the human worst has
+              predicted rank n.
+
+            If all scores are equal there is no order to correlate with: `kendall_tau` and `spearman_rho` are NaN, as
+            in scipy.
+
+    Raises:
+        ValueError: If there are fewer than two items, `human_ranking` is not a permutation of the items, or a score is
+            missing (`None`, NaN) or infinite.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.evaluation import ranking_metrics
+
+    >>> # Item 2 is the best for both; people prefer item 0 to item 1
+    >>> ranking_metrics(scores=[0.2, 0.6, 0.9, 0.1], human_ranking=[2, 0, 1, 3])
+    {'accuracy': 0.5, 'kendall_tau': 0.6666666666666669, 'spearman_rho': 0.8, 'top1_bottom1': 1.0}
+    ```
+    """
+    scores, human_ranking = _checked(scores, human_ranking)
+    predicted_ranks = rankdata(-scores)  # (n,), ties share the average
+    tied = rankdata(-scores, method="min") != rankdata(-scores, method="max")  # (n,)
+    human_ranks = np.argsort(human_ranking) + 1  # (n,), the inverse permutation
+    all_equal = scores.min() == scores.max()  # scipy would give NaN too, and warn
+    return {
+        "accuracy": float(np.mean((predicted_ranks == human_ranks) & ~tied)),
+        "kendall_tau": math.nan if all_equal else float(kendalltau(predicted_ranks, human_ranks).statistic),
+        "spearman_rho": math.nan if all_equal else float(spearmanr(predicted_ranks, human_ranks).statistic),
+        "top1_bottom1": _top1_bottom1(predicted_ranks, human_ranking),
+    }
+
+
+def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> dict[str, float]:
+    """
+    The published evaluation's variant of [`ranking_metrics`], for comparison with the numbers of the paper only.
+
+    The paper's table is made with it. Its tau and rho correlate the two *order lists*, that is the index of the item
+    that comes first, second and so on, as if an item's index were a quantity. For about half of all pairs of orders of
+    four items the result is another than that of the items' ranks, for about a quarter it has the other sign, and it
+    changes when the items are numbered differently. `accuracy` and `top1_bottom1` are the same in both variants, ties
+    aside: here ties are broken by the index of the items (the later one first), so that equal scores still give an
+    order, and nothing is NaN.
+
+    Args:
+        scores (`Sequence[float]`):
+            One score per item; higher = more consistent = better.
+        human_ranking (`Sequence[int]`):
+            Indices of the items, best first: a permutation of 0 to n - 1.
+
+    Returns:
+        `dict[str, float]`: `accuracy`, `kendall_tau`, `spearman_rho` and `top1_bottom1`.
+
+    Raises:
+        ValueError: As [`ranking_metrics`].
+    """
+    scores, human_ranking = _checked(scores, human_ranking)
+    predicted_order = np.argsort(scores, kind="stable")[::-1]  # (n,)
+    return {
+        "accuracy": float(np.mean(predicted_order == human_ranking)),
+        "kendall_tau": float(kendalltau(predicted_order, human_ranking).statistic),
+        "spearman_rho": float(spearmanr(predicted_order, human_ranking).statistic),
+        "top1_bottom1": _top1_bottom1(np.argsort(predicted_order) + 1, human_ranking),
+    }
+
+
+def _top1_bottom1(predicted_ranks: np.ndarray, human_ranking: np.ndarray) -> float:
+    top = predicted_ranks[human_ranking[0]] == 1
+    bottom = predicted_ranks[human_ranking[-1]] == len(predicted_ranks)
+    return (int(top) + int(bottom)) / 2
+
+
+def _checked(scores: Sequence[float], human_ranking: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    if len(scores) < 2:
+        raise ValueError(f"`scores` has {len(scores)} items, but a ranking needs at least two. Leave such rows out.")
+    for index, score in enumerate(scores):
+        if score is None or not math.isfinite(score):
+            raise ValueError(
+                f"`scores[{index}]` is {score}, but an item without a finite score has no rank. Score the item again, "
+                "or leave the whole ranking out."
+            )
+    if len(human_ranking) != len(scores) or set(human_ranking) != set(range(len(scores))):
+        raise ValueError(
+            f"`human_ranking` is {list(human_ranking)}, but must list the indices of the {len(scores)} items, 0 to "
+            f"{len(scores) - 1}, each once and best first."
+        )
+    return np.asarray(scores, dtype=float), np.asarray(human_ranking, dtype=int)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ConsistencyRank and other datasets of human rankings: does a judge order the candidates as people do?"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from ..data.image_sets import criteria_dict
+from ..data.questions import criterion_question, plain_question
+from ..data.rankings import default_question, check_ranking_columns
+from .ranking import list_order_metrics, ranking_metrics
+from .runs import ResultFile, batches, check_scorer, dataset_fingerprint, mean_and_interval, score_pairs
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+TEMPLATES = ("theme", "criteria", "plain")
+METRICS = ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")
+IMAGE_COLUMNS = ("reference", "candidates")
+
+
+def questions_of_row(row: Mapping[str, Any], template: str) -> list[list[str]]:
+    """
+    Questions that a judge is asked about each pair of a row, in lists: the score of the pair is the mean over the
+    lists of the mean within each.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            Row of a rankings dataset; only `prompt` and `criteria` are read.
+        template (`str`):
+            `"theme"`, `"criteria"` or `"plain"`, see [`evaluate_rankings`].
+
+    Returns:
+        `list[list[str]]`: one list with one question, or for `"criteria"` one list per dimension with one question per
+        criterion.
+
+    Raises:
+        ValueError: If `template` is `"criteria"` and the row has no criteria.
+    """
+    if template == "theme":
+        return [[default_question(row)]]  # the question that `rankings_to_pairs` trains on
+    if template == "plain":
+        return [[plain_question()]]
+    criteria = criteria_dict(row.get("criteria"))
+    if not criteria:
+        raise ValueError(
+            f"The row with the prompt {row['prompt']!r} has no `criteria`, which `template='criteria'` asks for. Use "
+            "`template='theme'`, or add the column."
+        )
+    return [[criterion_question(text) for text in texts.values()] for texts in criteria.values()]
+
+
+def evaluate_rankings(
+    scorer: Any,
+    dataset: "Dataset",
+    template: str = "theme",
+    output_path: str | Path | None = None,
+    batch_size: int = 16,
+) -> dict[str, Any]:
+    """
+    Let a scorer order the candidates of each row by their consistency with the reference, and compare with people.
+
+    The run can be stopped at any time: with `output_path`, what is finished is in that file, and the same call goes on
+    from there. A file of another scorer, template or dataset is refused. A scorer is known by its name: delete the
+    file when the weights behind the name have changed.
+
+    Args:
+        scorer (`Any`):
+            Object with `score(images, prompts) -> list[float]` and a `name`: [`~paco_trl.PaCoReward`],
+            [`ClipIScorer`], [`DreamSimScorer`] or your own. It gets RGB images, and for one row the same object as the
+            reference in each pair, so that it may encode it once.
+        dataset ([`~datasets.Dataset`]):
+            Rankings: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best
+            first), `prompt`, and optionally `criteria`, `group` (rows that are not independent, such as those of one
+            prompt) and `id`.
+        template (`str`, *optional*, defaults to `"theme"`):
+            What the scorer is asked about each pair:
+
+            - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt, or
+              another prompt as a whole. The question of the published judge.
+            - `"criteria"`: whether the pair meets each criterion of the row. The score is the mean within each
+              dimension, then over the dimensions.
+            - `"plain"`: whether style, logic and identity are consistent, without the theme. The default of the
+              published evaluation script.
+        output_path (`str` or `Path`, *optional*):
+            File for the finished rows, JSON lines. If `None`, nothing is kept.
+        batch_size (`int`, *optional*, defaults to `16`):
+            Pairs in one call of the scorer, about: rows are not split, and a row with more pairs is a call of its own.
+
+    Returns:
+        `dict[str, Any]`:
+            - `settings`: benchmark, scorer, template, size and fingerprint of the dataset.
+            - `num_instances`: number of rows.
+            - `num_groups`: number of groups that the intervals are drawn from.
+            - `num_undefined_correlations`: number of rows in which all scores are equal. Their tau and rho do not
+              exist and are not part of the means.
+            - `metrics`: for each metric of [`ranking_metrics`] its `mean` over the rows and the `interval` of the
+              mean, from [`bootstrap_interval`] over the groups.
+            - `list_order`: the same for [`list_order_metrics`], with which the table of the paper was made.
+
+    Raises:
+        TypeError: If `scorer` has no `score` or no `name`.
+        ValueError: If `template` is unknown or asks for criteria that are not there, the dataset has no such columns,
+            the file is of another run, or the scorer gives no finite score for a pair.
+
+    Example:
+
+    ```python
+    >>> from paco_trl import PaCoReward
+    >>> from paco_trl.data import load_consistency_rank
+    >>> from paco_trl.evaluation import evaluate_rankings
+
+    >>> judge = PaCoReward.from_pretrained("X-GenGroup/PaCo-Reward-7B", device="cuda")
+    >>> dataset = load_consistency_rank("X-GenGroup/ConsistencyRank-Bench")
+    >>> results = evaluate_rankings(judge, dataset, output_path="results/paco-reward-7b.jsonl")
+    >>> results["metrics"]["accuracy"]["mean"]
+    ```
+    """
+    if template not in TEMPLATES:
+        raise ValueError(f"`template` is {template!r}, but must be one of {', '.join(TEMPLATES)}.")
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
+    check_scorer(scorer)
+    check_ranking_columns(dataset, "dataset")
+
+    dataset = dataset.with_format(None)  # PIL images and plain Python values
+    text_columns = [name for name in ("prompt", "criteria", "ranking", "group", "id") if name in dataset.column_names]
+    rows = list(dataset.select_columns(text_columns))  # without the images
+    questions = [questions_of_row(row, template) for row in rows]
+    settings = {
+        "benchmark": "rankings",
+        "scorer": scorer.name,
+        "template": template,
+        "dataset_size": len(dataset),
+        "dataset_fingerprint": dataset_fingerprint(dataset, text_columns, IMAGE_COLUMNS),
+    }
+    file = ResultFile(output_path, settings, key="index")
+
+    pairs_per_row = [
+        len(row["ranking"]) * sum(len(asked) for asked in of_row) for row, of_row in zip(rows, questions, strict=True)
+    ]
+    progress = tqdm(total=len(rows), initial=len(file.records), desc=f"Rankings, {scorer.name}", unit="row")
+    with progress:
+        # Batches are those of an uninterrupted run: with the batch the last bits of a score may change
+        for batch in batches(pairs_per_row, batch_size):
+            batch = [index for index in batch if index not in file.records]
+            if not batch:
+                continue
+            file.append(_score_rows(scorer, dataset, rows, questions, batch))
+            progress.update(len(batch))
+
+    records = [file.records[index] for index in range(len(rows))]
+    groups = [row["group"] for row in rows] if "group" in text_columns else None
+    return {
+        "settings": settings,
+        "num_instances": len(rows),
+        "num_groups": len(set(groups)) if groups is not None else len(rows),
+        "num_undefined_correlations": sum(record["metrics"]["kendall_tau"] is None for record in records),
+        "metrics": _summary([record["metrics"] for record in records], groups),
+        "list_order": _summary([record["list_order"] for record in records], groups),
+    }
+
+
+def _score_rows(scorer, dataset, rows, questions, batch: list[int]) -> list[dict[str, Any]]:
+    pairs, asked = [], []
+    for index in batch:
+        images = dataset[index]
+        reference = images["reference"].convert("RGB")
+        for candidate in images["candidates"]:
+            candidate = candidate.convert("RGB")
+            for question in (question for part in questions[index] for question in part):
+                pairs.append((reference, candidate))
+                asked.append(question)
+    scores = iter(score_pairs(scorer, pairs, asked))
+
+    records = []
+    for index in batch:
+        ranking = rows[index]["ranking"]
+        of_row = [fmean(fmean(next(scores) for _ in part) for part in questions[index]) for _ in ranking]
+        records.append(
+            {
+                "index": index,
+                "id": rows[index].get("id", str(index)),
+                "scores": of_row,
+                "ranking": ranking,
+                "metrics": _without_nan(ranking_metrics(of_row, ranking)),
+                "list_order": _without_nan(list_order_metrics(of_row, ranking)),
+            }
+        )
+    return records
+
+
+def _without_nan(metrics: dict[str, float]) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in metrics.items()}
+
+
+def _summary(metrics: list[dict[str, float | None]], groups: list[Any] | None) -> dict[str, dict[str, Any]]:
+    # None becomes NaN
+    return {name: mean_and_interval([values[name] for values in metrics], groups) for name in METRICS}

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts that the benchmarks share: a file that survives a kill, calls of the scorer, means with intervals."""
+
+import hashlib
+import json
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .bootstrap import bootstrap_interval
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from PIL import Image
+
+
+class ResultFile:
+    """
+    The finished part of a run: a header that says whose results they are, then one JSON line per record.
+
+    A run that finds its own file goes on where it ended. A half-written last line, which a kill leaves, is dropped.
+
+    Args:
+        path (`str` or `Path`, *optional*):
+            The file; made, with its folder, when it is not there. If `None`, the records are only kept in memory.
+        header (`dict[str, Any]`):
+            Scorer, dataset and settings: what has to be the same for the records to be of the same run.
+        key (`str`):
+            The entry of a record that says what it is about.
+
+    Attributes:
+        records (`dict[Any, dict[str, Any]]`):
+            The records by their key, those found in the file included.
+
+    Raises:
+        ValueError: If the file is of another run, is not such a file, or is damaged.
+    """
+
+    def __init__(self, path: str | Path | None, header: dict[str, Any], key: str):
+        self.records: dict[Any, dict[str, Any]] = {}
+        self.key = key
+        self.path = Path(path) if path is not None else None
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._resume(header):
+            self._write([header])
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        """
+        Add records, to the file in a single write.
+
+        Args:
+            records (`list[dict[str, Any]]`):
+                The records. NaN is `None` in them: JSON has no NaN.
+        """
+        if self.path is not None:
+            self._write(records)
+        self.records |= {record[self.key]: record for record in records}
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        text = "".join(_json_line(line) for line in lines)
+        with open(self.path, "ab") as file:
+            file.write(text.encode())
+
+    def _resume(self, header: dict[str, Any]) -> bool:
+        content = self.path.read_bytes() if self.path.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        if not complete and not _json_line(header).encode().startswith(content):
+            raise ValueError(f"{self.path} exists and is no result file of an evaluation. Give another path.")
+        # Not `splitlines`, which would also cut at characters that JSON allows inside a string
+        for number, line in enumerate(complete.decode(errors="replace").split("\n")[:-1], start=1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"Line {number} of {self.path} is not valid JSON ({error}): the file is damaged, or no result "
+                    "file of an evaluation. Give another path, or delete the lines from there on."
+                ) from error
+            if number == 1:
+                self._check_header(record, header)
+            elif record[self.key] in self.records:
+                raise ValueError(
+                    f"Line {number} of {self.path} has the {self.key} {record[self.key]!r} of an earlier line: two "
+                    "runs wrote to the file at the same time. Delete it, and run one at a time."
+                )
+            else:
+                self.records[record[self.key]] = record
+        if len(complete) < len(content):
+            with open(self.path, "r+b") as file:
+                file.truncate(len(complete))
+        return bool(complete)
+
+    def _check_header(self, found: Any, wanted: dict[str, Any]) -> None:
+        if not isinstance(found, dict) or found.keys() != wanted.keys():
+            raise ValueError(f"{self.path} exists and is no result file of this benchmark. Give another path.")
+        different = [
+            f"`{name}` is {found[name]!r} there and {wanted[name]!r} now"
+            for name in wanted
+            if found[name] != wanted[name]
+        ]
+        if different:
+            raise ValueError(
+                f"{self.path} has the results of another run: {'; '.join(different)}. Give another path, or delete "
+                "the file to begin anew."
+            )
+
+
+def _json_line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def check_scorer(scorer: Any) -> None:
+    """
+    Refuse what is not a scorer, before anything is loaded.
+
+    Args:
+        scorer (`Any`):
+            Object with `score(images, prompts)` and `name`.
+
+    Raises:
+        TypeError: If it has no `score` or no `name`.
+    """
+    if not callable(getattr(scorer, "score", None)) or not isinstance(getattr(scorer, "name", None), str):
+        raise TypeError(
+            f"`scorer` is a {type(scorer).__name__}, but must have a method `score(images, prompts)` and a `name` "
+            "(str). Pass a `PaCoReward`, a `ClipIScorer`, or an object with the two."
+        )
+
+
+def score_pairs(scorer: Any, pairs: "list[tuple[Image.Image, Image.Image]]", questions: list[str]) -> list[float]:
+    """
+    Call a scorer, and check what it gives.
+
+    Args:
+        scorer (`Any`):
+            Object with `score(images, prompts)` and `name`.
+        pairs (`list[tuple[PIL.Image.Image, PIL.Image.Image]]`):
+            Pairs of images.
+        questions (`list[str]`):
+            One question per pair.
+
+    Returns:
+        `list[float]`: one finite score per pair.
+
+    Raises:
+        ValueError: If there is another number of scores than pairs, or a score is missing (`None`, NaN) or infinite.
+    """
+    scores = list(scorer.score(pairs, questions))
+    if len(scores) != len(pairs):
+        raise ValueError(
+            f"The scorer {scorer.name!r} gave {len(scores)} scores for {len(pairs)} pairs. `score` must give one per "
+            "pair."
+        )
+    for score, question in zip(scores, questions, strict=True):
+        if score is None or not math.isfinite(score):
+            raise ValueError(
+                f"The scorer {scorer.name!r} gave {score} for a pair with the question {question!r}. An evaluation "
+                "has no place for a missing score: correct the scorer and run again; what is finished is kept."
+            )
+    return [float(score) for score in scores]
+
+
+def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_columns: Sequence[str]) -> str:
+    """
+    Tell one dataset from another: a hash of all its texts and labels, in order, and of the images of the first row.
+
+    The fingerprint that `datasets` keeps is not used, since it depends on how the dataset was made and not only on
+    what is in it. Hashing all images would mean to decode all of them.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The dataset, not empty and without a format.
+        text_columns (`Sequence[str]`):
+            Columns that are hashed in every row.
+        image_columns (`Sequence[str]`):
+            Columns of images, or of lists of images.
+
+    Returns:
+        `str`: 16 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for row in dataset.select_columns(list(text_columns)):
+        digest.update(json.dumps(row, sort_keys=True).encode())
+    first = dataset.select_columns(list(image_columns))[0]
+    for name in image_columns:
+        for image in first[name] if isinstance(first[name], list) else [first[name]]:
+            digest.update(f"{name} {image.mode} {image.size}".encode())
+            digest.update(image.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """
+    Group consecutive pieces of work into batches of up to `batch_size`; a piece that is larger is a batch alone.
+
+    Args:
+        sizes (`Sequence[int]`):
+            Size of each piece.
+        batch_size (`int`):
+            Size of a batch.
+
+    Yields:
+        `list[int]`: indices of the pieces of a batch.
+    """
+    batch, total = [], 0
+    for index, size in enumerate(sizes):
+        if batch and total + size > batch_size:
+            yield batch
+            batch, total = [], 0
+        batch.append(index)
+        total += size
+    if batch:
+        yield batch
+
+
+def mean_and_interval(
+    values: Sequence[float], groups: Sequence[Hashable] | None, strata: Sequence[Hashable] | None = None
+) -> dict[str, Any]:
+    """
+    Mean of the values that are defined, and its bootstrap interval.
+
+    Args:
+        values (`Sequence[float]`):
+            Values, NaN where undefined.
+        groups (`Sequence[Hashable]`, *optional*):
+            Group of each value, see [`bootstrap_interval`].
+        strata (`Sequence[Hashable]`, *optional*):
+            Stratum of each value; the mean is then the mean of their means.
+
+    Returns:
+        `dict[str, Any]`: `mean` and `interval` (lower and upper end), NaN where there is none.
+    """
+    values = np.asarray(values, dtype=float)
+    defined = ~np.isnan(values)
+    if not defined.any():
+        return {"mean": math.nan, "interval": [math.nan, math.nan]}
+    if strata is None:
+        mean = values[defined].mean()
+    else:
+        kept: dict[Hashable, list[float]] = {}
+        for value, stratum in zip(values, strata, strict=True):
+            if not np.isnan(value):
+                kept.setdefault(stratum, []).append(value)
+        mean = np.mean([np.mean(part) for part in kept.values()])
+    return {"mean": float(mean), "interval": list(bootstrap_interval(values, groups, strata=strata))}

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/evaluate_reward.py as users start it, on a tiny CLIP."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, Features, Image, List, Value
+from PIL import Image as PILImage
+
+from paco_trl.tiny import build_tiny_clip
+
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "evaluate_reward.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script as a module: starting a process for every check would take minutes."""
+    spec = importlib.util.spec_from_file_location("evaluate_reward", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["evaluate_reward"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def noise(rng, size=(32, 32)):
+    return PILImage.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A folder with a tiny CLIP, six rankings, two comparisons of edits, and a benchmark in the published layout."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    build_tiny_clip(folder / "clip")
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "reference": noise(rng),
+            "candidates": [noise(rng) for _ in range(4)],
+            "ranking": rng.permutation(4).tolist(),
+            "prompt": f"A fox, number {index // 2}.",
+            "group": f"g{index // 2}",
+        }
+        for index in range(6)
+    ]
+    features = {
+        "reference": Image(),
+        "candidates": List(Image()),
+        "ranking": List(Value("int64")),
+        "prompt": Value("string"),
+        "group": Value("string"),
+    }
+    rankings = Dataset.from_list(rows, features=Features(features))
+    rankings.save_to_disk(folder / "rankings")
+    DatasetDict({"test": rankings.select(range(4))}).save_to_disk(folder / "splits")
+    source, near = noise(rng), noise(rng)
+    edits = [
+        {
+            "key": [f"{index}-a", f"{index}-b"],
+            "instruction": "Add a hat.",
+            "input_image": source,
+            "output_images": [source, near],  # CLIP-I prefers what did not change
+            "task_type": "subject-add",
+            "dimension": "consistency",
+        }
+        for index in range(2)
+    ]
+    features = {
+        "key": List(Value("string")),
+        "instruction": Value("string"),
+        "input_image": Image(),
+        "output_images": List(Image()),
+        "task_type": Value("string"),
+        "dimension": Value("string"),
+    }
+    Dataset.from_list(edits, features=Features(features)).to_parquet(folder / "edits" / "train.parquet")
+    published = folder / "published"
+    (published / "images" / "7").mkdir(parents=True)
+    names = [f"{first}_{second}.png" for first in range(2) for second in range(2)]
+    for name in names:
+        noise(rng).save(published / "images" / "7" / name)
+    record = {"folder": "7", "ref_image": names[0], "comp_images": names[1:], "rank_images": names[:0:-1]}
+    (published / "consistency_full_rank.jsonl").write_text(json.dumps(record) + "\n")
+    prompts = {"idx": "7", "prompt": "A fox.", "criteria": {"style": {"ink": "Both are drawn in ink."}}}
+    (published / "prompt_data.jsonl").write_text(json.dumps(prompts) + "\n")
+    return folder
+
+
+def arguments(script, workspace, output, **options):
+    return script.ScriptArguments(
+        **{
+            "judge": "clip-i",
+            "clip_model": str(workspace / "clip"),
+            "dataset_name": str(workspace / "rankings"),
+            "output_dir": str(output),
+            "device": "cpu",
+            **options,
+        }
+    )
+
+
+def test_from_the_command_line(workspace, tmp_path, script, capsys):
+    output = tmp_path / "results"
+    options = {
+        "--judge": "clip-i",
+        "--clip_model": workspace / "clip",
+        "--dataset_name": workspace / "rankings",
+        "--output_dir": output,
+        "--device": "cpu",
+        "--batch_size": 8,
+    }
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *(str(word) for option in options.items() for word in option)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "250"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    (results,) = json.loads((output / "results.json").read_text())
+    assert results["num_instances"] == 6 and results["num_groups"] == 3
+    assert results["settings"]["dataset"] == str(workspace / "rankings")
+    assert results["settings"] | {"dtype": "auto", "batch_size": 8, "template": "theme"} == results["settings"]
+    (scores_path,) = output.glob("*.jsonl")
+    assert len(scores_path.read_text().splitlines()) == 1 + 6
+    for text in (
+        "Kendall tau",
+        "list-order tau",
+        f"{results['metrics']['accuracy']['mean']:.3f} [",
+        f"Scores: {scores_path}",
+        f"Report: {output}/results.md",
+    ):
+        assert text in done.stdout
+    assert "| CLIP-I (" in (output / "results.md").read_text()
+
+    # Once more: nothing is scored, and nothing changes
+    content = scores_path.read_bytes()
+    scores_path.write_bytes(content[: content.rfind(b"\n", 0, -1) + 20])  # the last row was being written
+    script.main(arguments(script, workspace, output, batch_size=8))
+    assert scores_path.read_bytes() == content
+    assert json.loads((output / "results.json").read_text()) == [results]
+    # Another template is another row
+    script.main(arguments(script, workspace, output, template="plain"))
+    assert [entry["settings"]["template"] for entry in json.loads((output / "results.json").read_text())] == [
+        "theme",
+        "plain",
+    ]
+    assert "CLIP-I" in capsys.readouterr().out
+
+
+def test_datasets_of_other_kinds(script, workspace, tmp_path):
+    def results_of(name, **options):
+        script.main(arguments(script, workspace, tmp_path / name, dataset_name=str(workspace / name), **options))
+        return json.loads((tmp_path / name / "results.json").read_text())[0]
+
+    assert results_of("splits", dataset_split="test")["num_instances"] == 4
+    published = results_of("published", template="criteria", dtype="bfloat16")
+    assert published["num_instances"] == 1 and published["settings"]["dtype"] == "bfloat16"
+    for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        assert script.load_judge(arguments(script, workspace, tmp_path, dtype=dtype)).model.dtype == expected
+    edits = results_of("edits", benchmark="edit_reward")
+    assert edits["dimensions"]["consistency"]["strict"]["mean"] == 1.0
+    assert "| PaCo-Reward-7B | 0.777 |" in (tmp_path / "edits" / "results.md").read_text()
+
+
+def test_wrong_options(script, workspace, tmp_path):
+    for options, message in (
+        ({"benchmark": "ranking"}, "`--benchmark` is 'ranking', but must be one of rankings, edit_reward"),
+        ({"dtype": "float"}, "`--dtype` is 'float', but must be one of auto, float32"),
+        ({"judge": "dreamsim", "dtype": "float32"}, "`--dtype float32` is not for the judge dreamsim"),
+        ({"template": "themes"}, "`template` is 'themes', but must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            script.main(arguments(script, workspace, tmp_path, **options))
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_and_docstring_say_the_same(script):
+    described = re.findall(
+        r"^        (\w+) \(`[^`]+`(?:, \*optional\*(?:, defaults to `(.+?)`)?)?\):\n"
+        r"            (.+?)(?=\n        \w|\n    $)",
+        script.ScriptArguments.__doc__ + "\n    ",
+        flags=re.M | re.S,
+    )
+    fields = {field.name: field for field in dataclasses.fields(script.ScriptArguments)}
+    assert [name for name, _, _ in described] == list(fields)
+    for name, default, text in described:
+        assert " ".join(text.split()).replace("`", "") == fields[name].metadata["help"].replace("`", ""), name
+        assert default == ("" if fields[name].default is None else json.dumps(fields[name].default)), name

@@ -1,0 +1,1106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation of judges: metrics against direct counts and closed forms, runs that survive a kill, reports."""
+
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List, Value, load_from_disk
+from PIL import Image as PILImage
+from PIL import ImageStat
+from scipy.stats import kendalltau, spearmanr
+from transformers import CLIPModel, CLIPProcessor
+
+from paco_trl.data import (
+    criterion_question,
+    edit_consistency_question,
+    edit_following_question,
+    plain_question,
+    theme_question,
+)
+from paco_trl.evaluation import (
+    ClipIScorer,
+    DreamSimScorer,
+    auroc,
+    bootstrap_interval,
+    calibration_bins,
+    evaluate_edit_reward,
+    evaluate_rankings,
+    expected_calibration_error,
+    list_order_metrics,
+    ranking_metrics,
+    report_tables,
+    save_report,
+)
+from paco_trl.evaluation.runs import batches
+from paco_trl.tiny import build_tiny_clip
+
+
+NAN = float("nan")
+METRICS = {"accuracy", "kendall_tau", "spearman_rho", "top1_bottom1"}
+ORDERS = list(itertools.permutations(range(4)))
+
+
+def scores_of_order(order):
+    """Scores that put the items in this order."""
+    scores = [0.0] * len(order)
+    for place, item in enumerate(order):
+        scores[item] = 1.0 - place / len(order)
+    return scores
+
+
+def tau_by_counting(order, other):
+    """(concordant - discordant) / pairs, for orders without ties: a pair is concordant if both put the same first."""
+    agree = [
+        (order.index(a) < order.index(b)) == (other.index(a) < other.index(b))
+        for a, b in itertools.combinations(range(len(order)), 2)
+    ]
+    return (2 * sum(agree) - len(agree)) / len(agree)
+
+
+def rho_by_distances(order, other):
+    """1 - 6 sum d^2 / (n (n^2 - 1)), d the differences of the ranks."""
+    n = len(order)
+    return 1 - 6 * sum((order.index(i) - other.index(i)) ** 2 for i in range(n)) / (n * (n**2 - 1))
+
+
+def color_image(red, green=0, blue=0, size=(8, 8)):
+    return PILImage.new("RGB", size, (red, green, blue))
+
+
+class ColorScorer:
+    """1 - the distance of the mean colours; counts what it is asked, and can fail after some pairs."""
+
+    name = "color"
+
+    def __init__(self, fail_after=None, delay=0.0):
+        self.calls = []
+        self.fail_after = fail_after
+        self.delay = delay
+
+    @property
+    def pairs(self):
+        return sum(len(images) for images, _ in self.calls)
+
+    def score(self, images, prompts):
+        if self.fail_after is not None and self.pairs + len(images) > self.fail_after:
+            raise RuntimeError("the scorer broke")
+        self.calls.append((images, prompts))
+        time.sleep(self.delay)
+        return [self.one(first, second, prompt) for (first, second), prompt in zip(images, prompts, strict=True)]
+
+    def one(self, first, second, prompt):
+        means = [ImageStat.Stat(image).mean for image in (first, second)]
+        return 1 - sum(abs(a - b) for a, b in zip(*means, strict=True)) / (3 * 255)
+
+
+RANKING_FEATURES = Features(
+    {
+        "reference": Image(),
+        "candidates": List(Image()),
+        "ranking": List(Value("int64")),
+        "prompt": Value("string"),
+        "criteria": List({name: Value("string") for name in ("dimension", "name", "text")}),
+        "group": Value("string"),
+        "id": Value("string"),
+    }
+)
+
+
+def rankings(count=8, seed=0, **columns):
+    """Rankings of 4 flat candidates of a red reference; people rank at random."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        rows.append(
+            {
+                "reference": color_image(200),
+                "candidates": [color_image(int(red)) for red in rng.permutation([10, 60, 110, 160])],
+                "ranking": rng.permutation(4).tolist(),
+                "prompt": f"A fox, number {index // 2}.",
+                "criteria": [
+                    {"dimension": "style", "name": "ink", "text": f"Ink in {index}."},
+                    {"dimension": "style", "name": "line", "text": f"Lines in {index}."},
+                    {"dimension": "identity", "name": "fox", "text": f"One fox in {index}."},
+                ],
+                "group": f"g{index // 2}",
+                "id": f"row-{index}",
+            }
+        )
+    rows = [{**row, **{name: values[index] for name, values in columns.items()}} for index, row in enumerate(rows)]
+    return Dataset.from_list(rows, features=RANKING_FEATURES)
+
+
+class TestLazyExports:
+    def test_metrics_come_without_torch(self):
+        code = (
+            "import sys; from paco_trl.evaluation import list_order_metrics, ranking_metrics, bootstrap_interval;"
+            "from paco_trl.evaluation import auroc, calibration_bins, expected_calibration_error;"
+            "loaded = {'torch', 'transformers', 'datasets'} & set(sys.modules); assert not loaded, loaded;"
+            "assert 'scipy' in sys.modules"
+        )
+        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def test_every_name_in_all_exists(self):
+        import paco_trl.evaluation
+
+        assert len(paco_trl.evaluation.__all__) == 12
+        for name in paco_trl.evaluation.__all__:
+            assert getattr(paco_trl.evaluation, name).__name__ == name
+        with pytest.raises(AttributeError, match="no_such_metric"):
+            paco_trl.evaluation.no_such_metric  # noqa: B018
+
+
+class TestRankingMetrics:
+    def test_all_pairs_of_orders_against_scipy_and_by_counting(self):
+        seen = set()
+        for predicted, human in itertools.product(ORDERS, ORDERS):
+            metrics = ranking_metrics(scores_of_order(predicted), list(human))
+            assert metrics.keys() == METRICS
+            predicted_ranks = [predicted.index(item) for item in range(4)]
+            human_ranks = [human.index(item) for item in range(4)]
+            assert metrics["kendall_tau"] == pytest.approx(kendalltau(predicted_ranks, human_ranks).statistic)
+            assert metrics["spearman_rho"] == pytest.approx(spearmanr(predicted_ranks, human_ranks).statistic)
+            assert metrics["kendall_tau"] == pytest.approx(tau_by_counting(predicted, human))
+            assert metrics["spearman_rho"] == pytest.approx(rho_by_distances(predicted, human))
+            # Two places hold the same item in both orders exactly if that item has the same rank in both
+            assert metrics["accuracy"] == sum(a == b for a, b in zip(predicted, human, strict=True)) / 4
+            assert metrics["top1_bottom1"] == ((predicted[0] == human[0]) + (predicted[3] == human[3])) / 2
+            seen.add(round(metrics["kendall_tau"], 3))
+        assert len(seen) == 7  # 0 to 6 concordant pairs
+
+    def test_of_three_and_of_two_items(self):
+        assert ranking_metrics([0.1, 0.5, 0.9], [2, 1, 0]) == pytest.approx(dict.fromkeys(METRICS, 1.0))
+        worst = {"accuracy": 0.0, "kendall_tau": -1.0, "spearman_rho": -1.0, "top1_bottom1": 0.0}
+        assert ranking_metrics([0.1, 0.9], [0, 1]) == pytest.approx(worst)
+
+    def test_does_not_depend_on_the_numbers_of_the_items(self):
+        changes = 0
+        for predicted, human in itertools.product(ORDERS[:6:2], ORDERS):
+            for renamed in ORDERS[1::7]:
+                first = [[renamed[item] for item in order] for order in (predicted, human)]
+                metrics = [ranking_metrics(scores_of_order(p), h) for p, h in ((predicted, human), first)]
+                assert metrics[0] == pytest.approx(metrics[1])
+                lists = [list_order_metrics(scores_of_order(p), h) for p, h in ((predicted, human), first)]
+                changes += lists[0]["kendall_tau"] != pytest.approx(lists[1]["kendall_tau"])
+        assert changes > 50  # the list-order variant does
+
+    def test_a_tie_never_counts_as_a_hit(self):
+        untied = ranking_metrics([0.9, 0.5, 0.4, 0.1], [0, 1, 2, 3])
+        assert untied["accuracy"] == untied["top1_bottom1"] == 1.0
+        middle = ranking_metrics([0.9, 0.5, 0.5, 0.1], [0, 1, 2, 3])
+        assert middle["accuracy"] == 0.5
+        assert middle["top1_bottom1"] == 1.0
+        assert middle["kendall_tau"] == pytest.approx(5 / math.sqrt(5 * 6))  # tau-b, 5 concordant pairs and a tie
+        assert ranking_metrics([0.9, 0.9, 0.5, 0.1], [0, 1, 2, 3])["top1_bottom1"] == 0.5
+        # Three items that share ranks 2 to 4 have rank 3 each, which is the human rank of one of them
+        three = ranking_metrics([0.9, 0.5, 0.5, 0.5], [0, 1, 2, 3])
+        assert three["accuracy"] == 0.25
+        assert three["top1_bottom1"] == 0.5
+
+    def test_equal_scores_have_no_correlation_and_no_hit(self):
+        for count in (2, 3, 4):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                metrics = ranking_metrics([0.5] * count, list(range(count)))
+            assert math.isnan(metrics["kendall_tau"]) and math.isnan(metrics["spearman_rho"])
+            assert metrics["accuracy"] == metrics["top1_bottom1"] == 0.0
+        assert not math.isnan(ranking_metrics([0.5, 0.5, 0.6], [0, 1, 2])["kendall_tau"])
+
+    @pytest.mark.parametrize("metrics", [ranking_metrics, list_order_metrics])
+    def test_wrong_input(self, metrics):
+        for score in (NAN, math.inf, None):
+            with pytest.raises(ValueError, match=r"`scores\[1\]` is (nan|inf|None), but .* has no rank"):
+                metrics([0.1, score, 0.3], [0, 1, 2])
+        with pytest.raises(ValueError, match="`scores` has 1 items, but a ranking needs at least two"):
+            metrics([0.1], [0])
+        for ranking in ([0, 1], [0, 1, 1], [1, 2, 3], [0, 1, None], [0, 1, 2, 3], [0, 1, 2, 2]):
+            with pytest.raises(ValueError, match=r"`human_ranking` is \[.*, but must list the indices of the 3 items"):
+                metrics([0.1, 0.2, 0.3], ranking)
+        assert metrics(np.array([0.1, 0.2], dtype=np.float32), np.array([1, 0]))["accuracy"] == 1.0
+
+
+class TestListOrder:
+    def test_differs_for_half_of_all_pairs_of_orders_and_flips_the_sign_for_a_quarter(self):
+        differ = {"kendall_tau": 0, "spearman_rho": 0}
+        flip = {"kendall_tau": 0, "spearman_rho": 0}
+        for predicted, human in itertools.product(ORDERS, ORDERS):
+            ranks = ranking_metrics(scores_of_order(predicted), list(human))
+            lists = list_order_metrics(scores_of_order(predicted), list(human))
+            assert lists.keys() == METRICS
+            assert lists["kendall_tau"] == pytest.approx(kendalltau(predicted, human).statistic)
+            assert lists["spearman_rho"] == pytest.approx(spearmanr(predicted, human).statistic)
+            assert lists["accuracy"] == ranks["accuracy"]
+            assert lists["top1_bottom1"] == ranks["top1_bottom1"]
+            for name in differ:
+                differ[name] += lists[name] != pytest.approx(ranks[name])
+                flip[name] += lists[name] * ranks[name] < -1e-12
+        fractions = {name: (differ[name] / 576, flip[name] / 576) for name in differ}
+        print(fractions)
+        for share_differ, share_flip in fractions.values():
+            assert 0.45 < share_differ < 0.6
+            assert 0.15 < share_flip < 0.3
+
+    def test_breaks_ties_by_the_index_the_later_first(self):
+        tied = list_order_metrics([0.5, 0.5, 0.5], [2, 1, 0])
+        assert tied == pytest.approx(dict.fromkeys(METRICS, 1.0))
+        assert list_order_metrics([0.5, 0.5, 0.5], [0, 1, 2])["kendall_tau"] == pytest.approx(-1.0)
+
+
+class TestBootstrap:
+    def test_of_a_share_is_near_the_normal_interval(self):
+        values = [1.0] * 120 + [0.0] * 280
+        half = 1.96 * math.sqrt(0.3 * 0.7 / 400)
+        assert bootstrap_interval(values, n_resamples=5000) == pytest.approx((0.3 - half, 0.3 + half), abs=0.006)
+        low, high = bootstrap_interval(values, confidence_level=0.5, n_resamples=5000)
+        assert (low, high) == pytest.approx((0.3 - half * 0.6745 / 1.96, 0.3 + half * 0.6745 / 1.96), abs=0.006)
+
+    def test_of_groups_is_wider_when_a_group_agrees_with_itself(self):
+        # 40 groups of 10 equal values: no more is known than from 40 values
+        values = [float(group % 2) for group in range(40) for _ in range(10)]
+        groups = [f"prompt {group}" for group in range(40) for _ in range(10)]
+        half = 1.96 * math.sqrt(0.25 / 40)
+        alone = bootstrap_interval(values)
+        assert alone == pytest.approx((0.5 - half / math.sqrt(10), 0.5 + half / math.sqrt(10)), abs=0.01)
+        assert bootstrap_interval(values, groups) == pytest.approx((0.5 - half, 0.5 + half), abs=0.03)
+        # Groups that all have the same mean say that nothing is uncertain
+        same = bootstrap_interval([0.0, 1.0] * 40, [group for group in range(40) for _ in range(2)])
+        assert same == (0.5, 0.5)
+
+    def test_every_value_counts_the_same_whatever_the_size_of_its_group(self):
+        values, groups = [1.0] * 30 + [0.0] * 10, [0] * 30 + list(range(1, 11))
+        low, high = bootstrap_interval(values, groups, n_resamples=500)
+        # The mean of a draw in which group 0 is there k times is 30 k / (30 k + 11 - k)
+        possible = [30 * k / (30 * k + 11 - k) for k in range(12)]
+        assert min(abs(high - value) for value in possible) < 1e-9
+        assert low == 0.0  # group 0 is not drawn with probability (10 / 11)^11 = 0.35
+
+    def test_the_labels_and_the_order_of_groups_do_not_matter_but_the_seed_does(self):
+        values = np.random.default_rng(0).random(60)
+        groups = np.repeat(np.arange(12), 5)
+        interval = bootstrap_interval(values, groups)
+        assert interval == bootstrap_interval(list(values), [f"g{group}" for group in groups])
+        assert interval == bootstrap_interval(values, groups, seed=0)
+        assert interval != bootstrap_interval(values, groups, seed=1)
+        assert interval == pytest.approx(bootstrap_interval(values, groups, seed=1), abs=0.02)
+
+    def test_undefined_values_are_left_out(self):
+        values = [0.0, 1.0] * 20
+        assert bootstrap_interval([*values, NAN, None]) == bootstrap_interval(values)
+        assert bootstrap_interval([NAN, *values], ["x", *range(40)]) == bootstrap_interval(values, list(range(40)))
+        with pytest.raises(ValueError, match="None of the 2 `values` is a number"):
+            bootstrap_interval([NAN, NAN])
+        with pytest.raises(ValueError, match="None of the 0 `values` is a number"):
+            bootstrap_interval([])
+
+    def test_one_group_has_no_interval(self):
+        for values, groups in (([0.1, 0.9], ["a", "a"]), ([0.5], None), ([0.1, NAN], ["a", "b"])):
+            interval = bootstrap_interval(values, groups)
+            assert len(interval) == 2 and all(math.isnan(end) for end in interval)
+        assert not math.isnan(bootstrap_interval([0.1, 0.9], ["a", "b"])[0])
+
+    def test_strata_give_the_interval_of_the_mean_of_means(self):
+        # A large task of 200 rows at 0.9, and a small one of 50 rows at 0.5
+        values = [1.0] * 180 + [0.0] * 20 + [1.0] * 25 + [0.0] * 25
+        strata = ["large"] * 200 + ["small"] * 50
+        half = 1.96 * math.sqrt(0.9 * 0.1 / 200 + 0.5 * 0.5 / 50) / 2
+        assert bootstrap_interval(values, strata=strata) == pytest.approx((0.7 - half, 0.7 + half), abs=0.015)
+        assert np.mean(bootstrap_interval(values)) == pytest.approx(0.82, abs=0.01)
+        # A draw without a stratum: the mean of those that are there
+        assert bootstrap_interval([1.0, 0.0], ["a", "b"], strata=["x", "y"]) == (0.0, 1.0)
+
+    def test_wrong_input(self):
+        with pytest.raises(ValueError, match="`groups` has 1 entries for 2 `values`"):
+            bootstrap_interval([0.1, 0.2], ["a"])
+        with pytest.raises(ValueError, match="`strata` has 3 entries for 2 `values`"):
+            bootstrap_interval([0.1, 0.2], strata=["a", "b", "c"])
+        with pytest.raises(ValueError, match="`values` has an infinite value"):
+            bootstrap_interval([0.1, math.inf])
+
+
+class TestBinary:
+    def test_auroc_is_the_share_of_pairs_in_order(self):
+        rng = np.random.default_rng(0)
+        for ties in (1, 2, 10):
+            scores = np.round(rng.random(60), ties)
+            labels = rng.integers(0, 2, 60)
+            wins = [
+                1.0 if yes > no else 0.5 if yes == no else 0.0
+                for yes in scores[labels == 1]
+                for no in scores[labels == 0]
+            ]
+            assert (0.5 in wins) == (ties < 10)
+            assert auroc(scores, labels) == pytest.approx(np.mean(wins))
+            assert auroc(1 - scores, labels) == pytest.approx(1 - np.mean(wins))
+        assert auroc([0.1, 0.2, 0.3], [0, 1, True]) == 1.0
+        assert auroc([0.5, 0.5], [0, 1]) == 0.5
+
+    def test_auroc_of_one_class_does_not_exist(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert math.isnan(auroc([0.1, 0.2], [1, 1]))
+            assert math.isnan(auroc([0.1, 0.2], [0, 0]))
+            assert math.isnan(auroc([], []))
+        assert auroc([0.1, 0.2], [0, 1]) == 1.0
+
+    def test_bins(self):
+        bins = calibration_bins([0.0, 0.05, 0.1, 0.3, 0.95, 1.0], [0, 1, 0, 1, 1, 1])
+        assert bins["count"] == [2, 1, 0, 1, 0, 0, 0, 0, 0, 2]  # 0.1 and 0.3 are in the bin that they open
+        assert bins["mean_score"][0] == pytest.approx(0.025)
+        assert bins["mean_score"][9] == pytest.approx(0.975)
+        assert bins["share_consistent"][:2] == [0.5, 0.0]
+        assert math.isnan(bins["mean_score"][2]) and math.isnan(bins["share_consistent"][2])
+
+    def test_expected_calibration_error_has_its_closed_forms(self):
+        # 0.9 of the pairs scored 0.9 are consistent, 0.1 of those scored 0.1: calibrated
+        scores = [0.9] * 10 + [0.1] * 10
+        assert expected_calibration_error(scores, [1] * 9 + [0] + [1] + [0] * 9) == pytest.approx(0.0)
+        # All of them are: off by 0.1 and by 0.9
+        assert expected_calibration_error(scores, [1] * 20) == pytest.approx(0.5)
+        # Bins count by their number of pairs: 30 off by 0.1, 10 off by 0.9
+        assert expected_calibration_error([0.9] * 30 + [0.1] * 10, [1] * 40) == pytest.approx(0.3)
+        # One bin sees only that the mean is right
+        assert expected_calibration_error([0.0, 1.0], [1, 0], num_bins=1) == pytest.approx(0.0)
+        assert expected_calibration_error([0.0, 1.0], [1, 0]) == pytest.approx(1.0)
+        assert math.isnan(expected_calibration_error([], []))
+
+    def test_wrong_input(self):
+        for function in (auroc, calibration_bins, expected_calibration_error):
+            with pytest.raises(ValueError, match="`scores` has 2 entries and `labels` has 1"):
+                function([0.1, 0.2], [1])
+            with pytest.raises(ValueError, match=r"`labels\[1\]` is 2, but must be 1"):
+                function([0.1, 0.2], [0, 2])
+            for score in (NAN, None, math.inf):
+                with pytest.raises(ValueError, match=r"`scores\[0\]` is (nan|None|inf), but must be a finite number"):
+                    function([score, 0.2], [0, 1])
+        for score in (-0.1, 1.1):
+            assert auroc([score, 0.5], [0, 1]) in (0.0, 1.0)
+            with pytest.raises(ValueError, match=r"`scores\[1\]` is -?\d\.1, but calibration is about probabilities"):
+                calibration_bins([0.5, score], [0, 1])
+        with pytest.raises(ValueError, match="`num_bins` is 0, but must be at least 1"):
+            calibration_bins([0.5], [1], num_bins=0)
+
+
+class QuestionScorer(ColorScorer):
+    """Scores that depend on the question only, or on the question and the colour of the second image."""
+
+    name = "question"
+
+    def __init__(self, of_question):
+        super().__init__()
+        self.of_question = of_question
+
+    def one(self, first, second, prompt):
+        return self.of_question(prompt, second.getpixel((0, 0)))
+
+
+def in_human_order(dataset):
+    """Rankings in which people agree with the colours: the candidate nearest to the reference is the best."""
+    orders = []
+    for row in dataset:
+        reds = [image.getpixel((0, 0))[0] for image in row["candidates"]]
+        orders.append(sorted(range(4), key=lambda index, reds=reds: -reds[index]))
+    return orders
+
+
+class TestEvaluateRankings:
+    def test_perfect_and_reversed_orders(self):
+        dataset = rankings()
+        orders = in_human_order(dataset)
+        best = evaluate_rankings(ColorScorer(), rankings(ranking=orders))
+        worst = evaluate_rankings(ColorScorer(), rankings(ranking=[order[::-1] for order in orders]))
+        for name in METRICS:
+            assert best["metrics"][name]["mean"] == pytest.approx(1.0)
+            assert best["metrics"][name]["interval"] == pytest.approx([1.0, 1.0])
+            assert best["list_order"][name]["mean"] == pytest.approx(1.0)
+        assert worst["metrics"]["kendall_tau"]["mean"] == pytest.approx(-1.0)
+        assert worst["metrics"]["accuracy"]["mean"] == worst["metrics"]["top1_bottom1"]["mean"] == 0.0
+
+    def test_means_and_intervals_are_those_of_the_rows(self, tmp_path):
+        dataset = rankings()
+        scorer = ColorScorer()
+        results = evaluate_rankings(scorer, dataset, output_path=tmp_path / "scores.jsonl")
+        expected = {"metrics": [], "list_order": []}
+        scores = []
+        for row in dataset:
+            scores.append([scorer.one(row["reference"], candidate, "") for candidate in row["candidates"]])
+            expected["metrics"].append(ranking_metrics(scores[-1], row["ranking"]))
+            expected["list_order"].append(list_order_metrics(scores[-1], row["ranking"]))
+        for variant, of_rows in expected.items():
+            assert results[variant].keys() == METRICS
+            for name in METRICS:
+                values = [metrics[name] for metrics in of_rows]
+                assert results[variant][name]["mean"] == pytest.approx(np.mean(values))
+                assert results[variant][name]["interval"] == list(bootstrap_interval(values, dataset["group"]))
+        low, high = results["metrics"]["accuracy"]["interval"]
+        assert low < results["metrics"]["accuracy"]["mean"] < high
+        assert expected["metrics"] != expected["list_order"]
+        assert (results["num_instances"], results["num_groups"], results["num_undefined_correlations"]) == (8, 4, 0)
+
+        header, *records = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+        assert header == results["settings"]
+        assert header["scorer"] == "color" and header["template"] == "theme" and header["dataset_size"] == 8
+        assert [record["id"] for record in records] == dataset["id"]
+        assert [record["scores"] for record in records] == scores
+        assert [record["ranking"] for record in records] == dataset["ranking"]
+        assert [record["metrics"] for record in records] == expected["metrics"]
+        assert [record["list_order"] for record in records] == expected["list_order"]
+
+    def test_without_groups_each_row_is_drawn_alone(self):
+        results = evaluate_rankings(ColorScorer(), rankings().remove_columns(["group", "id", "criteria"]))
+        grouped = evaluate_rankings(ColorScorer(), rankings())
+        assert (results["num_groups"], grouped["num_groups"]) == (8, 4)
+        assert results["metrics"]["spearman_rho"]["mean"] == grouped["metrics"]["spearman_rho"]["mean"]
+        assert results["metrics"]["spearman_rho"]["interval"] != grouped["metrics"]["spearman_rho"]["interval"]
+
+    def test_questions_of_the_templates(self):
+        set_prompt = (
+            "TWO-PANEL Images with a 1x2 grid layout a fox travels. All in ink. [LEFT]:It leaves. [RIGHT]:It arrives."
+        )
+        dataset = rankings(2, prompt=[set_prompt, "A fox."])
+        asked = {}
+        for template in ("theme", "plain", "criteria"):
+            scorer = ColorScorer()
+            evaluate_rankings(scorer, dataset, template=template)
+            asked[template] = [prompt for _, prompts in scorer.calls for prompt in prompts]
+        theme = "TWO-PANEL Images with a 1x2 grid layout a fox travels. All in ink."
+        assert asked["theme"] == [theme_question(theme)] * 4 + [theme_question("A fox.")] * 4
+        assert asked["plain"] == [plain_question()] * 8
+        texts = [[f"Ink in {index}.", f"Lines in {index}.", f"One fox in {index}."] for index in range(2)]
+        assert asked["criteria"] == [criterion_question(text) for of_row in texts for _ in range(4) for text in of_row]
+
+    def test_criteria_count_within_their_dimension_and_dimensions_alike(self, tmp_path):
+        def of_question(prompt, color):
+            if "Ink" in prompt:
+                return 1.0
+            return 0.5 if "Lines" in prompt else color[0] / 1000
+
+        evaluate_rankings(QuestionScorer(of_question), rankings(2), "criteria", tmp_path / "scores.jsonl")
+        records = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()[1:]]
+        assert len(records) == 2
+        for record, row in zip(records, rankings(2), strict=True):
+            reds = [image.getpixel((0, 0))[0] for image in row["candidates"]]
+            assert record["scores"] == pytest.approx([((1.0 + 0.5) / 2 + red / 1000) / 2 for red in reds])
+
+    def test_calls_hold_whole_rows_and_one_reference_object_per_row(self):
+        for batch_size, template, calls in ((8, "theme", [8, 8, 4]), (11, "theme", [8, 8, 4]), (4, "theme", [4] * 5),
+                                            (2, "theme", [4] * 5), (24, "criteria", [24, 24, 12])):  # fmt: skip
+            scorer = ColorScorer()
+            evaluate_rankings(scorer, rankings(5), template=template, batch_size=batch_size)
+            assert [len(images) for images, _ in scorer.calls] == calls
+            pairs = [pair for images, _ in scorer.calls for pair in images]
+            per_row = len(pairs) // 5
+            references = [{id(first) for first, _ in pairs[row * per_row : (row + 1) * per_row]} for row in range(5)]
+            assert [len(objects) for objects in references] == [1] * 5
+            assert len(set.union(*references)) == 5
+            assert len({id(second) for _, second in pairs}) == 20  # one object per candidate too
+        assert list(batches([5, 1, 1, 1, 3], 2)) == [[0], [1, 2], [3], [4]]
+        with pytest.raises(ValueError, match="`batch_size` is 0, but must be at least 1"):
+            evaluate_rankings(ColorScorer(), rankings(1), batch_size=0)
+
+    def test_images_come_as_rgb(self):
+        row = rankings(1)[0]
+        row["reference"] = row["reference"].convert("L")
+        row["candidates"] = [image.convert("RGBA") for image in row["candidates"]]
+        dataset = Dataset.from_list([row], features=RANKING_FEATURES)
+        assert dataset[0]["reference"].mode == "L"
+        scorer = ColorScorer()
+        evaluate_rankings(scorer, dataset)
+        assert {image.mode for images, _ in scorer.calls for pair in images for image in pair} == {"RGB"}
+
+    def test_equal_scores_are_counted_and_not_part_of_the_means(self, tmp_path):
+        always = evaluate_rankings(QuestionScorer(lambda prompt, color: 0.5), rankings())
+        assert always["num_undefined_correlations"] == 8
+        assert math.isnan(always["metrics"]["kendall_tau"]["mean"])
+        assert all(math.isnan(end) for end in always["metrics"]["spearman_rho"]["interval"])
+        assert always["metrics"]["accuracy"] == {"mean": 0.0, "interval": [0.0, 0.0]}
+        assert not math.isnan(always["list_order"]["kendall_tau"]["mean"])
+
+        def for_two_rows(prompt, color):
+            return 0.5 if "number 0" in prompt else color[0] / 255
+
+        path = tmp_path / "scores.jsonl"
+        some = evaluate_rankings(QuestionScorer(for_two_rows), rankings(), output_path=path)
+        assert some["num_undefined_correlations"] == 2
+        records = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        taus = [record["metrics"]["kendall_tau"] for record in records]
+        assert taus[:2] == [None, None]
+        assert some["metrics"]["kendall_tau"]["mean"] == pytest.approx(np.mean(taus[2:]))
+        assert some["metrics"]["accuracy"]["mean"] == np.mean([record["metrics"]["accuracy"] for record in records])
+        # Read back from the file the numbers are the same
+        again = evaluate_rankings(QuestionScorer(None), rankings(), output_path=path)
+        assert again == some
+
+    def test_wrong_scores_stop_the_run_and_what_is_finished_is_kept(self, tmp_path):
+        class Wrong(ColorScorer):
+            wrong = None
+
+            def score(self, images, prompts):
+                scores = super().score(images, prompts)
+                if len(self.calls) == 2:
+                    scores = self.wrong(scores)
+                return scores
+
+        path = tmp_path / "scores.jsonl"
+        for value in (None, NAN, math.inf):
+            scorer = Wrong()
+            scorer.wrong = lambda scores, value=value: [*scores[:-1], value]
+            with pytest.raises(
+                ValueError, match=r"The scorer 'color' gave (None|nan|inf) for a pair with the question '"
+            ):
+                evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8)
+            assert len(path.read_text().splitlines()) == 1 + 2
+            path.unlink()
+        scorer = Wrong()
+        scorer.wrong = lambda scores: scores[:-1]
+        with pytest.raises(ValueError, match="The scorer 'color' gave 7 scores for 8 pairs"):
+            evaluate_rankings(scorer, rankings(), batch_size=8)
+
+    def test_wrong_arguments(self):
+        for scorer in (
+            object(),
+            type("Nameless", (), {"score": lambda *args: []})(),
+            type("Mute", (), {"name": "x"})(),
+        ):
+            with pytest.raises(
+                TypeError, match=r"`scorer` is a \w+, but must have a method `score\(images, prompts\)`"
+            ):
+                evaluate_rankings(scorer, rankings())
+        with pytest.raises(ValueError, match="`template` is 'themes', but must be one of theme, criteria, plain"):
+            evaluate_rankings(ColorScorer(), rankings(), template="themes")
+        scorer = ColorScorer()
+        for dataset in (rankings().remove_columns("criteria"), rankings(criteria=[[]] * 8)):
+            with pytest.raises(ValueError, match="'A fox, number 0.' has no `criteria`, which `template='criteria'`"):
+                evaluate_rankings(scorer, dataset, template="criteria")
+        with pytest.raises(ValueError, match=r"Rankings need the columns \['reference'\]"):
+            evaluate_rankings(scorer, rankings().remove_columns("reference"))
+        assert scorer.calls == []
+
+
+EDIT_FEATURES = Features(
+    {
+        "key": List(Value("string")),
+        "instruction": Value("string"),
+        "input_image": Image(),
+        "output_images": List(Image()),
+        "task_type": Value("string"),
+        "dimension": Value("string"),
+    }
+)
+# Edits of a black image. Their red is how well they follow, their green what should have stayed and did not
+EDITS = {"a": (200, 0), "b": (100, 0), "c": (50, 100), "d": (100, 200), "e": (250, 50), "f": (10, 0), "g": (10, 0)}
+EDIT_ROWS = [
+    (("a", "b"), "color", "prompt_following"),  # 200 > 100
+    (("c", "a"), "color", "prompt_following"),  # 50 < 200
+    (("e", "f"), "text", "prompt_following"),  # 250 > 10
+    (("b", "d"), "color", "consistency"),  # 1 > 1 - 200 / 255
+    (("a", "b"), "color", "consistency"),  # 1 = 1
+    (("e", "f"), "text", "consistency"),  # 1 - 50 / 255 < 1
+    (("b", "d"), "color", "overall"),  # sqrt(100 * 255) > sqrt(100 * 55)
+    (("f", "e"), "text", "overall"),  # sqrt(10 * 255) = 50.5 < sqrt(250 * 205) = 226.4
+    (("e", "f"), "text", "overall"),
+    (("f", "g"), "text", "overall"),  # the same
+]
+
+
+def edits(rows=EDIT_ROWS, size=(16, 4)):
+    return Dataset.from_list(
+        [
+            {
+                "key": list(keys),
+                "instruction": "Turn it red." if task_type == "color" else "Write red.",
+                "input_image": color_image(0),
+                "output_images": [color_image(*EDITS[key[0]], size=size) for key in keys],
+                "task_type": task_type,
+                "dimension": dimension,
+            }
+            for keys, task_type, dimension in rows
+        ],
+        features=EDIT_FEATURES,
+    )
+
+
+class EditScorer(ColorScorer):
+    """Red is following, green is what did not stay."""
+
+    name = "edit"
+
+    def one(self, first, second, prompt):
+        red, green, _ = second.getpixel((0, 0))
+        return red / 255 if "accurately follow" in prompt else 1 - green / 255
+
+
+class TestEvaluateEditReward:
+    def test_accuracies_are_those_counted_by_hand(self):
+        results = evaluate_edit_reward(EditScorer(), edits())
+        dimensions = results["dimensions"]
+        assert list(dimensions) == ["prompt_following", "consistency", "overall"]
+        # Averaged over the task types: color 1 of 2, text 1 of 1
+        following = dimensions["prompt_following"]
+        assert following["task_types"] == {
+            "color": {"strict": 0.5, "geq": 0.5, "num_rows": 2},
+            "text": {"strict": 1.0, "geq": 1.0, "num_rows": 1},
+        }
+        assert following["strict"]["mean"] == following["geq"]["mean"] == 0.75
+        assert following["num_rows"] == 3
+        # color 1 of 2 and a tie, text 0 of 1
+        assert dimensions["consistency"]["strict"]["mean"] == 0.25
+        assert dimensions["consistency"]["geq"]["mean"] == 0.5
+        # color 1 of 1, text 1 of 3 and a tie
+        assert dimensions["overall"]["strict"]["mean"] == pytest.approx((1 + 1 / 3) / 2)
+        assert dimensions["overall"]["geq"]["mean"] == pytest.approx((1 + 2 / 3) / 2)
+        assert (results["num_instances"], results["num_keys"]) == (10, 7)
+        assert results["settings"]["scorer"] == "edit"
+
+        swapped = [((second, first), *rest) for (first, second), *rest in EDIT_ROWS]
+        reverse = evaluate_edit_reward(EditScorer(), edits(swapped))["dimensions"]
+        assert reverse["prompt_following"]["strict"]["mean"] == 0.25
+        assert reverse["consistency"]["geq"]["mean"] == 0.75
+
+    def test_overall_is_the_geometric_mean(self, tmp_path):
+        # The arithmetic mean puts e first: (250 + 5) / 2 > (100 + 100) / 2, but sqrt(250 * 5) < sqrt(100 * 100)
+        rows = [(("a", "e"), "color", "overall")]
+        scorer = QuestionScorer(
+            lambda prompt, color: color[0] / 255 if "accurately follow" in prompt else color[1] / 255
+        )
+        dataset = edits(rows)
+        row = dataset[0] | {"output_images": [color_image(100, 100), color_image(250, 5)]}
+        dataset = Dataset.from_list([row], features=EDIT_FEATURES)
+        assert evaluate_edit_reward(scorer, dataset)["dimensions"]["overall"]["strict"]["mean"] == 1.0
+        assert list(evaluate_edit_reward(scorer, dataset)["dimensions"]) == ["overall"]
+        cosine = QuestionScorer(lambda prompt, color: -0.1)
+        with pytest.raises(
+            ValueError, match="`consistency` is -0.1 and `prompt_following` is -0.1, but the geometric"
+        ):
+            evaluate_edit_reward(cosine, dataset)
+        assert evaluate_edit_reward(cosine, edits(EDIT_ROWS[:3]))["num_keys"] == 5
+
+    def test_a_key_is_scored_once_per_question_that_a_row_needs(self):
+        scorer = EditScorer()
+        evaluate_edit_reward(scorer, edits())
+        asked = [
+            (second.getpixel((0, 0))[:2], prompt)
+            for images, prompts in scorer.calls
+            for (_, second), prompt in zip(images, prompts, strict=True)
+        ]
+        red, text = "Turn it red.", "Write red."
+        expected = []
+        for key, instruction, questions in (
+            ("a", red, "fc"), ("b", red, "fc"), ("c", red, "f"), ("e", text, "fc"), ("f", text, "fc"),
+            ("d", red, "fc"), ("g", text, "fc"),
+        ):  # fmt: skip
+            if "f" in questions:
+                expected.append((EDITS[key], edit_following_question(instruction)))
+            if "c" in questions:
+                expected.append((EDITS[key], edit_consistency_question(instruction)))
+        assert asked == expected
+        assert max(len(images) for images, _ in scorer.calls) <= 16
+
+    def test_edited_images_are_resized_to_the_input(self):
+        scorer = EditScorer()
+        dataset = edits(size=(16, 4))
+        assert dataset[0]["output_images"][0].size != dataset[0]["input_image"].size
+        evaluate_edit_reward(scorer, dataset)
+        assert {(first.size, second.size) for images, _ in scorer.calls for first, second in images} == {
+            ((8, 8), (8, 8))
+        }
+
+    def test_intervals_draw_rows_that_share_an_image_together(self):
+        # Every third copy with the rows the other way round, so that the copies differ
+        many = [
+            (tuple(f"{key}{copy}" for key in (keys[::-1] if copy % 3 == 0 else keys)), *rest)
+            for copy in range(12)
+            for keys, *rest in EDIT_ROWS
+        ]
+        results = evaluate_edit_reward(EditScorer(), edits(many))
+        # In each copy: a, b, c, d are connected, and e, f, g
+        assert results["num_groups"] == 24
+        strict = [hit if copy % 3 else 1 - hit for copy in range(12) for hit in (1.0, 0.0, 1.0)]
+        groups = [f"{name}{copy}" for copy in range(12) for name in ("abcd", "abcd", "efg")]
+        strata = ["color", "color", "text"] * 12
+        following = results["dimensions"]["prompt_following"]["strict"]
+        assert following["mean"] == pytest.approx((1 / 2 + 8 / 12) / 2)
+        assert following["interval"] == list(bootstrap_interval(strict, groups, strata=strata))
+        assert following["interval"] != list(bootstrap_interval(strict, groups))
+        assert following["interval"] != list(bootstrap_interval(strict, strata=strata))
+        alone = edits(many).select(range(0, 120, 10))
+        assert evaluate_edit_reward(EditScorer(), alone)["num_groups"] == 12
+
+    def test_wrong_datasets(self):
+        scorer = EditScorer()
+        good = EDIT_ROWS[0]
+        for rows, message in (
+            ([good, (("a", "b"), "color", "quality")], "`dimension` of row 1 is 'quality', but must be one of"),
+            ([(("a", "a"), "color", "overall")], r"`key` of row 0 is \['a', 'a'\], but must name two different"),
+            ([(("a", "b", "c"), "color", "overall")], r"`key` of row 0 is \['a', 'b', 'c'\], but must name two"),
+            (
+                [good, (("a", "b"), "text", "overall")],
+                "The key 'a' of row 1 has the instruction 'Write red.', but 'Turn",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                evaluate_edit_reward(scorer, edits(rows))
+        with pytest.raises(ValueError, match=r"`dataset` needs the columns \['key', 'dimension'\], but has only"):
+            evaluate_edit_reward(scorer, edits().remove_columns(["key", "dimension"]))
+        with pytest.raises(TypeError, match="`dataset` is a `list`"):
+            evaluate_edit_reward(scorer, [])
+        row = edits()[0]
+        three = Dataset.from_list([row | {"output_images": row["output_images"] * 2}], features=EDIT_FEATURES)
+        with pytest.raises(ValueError, match="`output_images` of row 0 has 4 images, but must have two"):
+            evaluate_edit_reward(scorer, three)
+        paths = edits().cast_column("input_image", Image(decode=False))
+        with pytest.raises(ValueError, match="The column `input_image` of `dataset` has the type Image.*decode=False"):
+            evaluate_edit_reward(scorer, paths)
+        assert scorer.calls == []
+
+
+KILLED_RUN = """
+import sys, time
+from datasets import load_from_disk
+from PIL import ImageStat
+from paco_trl.evaluation import evaluate_rankings
+
+{scorer}
+
+evaluate_rankings(ColorScorer(delay=0.2), load_from_disk(sys.argv[1]), output_path=sys.argv[2], batch_size=8)
+"""
+
+
+class TestResume:
+    @pytest.fixture
+    def whole(self, tmp_path):
+        """An uninterrupted run: its results, and its file."""
+        scorer = ColorScorer()
+        results = evaluate_rankings(scorer, rankings(), output_path=tmp_path / "whole.jsonl", batch_size=8)
+        assert scorer.pairs == 32
+        return results, (tmp_path / "whole.jsonl").read_bytes()
+
+    def test_after_an_exception(self, whole, tmp_path):
+        path = tmp_path / "new" / "scores.jsonl"
+        with pytest.raises(RuntimeError, match="the scorer broke"):
+            evaluate_rankings(ColorScorer(fail_after=20), rankings(), output_path=path, batch_size=8)
+        assert path.read_bytes() == b"".join(whole[1].splitlines(keepends=True)[:5])
+        scorer = ColorScorer()
+        assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == whole[0]
+        assert scorer.pairs == 16
+        assert path.read_bytes() == whole[1]
+        # A run that is complete asks nothing
+        scorer = ColorScorer()
+        assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == whole[0]
+        assert scorer.calls == [] and path.read_bytes() == whole[1]
+
+    def test_after_a_kill(self, tmp_path):
+        dataset = rankings(40)
+        dataset.save_to_disk(tmp_path / "dataset")
+        path = tmp_path / "scores.jsonl"
+        code = KILLED_RUN.format(scorer=inspect.getsource(ColorScorer))
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "dataset"), str(path)])
+        for _ in range(1200):
+            done = path.read_bytes().count(b"\n") if path.exists() else 0
+            if done >= 5 or process.poll() is not None:
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        rows = path.read_bytes().count(b"\n") - 1
+        assert 4 <= rows < 40
+
+        scorer = ColorScorer()
+        resumed = evaluate_rankings(scorer, dataset, output_path=path, batch_size=8)
+        assert scorer.pairs == 4 * (40 - rows)
+        uninterrupted = evaluate_rankings(ColorScorer(), dataset, output_path=tmp_path / "other.jsonl", batch_size=8)
+        assert resumed == uninterrupted
+        assert path.read_bytes() == (tmp_path / "other.jsonl").read_bytes()
+
+    def test_a_half_written_line_is_dropped(self, whole, tmp_path):
+        path = tmp_path / "scores.jsonl"
+        lines = whole[1].splitlines(keepends=True)
+        for cut, rows in (
+            (len(b"".join(lines[:4])) + 10, 3),  # in the fourth row
+            (len(b"".join(lines[:5])) - 1, 3),  # all of it but the end of the line
+            (len(b"".join(lines[:5])), 4),
+            (len(lines[0]) + 1, 0),
+            (len(lines[0]) - 5, 0),  # in the header
+            (0, 0),
+        ):
+            path.write_bytes(whole[1][:cut])
+            scorer = ColorScorer()
+            assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == whole[0]
+            assert scorer.pairs == 4 * (8 - rows)
+            assert path.read_bytes() == whole[1]
+
+    def test_a_file_of_another_run_is_refused(self, whole, tmp_path):
+        path = tmp_path / "whole.jsonl"
+
+        class Other(ColorScorer):
+            name = "other"
+
+        scorer = Other()
+        with pytest.raises(
+            ValueError, match="of another run: `scorer` is 'color' there and 'other' now. Give another"
+        ):
+            evaluate_rankings(scorer, rankings(), output_path=path)
+        with pytest.raises(ValueError, match="`scorer` is .* now; `template` is 'theme' there and 'plain' now"):
+            evaluate_rankings(scorer, rankings(), "plain", output_path=path)
+        scorer = ColorScorer()
+        with pytest.raises(ValueError, match="run: `dataset_size` is 8 there and 6 now; `dataset_fingerprint` is '"):
+            evaluate_rankings(scorer, rankings(6), output_path=path)
+        moved = rankings().select([0, 2, 1, 3, 4, 5, 6, 7])
+        prompts = rankings(prompt=["A dog."] * 8)
+        images = rankings(reference=[color_image(199)] * 8)
+        for dataset in (moved, prompts, images):
+            with pytest.raises(ValueError, match="another run: `dataset_fingerprint` is '[0-9a-f]{16}' there and '"):
+                evaluate_rankings(scorer, dataset, output_path=path)
+        with pytest.raises(ValueError, match="exists and is no result file of this benchmark"):
+            evaluate_edit_reward(EditScorer(), edits(), output_path=path)
+        assert scorer.calls == [] and path.read_bytes() == whole[1]
+        # The same rows from elsewhere, with columns that are not read, are the same dataset
+        rankings().add_column("image", [0] * 8).cast_column("ranking", List(Value("int32"))).save_to_disk(
+            tmp_path / "saved"
+        )
+        assert evaluate_rankings(scorer, load_from_disk(tmp_path / "saved"), output_path=path) == whole[0]
+
+    def test_other_files_are_left_alone(self, whole, tmp_path):
+        path = tmp_path / "notes.txt"
+        for content, message in (
+            ("my notes", "exists and is no result file of an evaluation"),
+            ("my notes\n", "Line 1 of .* is not valid JSON"),
+            ('["a"]\n', "exists and is no result file of this benchmark"),
+            (whole[1].decode().replace('{"index": 3', '{"index 3'), "Line 5 of .* is not valid JSON"),
+            (
+                whole[1].decode().replace('{"index": 3', '{"index": 1'),
+                "Line 5 of .* has the index 1 of an earlier line",
+            ),
+        ):
+            path.write_text(content)
+            with pytest.raises(ValueError, match=message):
+                evaluate_rankings(ColorScorer(), rankings(), output_path=path)
+            assert path.read_text() == content
+
+    def test_of_edit_reward(self, tmp_path):
+        paths = [tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"]
+        whole = evaluate_edit_reward(EditScorer(), edits(), output_path=paths[0], batch_size=4)
+        with pytest.raises(RuntimeError, match="the scorer broke"):
+            evaluate_edit_reward(EditScorer(fail_after=6), edits(), output_path=paths[1], batch_size=4)
+        records = paths[1].read_text().splitlines()[1:]
+        assert [json.loads(record)["key"] for record in records] == ["a", "b", "c"]
+        scorer = EditScorer()
+        assert evaluate_edit_reward(scorer, edits(), output_path=paths[1], batch_size=4) == whole
+        assert scorer.pairs == 13 - 5
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+        # A kill between the two images of a row
+        lines = paths[0].read_bytes().splitlines(keepends=True)
+        paths[1].write_bytes(b"".join(lines[:2]) + lines[2][:5])
+        scorer = EditScorer()
+        assert evaluate_edit_reward(scorer, edits(), output_path=paths[1], batch_size=4) == whole
+        assert scorer.pairs == 13 - 2
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    return build_tiny_clip(tmp_path_factory.mktemp("models") / "clip")
+
+
+def noise_images(count, size=(40, 32)):
+    rng = np.random.default_rng(0)
+    return [PILImage.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+class TestClipI:
+    def test_is_the_cosine_of_the_image_embeddings(self, clip_folder):
+        images = noise_images(4)
+        pairs = [(images[0], images[1]), (images[0], images[2]), (images[3], images[3]), (images[2], images[0])]
+        scores = ClipIScorer(clip_folder, device="cpu", batch_size=3).score(pairs, ["?"] * 4)
+
+        model, processor = CLIPModel.from_pretrained(clip_folder).eval(), CLIPProcessor.from_pretrained(clip_folder)
+        pixels = processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
+        with torch.no_grad():
+            embeds = model.visual_projection(model.vision_model(pixels).pooler_output)
+        embeds = embeds / embeds.norm(dim=-1, keepdim=True)
+        direct = [(embeds[a] @ embeds[b]).item() for a, b in ((0, 1), (0, 2), (3, 3), (2, 0))]
+        assert scores == pytest.approx(direct, abs=1e-5)
+        assert scores[2] == pytest.approx(1.0) and scores[1] == scores[3]
+        assert max(scores[0], scores[1]) < 0.999
+
+    def test_each_image_object_is_embedded_once(self, clip_folder):
+        scorer = ClipIScorer(clip_folder, device="cpu", batch_size=2)
+        seen = []
+        scorer.model.vision_model.register_forward_hook(
+            lambda module, args, kwargs, output: seen.append(len(kwargs["pixel_values"])), with_kwargs=True
+        )
+        images = noise_images(5)
+        pairs = [(images[0], image) for image in images[1:]]
+        scores = scorer.score(pairs, [""] * 4)
+        assert seen == [2, 2, 1]
+        apart = [scorer.score([(images[0].copy(), image.copy())], [""])[0] for image in images[1:]]
+        assert len(set(scores)) == 4
+        assert scores == pytest.approx(apart, abs=1e-5)
+        assert scorer.score([], []) == []
+
+    def test_questions_are_not_read_and_the_name_says_which_clip(self, clip_folder):
+        scorer = ClipIScorer(clip_folder, device="cpu")
+        pairs = [tuple(noise_images(2))]
+        assert scorer.score(pairs, ["One?"]) == scorer.score(pairs, ["Another?"])
+        assert scorer.name == f"CLIP-I ({clip_folder})"
+        assert not scorer.model.training and not any(weight.requires_grad for weight in scorer.model.parameters())
+
+    def test_dtype(self, clip_folder):
+        pairs = [tuple(noise_images(2))]
+        full, half = (ClipIScorer(clip_folder, device="cpu", dtype=dtype) for dtype in (None, torch.bfloat16))
+        assert (full.model.dtype, half.model.dtype) == (torch.float32, torch.bfloat16)
+        scores = [scorer.score(pairs, [""])[0] for scorer in (full, half)]
+        assert scores[0] != scores[1]
+        assert scores[0] == pytest.approx(scores[1], abs=0.05)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert full.score(pairs, [""])[0] == scores[0]
+
+    def test_weights_that_are_not_finite_are_an_error(self, clip_folder):
+        scorer = ClipIScorer(clip_folder, device="cpu")
+        scorer.model.visual_projection.weight.data.fill_(NAN)
+        with pytest.raises(ValueError, match="The score of pair 0 by CLIP-I .* is nan: the weights of the model"):
+            scorer.score([tuple(noise_images(2))], [""])
+        with pytest.raises(ValueError, match="`batch_size` is 0, but must be at least 1"):
+            ClipIScorer(clip_folder, batch_size=0)
+
+
+class MeanColorDistance(torch.nn.Module):
+    """In the place of DreamSim: the mean absolute difference of the mean colours, as a module of two batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def forward(self, first, second):
+        self.batches.append(len(first))
+        return (first.mean(dim=(2, 3)) - second.mean(dim=(2, 3))).abs().mean(dim=1)
+
+
+def to_tensor(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
+
+
+class TestDreamSim:
+    @pytest.mark.skipif(importlib.util.find_spec("dreamsim") is not None, reason="dreamsim is installed")
+    def test_without_the_package(self):
+        with pytest.raises(ImportError, match=r'which is not installed: `pip install "paco_trl\[dreamsim\]"`'):
+            DreamSimScorer(device="cpu")
+
+    def test_is_one_minus_the_distance(self):
+        model = MeanColorDistance()
+        scorer = DreamSimScorer(model, to_tensor, device="cpu", batch_size=2)
+        black, white, red = color_image(0), color_image(255, 255, 255), color_image(255)
+        scores = scorer.score([(black, black), (black, white), (black, red.convert("RGBA"))], [""] * 3)
+        assert scores == pytest.approx([1.0, 0.0, 2 / 3])
+        assert model.batches == [2, 1]
+        assert scorer.name == "DreamSim"
+        assert scorer.score([], []) == []
+
+    def test_wrong_use(self):
+        for model, preprocess in ((MeanColorDistance(), None), (None, to_tensor)):
+            with pytest.raises(ValueError, match="`model` and `preprocess` belong together, but only one is given"):
+                DreamSimScorer(model, preprocess)
+        with pytest.raises(ValueError, match="`batch_size` is 0, but must be at least 1"):
+            DreamSimScorer(MeanColorDistance(), to_tensor, batch_size=0)
+        scorer = DreamSimScorer(lambda first, second: first.mean(dim=(1, 2, 3)) * NAN, to_tensor, device="cpu")
+        with pytest.raises(ValueError, match="The score of pair 0 by DreamSim is nan"):
+            scorer.score([tuple(noise_images(2))], [""])
+
+
+class TestReport:
+    def test_scorers_are_rows_and_the_same_scorer_replaces_its_row(self, tmp_path):
+        color = evaluate_rankings(ColorScorer(), rankings())
+        constant = evaluate_rankings(QuestionScorer(lambda prompt, color: 0.5), rankings())
+        assert len(save_report(color, tmp_path)) == 1
+        entries = save_report(constant, tmp_path)
+        assert [entry["settings"]["scorer"] for entry in entries] == ["color", "question"]
+        changed = color | {"settings": color["settings"] | {"dataset": "My rankings", "dtype": "float32"}}
+        assert len(save_report(changed, tmp_path)) == 2
+        assert len(save_report(evaluate_rankings(ColorScorer(), rankings(), "plain"), tmp_path)) == 3
+        assert len(save_report(evaluate_rankings(ColorScorer(), rankings(6)), tmp_path)) == 4
+
+        saved = json.loads((tmp_path / "results.json").read_text())
+        assert saved[0]["settings"]["dataset"] == "My rankings"
+        assert saved[0]["metrics"] == color["metrics"]
+        assert saved[0]["versions"]["torch"] == version("torch")
+        assert saved[0]["versions"].keys() > {"python", "paco_trl", "transformers", "scipy"}
+        assert saved[1]["metrics"]["kendall_tau"] == {"mean": None, "interval": [None, None]}
+        assert saved[1]["num_undefined_correlations"] == 8
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results.md"]
+
+    def test_the_table_says_which_numbers_are_list_order(self, tmp_path):
+        results = evaluate_rankings(ColorScorer(), rankings())
+        (entry,) = save_report(results, tmp_path)
+        ((title, columns, (row,)),) = report_tables([entry])
+        assert title == "Human rankings"
+        cells = dict(zip(columns, row, strict=True))
+        for column, variant, name in (
+            ("accuracy", "metrics", "accuracy"),
+            ("Kendall tau", "metrics", "kendall_tau"),
+            ("Spearman rho", "metrics", "spearman_rho"),
+            ("T1-B1", "metrics", "top1_bottom1"),
+            ("list-order tau", "list_order", "kendall_tau"),
+            ("list-order rho", "list_order", "spearman_rho"),
+        ):
+            mean, (low, high) = results[variant][name]["mean"], results[variant][name]["interval"]
+            assert cells.pop(column) == f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+        fingerprint = results["settings"]["dataset_fingerprint"]
+        assert cells == {"scorer": "color", "template": "theme", "dataset": fingerprint, "rows": "8"}
+
+        text = (tmp_path / "results.md").read_text()
+        assert "| " + " | ".join(columns) + " |" in text
+        assert "| " + " | ".join(row) + " |" in text
+        ours, papers = text.split("## The paper's numbers, for comparison only")
+        assert "| scorer | accuracy | list-order tau | list-order rho | T1-B1 |" in papers
+        assert "| PaCo-Reward-7B | 0.449 | 0.250 | 0.288 | 0.557 |" in papers
+        assert "0.449" not in ours
+
+    def test_undefined_numbers_are_not_numbers(self, tmp_path):
+        results = evaluate_rankings(QuestionScorer(lambda prompt, color: 0.5), rankings())
+        for entries in ([results], save_report(results, tmp_path)):
+            ((_, columns, (row,)),) = report_tables(entries)
+            cells = dict(zip(columns, row, strict=True))
+            assert cells["Kendall tau"] == cells["Spearman rho"] == "undefined"
+            assert cells["rows"] == "8 (8 without tau and rho)"
+            assert cells["accuracy"] == "0.000 [0.000, 0.000]"
+
+    def test_edit_reward_has_its_own_table(self, tmp_path):
+        save_report(evaluate_rankings(ColorScorer(), rankings()), tmp_path)
+        results = evaluate_edit_reward(EditScorer(), edits(EDIT_ROWS[:6]))
+        tables = report_tables(save_report(results, tmp_path))
+        assert [title for title, _, _ in tables] == ["Human rankings", "EditReward-Bench"]
+        _, columns, (row,) = tables[1]
+        cells = dict(zip(columns, row, strict=True))
+        assert cells["prompt following"].startswith("0.750 [")
+        assert cells["consistency"].startswith("0.250 [")
+        assert cells["consistency, ties count"].startswith("0.500 [")
+        assert cells["overall"] == cells["overall, ties count"] == ""
+        text = (tmp_path / "results.md").read_text()
+        assert "| PaCo-Reward-7B | 0.777 | 0.709 | 0.751 |" in text
+
+    def test_names_do_not_break_the_table(self, tmp_path):
+        results = evaluate_rankings(ColorScorer(), rankings())
+        results["settings"]["scorer"] = "a|b"
+        save_report(results, tmp_path)
+        assert "| a\\|b | theme |" in (tmp_path / "results.md").read_text()
+
+    def test_other_files_are_left_alone(self, tmp_path):
+        results = evaluate_rankings(ColorScorer(), rankings(2))
+        for content in ("{}x", '{"a": 1}', "[1]", '[{"settings": {}}]'):
+            (tmp_path / "results.json").write_text(content)
+            with pytest.raises(ValueError, match="results.json exists and is no report of an evaluation"):
+                save_report(results, tmp_path)
+            assert (tmp_path / "results.json").read_text() == content
+        assert not (tmp_path / "results.md").exists()
