@@ -26,6 +26,14 @@ def tiny_flux(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory) -> Path:
+    """Folder of a tiny Qwen2.5-VL with its processor."""
+    from paco_trl.tiny import build_tiny_qwen2_5_vl
+
+    return build_tiny_qwen2_5_vl(tmp_path_factory.mktemp("models") / "tiny-qwen2.5-vl")
+
+
+@pytest.fixture(scope="session")
 def prompts():
     """Twelve 2x2 image-set prompts without sizes of their own."""
     from paco_trl.data import demo_prompts_path, load_image_set_prompts

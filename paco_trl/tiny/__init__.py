@@ -8,13 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 
-_MODULE_OF = {"build_tiny_clip": ".clip", "build_tiny_flux": ".flux"}
+_MODULE_OF = {"build_tiny_clip": ".clip", "build_tiny_flux": ".flux", "build_tiny_qwen2_5_vl": ".qwen2_5_vl"}
 
-__all__ = ["build_tiny_clip", "build_tiny_flux"]
+__all__ = ["build_tiny_clip", "build_tiny_flux", "build_tiny_qwen2_5_vl"]
 
 if TYPE_CHECKING:
     from .clip import build_tiny_clip
     from .flux import build_tiny_flux
+    from .qwen2_5_vl import build_tiny_qwen2_5_vl
 
 
 def __getattr__(name: str):

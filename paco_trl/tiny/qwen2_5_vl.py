@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Qwen2.5-VL small enough to train on a laptop's CPU in seconds."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
+
+from ..data import criterion_question, demo_prompts_path, edit_following_question, theme_question
+
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+MAX_PIXELS = 112 * 112
+
+# Renders conversations to the same text as the template of the real model
+CHAT_TEMPLATE = """\
+{%- if messages[0].role != 'system' -%}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}
+{{- message.content -}}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'text' -%}
+{{- part.text -}}
+{%- elif part.type == 'video' -%}
+{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+{%- else -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}"""
+
+
+def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
+    """
+    Builds a Qwen2.5-VL with random weights and saves it, with its processor, in the format of the real one.
+
+    All parts are the real classes at tiny size: a vision tower with windowed and full attention, its projector, a
+    language model with multimodal rotary positions, a byte-level BPE tokenizer trained in place with the real special
+    tokens, in which Yes and No are one token each. An image becomes one token for each 28 x 28 pixels, 16 at most.
+
+    Args:
+        folder (`str` or `Path`):
+            Where to save it; `AutoModelForImageTextToText.from_pretrained` and `AutoProcessor.from_pretrained` load
+            from it.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+
+    Returns:
+        `Path`: the folder.
+    """
+    folder = Path(folder)
+    tokenizer = _train_tokenizer()
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "initializer_range": 0.1,
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
+    model.generation_config.pad_token_id = ids["<|endoftext|>"]
+    model.save_pretrained(folder)
+    size = {"shortest_edge": 28 * 28, "longest_edge": MAX_PIXELS}
+    Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(size=size),
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+    return folder
+
+
+def _train_tokenizer() -> Qwen2Tokenizer:
+    # On the shipped prompts and the questions, so that a question is not hundreds of bytes. Yes and No become tokens
+    # of their own because they are frequent.
+    prompts = [json.loads(line)["prompt"] for line in demo_prompts_path().read_text(encoding="utf-8").splitlines()]
+    questions = [theme_question("a cat"), criterion_question("same colour"), edit_following_question("add a hat")]
+    answers = ["Yes", "No", "Yes. The two images show the same.", "No. The two images differ."]
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        [*prompts, *questions * 20, *answers * 20],
+        vocab_size=800,
+        new_special_tokens=list(SPECIAL_TOKENS[1:]),
+        show_progress=False,
+    )
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.model_max_length = 2048
+    return tokenizer

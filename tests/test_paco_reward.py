@@ -1,0 +1,1380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge against the published usage example, how it is loaded, and the tiny model it is tested on."""
+
+import base64
+import copy
+import functools
+import http.server
+import importlib.util
+import inspect
+import io
+import json
+import shutil
+import threading
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from peft import LoraConfig, PeftModel, get_peft_model
+from PIL import Image
+from qwen_vl_utils import process_vision_info
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPImageProcessor,
+    CLIPProcessor,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+from paco_trl import PaCoReward
+from paco_trl.data import criterion_question, theme_question
+from paco_trl.rewards.decision import decision_token_ids
+from paco_trl.rewards.paco_reward import _Images
+from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
+from paco_trl.tiny.qwen2_5_vl import SPECIAL_TOKENS
+from paco_trl.utils.images import limit_pixels, load_image, pixel_limit
+
+
+SHORT, LONG = "Alike?", theme_question("A fox through the four seasons, in the style of a woodcut")
+QUESTIONS = [SHORT, criterion_question("the fox is red"), LONG]
+PROCESSOR_FILES = ("processor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def noise(seed, size=(56, 56), mode="RGB"):
+    """An image that differs from seed to seed; with transparency where the mode has it."""
+    values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    image = Image.fromarray(values, "RGBA")
+    return image if mode == "RGBA" else image.convert("RGB").convert(mode)
+
+
+def usage(model, processor, first, second, question):
+    """The usage example of the published judge, for one pair."""
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": first},
+                {"type": "image", "image": second},
+                {"type": "text", "text": question},
+            ],
+        }
+    ]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    patch_size = getattr(processor.image_processor, "patch_size", 14)
+    images, _ = process_vision_info(messages, image_patch_size=patch_size)
+    inputs = processor(text=[text], images=images, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, -1]
+    ids = [processor.tokenizer.encode(word)[0] for word in ("Yes", "No")]
+    return torch.softmax(logits[ids].float(), dim=-1)[0].item()
+
+
+def usages(model, processor, pairs, questions):
+    if isinstance(questions, str):
+        questions = [questions] * len(pairs)
+    return [usage(model, processor, *pair, question) for pair, question in zip(pairs, questions, strict=True)]
+
+
+def close(expected, tolerance=1e-5):
+    return pytest.approx(expected, abs=tolerance, rel=0)
+
+
+def spread(scores):
+    """Smallest difference between two of the scores."""
+    return min(abs(a - b) for a, b in combinations(scores, 2))
+
+
+@contextmanager
+def calls_of(module):
+    """Arguments of each forward of a module: positional ones, named ones, and what it returns."""
+    calls = []
+    handle = module.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append((args, kwargs, output)), with_kwargs=True
+    )
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def patches_of(judge):
+    """Number of patches in each forward of the vision tower."""
+    with calls_of(judge.model.model.visual) as calls:
+        patches = []
+        yield patches
+        patches += [len(args[0] if args else kwargs["hidden_states"]) for args, kwargs, _ in calls]
+
+
+def num_patches(judge, *images):
+    """Patches of images, each by itself."""
+    processor = judge.processor
+    grids = [processor.image_processor([load_image(i, processor, "")])["image_grid_thw"][0] for i in images]
+    return sum(int(grid.prod()) for grid in grids)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_qwen):
+    """Model and processor, loaded without the package."""
+    model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
+    return model.eval(), AutoProcessor.from_pretrained(tiny_qwen)
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_qwen):
+    return PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32", batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """Seven pairs of images of several sizes and modes; none is of one size with its neighbour."""
+    sizes = [(56, 56), (112, 84), (90, 61), (28, 140), (300, 200), (40, 33), (112, 112), (57, 200)]
+    modes = ["RGB", "RGBA", "L", "P", "RGBA", "RGB", "RGB", "L"]
+    images = [noise(seed, size, mode) for seed, (size, mode) in enumerate(zip(sizes, modes, strict=True))]
+    return list(zip(images[:-1], images[1:], strict=True))
+
+
+@pytest.fixture(scope="module")
+def questions(pairs):
+    return [QUESTIONS[index % 3] for index in range(len(pairs))]
+
+
+@pytest.fixture(scope="module")
+def expected(reference, pairs, questions):
+    """Scores of the usage example."""
+    scores = usages(*reference, pairs, questions)
+    assert spread(scores) > 1e-3 and max(scores) - min(scores) > 0.05
+    return scores
+
+
+class TestScore:
+    def test_is_that_of_the_usage_example(self, judge, pairs, questions, expected, reference):
+        scores = judge.score(pairs, questions)
+        assert judge._takes_encoded_images
+        assert scores == close(expected)
+        assert all(isinstance(score, float) and 0 < score < 1 for score in scores)
+        # Twin: the order of the images and the question are seen
+        assert judge.score([pair[::-1] for pair in pairs], questions) != close(expected, 1e-3)
+        assert judge.score(pairs, questions[::-1]) != close(expected, 1e-3)
+
+    @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK"])
+    @pytest.mark.parametrize("question", QUESTIONS, ids=["short", "middle", "long"])
+    def test_modes_and_texts(self, judge, reference, mode, question):
+        first, second = noise(1, (84, 56)), noise(2, (90, 70), "RGBA" if mode == "RGBA" else "RGB").convert(mode)
+        score = judge.score([(first, second)], question)
+        assert score == close([usage(*reference, first, second, question)])
+        assert abs(score[0] - judge.score([(second, first)], question)[0]) > 1e-4
+
+    def test_transparency_is_on_white(self, judge):
+        transparent = noise(3, (70, 70), "RGBA")
+        white = Image.new("RGBA", transparent.size, "white")
+        white.alpha_composite(transparent)
+        other = noise(4)
+        score = judge.score([(transparent, other)], SHORT)[0]
+        assert score == pytest.approx(judge.score([(white, other)], SHORT)[0], abs=2e-3)
+        # Twin: without the transparency it is another image
+        assert abs(score - judge.score([(transparent.convert("RGB"), other)], SHORT)[0]) > 5e-3
+
+    @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+    def test_does_not_depend_on_batch_mates(self, judge, pairs, questions, expected, batch_size):
+        other = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+        with calls_of(judge.model) as calls:
+            assert other.score(pairs, questions) == close(expected)
+        rows = [len(kwargs["input_ids"]) for _, kwargs, _ in calls]
+        assert sum(rows) == 7 and len(rows) == -(-7 // batch_size) and max(rows) == min(batch_size, 7)
+        # The mates did have an effect to be kept out: rows are padded
+        assert batch_size == 1 or any(not kwargs["attention_mask"].all() for _, kwargs, _ in calls)
+
+    @pytest.mark.parametrize("encoded", [True, False])
+    def test_shuffled_pairs_have_shuffled_scores(self, judge, pairs, questions, expected, encoded, monkeypatch):
+        monkeypatch.setattr(judge, "_takes_encoded_images", encoded)
+        order = np.random.default_rng(0).permutation(7).tolist()
+        assert order != sorted(order)
+        scores = judge.score([pairs[index] for index in order], [questions[index] for index in order])
+        assert scores == close([expected[index] for index in order])
+
+    def test_plain_path_gives_the_same_scores(self, judge, pairs, questions, expected, monkeypatch):
+        monkeypatch.setattr(judge, "_takes_encoded_images", False)
+        with calls_of(judge.model) as calls:
+            assert judge.score(pairs, questions) == close(expected)
+        assert all("pixel_values" in kwargs for _, kwargs, _ in calls) and len(calls) == 3
+        monkeypatch.setattr(judge, "_takes_encoded_images", True)
+        with calls_of(judge.model) as calls:
+            judge.score(pairs, questions)
+        assert all("pixel_values" not in kwargs for _, kwargs, _ in calls) and len(calls) == 3
+
+    def test_is_one_forward_a_batch_without_generation(self, judge, pairs, monkeypatch):
+        def generate(*args, **kwargs):
+            raise AssertionError("generated")
+
+        monkeypatch.setattr(judge.model, "generate", generate)
+        with pytest.raises(AssertionError, match="generated"):
+            judge.explain(pairs[:1], SHORT)
+        with calls_of(judge.model) as calls, calls_of(judge.model.model.language_model) as inner:
+            judge.score(pairs, SHORT)
+        assert len(calls) == len(inner) == 3
+        for _, _, output in calls:
+            assert output.logits.shape[1] == 1  # of one position only
+            assert not output.logits.requires_grad
+        assert all(parameter.requires_grad for parameter in judge.model.parameters())
+
+    def test_questions_of_like_length_share_a_batch(self, judge, pairs):
+        images = [(noise(0), noise(1))] * 6
+        with calls_of(judge.model) as calls:
+            scores = judge.score(images, [SHORT, LONG] * 3)
+        assert len(calls) == 2 and all(kwargs["attention_mask"].all() for _, kwargs, _ in calls)
+        assert scores == close([scores[0], scores[1]] * 3) and abs(scores[0] - scores[1]) > 1e-3
+
+    def test_symmetric_is_the_mean_of_both_orders(self, judge, pairs, questions, expected):
+        swapped = judge.score([pair[::-1] for pair in pairs], questions)
+        assert max(abs(a - b) for a, b in zip(expected, swapped, strict=True)) > 1e-2
+        symmetric = judge.score(pairs, questions, symmetric=True)
+        assert symmetric == close([(a + b) / 2 for a, b in zip(expected, swapped, strict=True)])
+        assert symmetric == close(judge.score([pair[::-1] for pair in pairs], questions, symmetric=True))
+        assert symmetric != close(expected, 1e-3)
+
+    def test_symmetric_encodes_each_image_once(self, judge):
+        images = noise(0), noise(1, (84, 112))
+        with patches_of(judge) as patches, calls_of(judge.model) as calls:
+            judge.score([images], SHORT, symmetric=True)
+        assert patches == [num_patches(judge, *images)] and len(calls) == 1
+
+    def test_surrounding_autocast_does_not_change_the_scores(self, judge, pairs, questions):
+        scores = judge.score(pairs, questions)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            a = torch.rand(3, 3)
+            assert (a @ a).dtype == torch.bfloat16  # autocast does something here
+            assert judge.score(pairs, questions) == scores
+
+    def test_takes_tuples_and_lists(self, judge, pairs, questions, expected):
+        assert judge.score([list(pair) for pair in pairs], tuple(questions)) == close(expected)
+
+    def test_nothing_to_score(self, judge):
+        for questions in (SHORT, []):
+            assert judge.score([], questions) == judge.score([], questions, symmetric=True) == []
+            assert judge.score_sets([], questions) == judge.explain([], questions) == []
+
+    def test_progress_is_shown_when_asked_for(self, judge, pairs, capsys):
+        judge.score(pairs, SHORT)
+        assert capsys.readouterr().err == ""
+        judge.score(pairs, SHORT, show_progress=True)
+        assert "Scoring pairs" in (shown := capsys.readouterr().err) and "7/7" in shown
+
+
+@pytest.fixture(scope="module")
+def sets():
+    """Sets of two, four and three images."""
+    images = [noise(seed, (56 + 28 * (seed % 3), 56)) for seed in range(9)]
+    return [images[:2], images[2:6], images[6:]]
+
+
+class TestScoreSets:
+    def test_is_the_mean_over_the_pairs(self, judge, sets, reference):
+        by_hand = [
+            [usage(*reference, first, second, question) for first, second in combinations(images, 2)]
+            for images, question in zip(sets, QUESTIONS, strict=True)
+        ]
+        assert [len(scores) for scores in by_hand] == [1, 6, 3] and spread(by_hand[1]) > 1e-4
+        scores = judge.score_sets(sets, QUESTIONS)
+        assert scores == close([sum(values) / len(values) for values in by_hand])
+        assert spread(scores) > 1e-3
+        # The same from single pairs
+        assert judge.score(list(combinations(sets[1], 2)), QUESTIONS[1]) == close(by_hand[1])
+
+    def test_one_question_for_all(self, judge, sets):
+        scores = judge.score_sets(sets, LONG)
+        assert scores == close(judge.score_sets(sets, [LONG] * 3))
+        assert scores != close(judge.score_sets(sets, QUESTIONS), 1e-3)
+
+    def test_the_earlier_image_is_first(self, judge, sets):
+        scores, turned = judge.score_sets(sets, LONG), judge.score_sets([images[::-1] for images in sets], LONG)
+        assert scores != close(turned, 1e-3)
+        symmetric = judge.score_sets(sets, LONG, symmetric=True)
+        assert symmetric == close([(a + b) / 2 for a, b in zip(scores, turned, strict=True)])
+
+    def test_each_panel_is_encoded_once(self, judge, sets):
+        with patches_of(judge) as patches:
+            scores = judge.score_sets(sets, LONG)
+        assert sum(patches) == num_patches(judge, *(image for images in sets for image in images))
+        # Twin: equal images that are not the same object are encoded each, for the same scores
+        copied = [[(first.copy(), second.copy()) for first, second in combinations(images, 2)] for images in sets]
+        with patches_of(judge) as more:
+            single = judge.score([pair for some in copied for pair in some], LONG)
+        assert sum(more) == num_patches(judge, *(image for some in copied for pair in some for image in pair))
+        assert sum(more) > 2 * sum(patches)
+        assert scores == close([single[0], sum(single[1:7]) / 6, sum(single[7:]) / 3])
+
+    def test_progress_is_shown_when_asked_for(self, judge, sets, capsys):
+        judge.score_sets(sets, SHORT)
+        assert capsys.readouterr().err == ""
+        judge.score_sets(sets, SHORT, show_progress=True)
+        assert "10/10" in capsys.readouterr().err
+
+
+class TestImagesOfACall:
+    """Each image is read and encoded when it is first needed, and let go after its last batch."""
+
+    def test_an_image_of_far_apart_batches_is_encoded_once(self, judge):
+        images = [noise(seed) for seed in range(10)]
+        far = [(images[0], images[1]), *zip(images[2:], images[3:], strict=False), (images[1], images[0])]
+        assert len(far) == 9  # batches of 3: both use images 0 and 1
+        with patches_of(judge) as patches:
+            judge.score(far, SHORT)
+        assert len(patches) == 2 or len(patches) == 3
+        assert sum(patches) == num_patches(judge, *images) == 10 * 16
+        # A batch without a new image needs no forward of the vision tower
+        with patches_of(judge) as patches, calls_of(judge.model) as calls:
+            judge.score([(images[0], images[1])] * 7, SHORT)
+        assert patches == [32] and len(calls) == 3
+
+    @pytest.mark.parametrize("encoded", [True, False])
+    def test_they_are_let_go_after_their_last_batch(self, judge, encoded, monkeypatch):
+        monkeypatch.setattr(judge, "_takes_encoded_images", encoded)
+        images = [noise(seed) for seed in range(5)]
+        pairs = [(images[0], images[1]), (images[2], images[3]), (images[0], images[4])]
+        cache = _Images(judge, pairs, [[0], [1], [2]])
+        with patches_of(judge) as patches:
+            kept = [len(cache.ready)]
+            for number in range(3):
+                assert len(cache.of_batch(number)) == 2
+                kept.append(len(cache.ready))
+        assert kept == [0, 1, 1, 0]  # image 0 waits for the last batch
+        assert patches == ([32, 32, 16] if encoded else [])
+
+    def test_an_image_with_itself(self, judge, reference):
+        image = noise(0, (84, 56))
+        with patches_of(judge) as patches:
+            score = judge.score([(image, image)], LONG)
+        assert patches == [num_patches(judge, image)]
+        assert score == close([usage(*reference, image, image, LONG)])
+        assert abs(score[0] - judge.score([(image, noise(1))], LONG)[0]) > 1e-3
+
+    def test_one_file_by_two_types_of_path_is_one_image(self, judge, tmp_path):
+        noise(0).save(tmp_path / "a.png")
+        noise(1).save(tmp_path / "b.png")
+        first, second = tmp_path / "a.png", tmp_path / "b.png"
+        with patches_of(judge) as patches:
+            judge.score([(first, second), (str(second), str(first)), (str(first), first)], SHORT)
+        assert patches == [32]
+
+    def test_images_in_bytes_are_told_apart(self, judge, reference):
+        first, second = (png(noise(seed)) for seed in (0, 1))
+        with patches_of(judge) as patches:
+            score = judge.score([(first, second), (second, first)], SHORT)
+        assert patches == [32]
+        assert score == close(usages(*reference, [(noise(0), noise(1)), (noise(1), noise(0))], SHORT))
+        assert abs(score[0] - score[1]) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """Eight pairs of three first images of different sizes, with questions of different lengths."""
+    a, b, c, d, e = (
+        noise(seed, size) for seed, size in enumerate([(56, 56), (112, 112), (84, 56), (28, 112), (112, 84)])
+    )
+    pairs = [(a, b), (b, c), (a, d), (c, e), (b, a), (a, c), (b, b), (e, a)]
+    return pairs, [QUESTIONS[index] for index in (0, 2, 1, 0, 0, 2, 1, 2)]
+
+
+@contextmanager
+def rows_of(judge):
+    """Shape (rows, tokens) of each forward of the language model."""
+    with calls_of(judge._network.model.language_model) as calls:
+        rows = []
+        yield rows
+        rows += [tuple(kwargs["inputs_embeds"].shape[:2]) for _, kwargs, _ in calls]
+
+
+def tokens_before_an_image(processor):
+    text = processor.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}], tokenize=False)
+    return len(processor.tokenizer(text[: text.index("<|image_pad|>")]).input_ids)
+
+
+class TestSharedBeginnings:
+    """Pairs of a batch with the same first image: the language model reads what they begin with once."""
+
+    def test_of_a_grid(self, judge, reference):
+        judge = PaCoReward(judge.model, judge.processor)
+        panels = [noise(seed, (56, 56)) for seed in range(4)]
+        pairs = list(combinations(panels, 2))
+        with rows_of(judge) as rows:
+            scores = judge.score(pairs, LONG)
+        assert scores == close(usages(*reference, pairs, LONG)) and spread(scores) > 1e-4
+        # Three first images for six pairs. Twin: copies are not the same image, and nothing is shared
+        with rows_of(judge) as more:
+            assert judge.score([(first.copy(), second) for first, second in pairs], LONG) == close(scores)
+        (first, rest), (whole,) = rows, more
+        assert (first[0], rest[0], whole[0]) == (3, 6, 6)
+        assert first[1] == tokens_before_an_image(reference[1]) + 4  # 56 x 56 pixels are four tokens
+        assert first[1] + rest[1] == whole[1]
+
+    @pytest.mark.parametrize("batch_size", [2, 3, 5, 8])
+    def test_of_different_sizes_and_questions(self, judge, reference, shared, batch_size):
+        pairs, questions = shared
+        judge = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+        expected = usages(*reference, pairs, questions)
+        assert spread(expected) > 1e-4
+        with rows_of(judge) as rows:
+            assert judge.score(pairs, questions) == close(expected)
+        assert len(rows) > -(-8 // batch_size)  # there is something to share
+        order = [5, 2, 7, 0, 6, 3, 1, 4]
+        shuffled = judge.score([pairs[index] for index in order], [questions[index] for index in order])
+        assert shuffled == close([expected[index] for index in order])
+        turned = usages(*reference, [pair[::-1] for pair in pairs], questions)
+        assert judge.score(pairs, questions, symmetric=True) == close(
+            [(a + b) / 2 for a, b in zip(expected, turned, strict=True)]
+        )
+
+    def test_of_one_file(self, judge, tmp_path):
+        for seed in range(3):
+            noise(seed).save(tmp_path / f"{seed}.png")
+        first, second, third = (tmp_path / f"{seed}.png" for seed in range(3))
+        with rows_of(judge) as rows:
+            scores = judge.score([(first, second), (str(first), third)], SHORT)
+        assert [count for count, _ in rows] == [1, 2]
+        assert scores == close(judge.score([(noise(0), noise(1)), (noise(0), noise(2))], SHORT))
+        with rows_of(judge) as rows:
+            judge.score([(first, second), (third, second)], SHORT)
+        assert [count for count, _ in rows] == [2]
+
+    def test_with_an_adapter(self, adapter, peft_model, reference, shared):
+        judge = PaCoReward.from_pretrained(adapter, device="cpu")
+        with rows_of(judge) as rows:
+            scores = judge.score(*shared)
+        # The padding of the rows is not part of what is shared: the largest of the images has 16 tokens
+        assert rows[0] == (4, tokens_before_an_image(reference[1]) + 16) and rows[1][0] == 8
+        assert scores == close(usages(peft_model, reference[1], *shared))
+        assert scores != close(usages(*reference, *shared), 1e-2)
+
+    def test_with_surrounding_autocast(self, judge, shared):
+        scores = judge.score(*shared)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert judge.score(*shared) == scores
+
+    def test_not_where_the_model_takes_images_only(self, judge, shared, monkeypatch):
+        scores = judge.score(*shared)
+        monkeypatch.setattr(judge, "_takes_encoded_images", False)
+        with rows_of(judge) as rows:
+            assert judge.score(*shared) == close(scores)
+        assert [count for count, _ in rows] == [3, 3, 2]
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A web server of a folder: its address, the folder, and the paths that were asked for."""
+    requested = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            requested.append(self.path)
+            super().do_GET()
+
+        def log_message(self, *args):
+            pass
+
+    (tmp_path / "www").mkdir()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    handler = functools.partial(Handler, directory=str(tmp_path / "www"))
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=web.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{web.server_port}", tmp_path / "www", requested
+    web.shutdown()
+    thread.join()
+    web.server_close()
+
+
+class TestWhereImagesComeFrom:
+    def test_every_form_is_the_same_image(self, judge, server, reference):
+        address, folder, requested = server
+        image, other = noise(5, (90, 61)), noise(6)
+        path = folder / "image.png"
+        image.save(path)
+        data = path.read_bytes()
+        url = "data:image/png;base64," + base64.b64encode(data).decode()
+        forms = [image, path, str(path), f"file://{path}", f"{address}/image.png", url, data, bytearray(data)]
+        scores = judge.score([(form, other) for form in forms], LONG)
+        assert scores == close([usage(*reference, image, other, LONG)] * len(forms))
+        assert judge.score([(other, form) for form in forms], LONG) != close(scores, 1e-4)
+        assert requested == ["/image.png"] * 2  # one for each call
+
+    def test_a_url_of_several_pairs_is_fetched_once(self, judge, server):
+        address, folder, requested = server
+        noise(5).save(folder / "image.png")
+        judge.score([(f"{address}/image.png", noise(seed)) for seed in range(7)], SHORT)
+        assert requested == ["/image.png"]
+
+    def test_a_page_that_is_not_there(self, judge, server):
+        address = f"{server[0]}/missing.png"
+        with pytest.raises(ValueError, match=rf"Second image of pair 1 cannot be read \({address}\): HTTPError: 404"):
+            judge.score([(noise(0), noise(1)), (noise(0), address)], SHORT)
+
+
+def greedy(model, processor, first, second, question, count):
+    """Token by token, each by a whole forward: the ids, up to an end of the text."""
+    content = [*({"type": "image", "image": image} for image in (first, second)), {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    images, _ = process_vision_info(messages)
+    ids = []
+    inputs = processor(text=[text], images=images, return_tensors="pt")
+    for _ in range(count):
+        with torch.no_grad():
+            token = model(**inputs).logits[0, -1].argmax()
+        if token in model.generation_config.eos_token_id:
+            break
+        ids.append(token.item())
+        for name, value in (("input_ids", token), ("attention_mask", 1), ("mm_token_type_ids", 0)):
+            inputs[name] = torch.cat([inputs[name], torch.full((1, 1), int(value))], dim=1)
+    return processor.tokenizer.decode(ids)
+
+
+class TestExplain:
+    def test_is_the_greedy_answer(self, judge, reference, pairs, questions):
+        answers = judge.explain(pairs, questions, max_new_tokens=6)
+        assert answers == [
+            greedy(*reference, *pair, question, 6) for pair, question in zip(pairs, questions, strict=True)
+        ]
+        assert len(set(answers)) > 4 and all(answers)
+
+    def test_padding_does_not_matter(self, judge, pairs):
+        two = [(noise(0), noise(1)), (noise(2, (112, 84)), noise(3, (112, 112)))]
+        with calls_of(judge.model) as calls:
+            together = judge.explain(two, [SHORT, LONG], max_new_tokens=12)
+        padding = calls[0][1]["attention_mask"]
+        assert len(padding) == 2 and not padding[0, 0] and padding[0, -1] and padding[1].all()
+        assert together == [judge.explain([two[0]], SHORT, 12)[0], judge.explain([two[1]], LONG, 12)[0]]
+        assert together[0] != together[1]
+
+    @pytest.mark.parametrize("count", [1, 5])
+    def test_max_new_tokens(self, judge, count):
+        with calls_of(judge.model) as calls:
+            answer = judge.explain([(noise(0), noise(1))], SHORT, max_new_tokens=count)[0]
+        assert len(calls) == count
+        assert judge.explain([(noise(0), noise(1))], SHORT, max_new_tokens=16)[0].startswith(answer.rstrip("\ufffd"))
+
+    def test_a_generation_config_that_samples_does_not_matter(self, judge, monkeypatch, recwarn):
+        pair = (noise(0), noise(1))
+        expected = judge.explain([pair], SHORT, max_new_tokens=6)
+        config = copy.deepcopy(judge.model.generation_config)
+        config.update(do_sample=True, temperature=5.0, top_p=0.95, top_k=500)
+        monkeypatch.setattr(judge.model, "generation_config", config)
+
+        # The config has an effect: without the judge's own settings the answers differ from draw to draw
+        images = [load_image(image, judge.processor, "") for image in pair]
+        drawn = set()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            drawn.add(tuple(judge.model.generate(**judge._inputs([SHORT], images), max_new_tokens=6)[0].tolist()))
+        assert len(drawn) == 3
+
+        recwarn.clear()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            assert judge.explain([pair], SHORT, max_new_tokens=6) == expected
+        assert [str(warning.message) for warning in recwarn if "sampl" in str(warning.message)] == []
+
+    def test_special_tokens_are_left_out(self, judge, monkeypatch):
+        pair = (noise(0), noise(1))
+        expected = judge.explain([pair], SHORT, max_new_tokens=3)
+        config = copy.deepcopy(judge.model.generation_config)
+        config.update(forced_eos_token_id=judge.processor.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        monkeypatch.setattr(judge.model, "generation_config", config)
+        images = [load_image(image, judge.processor, "") for image in pair]
+        ids = judge.model.generate(**judge._inputs([SHORT], images), max_new_tokens=4)
+        assert judge.processor.batch_decode(ids)[0].endswith("<|im_end|>")
+        assert judge.explain([pair], SHORT, max_new_tokens=4) == expected
+
+    def test_bad_input_is_refused_as_by_score(self, judge):
+        with pytest.raises(ValueError, match=r"`images\[0\]` is 3 images"):
+            judge.explain([(noise(0),) * 3], SHORT)
+        with pytest.raises(ValueError, match=r"First image of pair 3 cannot be read \(/nowhere.png\)"):
+            judge.explain([(noise(0), noise(1))] * 3 + [("/nowhere.png", noise(1))], SHORT, max_new_tokens=1)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("images", "message"),
+        [
+            ([(noise(0), noise(1)), (noise(0),) * 3], r"`images\[1\]` is 3 images, not a pair.*`score_sets`"),
+            ([(noise(0),)], r"`images\[0\]` is 1 images, not a pair"),
+            ([()], r"`images\[0\]` is 0 images, not a pair"),
+            ([noise(0), noise(1)], r"`images\[0\]` is Image, not a pair"),
+            ([(noise(0), noise(1)), noise(1)], r"`images\[1\]` is Image, not a pair"),
+            (["a.png", "b.png"], r"`images\[0\]` is str, not a pair"),
+            (["ab"], r"`images\[0\]` is str, not a pair"),
+            ([b"ab"], r"`images\[0\]` is bytes, not a pair"),
+            ([Path("a.png"), Path("b.png")], r"`images\[0\]` is PosixPath, not a pair"),
+            ([bytearray(b"ab")], r"`images\[0\]` is bytearray, not a pair"),
+            ([{"bytes": b"", "path": "a.png"}], r"`images\[0\]` is dict, not a pair"),
+            ([None], r"`images\[0\]` is NoneType, not a pair"),
+        ],
+        ids=[
+            "three",
+            "one",
+            "none",
+            "image",
+            "image later",
+            "path",
+            "text",
+            "bytes",
+            "Path",
+            "bytearray",
+            "row",
+            "None",
+        ],
+    )
+    def test_what_is_not_a_pair(self, judge, images, message):
+        with pytest.raises(ValueError, match=message):
+            judge.score(images, SHORT)
+
+    def test_a_missing_file(self, judge, tmp_path):
+        for path in (tmp_path / "gone.png", str(tmp_path / "gone.png"), f"file://{tmp_path}/gone.png"):
+            message = rf"Second image of pair 4 cannot be read \({path}\): FileNotFoundError"
+            with pytest.raises(ValueError, match=message):
+                judge.score([(noise(0), noise(1))] * 4 + [(noise(2), path)], SHORT)
+
+    @pytest.mark.parametrize(
+        ("kind", "mode"),
+        [("png", "RGB"), ("png", "RGBA"), ("png", "P"), ("webp", "RGBA"), ("gif", "P"), ("jpeg", "RGB")],
+    )
+    def test_a_file_cut_short(self, judge, tmp_path, kind, mode):
+        path = tmp_path / f"image.{kind}"
+        noise(0, (90, 90), mode).save(path)
+        assert len(judge.score([(path, noise(1))], SHORT)) == 1
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(ValueError, match=rf"First image of pair 1 cannot be read \({path}\): .*Replace the file"):
+            judge.score([(noise(1), noise(2)), (path, noise(1))], SHORT)
+
+    def test_what_is_no_image(self, judge, tmp_path):
+        (tmp_path / "text.png").write_text("no image")
+        for source, name in (
+            (tmp_path / "text.png", r" \(.*text.png\)"),
+            (b"no image", ""),
+            ("data:image/png;base64,AAAA" + 400 * "A", r" \(data:image/png;base64,A+…\)"),
+            (tmp_path, r" \(.*\)"),
+            (7, ""),
+            (None, ""),
+        ):
+            with pytest.raises(ValueError, match=f"^First image of pair 0 cannot be read{name}: ") as error:
+                judge.score([(source, noise(1))], SHORT)
+            assert len(str(error.value)) < 500 and error.value.__cause__ is not None
+
+    @pytest.mark.parametrize("count", [0, 1, 3])
+    def test_not_one_question_a_pair(self, judge, count):
+        pairs = [(noise(0), noise(1))] * 2
+        for call in (judge.score, judge.explain):
+            with pytest.raises(ValueError, match=f"{count} questions for 2 pairs: `prompts` must be one text for all"):
+                call(pairs, [SHORT] * count)
+        with pytest.raises(ValueError, match=f"{count} questions for 2 sets"):
+            judge.score_sets(pairs, [SHORT] * count)
+
+    @pytest.mark.parametrize("call", ["score", "explain"])
+    def test_a_question_with_the_image_token(self, judge, call):
+        pairs = [(noise(0), noise(1))] * 2
+        with pytest.raises(ValueError, match=r"`prompts\[1\]` has '<\|image_pad\|>', which would stand for an image"):
+            getattr(judge, call)(pairs, [SHORT, "Is <|image_pad|> alike?"])
+        assert len(judge.score(pairs, [SHORT, "Is <image> alike?"])) == 2  # text to this model
+
+    def test_a_question_with_the_video_token(self, judge):
+        with pytest.raises(ValueError, match=r"`prompts\[0\]` has '<\|video_pad\|>'"):
+            judge.score([(noise(0), noise(1))], "Is <|video_pad|> alike?")
+
+    @pytest.mark.parametrize("count", [0, 1])
+    def test_a_set_of_fewer_than_two(self, judge, count):
+        sets = [[noise(0), noise(1)], [noise(2)] * count]
+        with pytest.raises(ValueError, match=rf"Set 1 has {count} image\(s\); consistency needs at least two"):
+            judge.score_sets(sets, SHORT)
+        assert len(judge.score_sets(sets[:1], SHORT)) == 1
+
+    @pytest.mark.parametrize(
+        "images", [["ab.png", "cd.png"], [noise(0), noise(1)], [b"abc"], [Path("a.png")]], ids=str
+    )
+    def test_what_is_not_a_set(self, judge, images):
+        with pytest.raises(ValueError, match=r"(?i)\bset 0\b|`image_sets\[0\]`"):
+            judge.score_sets(images, SHORT)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_weights_that_are_not_finite(self, tiny_qwen, value):
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
+        pairs, questions = [(noise(0), noise(1))] * 3, [LONG, SHORT, SHORT + " Or zigzag?"]
+        assert len(judge.score(pairs, questions)) == 3
+        tokens = [set(judge.processor.tokenizer(question).input_ids) for question in questions]
+        (token, *_) = tokens[2] - tokens[0] - tokens[1]
+        with torch.no_grad():
+            judge.model.get_input_embeddings().weight[token] = value
+        message = f"The score of pair 2 is not a number: the weights of '{tiny_qwen}' are not finite.*torch.float32"
+        with pytest.raises(ValueError, match=message):
+            judge.score(pairs, questions)
+        assert len(judge.score(pairs[:2], questions[:2])) == 2
+
+    @pytest.mark.parametrize("batch_size", [0, -1])
+    def test_batches_of_nothing(self, judge, tiny_qwen, batch_size):
+        with pytest.raises(ValueError, match=f"`batch_size` is {batch_size}, but must be at least 1"):
+            PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+        with pytest.raises(ValueError, match=f"`batch_size` is {batch_size}"):
+            PaCoReward.from_pretrained(tiny_qwen, device="cpu", batch_size=batch_size)
+
+
+@pytest.fixture(scope="module")
+def wordless():
+    """A tokenizer that never saw the word Yes; No is one token."""
+    return Qwen2Tokenizer().train_new_from_iterator(
+        ["No, no. No! The fox is not in it."] * 20, vocab_size=300, show_progress=False
+    )
+
+
+class TestDecisionTokenIds:
+    def test_are_looked_up(self, judge, reference):
+        tokenizer = reference[1].tokenizer
+        yes, no = decision_token_ids(tokenizer)
+        assert (tokenizer.decode([yes]), tokenizer.decode([no])) == ("Yes", "No")
+        assert (judge.yes_id, judge.no_id) == (yes, no)
+
+    def test_special_tokens_around_a_text_do_not_count(self, reference):
+        tokenizer = copy.deepcopy(reference[1].tokenizer)
+        ids = decision_token_ids(tokenizer)
+        start = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[start]
+        )
+        assert tokenizer.encode("Yes") == [start[1], ids[0]]
+        assert decision_token_ids(tokenizer) == ids
+
+    def test_an_answer_of_several_tokens(self, wordless):
+        assert len(wordless.encode("No")) == 1 and len(wordless.encode("Yes")) == 3
+        with pytest.raises(
+            ValueError, match=r"Qwen2Tokenizer encodes 'Yes' as 3 tokens \(\['Y', 'e', 's'\]\).*one tok"
+        ):
+            decision_token_ids(wordless)
+
+    def test_both_answers_are_looked_at(self):
+        tokenizer = Qwen2Tokenizer().train_new_from_iterator(["Yes! Yes."] * 20, vocab_size=300, show_progress=False)
+        assert len(tokenizer.encode("Yes")) == 1
+        with pytest.raises(ValueError, match="encodes 'No' as 2 tokens"):
+            decision_token_ids(tokenizer)
+
+    def test_a_judge_with_such_a_tokenizer_is_refused(self, tiny_qwen, judge, wordless, tmp_path):
+        processor = copy.deepcopy(judge.processor)
+        processor.tokenizer = wordless
+        with pytest.raises(ValueError, match="encodes 'Yes' as 3 tokens"):
+            PaCoReward(judge.model, processor)
+        folder = shutil.copytree(tiny_qwen, tmp_path / "model")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).unlink()
+        wordless.save_pretrained(folder)
+        with pytest.raises(ValueError, match="encodes 'Yes' as 3 tokens"):
+            PaCoReward.from_pretrained(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_qwen, tmp_path_factory):
+    """Folder of a LoRA adapter with an effect, of the language model's linear layers, without a processor."""
+    model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.5, target_modules=r".*language_model.*\.(\w+_proj)")
+    model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                assert torch.equal(parameter, torch.zeros_like(parameter))
+                parameter.normal_(std=0.1, generator=generator)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    assert (folder / "adapter_model.safetensors").is_file() and not (folder / "processor_config.json").exists()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def peft_model(tiny_qwen, adapter):
+    """The adapter as PEFT loads it."""
+    model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, adapter).eval()
+
+
+@pytest.fixture(scope="module")
+def expected_adapted(peft_model, reference, pairs, questions, expected):
+    scores = usages(peft_model, reference[1], pairs, questions)
+    assert min(abs(a - b) for a, b in zip(scores, expected, strict=True)) > 1e-3  # the adapter has an effect
+    return scores
+
+
+@pytest.fixture
+def edited(adapter, tmp_path):
+    """Copies the adapter with other weights or another configuration."""
+
+    def edit(weights=None, **config):
+        folder = shutil.copytree(adapter, tmp_path / "edited")
+        if weights is not None:
+            save_file(weights(load_file(folder / "adapter_model.safetensors")), folder / "adapter_model.safetensors")
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+        return folder
+
+    return edit
+
+
+def live_zero3():
+    return HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+
+
+class TestFromPretrained:
+    @pytest.mark.parametrize("kind", [str, Path])
+    def test_whole_model(self, tiny_qwen, pairs, questions, expected, kind):
+        judge = PaCoReward.from_pretrained(kind(tiny_qwen))
+        assert judge.score(pairs, questions) == close(expected)
+        assert judge.name == str(tiny_qwen) and judge.batch_size == 8
+        assert judge.device.type == PartialState().device.type
+        assert isinstance(judge.model, Qwen2_5_VLForConditionalGeneration) and not judge.model.training
+
+    @pytest.mark.parametrize("kind", [str, Path])
+    def test_adapter(self, adapter, pairs, questions, expected, expected_adapted, kind):
+        judge = PaCoReward.from_pretrained(kind(adapter), device="cpu", batch_size=2)
+        assert isinstance(judge.model, PeftModel) and judge.name == str(adapter) and judge.batch_size == 2
+        assert judge._takes_encoded_images
+        scores = judge.score(pairs, questions)
+        assert scores == close(expected_adapted) and scores != close(expected, 1e-3)
+        judge._takes_encoded_images = False
+        assert judge.score(pairs, questions) == close(expected_adapted)
+
+    def test_explain_of_an_adapter(self, adapter, peft_model, reference, pairs):
+        judge = PaCoReward.from_pretrained(adapter, device="cpu")
+        answers = judge.explain(pairs[:2], LONG, max_new_tokens=5)
+        by_hand = [greedy(peft_model, reference[1], *pair, LONG, 5) for pair in pairs[:2]]
+        assert answers == by_hand
+        assert answers != [greedy(*reference, *pair, LONG, 5) for pair in pairs[:2]]
+
+    def test_processor_of_the_adapter(self, adapter, judge, pairs, tmp_path):
+        """The adapter's own if it has one, with the number of pixels it was trained at; else that of the base."""
+        folder = shutil.copytree(adapter, tmp_path / "adapter")
+        assert pixel_limit(PaCoReward.from_pretrained(folder, device="cpu").processor) == 112 * 112
+        processor = copy.deepcopy(judge.processor)
+        limit_pixels(processor, 56 * 56)
+        processor.save_pretrained(folder)
+        own = PaCoReward.from_pretrained(folder, device="cpu")
+        assert pixel_limit(own.processor) == 56 * 56
+        base = PaCoReward.from_pretrained(adapter, device="cpu")
+        assert abs(own.score(pairs[4:5], LONG)[0] - base.score(pairs[4:5], LONG)[0]) > 1e-3
+        # An older name of the file
+        (folder / "processor_config.json").unlink()
+        processor.image_processor.save_pretrained(folder)
+        assert (folder / "preprocessor_config.json").is_file()
+        assert pixel_limit(PaCoReward.from_pretrained(folder, device="cpu").processor) == 56 * 56
+
+    def test_adapter_with_the_bases_processor_files(
+        self, adapter, tiny_qwen, pairs, questions, expected_adapted, tmp_path
+    ):
+        folder = shutil.copytree(adapter, tmp_path / "adapter")
+        for name in PROCESSOR_FILES:
+            shutil.copy(tiny_qwen / name, folder / name)
+        assert PaCoReward.from_pretrained(folder, device="cpu").score(pairs, questions) == close(expected_adapted)
+
+    def test_merged_model(self, tiny_qwen, adapter, judge, pairs, questions, expected_adapted, tmp_path):
+        model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
+        PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(tmp_path)
+        judge.processor.save_pretrained(tmp_path)
+        merged = PaCoReward.from_pretrained(tmp_path, device="cpu")
+        assert not isinstance(merged.model, PeftModel)
+        assert merged.score(pairs, questions) == close(expected_adapted)
+
+    def test_from_objects(self, peft_model, reference, pairs, questions, expected_adapted):
+        """Dropout is off, whatever the mode the model came in."""
+        model = peft_model.train()
+        assert usages(model, reference[1], pairs, questions) != close(expected_adapted, 1e-3)
+        judge = PaCoReward(model, reference[1])
+        assert judge.score(pairs, questions) == close(expected_adapted)
+        assert judge.name == model.name_or_path and judge.batch_size == 8
+        assert PaCoReward(model, reference[1], name="mine").name == "mine"
+
+    def test_device(self, tiny_qwen, adapter):
+        for folder in (tiny_qwen, adapter):
+            for device in ("meta", torch.device("meta")):
+                judge = PaCoReward.from_pretrained(folder, device=device)
+                assert judge.device.type == "meta"
+                assert {parameter.device.type for parameter in judge.model.parameters()} == {"meta"}
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+    def test_dtype(self, tiny_qwen, adapter, judge, pairs, questions, expected, tmp_path, dtype):
+        low = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype=dtype)
+        assert {parameter.dtype for parameter in low.model.parameters()} == {torch.bfloat16}
+        assert PaCoReward.from_pretrained(adapter, device="cpu", dtype=dtype).model.dtype == torch.bfloat16
+        scores = low.score(pairs, questions)
+        assert scores == close(expected, 0.05) and scores != close(expected, 1e-5)
+        # "auto" is that of the files
+        low.model.save_pretrained(tmp_path)
+        judge.processor.save_pretrained(tmp_path)
+        assert PaCoReward.from_pretrained(tmp_path, device="cpu").model.dtype == torch.bfloat16
+        assert PaCoReward.from_pretrained(tmp_path, device="cpu", dtype="float32").model.dtype == torch.float32
+        assert PaCoReward.from_pretrained(tiny_qwen, device="cpu").model.dtype == torch.float32
+
+    def test_further_arguments_reach_the_model(self, tiny_qwen, adapter, pairs, questions, expected):
+        for folder in (tiny_qwen, adapter):
+            judge = PaCoReward.from_pretrained(folder, device="cpu", attn_implementation="eager")
+            assert judge.model.config._attn_implementation == "eager"
+            assert PaCoReward.from_pretrained(folder, device="cpu").model.config._attn_implementation != "eager"
+
+    def test_whole_models_in_pickles_are_refused(self, tiny_qwen, tmp_path):
+        folder = shutil.copytree(tiny_qwen, tmp_path / "model")
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        PaCoReward.from_pretrained(folder, device="cpu")
+        (folder / "model.safetensors").unlink()
+        AutoModelForImageTextToText.from_pretrained(folder)  # without the judge it would load
+        with pytest.raises((OSError, ValueError), match="model.safetensors"):
+            PaCoReward.from_pretrained(folder, device="cpu")
+
+    @pytest.mark.parametrize("base", [None, ""])
+    def test_an_adapter_that_names_no_base(self, edited, base):
+        folder = edited(base_model_name_or_path=base)
+        with pytest.raises(ValueError, match=f"The adapter '{folder}' does not name the model below it"):
+            PaCoReward.from_pretrained(folder, device="cpu")
+
+    def test_an_adapter_in_a_pickle(self, tiny_qwen, edited, reference, pairs, questions, expected_adapted):
+        folder = edited()
+        torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+        PaCoReward.from_pretrained(folder, device="cpu")  # beside a safetensors file it does no harm
+        (folder / "adapter_model.safetensors").unlink()
+        model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, folder).eval()  # PEFT takes it
+        assert usages(model, reference[1], pairs[:1], questions[:1]) == close(expected_adapted[:1])
+        with pytest.raises(ValueError, match=f"The adapter '{folder}' has no adapter_model.safetensors.*pickles"):
+            PaCoReward.from_pretrained(folder, device="cpu")
+
+    @pytest.mark.parametrize(
+        "rename",
+        [
+            lambda name: name.replace("language_model.", ""),  # as other versions of transformers name them
+            lambda name: name.replace("layers.1.", "layers.7."),
+            lambda name: name.replace("lora_B", "lora_C"),
+        ],
+        ids=["all", "a layer", "a matrix"],
+    )
+    def test_an_adapter_whose_names_do_not_fit(self, tiny_qwen, edited, reference, pairs, questions, expected, rename):
+        folder = edited(lambda weights: {rename(name): value for name, value in weights.items()})
+        # PEFT only warns, and the scores are not the adapter's
+        model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
+        with pytest.warns(UserWarning, match="missing adapter keys"):
+            model = PeftModel.from_pretrained(model, folder).eval()
+        assert usages(model, reference[1], pairs[:1], questions[:1])[0] > 0
+        message = (
+            f"The adapter '{folder}' does not fit Qwen2_5_VLForConditionalGeneration '{tiny_qwen}': weights are mis"
+        )
+        with pytest.raises(ValueError, match=message):
+            PaCoReward.from_pretrained(folder, device="cpu")
+
+    def test_an_adapter_with_weights_that_have_no_place(self, edited, pairs, questions, expected_adapted):
+        """Some are left out where the configuration names fewer layers than the file has: no adapter of anybody's."""
+        folder = edited(target_modules=r".*language_model.*\.q_proj")
+        with pytest.raises(ValueError, match="does not fit"):
+            PaCoReward.from_pretrained(folder, device="cpu")
+
+    def test_an_adapter_of_another_rank(self, edited):
+        with pytest.raises((ValueError, RuntimeError), match="does not fit|size mismatch"):
+            PaCoReward.from_pretrained(edited(r=8), device="cpu")
+
+    @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+    def test_is_whole_while_a_zero3_config_is_live(
+        self, tiny_qwen, adapter, pairs, questions, expected, expected_adapted
+    ):
+        from transformers.integrations import deepspeed as hf_deepspeed
+
+        config = live_zero3()
+        try:
+            for folder, scores in ((tiny_qwen, expected), (adapter, expected_adapted)):
+                assert is_deepspeed_zero3_enabled()  # the effect exists: from_pretrained would partition
+                judge = PaCoReward.from_pretrained(folder, device="cpu")
+                assert is_deepspeed_zero3_enabled() and config is not None
+                assert all(parameter.numel() > 0 for parameter in judge.model.parameters())
+                assert not any(hasattr(parameter, "ds_id") for parameter in judge.model.parameters())
+                assert judge.score(pairs, questions) == close(scores)
+        finally:
+            hf_deepspeed.unset_hf_deepspeed_config()
+
+
+class TestHub:
+    """Repositories in the cache of the Hub, as `hf download` leaves them there."""
+
+    @pytest.fixture
+    def hub(self, tiny_qwen, adapter, tmp_path):
+        def put(name, folder, revision, commit):
+            repository = tmp_path / "hub" / f"models--org--{name}"
+            (repository / "refs").mkdir(parents=True, exist_ok=True)
+            (repository / "refs" / revision).write_text(commit)
+            return shutil.copytree(folder, repository / "snapshots" / commit)
+
+        put("base", tiny_qwen, "main", "a" * 40)
+        for name, commit in (("adapter", "b" * 40), ("complete", "c" * 40)):
+            folder = put(name, adapter, "v2", commit)
+            path = folder / "adapter_config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/base"}))
+        for name in PROCESSOR_FILES:
+            shutil.copy(tiny_qwen / name, folder / name)
+        # What an earlier look-up leaves: there is no such file
+        (folder.parents[1] / ".no_exist" / folder.name).mkdir(parents=True)
+        (folder.parents[1] / ".no_exist" / folder.name / "config.json").touch()
+        return tmp_path / "hub"
+
+    def test_whole_model(self, hub, pairs, questions, expected):
+        judge = PaCoReward.from_pretrained("org/base", device="cpu", cache_dir=hub)
+        assert judge.score(pairs, questions) == close(expected) and judge.name == "org/base"
+
+    @pytest.mark.parametrize("name", ["adapter", "complete"])
+    def test_the_revision_is_the_adapters_alone(self, hub, pairs, questions, expected_adapted, name):
+        judge = PaCoReward.from_pretrained(f"org/{name}", device="cpu", cache_dir=hub, revision="v2")
+        assert judge.score(pairs, questions) == close(expected_adapted)
+        with pytest.raises(OSError):  # there is no v2 of the base, and no main of the adapter
+            PaCoReward.from_pretrained("org/base", device="cpu", cache_dir=hub, revision="v2")
+        with pytest.raises(OSError):
+            PaCoReward.from_pretrained(f"org/{name}", device="cpu", cache_dir=hub)
+
+
+class TestTrustRemoteCode:
+    @pytest.fixture
+    def folder(self, tiny_qwen, tmp_path, monkeypatch):
+        """A model with code of its own, which leaves traces."""
+        folder = shutil.copytree(tiny_qwen, tmp_path / "model")
+        for stem, base, module in (
+            ("own_model", "Qwen2_5_VLForConditionalGeneration", "modeling_qwen2_5_vl"),
+            ("own_processor", "Qwen2_5_VLProcessor", "processing_qwen2_5_vl"),
+        ):
+            (folder / f"{stem}.py").write_text(
+                f"from transformers.models.qwen2_5_vl.{module} import {base}\n"
+                f"open({str(tmp_path / stem)!r}, 'w').close()\n"
+                f"class Own{base}({base}):\n    pass\n"
+            )
+        for name, entries in (
+            ("config.json", {"AutoModelForImageTextToText": "own_model.OwnQwen2_5_VLForConditionalGeneration"}),
+            ("processor_config.json", {"AutoProcessor": "own_processor.OwnQwen2_5_VLProcessor"}),
+        ):
+            path = folder / name
+            path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": entries}))
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+        monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+        return folder
+
+    @staticmethod
+    def traces(folder):
+        return sorted(path.name for path in folder.parent.glob("own_*"))
+
+    def test_is_off_by_default(self, folder, pairs, questions, expected):
+        assert inspect.signature(PaCoReward.from_pretrained).parameters["trust_remote_code"].default is False
+        judge = PaCoReward.from_pretrained(folder, device="cpu")
+        assert self.traces(folder) == []
+        assert type(judge.model) is Qwen2_5_VLForConditionalGeneration
+        assert type(judge.processor) is Qwen2_5_VLProcessor
+        assert judge.score(pairs, questions) == close(expected)
+
+    def test_runs_the_code_when_asked_for(self, folder):
+        PaCoReward.from_pretrained(folder, device="cpu", trust_remote_code=True)
+        assert self.traces(folder) == ["own_model", "own_processor"]
+
+
+@pytest.fixture(scope="module")
+def families(reference):
+    """Other tiny vision-language models: model and processor by name."""
+    tokenizer = reference[1].tokenizer
+    text = {
+        **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048},
+        **{"initializer_range": 0.1, "bos_token_id": 0, "eos_token_id": 2},
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    qwen = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name.replace('image', 'image_pad')}|>")
+        for name in ("image", "vision_start", "vision_end")
+    }
+    qwen["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    parts = {
+        "tokenizer": tokenizer,
+        "video_processor": reference[1].video_processor,
+        "chat_template": reference[1].chat_template,
+    }
+    size = reference[1].image_processor.size
+
+    def qwen2():
+        vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+        config = Qwen2VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **qwen)
+        return Qwen2VLForConditionalGeneration(config), Qwen2VLProcessor(Qwen2VLImageProcessor(size=size), **parts)
+
+    def qwen3():
+        vision = {
+            **{"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+            **{"patch_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+            "initializer_range": 0.1,
+        }
+        config = Qwen3VLConfig(
+            text_config={**text, "head_dim": 16, "rope_parameters": rope}, vision_config=vision, **qwen
+        )
+        image_processor = Qwen2VLImageProcessor(size=size, patch_size=16)
+        return Qwen3VLForConditionalGeneration(config), Qwen3VLProcessor(image_processor, **parts)
+
+    def llava():
+        vision = CLIPVisionConfig(
+            **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"image_size": 56, "patch_size": 14, "initializer_factor": 5.0},
+        )
+        config = LlavaConfig(
+            vision_config=vision,
+            text_config=Qwen2Config(**text),
+            image_token_index=qwen["image_token_id"],
+            vision_feature_layer=-1,
+        )
+        processor = LlavaProcessor(
+            CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}),
+            tokenizer=tokenizer,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            image_token="<|image_pad|>",
+            num_additional_image_tokens=1,
+            chat_template=reference[1].chat_template,
+        )
+        return LlavaForConditionalGeneration(config), processor
+
+    def make(name):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model, processor = {"qwen2": qwen2, "qwen3": qwen3, "llava": llava}[name]()
+        return model.eval(), processor
+
+    return make
+
+
+class TestOtherModels:
+    @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llava"])
+    def test_scores_are_those_of_the_usage_example(self, families, pairs, questions, shared, name):
+        model, processor = families(name)
+        judge = PaCoReward(model, processor, name=name, batch_size=3)
+        expected = usages(model, processor, pairs, questions)
+        assert max(expected) - min(expected) > 0.05
+        assert judge.score(pairs, questions) == close(expected)
+        assert judge.score(*shared) == close(usages(model, processor, *shared))
+        assert all(isinstance(text, str) for text in judge.explain(pairs[:2], questions[:2], max_new_tokens=2))
+
+    def test_images_are_encoded_once_where_the_model_takes_them(self, families):
+        assert PaCoReward(*families("qwen2"))._takes_encoded_images
+        assert not PaCoReward(*families("llava"))._takes_encoded_images
+
+
+class TestLoadImage:
+    """What the vision tower gets."""
+
+    @pytest.mark.parametrize(
+        ("size", "loaded"), [((56, 56), (56, 56)), ((90, 61), (84, 56)), ((300, 199), (308, 196)), ((5, 5), (56, 56))]
+    )
+    def test_sides_are_multiples_of_a_merged_patch(self, reference, size, loaded):
+        image = load_image(noise(0, size), reference[1], "")
+        assert image.size == loaded and image.mode == "RGB"
+        expected, _ = process_vision_info([{"role": "user", "content": [{"type": "image", "image": noise(0, size)}]}])
+        assert np.array_equal(np.asarray(image), np.asarray(expected[0]))
+
+    def test_the_size_of_a_patch_is_the_processors(self, reference, tmp_path):
+        processor = copy.deepcopy(reference[1])
+        processor.image_processor = Qwen2VLImageProcessor(patch_size=16)
+        assert load_image(noise(0, (90, 70)), processor, "").size == (96, 64)
+        assert load_image(noise(0, (90, 70)), reference[1], "").size == (84, 56)
+        # 14 where the processor has none
+        clip = CLIPProcessor.from_pretrained(build_tiny_clip(tmp_path))
+        assert not hasattr(clip.image_processor, "patch_size")
+        assert load_image(noise(0, (90, 70)), clip, "").size == (84, 56)
+
+    def test_rows_of_a_dataset(self, reference, tmp_path):
+        noise(0).save(tmp_path / "a.png")
+        expected = np.asarray(noise(0))
+        for row in (
+            {"bytes": png(noise(0)), "path": None},
+            {"bytes": png(noise(0))},
+            {"bytes": None, "path": str(tmp_path / "a.png")},
+            {"bytes": png(noise(0)), "path": "elsewhere.png"},  # as they travel: the name is only a name
+        ):
+            assert np.array_equal(np.asarray(load_image(row, reference[1], "")), expected)
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ({"bytes": b"", "path": "a.png"}, r"^Here cannot be read \(a.png\): UnidentifiedImageError"),
+            ({"bytes": b"no image", "path": None}, "^Here cannot be read: UnidentifiedImageError"),
+            ({"bytes": None, "path": None}, "^Here cannot be read: TypeError: an image, a path, a URL or bytes"),
+            ({"bytes": None}, "^Here cannot be read: "),
+            ({}, "^Here cannot be read: "),
+        ],
+        ids=str,
+    )
+    def test_rows_that_are_no_image(self, reference, row, message):
+        with pytest.raises(ValueError, match=message):
+            load_image(row, reference[1], "Here")
+
+    def test_the_image_is_left_as_it_is(self, reference):
+        image = noise(0, (90, 61), "RGBA")
+        before = image.tobytes()
+        load_image(image, reference[1], "")
+        assert image.tobytes() == before and image.size == (90, 61) and image.mode == "RGBA"
+
+
+class TestLimitPixels:
+    @staticmethod
+    def tokens(processor, size):
+        inputs = processor(text=["<|image_pad|>"], images=[noise(0, size)], return_tensors="pt")
+        return (inputs["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")).sum().item()
+
+    def test_larger_images_are_scaled_down(self, reference, tmp_path):
+        processor = copy.deepcopy(reference[1])
+        assert pixel_limit(processor) == 112 * 112 and self.tokens(processor, (112, 112)) == 16
+        limit_pixels(processor, 56 * 56)
+        assert pixel_limit(processor) == 56 * 56
+        assert self.tokens(processor, (112, 112)) == 4 and self.tokens(processor, (28, 56)) == 2
+        assert processor.image_processor.size["shortest_edge"] == 28 * 28
+        # It is saved with the processor
+        processor.save_pretrained(tmp_path)
+        again = AutoProcessor.from_pretrained(tmp_path)
+        assert pixel_limit(again) == 56 * 56 and self.tokens(again, (112, 112)) == 4
+        assert pixel_limit(reference[1]) == 112 * 112
+
+    def test_a_lower_limit_stays(self, reference):
+        processor = copy.deepcopy(reference[1])
+        limit_pixels(processor, 200 * 200)
+        assert pixel_limit(processor) == 112 * 112 and self.tokens(processor, (140, 112)) == 12
+
+    @pytest.mark.parametrize("size", [{"height": 56, "width": 56}, {"shortest_edge": 56}], ids=str)
+    def test_a_processor_without_such_a_limit(self, tmp_path, size):
+        """All images to one size, or their shorter side."""
+        processor = CLIPProcessor.from_pretrained(build_tiny_clip(tmp_path))
+        processor.image_processor = CLIPImageProcessor(size=size)
+        before = dict(processor.image_processor.size)
+        assert pixel_limit(processor) is None and before == size
+        limit_pixels(processor, 10)
+        assert dict(processor.image_processor.size) == before
+
+
+# The template of Qwen/Qwen2.5-VL-7B-Instruct
+REAL_TEMPLATE = (
+    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}{{ message['content'] }}"
+    "<|im_end|>\n{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in "
+    "content or 'image_url' in content %}{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}"
+    "Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif content['type'] "
+    "== 'video' or 'video' in content %}{% set video_count.value = video_count.value + 1 %}{% if add_vision_id %}"
+    "Video {{ video_count.value }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in content "
+    "%}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "<|im_start|>assistant\n{% endif %}"
+)
+USER = {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "QUESTION"}]}
+
+
+class TestTinyQwen:
+    def test_is_loaded_by_the_auto_classes(self, reference):
+        model, processor = reference
+        assert type(model) is Qwen2_5_VLForConditionalGeneration and type(processor) is Qwen2_5_VLProcessor
+        assert type(processor.tokenizer) is Qwen2Tokenizer
+        assert model.config.architectures == ["Qwen2_5_VLForConditionalGeneration"]
+        assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+        # Both kinds of attention of the vision tower
+        assert 0 < len(model.config.vision_config.fullatt_block_indexes) < model.config.vision_config.depth
+
+    def test_the_weights_are_those_of_the_seed(self, tiny_qwen, tmp_path):
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        assert build_tiny_qwen2_5_vl(str(tmp_path / "again")) == tmp_path / "again"
+        assert torch.equal(torch.rand(3), expected)  # the caller's random state is left as it is
+        torch.manual_seed(7)
+        build_tiny_qwen2_5_vl(tmp_path / "other", seed=1)
+        first, again, other = (
+            load_file(folder / "model.safetensors") for folder in (tiny_qwen, tmp_path / "again", tmp_path / "other")
+        )
+        assert first.keys() == again.keys() == other.keys() and len(first) > 40
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+        for name in PROCESSOR_FILES:
+            assert (tiny_qwen / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+    def test_answers_and_special_tokens_are_one_token_each(self, tiny_qwen):
+        tokenizer = AutoTokenizer.from_pretrained(tiny_qwen)
+        words = ["Yes", "No", *SPECIAL_TOKENS]
+        ids = [tokenizer.encode(word) for word in words]
+        assert all(len(each) == 1 for each in ids) and len({each[0] for each in ids}) == 9
+        assert [tokenizer.decode(each) for each in ids] == words
+        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+        # Twin: a word that is nowhere in its texts
+        assert len(tokenizer.encode("Zygote")) > 2
+        text = 'Zebra, 42 é 猫! "Yes"'
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert len(tokenizer.encode(LONG)) < len(LONG) / 2  # not a token for each byte
+
+    def test_ids_of_the_config_are_the_tokenizers(self, reference):
+        model, processor = reference
+        ids = processor.tokenizer.convert_tokens_to_ids
+        config = model.config
+        assert config.image_token_id == ids("<|image_pad|>") and config.video_token_id == ids("<|video_pad|>")
+        assert config.vision_start_token_id == ids("<|vision_start|>")
+        assert config.vision_end_token_id == ids("<|vision_end|>")
+        assert config.text_config.vocab_size == len(processor.tokenizer)
+        assert model.generation_config.eos_token_id == [ids("<|im_end|>"), ids("<|endoftext|>")]
+        assert model.generation_config.pad_token_id == ids("<|endoftext|>") == processor.tokenizer.pad_token_id
+
+    def test_renders_the_text_of_the_real_template(self, reference):
+        text = reference[1].apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+        assert text == (
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+            "<|vision_start|><|image_pad|><|vision_end|><|vision_start|><|image_pad|><|vision_end|>QUESTION<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+
+    @pytest.mark.parametrize("add_generation_prompt", [True, False])
+    @pytest.mark.parametrize(
+        "messages",
+        [
+            [USER],
+            [{"role": "system", "content": "Be brief."}, USER],
+            [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, USER],
+            [USER, {"role": "assistant", "content": "Yes. They are\nalike. "}],
+            [USER, {"role": "assistant", "content": [{"type": "text", "text": " No."}]}, USER],
+            [{"role": "user", "content": "Only text"}],
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}]}],
+        ],
+        ids=["user", "system", "system parts", "answer", "two turns", "text", "video"],
+    )
+    def test_template_and_the_real_one(self, reference, messages, add_generation_prompt):
+        texts = [
+            reference[1].apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+            for template in (None, REAL_TEMPLATE)
+        ]
+        assert texts[0] == texts[1] and len(texts[0]) > 50
+        assert ("You are a helpful" in texts[0]) == (messages[0]["role"] != "system")
+        assert texts[0].endswith("<|im_start|>assistant\n") == add_generation_prompt
+
+    @pytest.mark.parametrize(
+        ("size", "tokens"), [((112, 112), 16), ((56, 56), 4), ((28, 56), 2), ((84, 56), 6), ((1000, 1000), 16)]
+    )
+    def test_an_image_is_a_token_for_each_28_x_28_pixels(self, reference, size, tokens):
+        assert TestLimitPixels.tokens(reference[1], size) == tokens
