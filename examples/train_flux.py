@@ -120,6 +120,8 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
         print(f"Adapter: {training_args.output_dir}")
         if training_args.log_completions:
             print(f"Pictures: {training_args.output_dir}/contact_sheets")
+    # The processes end together: one that leaves early can take the others down
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

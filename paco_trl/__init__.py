@@ -18,13 +18,26 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 _MODULE_OF = {
     "PaCoGRPOConfig": "paco_trl.trainer.paco_grpo_config",
     "PaCoGRPOTrainer": "paco_trl.trainer.paco_grpo_trainer",
+    "PaCoReward": "paco_trl.rewards.paco_reward",
+    "PaCoRewardConfig": "paco_trl.trainer.paco_reward_config",
+    "PaCoRewardTrainer": "paco_trl.trainer.paco_reward_trainer",
 }
 
-__all__ = ["PaCoGRPOConfig", "PaCoGRPOTrainer", "__version__"]
+__all__ = [
+    "PaCoGRPOConfig",
+    "PaCoGRPOTrainer",
+    "PaCoReward",
+    "PaCoRewardConfig",
+    "PaCoRewardTrainer",
+    "__version__",
+]
 
 if TYPE_CHECKING:
+    from .rewards.paco_reward import PaCoReward
     from .trainer.paco_grpo_config import PaCoGRPOConfig
     from .trainer.paco_grpo_trainer import PaCoGRPOTrainer
+    from .trainer.paco_reward_config import PaCoRewardConfig
+    from .trainer.paco_reward_trainer import PaCoRewardTrainer
 
 
 def __getattr__(name: str):

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is relied on of other libraries' private surface, so that a release that changes it fails here and loudly."""
 
+import dataclasses
 import inspect
 import re
 
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from transformers import Trainer
+from PIL import Image
+from transformers import AutoProcessor, Trainer
 from trl import GRPOTrainer
 from trl.models import utils as trl_model_utils
 from trl.trainer import utils as trl_utils
 from trl.trainer.base_trainer import _BaseTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from paco_trl import PaCoGRPOTrainer
+from paco_trl import PaCoGRPOTrainer, PaCoRewardTrainer
+from paco_trl.data import make_pair
+from paco_trl.trainer.pair_collator import TOKEN_TENSORS
 
 
 # Attributes that GRPOTrainer.__init__ sets and that PaCoGRPOTrainer, which skips it, sets itself for the inherited
@@ -112,3 +117,42 @@ def test_diffusers():
     assert "self.scheduler.step(noise_pred, t, latents, return_dict=False)" in source
     assert "metadata" in str(inspect.signature(FluxPipeline.save_lora_weights))
     assert "hidden_states" in inspect.signature(FluxTransformer2DModel.forward).parameters
+
+
+class TestRewardTrainer:
+    """What PaCoRewardTrainer takes from SFTTrainer and Trainer beyond their documentation."""
+
+    @pytest.mark.parametrize(
+        "name, parameters",
+        [
+            ("_remove_unused_columns", ["self", "dataset", "description"]),
+            ("_get_num_items_in_batch", ["self", "batch_samples", "device"]),
+            ("_push_from_checkpoint", ["self", "checkpoint_folder"]),
+            ("log", ["self", "logs", "start_time"]),
+        ],
+    )
+    def test_overridden_methods_still_exist(self, name, parameters):
+        assert list(inspect.signature(getattr(Trainer, name)).parameters) == parameters
+        assert name in vars(PaCoRewardTrainer)
+
+    def test_trainer_calls_them(self):
+        for caller, called in [
+            ("_get_dataloader", "_remove_unused_columns"),
+            ("get_batch_samples", "_get_num_items_in_batch"),
+            ("training_step", "loss_is_scaled_for_ga"),
+        ]:
+            assert called in inspect.getsource(getattr(Trainer, caller))
+
+    def test_the_fused_head_gives_what_is_read(self):
+        fields = {field.name for field in dataclasses.fields(trl_utils.FusedCausalLMOutput)}
+        assert {"log_probs", "label_mask", "entropy", "is_top1"} <= fields
+
+    def test_the_collator_makes_no_other_tensors_of_tokens(self, tiny_qwen):
+        """A new tensor of shape (batch, tokens) would not be cut with the others."""
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        collator = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
+        pair = make_pair(*(Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")), "Same?", "No")
+        batch = collator([pair])
+        length = batch["input_ids"].shape[1]
+        assert length > 10
+        assert {name for name, tensor in batch.items() if tensor.shape[1:2] == (length,)} <= TOKEN_TENSORS

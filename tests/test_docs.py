@@ -13,8 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
+from PIL import Image
 
-from paco_trl import PaCoGRPOConfig
+from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.data import make_pair
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 
 
@@ -25,9 +28,19 @@ PAGES = sorted(
         *(ROOT / "docs").glob("*.md"),
     ]
 )
-OPTIONS = {field.name for field in dataclasses.fields(PaCoGRPOConfig)}
-# Those that the docstring of PaCoGRPOConfig lists
-OWN_OPTIONS = re.findall(r"^        (\w+) \(`", PaCoGRPOConfig.__doc__, flags=re.M)
+CONFIGS = {"PaCoGRPOConfig": PaCoGRPOConfig, "PaCoRewardConfig": PaCoRewardConfig}
+OPTIONS_OF = {name: {field.name for field in dataclasses.fields(config)} for name, config in CONFIGS.items()}
+OPTIONS = set().union(*OPTIONS_OF.values())
+# Those that the docstrings of the configs list
+OWN_OPTIONS = [
+    option for config in CONFIGS.values() for option in re.findall(r"^        (\w+) \(`", config.__doc__, flags=re.M)
+]
+# Config that the options of a script are those of, beside its own
+SCRIPTS = {
+    "train_flux.py": "PaCoGRPOConfig",
+    "train_reward.py": "PaCoRewardConfig",
+    "evaluate_reward.py": None,
+}
 # What Trainer and its callbacks log themselves
 TRAINERS_KEYS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
 
@@ -76,7 +89,7 @@ def config_calls(code: str) -> list[ast.Call]:
     return [
         node
         for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "PaCoGRPOConfig"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in CONFIGS
     ]
 
 
@@ -120,7 +133,7 @@ class TestLinks:
 class TestSnippets:
     def test_runnable_blocks_of_the_readme_run(self, tmp_path):
         runnable = [code for is_runnable, code in blocks(ROOT / "README.md", "python") if is_runnable]
-        assert len(runnable) == 3
+        assert len(runnable) == 4
         # In one process, since importing takes most of the time; with nothing in common but the folder
         driver = "import json, sys\nfor code in json.loads(sys.argv[1]):\n    exec(code, {'__name__': '__main__'})"
         done = subprocess.run(
@@ -135,6 +148,10 @@ class TestSnippets:
         # What the text around them promises
         assert (tmp_path / "paco-tiny" / "contact_sheets" / "round_00001.png").exists()
         assert (tmp_path / "paco-tiny" / "pytorch_lora_weights.safetensors").exists()
+        for name in ("adapter_model.safetensors", "README.md", "eval_calibration.png", "eval_wrong_pairs.png"):
+            assert (tmp_path / "tiny-judge" / name).exists()
+        same, other = map(float, re.search(r"same colour: (\S+), other colour: (\S+)", done.stdout).groups())
+        assert other < 0.2 < 0.8 < same
 
     @pytest.mark.parametrize("code", PYTHON_BLOCKS)
     def test_python_compiles_and_what_it_imports_exists(self, code):
@@ -144,12 +161,15 @@ class TestSnippets:
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
 
-    def test_the_numbers_of_the_benchmark_are_those_of_its_results(self):
-        results = json.loads((ROOT / "benchmarks" / "rollout_overhead.json").read_text(encoding="utf-8"))
+    @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.stem)
+    def test_the_numbers_of_a_benchmark_are_those_of_its_results(self, path):
         text = text_of(ROOT / "benchmarks" / "README.md")
-        assert len(results["ratios"]) == 3
-        for ratio in results["ratios"].values():
-            assert str(ratio) in text
+        assert f"[`{path.name}`]({path.name})" in text
+        ratios = json.loads(path.read_text(encoding="utf-8"))["ratios"].values()
+        numbers = [n for ratio in ratios for n in (ratio.values() if isinstance(ratio, dict) else [ratio])]
+        assert len(numbers) > 1
+        for number in numbers:
+            assert re.search(rf"(?<![\d.]){re.escape(str(number))}(?![\d.]\d)", text), number
 
     def test_there_are_python_blocks_on_the_pages(self):
         assert len(PYTHON_BLOCKS) > 10
@@ -168,46 +188,51 @@ class TestOptions:
     @pytest.mark.parametrize("code", PYTHON_BLOCKS)
     def test_options_in_python_exist(self, code):
         for call in config_calls(code):
-            assert {keyword.arg for keyword in call.keywords} <= OPTIONS
+            assert {keyword.arg for keyword in call.keywords} <= OPTIONS_OF[call.func.id]
 
     def test_there_are_options_in_python(self):
         assert sum(len(config_calls(block.values[0])) for block in PYTHON_BLOCKS) > 5
 
     def test_configs_of_the_paper_index_are_valid(self, tmp_path):
         calls = [call for _, code in blocks(ROOT / "docs" / "paper_index.md", "python") for call in config_calls(code)]
-        assert len(calls) == 4
+        assert len(calls) == 5
         for call in calls:
             settings = {keyword.arg: eval(ast.unparse(keyword.value)) for keyword in call.keywords}
             settings |= {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-            args = PaCoGRPOConfig(**settings)
+            args = CONFIGS[call.func.id](**settings)
             # On one process nothing is rounded: what the page says is what runs
             for name, value in settings.items():
                 assert getattr(args, name) == value, name
 
-    def test_the_settings_of_the_paper_are_the_defaults(self, tmp_path):
-        """docs/paper_index.md says so of its first config."""
-        _, code = blocks(ROOT / "docs" / "paper_index.md", "python")[0]
-        (call,) = config_calls(code)
-        defaults = PaCoGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    @pytest.mark.parametrize("name, at_least", [("PaCoGRPOConfig", 15), ("PaCoRewardConfig", 8)])
+    def test_the_settings_of_the_paper_are_the_defaults(self, tmp_path, name, at_least):
+        """docs/paper_index.md says so of the first config of each kind."""
+        calls = [call for _, code in blocks(ROOT / "docs" / "paper_index.md", "python") for call in config_calls(code)]
+        call = next(call for call in calls if call.func.id == name)
+        defaults = CONFIGS[name](str(tmp_path), use_cpu=True, bf16=False)
         settings = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        assert len(settings) > 15
+        assert len(settings) > at_least
         for name in settings.keys() - {"output_dir"}:
             assert getattr(defaults, name) == settings[name], name
 
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
     def test_options_of_the_commands_exist(self, page):
-        for command in commands_with_options(page):
+        for script, command in commands_with_options(page):
+            options = script_options(script) | OPTIONS_OF.get(SCRIPTS[script], set()) | {"config"}
             for word in command:
                 if word.startswith("--"):
-                    assert word[2:] in OPTIONS | script_options() | {"config"}, f"{page.name}: {word}"
+                    assert word[2:] in options, f"{page.name}: {script} {word}"
 
     def test_there_are_commands(self):
-        assert len([command for page in PAGES for command in commands_with_options(page)]) > 5
+        commands = [script for page in PAGES for script, _ in commands_with_options(page)]
+        assert len(commands) > 8
+        assert set(commands) == set(SCRIPTS)
 
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
     def test_options_in_the_text_exist(self, page):
         """`name=value` and `--name` in a line of text name options, also of the objects beside the config."""
-        others = {"modules_to_save", "push_to_hub", "num_processes", "machine_rank", *script_options()}
+        others = {"modules_to_save", "push_to_hub", "num_processes", "machine_rank", "is_trainable", "model"}
+        others = others.union(*map(script_options, SCRIPTS))
         for name in re.findall(r"`(?:--)?(\w+)=[^`]+`|`--(\w+)[^`]*`", prose_of(page)):
             assert (name[0] or name[1]) in OPTIONS | others | {"DS_ACCELERATOR", "help", "config"}, name
 
@@ -224,10 +249,16 @@ class TestMetrics:
     """The list under "Logged metrics" is what a run logs, in both directions."""
 
     @staticmethod
-    def documented() -> set[str]:
-        page = text_of(ROOT / "docs" / "paco_grpo_trainer.md")
-        (section,) = re.findall(r"^## Logged metrics\n(.*?)^## ", page, flags=re.M | re.S)
-        return set(re.findall(r"^- `([^`]+)`:", section, flags=re.M))
+    def documented(page: str) -> set[str]:
+        text = text_of(ROOT / "docs" / page)
+        (section,) = re.findall(r"^## Logged metrics\n(.*?)^## ", text, flags=re.M | re.S)
+        lines = re.findall(r"^- ((?:`[^`]+`(?:, )?)+):", section, flags=re.M)
+        return {key for line in lines for key in re.findall(r"`([^`]+)`", line)}
+
+    @staticmethod
+    def compare(logged: set[str], documented: set[str]) -> None:
+        assert logged - documented == set(), "logged, but not documented"
+        assert documented - logged == set(), "documented, but not logged"
 
     def test_documented_keys_are_the_logged_ones(self, make_trainer, prompts):
         trainer = make_trainer(
@@ -247,13 +278,31 @@ class TestMetrics:
                 continue
             key = re.sub(r"rewards/(redness_reward|panel_similarity_reward)/", "rewards/<name>/", key)
             logged.add(re.sub(r"/step_\d+$", "/step_<index>", key))
-        documented = self.documented()
         assert len(logged) > 20
-        assert logged - documented == set(), "logged, but not in docs/paco_grpo_trainer.md"
-        assert documented - logged == set(), "in docs/paco_grpo_trainer.md, but not logged"
+        self.compare(logged, self.documented("paco_grpo_trainer.md"))
+
+    def test_documented_keys_of_the_judge_are_the_logged_ones(self, tiny_qwen, tmp_path):
+        colours = [("red", "red"), ("red", "blue"), ("blue", "blue"), ("blue", "red")]
+        pairs = Dataset.from_list(
+            [
+                make_pair(*(Image.new("RGB", (56, 56), c) for c in pair), "Same?", pair[0] == pair[1], "I see it.")
+                for pair in colours
+            ]
+        )
+        args = PaCoRewardConfig(
+            str(tmp_path), use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_steps=1, max_steps=1
+        )
+        trainer = PaCoRewardTrainer(str(tiny_qwen), args, pairs, pairs)
+        trainer.train()
+        logged = {key for entry in trainer.state.log_history for key in entry}
+        logged = {key for key in logged - TRAINERS_KEYS if not key.startswith("train_")}
+        logged -= {"eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+        logged.discard("eval_model_preparation_time")
+        assert len(logged) > 12
+        self.compare(logged, self.documented("paco_reward.md"))
 
     def test_keys_in_the_rest_of_the_text_are_documented(self):
-        documented = self.documented()
+        documented = self.documented("paco_grpo_trainer.md") | self.documented("paco_reward.md")
         namespaces = {key.split("/")[0] for key in documented if "/" in key}
         found = {
             key
@@ -265,19 +314,20 @@ class TestMetrics:
         assert found <= documented
 
 
-def commands_with_options(page: Path) -> list[list[str]]:
-    """Words behind `examples/train_flux.py` in the page's shell commands."""
+def commands_with_options(page: Path) -> list[tuple[str, list[str]]]:
+    """Script and the words behind it in the page's shell commands."""
     found = []
     for _, code in blocks(page, "bash"):
         for line in code.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
-            if "examples/train_flux.py" in words:
-                found.append(words[words.index("examples/train_flux.py") + 1 :])
+            for script in SCRIPTS:
+                if f"examples/{script}" in words:
+                    found.append((script, words[words.index(f"examples/{script}") + 1 :]))
     return found
 
 
-def script_options() -> set[str]:
-    """Options of examples/train_flux.py itself."""
-    tree = ast.parse((ROOT / "examples" / "train_flux.py").read_text(encoding="utf-8"))
+def script_options(script: str) -> set[str]:
+    """Options of an example itself."""
+    tree = ast.parse((ROOT / "examples" / script).read_text(encoding="utf-8"))
     (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ScriptArguments"]
     return {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign)}

@@ -124,7 +124,7 @@ def test_pushing_a_checkpoint_uploads_only_what_is_published(trained, monkeypatc
         uploads.append(kwargs)
         return Done()
 
-    monkeypatch.setattr("paco_trl.trainer.paco_grpo_trainer.upload_folder", upload_folder)
+    monkeypatch.setattr("paco_trl.trainer.publishing.upload_folder", upload_folder)
     trainer.hub_model_id = "user/adapter"
     trainer.push_in_progress = None
     trainer._push_from_checkpoint(str(folder))

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 if TYPE_CHECKING:
     from .paco_grpo_trainer import PaCoGRPOTrainer
 
-_LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
+LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
 
 
 def render_model_card(
@@ -77,5 +77,5 @@ def render_model_card(
             has_scores=bool(last),
             has_sheet=trainer._last_sheet is not None,
             paper=trainer._paper,
-            versions={name: version(name) for name in _LIBRARIES},
+            versions={name: version(name) for name in LIBRARIES},
         )

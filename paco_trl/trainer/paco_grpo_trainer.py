@@ -4,7 +4,6 @@
 import atexit
 import inspect
 import json
-import shutil
 import textwrap
 import time
 from collections import defaultdict
@@ -18,14 +17,11 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from diffusers import DiffusionPipeline
-from huggingface_hub import upload_folder
 from peft import LoraConfig
 from PIL import Image
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
-from transformers.trainer_utils import HubStrategy
-from transformers.utils.hub import PushInProgress
 from trl import GRPOTrainer
 from trl.models.utils import add_hooks, remove_hooks
 from trl.trainer.base_trainer import _BaseTrainer
@@ -50,6 +46,7 @@ from .losses import clipped_surrogate, gaussian_kl
 from .model_card import render_model_card
 from .paco_grpo_config import PaCoGRPOConfig
 from .prompt_encoder import PromptEncoder
+from .publishing import push_checkpoint
 from .resolution import check_inference_size, training_size
 from .reward_calls import check_reward_functions, check_reward_weights
 
@@ -925,27 +922,4 @@ class PaCoGRPOTrainer(GRPOTrainer):
             card.save(Path(self.args.output_dir) / "README.md")
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # Trainer's own uploads `training_args.bin`, which holds the token. Only what a published adapter consists of
-        # leaves this machine, in the background.
-        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
-            return
-        if not self.args.hub_always_push and self.push_in_progress is not None and not self.push_in_progress.is_done():
-            return
-        # Copied, because an old checkpoint may be deleted while it is uploaded
-        for pattern in PUBLISHED_FILES:
-            for path in Path(checkpoint_folder).glob(pattern):
-                shutil.copy(path, self.args.output_dir)
-        upload = upload_folder(
-            repo_id=self.hub_model_id,
-            folder_path=self.args.output_dir,
-            commit_message=f"Training in progress, step {self.state.global_step}",
-            token=self.args.hub_token,
-            allow_patterns=PUBLISHED_FILES,
-            ignore_patterns=["checkpoint-*", "contact_sheets/*"],
-            revision=self.args.hub_revision,
-            run_as_future=True,
-        )
-        if self.push_in_progress is None or self.push_in_progress.is_done():
-            self.push_in_progress = PushInProgress([upload])
-        else:
-            self.push_in_progress.jobs.append(upload)
+        push_checkpoint(self, checkpoint_folder, PUBLISHED_FILES)

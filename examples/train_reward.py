@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+# /// script
+# dependencies = ["paco_trl[deepspeed,tensorboard]"]
+# ///
+"""
+Trains PaCo-Reward, a judge that says whether two images are consistent, as a LoRA on a vision-language model.
+
+Every option of `PaCoRewardConfig` and of the arguments below can be given on the command line or in a YAML file
+(`--config file.yaml`); the paper's settings, model and data are the defaults.
+
+One GPU, or the CPU:
+
+    python examples/train_reward.py --output_dir paco-reward
+
+Several GPUs, DeepSpeed ZeRO-3:
+
+    accelerate launch --config_file examples/accelerate_configs/zero3.yaml examples/train_reward.py \
+        --output_dir paco-reward --gradient_accumulation_steps 4
+
+Own pairs or rankings, from the Hub or a folder:
+
+    python examples/train_reward.py --dataset_name user/pairs --dataset_split train --eval_split test \
+        --first_token_weight 1 --output_dir my-judge
+"""
+
+from dataclasses import dataclass, field
+
+from datasets import Dataset, load_dataset
+from peft import LoraConfig
+from trl import TrlParser
+
+from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
+
+
+@dataclass
+class ScriptArguments:
+    """
+    Arguments of this script.
+
+    Args:
+        model_name_or_path (`str`, *optional*, defaults to `"Qwen/Qwen2.5-VL-7B-Instruct"`):
+            Hub id or folder of the vision-language model (paper).
+        dataset_name (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Dataset"`):
+            Hub id or folder of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or rankings.
+        dataset_files (`list[str]`, *optional*, defaults to `["consistency_reward_cot_train", "sharegpt_editing_cot"]`):
+            Files of PaCo-Dataset to train on (paper).
+        eval_files (`list[str]`, *optional*):
+            Files of PaCo-Dataset to evaluate on, for example `consistency_reward_cot_test`.
+        dataset_split (`str`, *optional*):
+            Split to train on, for data that are not in the layout of PaCo-Dataset.
+        eval_split (`str`, *optional*):
+            Split of the same data to evaluate on.
+        swap (`bool`, *optional*, defaults to `False`):
+            Whether to add every pair whose texts do not depend on the order in the other order.
+        skip_broken (`bool`, *optional*, defaults to `False`):
+            Whether to leave out broken rows, with a list, instead of stopping.
+        lora_r (`int`, *optional*, defaults to `32`):
+            Rank of the adapter (paper).
+        lora_alpha (`int`, *optional*, defaults to `64`):
+            Scale of the adapter (paper).
+        lora_target_modules (`list[str]`, *optional*):
+            Layers that get an adapter. If `None`, all linear layers of the language model (paper).
+    """
+
+    model_name_or_path: str = field(
+        default="Qwen/Qwen2.5-VL-7B-Instruct", metadata={"help": "Hub id or folder of the vision-language model."}
+    )
+    dataset_name: str = field(
+        default="X-GenGroup/PaCo-Dataset",
+        metadata={
+            "help": "Hub id or folder of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or "
+            "rankings."
+        },
+    )
+    dataset_files: list[str] = field(
+        default_factory=lambda: ["consistency_reward_cot_train", "sharegpt_editing_cot"],
+        metadata={"help": "Files of PaCo-Dataset to train on."},
+    )
+    eval_files: list[str] | None = field(
+        default=None,
+        metadata={"help": "Files of PaCo-Dataset to evaluate on, for example `consistency_reward_cot_test`."},
+    )
+    dataset_split: str | None = field(
+        default=None, metadata={"help": "Split to train on, for data that are not in the layout of PaCo-Dataset."}
+    )
+    eval_split: str | None = field(default=None, metadata={"help": "Split of the same data to evaluate on."})
+    swap: bool = field(
+        default=False,
+        metadata={"help": "Whether to add every pair whose texts do not depend on the order in the other order."},
+    )
+    skip_broken: bool = field(
+        default=False, metadata={"help": "Whether to leave out broken rows, with a list, instead of stopping."}
+    )
+    lora_r: int = field(default=32, metadata={"help": "Rank of the adapter."})
+    lora_alpha: int = field(default=64, metadata={"help": "Scale of the adapter."})
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "Layers that get an adapter. If `None`, all linear layers of the language model."},
+    )
+
+
+def load_pairs(
+    script_args: ScriptArguments, training_args: PaCoRewardConfig, split: str | None, files: list[str] | None
+) -> Dataset:
+    name = script_args.dataset_name
+    if split is None:
+        dataset = load_paco_dataset(name, files=files, skip_broken=script_args.skip_broken)
+    else:
+        dataset = load_dataset(name, split=split)
+        if "ranking" in dataset.column_names:
+            dataset = rankings_to_pairs(dataset)
+    # Decoding every image takes a while: one process does it, unless all must know which rows to leave out
+    if training_args.process_index == 0 or script_args.skip_broken:
+        dataset = validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
+    return dataset
+
+
+def main(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
+    ################
+    # Dataset
+    ################
+    if script_args.eval_split is not None and script_args.dataset_split is None:
+        raise ValueError("`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`.")
+    eval_dataset = None
+    with training_args.main_process_first(desc="loading and checking the pairs"):
+        train_dataset = load_pairs(script_args, training_args, script_args.dataset_split, script_args.dataset_files)
+        if script_args.eval_split is not None or script_args.eval_files is not None:
+            eval_dataset = load_pairs(script_args, training_args, script_args.eval_split, script_args.eval_files)
+        if script_args.swap:
+            train_dataset = swap_pairs(train_dataset)
+
+    ################
+    # Training
+    ################
+    trainer = PaCoRewardTrainer(
+        model=script_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=LoraConfig(
+            r=script_args.lora_r, lora_alpha=script_args.lora_alpha, target_modules=script_args.lora_target_modules
+        ),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    # Save and push to the Hub
+    trainer.save_model(training_args.output_dir)
+    if trainer.accelerator.is_main_process:
+        print(f"Adapter: {training_args.output_dir}")
+        if eval_dataset is not None:
+            print(f"Pictures: {training_args.output_dir}/evaluation")
+    # The processes end together: one that leaves early can take the others down
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(*TrlParser((ScriptArguments, PaCoRewardConfig)).parse_args_and_config())

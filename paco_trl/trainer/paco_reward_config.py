@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of [`PaCoRewardTrainer`]."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from trl import SFTConfig
+
+from .first_token_loss import LOSS_VARIANTS
+
+
+_PAIRS = "pairs have images, and their prompts must not share a sequence"
+_COMPLETION = "the loss is that of the completion, Yes or No and the reasons"
+_LOGITS = "it needs the logits of the whole vocabulary, which the fused head never builds"
+_DATASET = "the columns are those of the pair format, `images`, `prompt` and `completion`"
+
+# Fields of SFTConfig that cannot work for pairs. Set to anything but their default, they are refused with the reason:
+# an option without effect would be a silent error in somebody's experiment.
+REFUSED_FIELDS = {
+    "packing": _PAIRS,
+    "padding_free": _PAIRS,
+    "eval_packing": _PAIRS,
+    "packing_strategy": _PAIRS,
+    "pad_to_multiple_of": "TRL's collator cannot do it for prompts with images",
+    "completion_only_loss": _COMPLETION,
+    "assistant_only_loss": _COMPLETION,
+    "dataset_text_field": _DATASET,
+    "dataset_kwargs": _DATASET,
+    "truncation_mode": "the images stand at the start of the sequence",
+    "loss_type": "the loss is `loss_variant`, weighted by `first_token_weight`",
+    "label_smoothing_factor": _LOGITS,
+    "use_liger_kernel": 'TRL deprecates it; use `model_init_kwargs={"use_kernels": True}`',
+    "router_aux_loss_coef": "the router is frozen, only the adapter of the linear layers is trained",
+    "fp16_full_eval": "an evaluation must see the model that was trained",
+    "bf16_full_eval": "an evaluation must see the model that was trained",
+    "batch_eval_metrics": "the metrics of a judge are those of the whole evaluation set",
+}
+
+
+@dataclass
+class PaCoRewardConfig(SFTConfig):
+    # docstyle-ignore
+    r"""
+    Configuration class for the [`PaCoRewardTrainer`].
+
+    Only the parameters that are new here, or whose defaults differ from [`~trl.SFTConfig`], are listed; for the others
+    refer to [`~trl.SFTConfig`] and [`~transformers.TrainingArguments`]. Fields of [`~trl.SFTConfig`] that cannot work
+    for pairs of images are refused when set. The defaults are the paper's
+    ([PaCo-RL](https://huggingface.co/papers/2512.04784), Part 2) where it names one.
+
+    Parameters:
+        > Parameters that control the loss
+
+        first_token_weight (`float`, *optional*, defaults to `0.1`):
+            Share `a` of the decision token, Yes or No, in the loss of a completion (paper, Sec. 3.2). `None` is plain
+            likelihood. Completions that are the label alone need `1` or `None`.
+        loss_variant (`str`, *optional*, defaults to `"paper"`):
+            Loss of a completion of n tokens, the terminators that the chat template adds among them: `"paper"` gives
+            the decision the weight a and every other token (1 - a) / (n - 1), averaged over the completions;
+            `"released"` is the published training code's, in which the decision weighs a / n. See
+            [`~paco_trl.trainer.first_token_weighted_loss`].
+
+        > Parameters that control the data
+
+        max_pixels (`int`, *optional*, defaults to `2097152`):
+            Pixels to which a larger image is scaled down (paper). Saved with the processor, so that the judge sees
+            images as it was trained on them. `None` keeps the processor's own limit.
+        max_length (`int`, *optional*, defaults to `16384`):
+            Tokens at which a sequence is cut (published code). Only reasons are ever cut: a sequence whose images or
+            decision do not fit is an error. `None` never cuts.
+
+        > Parameters that control the training
+
+        learning_rate (`float`, *optional*, defaults to `2e-4`):
+            Highest learning rate of AdamW (paper).
+        lr_scheduler_type (`str`, *optional*, defaults to `"cosine"`):
+            Learning-rate schedule (paper).
+        warmup_steps (`float`, *optional*, defaults to `0.1`):
+            Steps of the warm-up, or their share if below 1 (paper: 10 %).
+        num_train_epochs (`float`, *optional*, defaults to `2.0`):
+            Epochs (paper).
+        per_device_train_batch_size (`int`, *optional*, defaults to `8`):
+            Pairs of a micro-batch on one process (paper; its published code accumulates 4 of them).
+        ddp_find_unused_parameters (`bool`, *optional*, defaults to `False`):
+            Whether DDP looks for unused parameters. Every batch has images and the vision tower is frozen, so that
+            there are none.
+
+    > [!NOTE]
+    > These parameters have default values different from [`~trl.SFTConfig`]: `max_length` (`16384`), `learning_rate`
+    > (`2e-4`), `lr_scheduler_type` (`"cosine"`), `warmup_steps` (`0.1`), `num_train_epochs` (`2.0`),
+    > `ddp_find_unused_parameters` (`False`).
+    """
+
+    # Parameters that control the loss
+    first_token_weight: float | None = field(
+        default=0.1,
+        metadata={
+            "help": "Share `a` of the decision token, Yes or No, in the loss of a completion. `None` is plain "
+            "likelihood. Completions that are the label alone need `1` or `None`."
+        },
+    )
+    loss_variant: str = field(
+        default="paper",
+        metadata={
+            "help": "Loss of a completion: 'paper' gives the decision the weight a, 'released' is the published "
+            "training code's, in which the decision weighs a / n."
+        },
+    )
+
+    # Parameters that control the data
+    max_pixels: int | None = field(
+        default=2_097_152,
+        metadata={
+            "help": "Pixels to which a larger image is scaled down. Saved with the processor. `None` keeps the "
+            "processor's own limit."
+        },
+    )
+    max_length: int | None = field(
+        default=16384,
+        metadata={
+            "help": "Tokens at which a sequence is cut. Only reasons are ever cut: a sequence whose images or decision "
+            "do not fit is an error. `None` never cuts."
+        },
+    )
+
+    # Parameters that control the training
+    learning_rate: float = field(default=2e-4, metadata={"help": "Highest learning rate of AdamW."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning-rate schedule."})
+    warmup_steps: float = field(default=0.1, metadata={"help": "Steps of the warm-up, or their share if below 1."})
+    num_train_epochs: float = field(default=2.0, metadata={"help": "Epochs."})
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "Pairs of a micro-batch on one process."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Whether DDP looks for unused parameters."}
+    )
+
+    def __post_init__(self):
+        self._refuse_fields()
+        self._check_values()
+        self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
+        super().__post_init__()
+
+    def _refuse_fields(self) -> None:
+        defaults = {f.name: f.default for f in dataclasses.fields(SFTConfig)}
+        for name, reason in REFUSED_FIELDS.items():
+            value = getattr(self, name)
+            if name in defaults and value != defaults[name] and value is not None:
+                raise ValueError(f"`{name}` is set to {value!r}, which cannot work for pairs: {reason}. Unset it.")
+
+    def _check_values(self) -> None:
+        # `not` instead of a reversed comparison: it refuses NaN as well
+        if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
+            raise ValueError(
+                f"`first_token_weight` is {self.first_token_weight}; it is the decision token's share of the loss and "
+                "must lie in (0, 1] (the paper uses 0.1), or be None for plain likelihood. At 0 the decision would "
+                "not be trained."
+            )
+        if self.loss_variant not in LOSS_VARIANTS:
+            raise ValueError(
+                f"`loss_variant` is {self.loss_variant!r}; it must be one of {', '.join(map(repr, LOSS_VARIANTS))}."
+            )
+        for name in ("max_pixels", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}; it must be at least 1, or None.")

@@ -1,0 +1,613 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PaCo-Reward: fine-tuning of a vision-language model to say whether two images are consistent, and why."""
+
+import copy
+import re
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from PIL import Image
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+    TrainerCallback,
+)
+from trl import SFTTrainer
+from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
+
+from ..data import check_pair_columns, is_label_only
+from ..evaluation import auroc, expected_calibration_error
+from ..rewards.decision import decision_token_ids
+from ..utils.deepspeed import without_zero3_init
+from ..utils.images import limit_pixels, load_image
+from .contact_sheet import send_to_trackers
+from .export import trainable_state_dict
+from .first_token_loss import first_token_weights, num_loss_items, token_weights
+from .paco_reward_config import PaCoRewardConfig
+from .pair_collator import PairCollator, PairRows
+from .publishing import push_checkpoint
+from .reward_model_card import render_reward_model_card
+from .reward_report import draw_calibration, draw_wrong_pairs
+
+
+logger = get_logger(__name__)
+
+PUBLISHED_FILES = ["adapter_config.json", "adapter_model.safetensors", "README.md", "*.png", "*.json", "*.jinja"]
+
+
+class Decisions(NamedTuple):
+    """
+    What a judge says of a batch of pairs. Every entry is a detached `torch.Tensor` of shape `(B,)`, float32.
+
+    Attributes:
+        p_yes:
+            P(Yes) / (P(Yes) + P(No)).
+        is_yes:
+            1 where the completion says Yes.
+        decision_loss:
+            -log p of the decision token, among the whole vocabulary.
+        reasoning_loss:
+            Sum of -log p over the other tokens of the completion.
+        num_reasoning:
+            Number of these.
+    """
+
+    p_yes: torch.Tensor
+    is_yes: torch.Tensor
+    decision_loss: torch.Tensor
+    reasoning_loss: torch.Tensor
+    num_reasoning: torch.Tensor
+
+
+class PaCoRewardTrainer(SFTTrainer):
+    """
+    Trainer for PaCo-Reward, the pairwise consistency judge proposed in [PaCo-RL: Advancing Reinforcement Learning for
+    Consistent Image Generation with Pairwise Reward Modeling](https://huggingface.co/papers/2512.04784).
+
+    Example:
+
+    ```python
+    from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
+    from paco_trl.data import load_paco_dataset
+
+    trainer = PaCoRewardTrainer(
+        model="Qwen/Qwen2.5-VL-7B-Instruct",
+        args=PaCoRewardConfig(output_dir="paco-reward"),
+        train_dataset=load_paco_dataset("X-GenGroup/PaCo-Dataset"),
+        eval_dataset=load_paco_dataset("X-GenGroup/PaCo-Dataset", files=["consistency_reward_cot_test"]),
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Vision-language model. Can be either:
+
+            - A string: Hub id or folder, loaded in the compute dtype, with the arguments in `args.model_init_kwargs`.
+              Only safetensors files are read.
+            - A loaded model.
+            - A model with an adapter, loaded with `is_trainable=True`, to go on training.
+        args ([`PaCoRewardConfig`], *optional*):
+            Settings. If `None`, the paper's, with an output folder named after the model.
+        train_dataset ([`~datasets.Dataset`]):
+            Pairs: `images` (two), `prompt` (one user turn) and `completion` (one assistant turn that begins with Yes or
+            No). See [`~paco_trl.data.load_paco_dataset`], [`~paco_trl.data.rankings_to_pairs`] and
+            [`~paco_trl.data.make_pair`].
+        eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
+            Pairs to evaluate on, during training as `eval_strategy` says and in any case at its end.
+        processing_class ([`~transformers.ProcessorMixin`], *optional*):
+            Processor. If `None`, the model's own.
+        callbacks (`list[~transformers.TrainerCallback]`, *optional*):
+            Callbacks.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler, as in [`~transformers.Trainer`].
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a model that is loaded by its name, for QLoRA.
+        peft_config ([`~peft.LoraConfig`], *optional*):
+            Adapter to train. If `None`, the paper's: rank 32, alpha 64. `target_modules` are all linear layers of the
+            language model when left out; the vision tower and its projector stay frozen.
+
+    Raises:
+        ValueError: data, settings or model that cannot work; the message says what to do. What can be found out
+            without the model is found out before it is loaded.
+    """
+
+    # The loss is divided by the completions (or tokens) of the whole optimizer step, see `compute_loss`
+    loss_is_scaled_for_ga = True
+
+    _tag_names = ["paco-trl", "trl", "paco-reward", "reward-model", "sft", "lora"]
+    _name = "PaCo-Reward"
+    _paper = {
+        "title": "PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward "
+        "Modeling",
+        "id": "2512.04784",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{pacorl2025,
+                title        = {{PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward Modeling}},
+                year         = 2025,
+                eprint       = {arXiv:2512.04784},
+            }"""),
+    }
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        args: PaCoRewardConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: ProcessorMixin | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: LoraConfig | None = None,
+    ):
+        # 1. What can be checked without the model
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        if args is None:
+            args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
+        check_pair_columns(train_dataset, "train_dataset")
+        self._check_label_only(train_dataset, args)
+        eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+        for key, dataset in eval_datasets.items():
+            if dataset is not None:
+                check_pair_columns(dataset, key)
+
+        # 2. The processor, with the size limit of images, and the adapter
+        init_kwargs = {
+            "dtype": "bfloat16" if args.bf16 else "float32",
+            "use_safetensors": True,
+            **(args.model_init_kwargs or {}),
+        }
+        if processing_class is None:
+            processing_class = AutoProcessor.from_pretrained(
+                name, revision=init_kwargs.get("revision"), trust_remote_code=args.trust_remote_code
+            )
+        if not isinstance(processing_class, ProcessorMixin):
+            raise TypeError(
+                f"`processing_class` is a {type(processing_class).__name__}; a judge of images needs a processor "
+                "(tokenizer and image processor), as `AutoProcessor.from_pretrained` loads it."
+            )
+        processing_class = copy.deepcopy(processing_class)  # the caller's own keeps its size limit
+        tokenizer = processing_class.tokenizer
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        decision_ids = decision_token_ids(tokenizer)
+        if args.max_pixels is not None:
+            limit_pixels(processing_class, args.max_pixels)
+        load_image(PairRows(train_dataset)[0]["images"][0], processing_class, "First image of row 0")
+        if isinstance(model, str):
+            args.model_init_kwargs = init_kwargs
+        if not isinstance(model, PeftModel):
+            peft_config = _complete_peft_config(peft_config, model, args)
+
+        # 3. SFTTrainer loads the model, wraps it, and gives it the fused head
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=PairCollator(
+                processing_class, completion_only_loss=True, decision_ids=decision_ids, cut_at=args.max_length
+            ),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        parallelism = self.accelerator.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled or parallelism.tp_enabled):
+            raise ValueError(
+                "Context, sequence and tensor parallelism would tear a completion apart, whose tokens are weighed "
+                "together. Use data parallelism or DeepSpeed ZeRO."
+            )
+
+        text_config = self._inner_model().config.get_text_config()
+        for name_of_scale in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+            if getattr(text_config, name_of_scale, None) not in (None, 1, 1.0):
+                raise ValueError(
+                    f"The model changes its logits (`{name_of_scale}` = {getattr(text_config, name_of_scale)}), which "
+                    "P(Yes) in training does not know. Such a model can be a judge as it is, but not be trained here."
+                )
+
+        # 4. Own state
+        self.base_model_name = name
+        self.evaluations: dict[str, dict] = {}  # the last one on each dataset: its metrics, step and number of pairs
+        self.pictures: dict[str, Image.Image] = {}
+        self.decision_ids = decision_ids
+        self._sums: torch.Tensor | None = None  # of the training steps since the last log, see `_SUMMED`
+        self._evaluated: list[torch.Tensor] = []
+        self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
+        self._last_hidden_state: torch.Tensor | None = None
+        # The fused head gives the log-probability of the label alone. The other answer's takes the hidden state.
+        self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
+
+    def _check_label_only(self, dataset: Dataset, args: PaCoRewardConfig) -> None:
+        # The chat template ends every completion with terminator tokens, which count in the loss. Behind a label alone
+        # they would carry 1 - a of the weight, and teach nothing.
+        if args.first_token_weight in (None, 1):
+            return
+        rows = [row for row, completion in enumerate(dataset["completion"]) if is_label_only(completion)]
+        if rows:
+            raise ValueError(
+                f"{len(rows)} of {len(dataset)} completions are a label without reasons, the first in row {rows[0]}, "
+                f"and `first_token_weight` is {args.first_token_weight}: the other {1 - args.first_token_weight:g} of "
+                "the weight would go to the tokens that end the turn. Set `first_token_weight=1` (or None) for data "
+                "that are labels alone; train on rows with reasons and rows without them one after the other."
+            )
+
+    def _inner_model(self) -> PreTrainedModel:
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    def _keep_hidden_state(self, module: nn.Module, args: tuple, output) -> None:
+        self._last_hidden_state = output.last_hidden_state
+
+    def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> PairRows:
+        # Where Trainer makes its dataloaders of a `Dataset`: rows with their numbers, images not decoded yet
+        return PairRows(dataset)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        if not batch_samples:
+            return None
+        args = self.args
+        num_items = sum(
+            num_loss_items(batch["labels"][:, 1:] != -100, args.first_token_weight, args.loss_variant)
+            for batch in batch_samples
+        ).to(device)
+        if args.average_tokens_across_devices and args.world_size > 1:
+            num_items = self.accelerator.gather(num_items).sum()
+        return num_items
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """
+        Loss of a micro-batch: its share of the mean over all completions (or tokens) of the optimizer step.
+
+        Args:
+            model, inputs, num_items_in_batch:
+                As in [`~transformers.Trainer`]; `num_items_in_batch` counts what the loss variant divides by.
+            return_outputs (`bool`, *optional*, defaults to `False`):
+                Not supported: the fused head builds no logits.
+
+        Returns:
+            `torch.Tensor`.
+        """
+        if return_outputs:
+            raise ValueError("`return_outputs=True` asks for logits, which the fused head never builds.")
+        args = self.args
+        inputs = dict(inputs)
+        rows = inputs.pop("rows")
+        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+        hidden_state, self._last_hidden_state = self._last_hidden_state, None
+        mask = outputs.label_mask  # (B, T - 1), at the positions that predict a token of the completion
+        weights = first_token_weights(mask, args.first_token_weight, args.loss_variant)
+        num_items = num_items_in_batch
+        if num_items is None:
+            num_items = num_loss_items(mask, args.first_token_weight, args.loss_variant)
+        loss = -(weights * outputs.log_probs).sum() / num_items
+        # DDP averages the gradients over the processes, and `num_items_in_batch` counts the items of all
+        if args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+
+        decisions = self._decide(hidden_state[:, :-1].detach(), inputs["labels"][:, 1:], outputs)
+        if self.model.training:
+            sums = _sums(decisions, outputs, inputs["attention_mask"])
+            self._sums = sums if self._sums is None else self._sums + sums
+        else:
+            self._evaluated.append(torch.stack([rows.to(mask.device).float(), *decisions]))
+        return loss
+
+    @torch.no_grad()
+    def _decide(self, hidden_state: torch.Tensor, labels: torch.Tensor, outputs) -> Decisions:
+        mask, log_probs = outputs.label_mask, outputs.log_probs.detach().float()
+        position = mask.int().argmax(dim=1)  # (B,), where the decision is predicted
+        each = torch.arange(len(position), device=position.device)
+        is_yes = labels.to(position.device)[each, position] == self.decision_ids[0]
+        direction, offset = self._yes_against_no()
+        hidden = hidden_state.to(direction.device)[each, position].float()  # (B, D)
+        p_yes = torch.sigmoid(hidden @ direction + offset)
+        decision_loss = -log_probs[each, position]
+        reasoning_loss = -(log_probs * mask).sum(dim=1) - decision_loss
+        return Decisions(p_yes, is_yes.float(), decision_loss, reasoning_loss, mask.sum(dim=1).float() - 1)
+
+    def _yes_against_no(self) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """What gives logit(Yes) - logit(No) from a hidden state: a direction (D,) and an offset. Every process calls it."""
+        if self._frozen_direction is not None:
+            return self._frozen_direction
+        head = self._inner_model().get_output_embeddings()
+        with maybe_gather_lm_head_ctx(head.weight, head.bias):  # ZeRO-3 holds it in parts
+            yes, no = head.weight.detach()[list(self.decision_ids)].float()
+            offset = 0.0
+            if head.bias is not None:
+                bias_yes, bias_no = head.bias.detach()[list(self.decision_ids)].float()
+                offset = bias_yes - bias_no
+            direction = (yes - no, offset)
+        if not head.weight.requires_grad:
+            self._frozen_direction = direction
+        return direction
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the metrics of the decisions since the last log. Every process calls it."""
+        if self.model.training and self._sums is not None:
+            sums = self.accelerator.reduce(self._sums, "sum").tolist()
+            self._sums = None
+            logs.update(self._training_metrics(dict(zip(_SUMMED, sums, strict=True))))
+        super().log(logs, start_time)
+
+    def _training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        self._total_train_tokens += int(sums["attended"])
+        tokens = sums["pairs"] + sums["num_reasoning"]
+        metrics = {
+            "decision_loss": (sums["decision_loss"], sums["pairs"]),
+            "reasoning_loss": (sums["reasoning_loss"], sums["num_reasoning"]),
+            "decision_accuracy": (sums["correct"], sums["pairs"]),
+            "p_yes/consistent": (sums["p_yes_consistent"], sums["consistent"]),
+            "p_yes/inconsistent": (sums["p_yes_inconsistent"], sums["pairs"] - sums["consistent"]),
+            "entropy": (sums["entropy"], tokens),
+            "mean_token_accuracy": (sums["top1"], tokens),
+        }
+        # A mean over nothing is left out
+        metrics = {name: total / count for name, (total, count) in metrics.items() if count > 0}
+        return {**metrics, "num_tokens": self._total_train_tokens}
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """
+        Evaluates the judge on pairs: losses, accuracy, AUROC, calibration error, and two pictures in
+        `output_dir/evaluation`.
+
+        Args:
+            eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
+                Pairs. If `None`, the trainer's own.
+            ignore_keys (`list[str]`, *optional*), metric_key_prefix (`str`, *optional*, defaults to `"eval"`):
+                As in [`~transformers.Trainer`].
+
+        Returns:
+            `dict[str, float]`: the metrics. AUROC is left out when all pairs have the same answer.
+
+        Raises:
+            ValueError: there are no pairs, or a row is broken.
+        """
+        if eval_dataset is None and self.eval_dataset is None:
+            raise ValueError("There is nothing to evaluate on: give the trainer or `evaluate` an `eval_dataset`.")
+        if isinstance(eval_dataset, Dataset):
+            check_pair_columns(eval_dataset, "eval_dataset")
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(
+        self,
+        dataloader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ):
+        """[`~transformers.Trainer.evaluation_loop`], with the metrics of the judge."""
+        self._evaluated = []
+        output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+        evaluated = torch.cat(self._evaluated, dim=1).T.contiguous()  # (pairs of this process, 6)
+        evaluated = self.accelerator.pad_across_processes(evaluated, dim=0, pad_index=-1)
+        evaluated = self.accelerator.gather(evaluated).double().cpu()
+        # Rows that fill up the last batch are there twice, and padding has the row -1
+        rows, first = np.unique(evaluated[:, 0].numpy(), return_index=True)
+        first = first[rows >= 0]
+        rows = rows[rows >= 0].astype(int)
+        decisions = Decisions(*evaluated[first, 1:].T)
+        metrics = self._evaluation_metrics(decisions)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        self.evaluations[metric_key_prefix] = {"step": self.state.global_step, "pairs": len(rows), **metrics}
+        if self.is_world_process_zero():
+            self._draw(rows, decisions, dataloader.dataset, metric_key_prefix)
+        return output
+
+    def _evaluation_metrics(self, decisions: Decisions) -> dict[str, float]:
+        p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
+        args, length = self.args, num_reasoning + 1
+        first, others = token_weights(length, args.first_token_weight, args.loss_variant)
+        by_completion = args.first_token_weight is not None and args.loss_variant == "paper"
+        num_items = len(length) if by_completion else length.sum().item()
+        metrics = {
+            "loss": (first * decision_loss + others * reasoning_loss).sum().item() / num_items,
+            "decision_loss": decision_loss.mean().item(),
+            "decision_accuracy": ((p_yes > 0.5) == (is_yes == 1)).double().mean().item(),
+            "ece": expected_calibration_error(p_yes.numpy(), is_yes.numpy()),
+        }
+        if num_reasoning.sum() > 0:
+            metrics["reasoning_loss"] = (reasoning_loss.sum() / num_reasoning.sum()).item()
+        for name, of_kind in (("consistent", is_yes == 1), ("inconsistent", is_yes == 0)):
+            if of_kind.any():
+                metrics[f"p_yes/{name}"] = p_yes[of_kind].mean().item()
+        if 0 < is_yes.sum() < len(is_yes):
+            metrics["auroc"] = auroc(p_yes.numpy(), is_yes.numpy())
+        else:
+            logger.warning(
+                f"All {len(is_yes)} evaluation pairs have the same answer, so that AUROC is not defined; it is left "
+                "out. Evaluate on consistent and inconsistent pairs."
+            )
+        return metrics
+
+    def _draw(self, rows: np.ndarray, decisions: Decisions, dataset: PairRows, name: str) -> None:
+        folder = Path(self.args.output_dir) / "evaluation"
+        folder.mkdir(parents=True, exist_ok=True)
+        step = self.state.global_step
+        p_yes, is_yes = decisions.p_yes.numpy(), decisions.is_yes.numpy()
+        metrics = self.evaluations[name]
+        pictures = {
+            "calibration": draw_calibration(p_yes, is_yes, f"{name}, step {step}, {len(rows)} pairs", metrics["ece"]),
+            "wrong_pairs": draw_wrong_pairs(
+                rows, p_yes, is_yes, dataset, self.processing_class, f"{name}, step {step}"
+            ),
+        }
+        for kind, picture in pictures.items():
+            if picture is None:
+                continue
+            picture.save(folder / f"{name}-{kind}-{step:06d}.png")
+            send_to_trackers(picture, f"{name}/{kind}", step, self.callback_handler.callbacks)
+            self.pictures[f"{name}_{kind}.png"] = picture
+
+    def train(self, *args, **kwargs):
+        """
+        Trains, and evaluates at the end when there is an `eval_dataset`: see [`~transformers.Trainer.train`].
+
+        Args:
+            *args, **kwargs:
+                Those of [`~transformers.Trainer.train`], `resume_from_checkpoint` among them.
+
+        Returns:
+            `TrainOutput`.
+        """
+        output = super().train(*args, **kwargs)
+        evaluated = {evaluation["step"] for evaluation in self.evaluations.values()}
+        # The best model may be another than the last one evaluated
+        if self.eval_dataset is not None and (
+            evaluated != {self.state.global_step} or self.args.load_best_model_at_end
+        ):
+            self.evaluate()
+        return output
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Saves the adapter, the processor, the pictures of the last evaluation and the card. Every process calls it.
+
+        Args:
+            output_dir (`str`, *optional*):
+                Folder. If `None`, `args.output_dir`.
+        """
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        # An engine exists from the beginning of `train()` on
+        has_engine = self.is_deepspeed_enabled and self.model_wrapped is not self.model
+        state_dict = trainable_state_dict(self.model, has_engine)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            # `save_embedding_layers="auto"` would ask the Hub for the base model's vocabulary
+            self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
+            self.processing_class.save_pretrained(folder)
+            for name, picture in self.pictures.items():
+                picture.save(folder / name)
+            render_reward_model_card(self).save(folder / "README.md")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """
+        Writes the model card into `args.output_dir`.
+
+        Args:
+            model_name (`str`, *optional*):
+                Title of the card. If `None`, the name of the Hub repository or of the output folder.
+            dataset_name (`str`, *optional*):
+                Hub id of the dataset.
+            tags (`str` or `list[str]`, *optional*):
+                Further tags.
+        """
+        if self.is_world_process_zero():
+            card = render_reward_model_card(self, model_name, dataset_name, tags)
+            card.save(Path(self.args.output_dir) / "README.md")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        push_checkpoint(self, checkpoint_folder, PUBLISHED_FILES)
+
+
+# What a training step adds up between two logs
+_SUMMED = (
+    "pairs",
+    "decision_loss",
+    "reasoning_loss",
+    "num_reasoning",
+    "correct",
+    "consistent",
+    "p_yes_consistent",
+    "p_yes_inconsistent",
+    "entropy",
+    "top1",
+    "attended",
+)
+
+
+def _sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> torch.Tensor:
+    """The sums of [`_SUMMED`] over a batch: a tensor, so that nothing waits for the accelerator between two logs."""
+    p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
+    return torch.stack(
+        [
+            torch.ones_like(p_yes).sum(),
+            decision_loss.sum(),
+            reasoning_loss.sum(),
+            num_reasoning.sum(),
+            ((p_yes > 0.5) == (is_yes == 1)).float().sum(),
+            is_yes.sum(),
+            (p_yes * is_yes).sum(),
+            (p_yes * (1 - is_yes)).sum(),
+            outputs.entropy.detach().float().sum(),
+            outputs.is_top1.float().sum(),
+            attention_mask.float().sum().to(p_yes.device),
+        ]
+    )
+
+
+def language_model_targets(model: PreTrainedModel) -> str:
+    """
+    Pattern of all linear layers of a vision-language model's language model, for `LoraConfig.target_modules`.
+
+    The vision tower, the projector and the head are left out (paper: LoRA on the language model, the rest frozen).
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model; its weights are not looked at.
+
+    Returns:
+        `str`: regular expression.
+
+    Raises:
+        ValueError: the model does not say which part is its language model.
+    """
+    decoder = model.get_decoder()
+    names = [name for name, module in model.named_modules() if module is decoder]
+    if not names or not names[0]:
+        raise ValueError(
+            f"{type(model).__name__} does not say which part of it is the language model. Name the layers to train in "
+            "`peft_config`, as `LoraConfig(target_modules=...)`."
+        )
+    layers = {name.split(".")[-1] for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
+    return rf"{re.escape(names[0])}\..*\.({'|'.join(sorted(layers))})"
+
+
+def _complete_peft_config(
+    peft_config: LoraConfig | None, model: str | PreTrainedModel, args: PaCoRewardConfig
+) -> LoraConfig:
+    if peft_config is None:
+        peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
+    if not isinstance(peft_config, LoraConfig):
+        raise TypeError(
+            f"`peft_config` is a {type(peft_config).__name__}; a judge is trained as a LoRA adapter: give a "
+            "`LoraConfig`, or None for the paper's."
+        )
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
+    if peft_config.target_modules is None:
+        if isinstance(model, str):
+            # Its layers' names are needed before SFTTrainer loads it: built without weights
+            config = AutoConfig.from_pretrained(
+                model,
+                revision=args.model_init_kwargs.get("revision"),
+                trust_remote_code=args.trust_remote_code,
+            )
+            with without_zero3_init(), torch.device("meta"):
+                model = AutoModelForImageTextToText.from_config(config, trust_remote_code=args.trust_remote_code)
+        peft_config.target_modules = language_model_targets(model)
+    return peft_config

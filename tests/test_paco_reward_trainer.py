@@ -1,0 +1,1325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PaCoRewardTrainer on a tiny real Qwen2.5-VL: the loss, what is learned, what is logged, saved and refused."""
+
+import functools
+import logging
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List, Value
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from peft import LoraConfig, PeftModel, PromptTuningConfig
+from PIL import Image as PILImage
+from qwen_vl_utils import process_vision_info
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+
+from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.data import make_pair
+from paco_trl.trainer.paco_reward_trainer import PUBLISHED_FILES
+from paco_trl.trainer.pair_collator import PairRows
+from paco_trl.trainer.reward_report import draw_calibration, draw_wrong_pairs
+
+
+NOWHERE = "/nowhere/at/all"
+TOKEN = "hf_this_must_not_be_seen"
+
+SHORT = "Alike."
+LONG = "The two images show the same thing, in the same style and with the same colours, and nothing else is in them."
+
+# a, variant
+LOSSES = [(0.3, "paper"), (0.3, "released"), (None, "paper"), (1.0, "paper")]
+
+
+def pair_dataset(rows: list[dict]) -> Dataset:
+    turns = List({"role": Value("string"), "content": Value("string")})
+    return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
+
+
+def colours(count: int, seed: int, reverse: bool = False) -> Dataset:
+    """Plain red and blue pictures of random shades: Yes for two of one colour, and the other way round `reverse`d."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        is_same, is_red = index % 2 == 0, bool(rng.integers(2))
+        images = []
+        for red in (is_red, is_red == is_same):
+            shade = int(rng.integers(150, 256))
+            images.append(PILImage.new("RGB", (56, 56), (shade, 0, 0) if red else (0, 0, shade)))
+        rows.append(make_pair(*images, "Same colour?", is_same != reverse))
+    return pair_dataset(rows)
+
+
+def noise(rng: np.random.Generator, width: int, height: int, mode: str = "RGB") -> PILImage.Image:
+    """Noise of 8 x 8 blocks; with transparency where the mode has it."""
+    channels = {"L": 1, "RGB": 3, "RGBA": 4}[mode]
+    blocks = rng.integers(0, 256, (-(-height // 8), -(-width // 8), channels), dtype=np.uint8)
+    pixels = blocks.repeat(8, axis=0).repeat(8, axis=1)[:height, :width]
+    return PILImage.fromarray(pixels.squeeze())
+
+
+def mixed(count: int = 11, seed: int = 0) -> Dataset:
+    """Images of sizes that have to be rounded, in three modes, with questions and reasons of unequal lengths."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        images = [
+            noise(rng, *map(int, rng.integers(30, 150, 2)), mode=("RGB", "RGBA", "L")[(index + place) % 3])
+            for place in range(2)
+        ]
+        question = "Same style?" if index % 2 else f"Do image {index} and the other one have the same style?"
+        rows.append(make_pair(*images, question, index % 5 in (0, 3), (SHORT, LONG, LONG[:40] + ".")[index % 3]))
+    return pair_dataset(rows)
+
+
+def in_files(dataset: Dataset, folder: Path) -> Dataset:
+    """The same pairs, with the images in the files `<row>-<place>.png` of the folder."""
+    rows = []
+    for index, row in enumerate(dataset):
+        paths = [str(folder / f"{index}-{place}.png") for place in range(2)]
+        for image, path in zip(row["images"], paths, strict=True):
+            image.save(path)
+        rows.append({**row, "images": paths})
+    return pair_dataset(rows)
+
+
+def question_of(row: dict) -> str:
+    return row["prompt"][0]["content"]
+
+
+def answer_of(row: dict) -> str:
+    return row["completion"][0]["content"]
+
+
+class Judged(NamedTuple):
+    log_probs: torch.Tensor  # (n,), of the tokens of the completion with its terminators
+    p_yes: float
+    is_yes: bool
+    entropy: float  # sum over the tokens
+    top1: int
+    attended: int  # tokens of the whole sequence
+
+
+def judged(model: torch.nn.Module, processor, dataset: Dataset, max_length: int | None = None) -> list[Judged]:
+    yes, no = (processor.tokenizer.convert_tokens_to_ids(answer) for answer in ("Yes", "No"))
+    rows = []
+    for row in dataset:
+        content = [{"type": "image", "image": image} for image in row["images"]]
+        images, _ = process_vision_info([{"role": "user", "content": content}], image_patch_size=14)
+        slot = "<|vision_start|><|image_pad|><|vision_end|>"
+        prompt = (
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+            f"<|im_start|>user\n{slot}{slot}{question_of(row)}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        completion = f"{answer_of(row)}<|im_end|>\n"
+        inputs = processor(text=[prompt + completion], images=images, return_tensors="pt")
+        tokens = processor.tokenizer(completion).input_ids
+        assert inputs["input_ids"][0, -len(tokens) :].tolist() == tokens
+        start = inputs["input_ids"].shape[1] - len(tokens)
+        tokens = torch.tensor(tokens)[: None if max_length is None else max_length - start]
+        logits = model(**inputs).logits[0, start - 1 : start - 1 + len(tokens)].float()
+        log_probs = logits.log_softmax(dim=-1)
+        rows.append(
+            Judged(
+                log_probs[range(len(tokens)), tokens],
+                logits[0, [yes, no]].softmax(dim=-1)[0].item(),
+                answer_of(row).startswith("Yes"),
+                -(log_probs.exp() * log_probs).sum().item(),
+                int((logits.argmax(dim=-1) == tokens).sum()),
+                start + len(tokens),
+            )
+        )
+    return rows
+
+
+def closed_form(rows: list[Judged], a: float | None, variant: str) -> torch.Tensor:
+    tokens = sum(len(row.log_probs) for row in rows)
+    if a is None:
+        return -sum(row.log_probs.sum() for row in rows) / tokens
+    total = 0.0
+    for row in rows:
+        n = len(row.log_probs)
+        share = (1 - a) / (n - 1) if variant == "paper" else n * (1 - a) / (n - 1)
+        total = total - a * row.log_probs[0] - share * row.log_probs[1:].sum()
+    return total / (len(rows) if variant == "paper" else tokens)
+
+
+def expected_metrics(rows: list[Judged]) -> dict[str, float]:
+    """Those that training and evaluation have in common."""
+
+    def mean(values):
+        values = list(values)
+        return sum(values) / len(values)
+
+    reasons = [value.item() for row in rows for value in row.log_probs[1:]]
+    metrics = {
+        "decision_loss": mean(-row.log_probs[0].item() for row in rows),
+        "reasoning_loss": -sum(reasons) / len(reasons),
+        "decision_accuracy": mean((row.p_yes > 0.5) == row.is_yes for row in rows),
+    }
+    for name, is_yes in (("consistent", True), ("inconsistent", False)):
+        if any(row.is_yes == is_yes for row in rows):
+            metrics[f"p_yes/{name}"] = mean(row.p_yes for row in rows if row.is_yes == is_yes)
+    return metrics
+
+
+def expected_training_metrics(rows: list[Judged]) -> dict[str, float]:
+    tokens = sum(len(row.log_probs) for row in rows)
+    return {
+        **expected_metrics(rows),
+        "entropy": sum(row.entropy for row in rows) / tokens,
+        "mean_token_accuracy": sum(row.top1 for row in rows) / tokens,
+    }
+
+
+def expected_evaluation_metrics(rows: list[Judged]) -> dict[str, float]:
+    consistent = [row.p_yes for row in rows if row.is_yes]
+    inconsistent = [row.p_yes for row in rows if not row.is_yes]
+    ece = 0.0
+    for number in range(10):
+        inside = [row for row in rows if min(int(row.p_yes * 10), 9) == number]
+        if inside:
+            gap = sum(row.p_yes for row in inside) / len(inside) - sum(row.is_yes for row in inside) / len(inside)
+            ece += abs(gap) * len(inside) / len(rows)
+    above = sum((p > q) + 0.5 * (p == q) for p in consistent for q in inconsistent)
+    return {**expected_metrics(rows), "ece": ece, "auroc": above / len(consistent) / len(inconsistent)}
+
+
+def make(model, folder: Path, train_dataset: Dataset, **kwargs) -> PaCoRewardTrainer:
+    """A trainer in float32. Keyword arguments are those of `PaCoRewardConfig`, and those of the trainer."""
+    trainer_arguments = {
+        name: kwargs.pop(name)
+        for name in ("eval_dataset", "processing_class", "callbacks", "peft_config")
+        if name in kwargs
+    }
+    settings = {
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+        "bf16": False,
+        "first_token_weight": 0.3,
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **kwargs,
+    }
+    model = model if isinstance(model, torch.nn.Module) else str(model)
+    return PaCoRewardTrainer(model, PaCoRewardConfig(**settings), train_dataset, **trainer_arguments)
+
+
+@pytest.fixture
+def make_reward_trainer(tiny_qwen, tmp_path):
+    def make_one(model=None, train_dataset=None, **kwargs) -> PaCoRewardTrainer:
+        model = tiny_qwen if model is None else model
+        train_dataset = mixed() if train_dataset is None else train_dataset
+        return make(model, tmp_path, train_dataset, **kwargs)
+
+    return make_one
+
+
+def base_of(tiny_qwen: Path) -> torch.nn.Module:
+    return AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_qwen, tmp_path_factory) -> Path:
+    """Folder of an adapter that changes every layer's output."""
+    folder = tmp_path_factory.mktemp("adapter")
+    trainer = make(tiny_qwen, folder, mixed(seed=1), max_steps=20)
+    trainer.train()
+    trainer.save_model(folder / "saved")
+    return folder / "saved"
+
+
+@pytest.fixture
+def continued(tiny_qwen, adapter):
+    """Loads the model with the adapter, to go on training."""
+    return lambda: PeftModel.from_pretrained(base_of(tiny_qwen), adapter, is_trainable=True)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_qwen, adapter) -> list[Judged]:
+    """What the adapter says of `mixed()`."""
+    model = PeftModel.from_pretrained(base_of(tiny_qwen), adapter)
+    with torch.no_grad():
+        rows = judged(model, AutoProcessor.from_pretrained(tiny_qwen), mixed())
+        untrained = judged(base_of(tiny_qwen), AutoProcessor.from_pretrained(tiny_qwen), mixed())
+    # The numbers are worth comparing: they differ by row, from those of the bare model, and in what they decide
+    assert len({len(row.log_probs) for row in rows}) == 3
+    assert np.std([row.p_yes for row in rows]) > 0.01
+    assert min(abs(row.p_yes - other.p_yes) for row, other in zip(rows, untrained, strict=True)) > 1e-3
+    assert {row.p_yes > 0.5 for row in rows} == {True, False}
+    return rows
+
+
+def adapter_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def logs_with(trainer, key: str) -> list:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def spy_on_decisions(trainer) -> list[tuple[np.ndarray, torch.Tensor]]:
+    """A list that grows with each evaluation, by the numbers of the rows and their P(Yes)."""
+    seen = []
+    draw = trainer._draw
+
+    def watching(rows, decisions, *args):
+        seen.append((rows, decisions.p_yes))
+        draw(rows, decisions, *args)
+
+    trainer._draw = watching
+    return seen
+
+
+class TestLoss:
+    @pytest.mark.parametrize(("a", "variant"), LOSSES)
+    def test_of_a_step_and_its_gradient_are_the_closed_form(
+        self, make_reward_trainer, continued, tiny_qwen, a, variant
+    ):
+        trainer = make_reward_trainer(
+            continued(),
+            per_device_train_batch_size=11,
+            max_steps=1,
+            first_token_weight=a,
+            loss_variant=variant,
+            optim="sgd",
+            learning_rate=0.1,
+            max_grad_norm=0,
+        )
+        before = adapter_of(trainer)
+        trainer.train()
+
+        model = continued()
+        rows = judged(model, AutoProcessor.from_pretrained(tiny_qwen), mixed())
+        loss = closed_form(rows, a, variant)
+        assert logs_with(trainer, "loss") == [pytest.approx(loss.item(), abs=2e-5)]
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        assert len(gradients) == len(before) == 2 * 7 * 2
+        assert min(gradient.abs().max() for gradient in gradients.values()) > 1e-4
+        for name, value in adapter_of(trainer).items():
+            step = (before[name] - value) / 0.1
+            assert (step - gradients[name]).abs().max() < 1e-3 * gradients[name].abs().max() + 3e-6, name
+
+        # The terminators of the chat template, <|im_end|> and a new line, count
+        without = closed_form([row._replace(log_probs=row.log_probs[:-2]) for row in rows], a, variant)
+        assert (abs(loss - without) > 3e-4) == (a != 1)
+        others = [closed_form(rows, *other) for other in LOSSES if other != (a, variant)]
+        assert min(abs(loss - other) for other in others) > 1e-2
+
+    def test_of_one_batch_without_its_optimizer_step(self, make_reward_trainer, continued, reference):
+        trainer = make_reward_trainer(continued(), per_device_train_batch_size=3)
+        trainer.train_dataset = mixed().select([1, 3, 7])
+        (batch,) = trainer.get_train_dataloader()
+        rows = [reference[index] for index in (1, 3, 7)]
+        loss = trainer.compute_loss(trainer.model, batch)
+        assert loss.item() == pytest.approx(closed_form(rows, 0.3, "paper").item(), abs=2e-5)
+        assert "rows" in batch  # the caller's batch stays as it is
+        with pytest.raises(ValueError, match="`return_outputs=True` asks for logits"):
+            trainer.compute_loss(trainer.model, batch, return_outputs=True)
+
+    @pytest.mark.parametrize(("a", "variant"), LOSSES[:3])
+    def test_accumulation_makes_no_difference(self, make_reward_trainer, continued, reference, a, variant):
+        settings = {
+            "first_token_weight": a,
+            "loss_variant": variant,
+            "train_sampling_strategy": "sequential",
+            "learning_rate": 1e-3,
+        }
+        # 11 pairs of unequal lengths in micro-batches of 3, 3, 3 and 2
+        at_once = make_reward_trainer(continued(), per_device_train_batch_size=11, **settings)
+        before = adapter_of(at_once)
+        at_once.train()
+        in_parts = make_reward_trainer(
+            continued(), per_device_train_batch_size=3, gradient_accumulation_steps=4, **settings
+        )
+        in_parts.train()
+        assert logs_with(in_parts, "loss") == pytest.approx(logs_with(at_once, "loss"), abs=2e-5)
+        assert len(logs_with(at_once, "loss")) == 2
+        expected = adapter_of(at_once)
+        for name, value in adapter_of(in_parts).items():
+            assert (expected[name] - before[name]).abs().max() > 1e-3, name
+            assert (value - expected[name]).abs().max() < 1e-4, name
+
+        # The mean of the micro-batches' means is something else
+        parts = [reference[start : start + 3] for start in range(0, 11, 3)]
+        mean_of_means = sum(closed_form(part, a, variant) for part in parts) / 4
+        assert abs(mean_of_means - closed_form(reference, a, variant)) > 1e-3
+
+    def test_long_reasons_are_cut(self, make_reward_trainer, continued, tiny_qwen, reference):
+        longest = max(row.attended for row in reference)
+        max_length = longest - 10
+        assert any(row.attended < max_length for row in reference)
+        with torch.no_grad():
+            rows = judged(continued(), AutoProcessor.from_pretrained(tiny_qwen), mixed(), max_length)
+        losses = {}
+        for length in (max_length, longest):
+            trainer = make_reward_trainer(continued(), per_device_train_batch_size=11, max_steps=1, max_length=length)
+            trainer.train()
+            (losses[length],) = logs_with(trainer, "loss")
+        assert losses[max_length] == pytest.approx(closed_form(rows, 0.3, "paper").item(), abs=2e-5)
+        assert losses[longest] == pytest.approx(closed_form(reference, 0.3, "paper").item(), abs=2e-5)
+        assert abs(losses[max_length] - losses[longest]) > 1e-3
+
+    def test_bf16(self, make_reward_trainer):
+        trainer = make_reward_trainer(bf16=True, eval_dataset=mixed(4))
+        before = adapter_of(trainer)
+        assert trainer.model.get_base_model().lm_head.weight.dtype == torch.bfloat16
+        trainer.train()
+        assert len(logs_with(trainer, "loss")) == 2
+        assert all(math.isfinite(loss) for loss in logs_with(trainer, "loss"))
+        assert all(not torch.equal(value, before[name]) for name, value in adapter_of(trainer).items() if "_B" in name)
+        # P(Yes) is that of the hidden state in bf16, but not rounded to bf16 itself
+        p_yes = trainer.evaluations["eval"]["p_yes/consistent"]
+        assert 0 < p_yes < 1
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_qwen, tmp_path_factory):
+    """A trainer that has learned which colours are the same, with a checkpoint in the middle and one at the end."""
+    trainer = make(
+        tiny_qwen,
+        tmp_path_factory.mktemp("trained"),
+        colours(384, seed=0),
+        eval_dataset=colours(64, seed=1),
+        first_token_weight=1.0,
+        learning_rate=5e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,
+        max_steps=-1,
+        num_train_epochs=2,
+        per_device_train_batch_size=16,
+        per_device_eval_batch_size=16,
+        save_strategy="epoch",
+        hub_token=TOKEN,
+    )
+    trainer.untrained = trainer.evaluate()
+    trainer.train()
+    trainer.save_model(Path(trainer.args.output_dir) / "saved")
+    return trainer
+
+
+class TestLearning:
+    def test_the_rule_is_learned(self, trained):
+        untrained, metrics = trained.untrained, trained.evaluations["eval"]
+        assert 0.2 < untrained["eval_auroc"] < 0.8
+        assert untrained["eval_decision_accuracy"] < 0.75
+        assert metrics["decision_accuracy"] > 0.95
+        assert metrics["auroc"] > 0.95
+        assert metrics["p_yes/consistent"] > 0.9 > 0.1 > metrics["p_yes/inconsistent"]
+        assert metrics["ece"] < 0.1 < untrained["eval_ece"]
+        assert metrics["pairs"] == 64
+        assert metrics["step"] == 48
+
+    def test_reversed_labels_reverse_the_scores(self, make_reward_trainer, trained):
+        trainer = make_reward_trainer(
+            train_dataset=colours(384, seed=0, reverse=True),
+            eval_dataset=colours(64, seed=1),
+            first_token_weight=1.0,
+            learning_rate=5e-3,
+            max_steps=24,
+            per_device_train_batch_size=16,
+            per_device_eval_batch_size=16,
+        )
+        trainer.train()
+        metrics = trainer.evaluations["eval"]
+        assert metrics["decision_accuracy"] < 0.05
+        assert metrics["auroc"] < 0.05
+        assert metrics["p_yes/consistent"] < 0.1 < 0.9 < metrics["p_yes/inconsistent"]
+
+
+class TestAdapter:
+    def test_all_linear_layers_of_the_language_model_and_nothing_else(self, trained, tiny_qwen):
+        lora = trained.model.peft_config["default"]
+        assert (lora.r, lora.lora_alpha, lora.task_type) == (32, 64, "CAUSAL_LM")
+        layers = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+            f"mlp.{name}_proj" for name in ("gate", "up", "down")
+        ]
+        prefix = "base_model.model.model.language_model.layers"
+        assert set(adapter_of(trained)) == {
+            f"{prefix}.{number}.{layer}.lora_{side}.default.weight"
+            for number in range(2)
+            for layer in layers
+            for side in "AB"
+        }
+
+    def test_nothing_else_changes(self, trained, tiny_qwen):
+        weights = dict(trained.model.get_base_model().named_parameters())
+        original = dict(base_of(tiny_qwen).named_parameters())
+        parts = ("visual.blocks", "visual.merger", "embed_tokens", "lm_head", "norm", "language_model.layers")
+        assert all(any(part in name for name in original) for part in parts)
+        for name, value in original.items():
+            kept = weights.get(name)
+            kept = weights[name.replace(".weight", ".base_layer.weight").replace(".bias", ".base_layer.bias")] \
+                if kept is None else kept  # fmt: skip
+            assert torch.equal(kept, value), name
+            assert not kept.requires_grad and kept.grad is None, name
+        assert all(value.abs().max() > 1e-3 for value in adapter_of(trained).values())
+
+    def test_own_targets_stay(self, make_reward_trainer):
+        given = LoraConfig(r=3, target_modules=["q_proj"])
+        for peft_config, names in (
+            (given, {"q_proj"}),
+            (LoraConfig(r=3, target_modules="all-linear"), {"qkv", "q_proj"}),
+        ):
+            trainer = make_reward_trainer(peft_config=peft_config)
+            lora = trainer.model.peft_config["default"]
+            assert lora.r == 3
+            assert names <= {name.split(".")[-4] for name in adapter_of(trainer)}
+        trainer = make_reward_trainer(peft_config=given)
+        assert {name.split(".")[-4] for name in adapter_of(trainer)} == {"q_proj"}
+
+    def test_the_callers_config_and_processor_stay_as_they_are(self, make_reward_trainer, tiny_qwen):
+        peft_config = LoraConfig(r=3)
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        processor.tokenizer.pad_token = None
+        size, lora = dict(processor.image_processor.size), peft_config.to_dict()
+        trainer = make_reward_trainer(peft_config=peft_config, processing_class=processor, max_pixels=56 * 56)
+        assert trainer.model.peft_config["default"].r == 3
+        assert len(adapter_of(trainer)) == 28
+        assert peft_config.to_dict() == lora and peft_config.target_modules is None
+        assert trainer.processing_class.image_processor.size["longest_edge"] == 56 * 56 < size["longest_edge"]
+        assert dict(processor.image_processor.size) == size
+        assert trainer.processing_class.tokenizer.pad_token == "<|im_end|>"
+        assert processor.tokenizer.pad_token is None
+
+    def test_a_loaded_model(self, make_reward_trainer, tiny_qwen):
+        by_name = make_reward_trainer()
+        loaded = make_reward_trainer(base_of(tiny_qwen))
+        assert loaded.base_model_name == by_name.base_model_name == str(tiny_qwen)
+        for trainer in (by_name, loaded):
+            trainer.train()
+        expected = adapter_of(by_name)
+        assert len(expected) == 28
+        for name, value in adapter_of(loaded).items():
+            assert torch.equal(value, expected[name]), name
+
+    def test_an_adapter_is_trained_on(self, make_reward_trainer, continued, adapter, reference, tmp_path):
+        model = continued()
+        trainer = make_reward_trainer(model, per_device_train_batch_size=11)
+        before = adapter_of(trainer)
+        saved = load_file(adapter / "adapter_model.safetensors")
+        assert all(torch.equal(saved[name.replace(".default", "")], value) for name, value in before.items())
+        trainer.train()
+        assert trainer.model is model
+        assert logs_with(trainer, "loss")[0] == pytest.approx(closed_form(reference, 0.3, "paper").item(), abs=2e-5)
+        after = adapter_of(trainer)
+        assert len(after) == 28
+        assert all(not torch.equal(value, before[name]) for name, value in after.items())
+        trainer.save_model(tmp_path / "saved")
+        saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+        assert all(torch.equal(saved[name.replace(".default", "")], value) for name, value in after.items())
+
+    def test_other_kinds_of_adapters_are_refused(self, make_reward_trainer, tiny_qwen):
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        with pytest.raises(TypeError, match="`peft_config` is a PromptTuningConfig; .*give a `LoraConfig`"):
+            make_reward_trainer(NOWHERE, processing_class=processor, peft_config=config)
+
+    def test_a_trained_head_is_read_as_it_is(self, make_reward_trainer, tiny_qwen):
+        """P(Yes) follows a head that is trained with the adapter."""
+        trainer = make_reward_trainer(
+            peft_config=LoraConfig(r=3, modules_to_save=["lm_head"]), eval_dataset=mixed(6), max_steps=3
+        )
+        seen = spy_on_decisions(trainer)
+        trainer.evaluate()
+        trainer.train()
+        assert len(seen) == 2
+        with torch.no_grad():
+            rows = judged(trainer.model, AutoProcessor.from_pretrained(tiny_qwen), mixed(6))
+        head = trainer.model.get_base_model().lm_head
+        moved = (head.modules_to_save["default"].weight - head.original_module.weight).abs().max()
+        assert moved > 1e-2
+        assert seen[1][1].tolist() == pytest.approx([row.p_yes for row in rows], abs=1e-5)
+        assert (seen[0][1] - seen[1][1]).abs().max() > 1e-2
+
+    def test_a_head_with_a_bias(self, make_reward_trainer, tiny_qwen, reference):
+        model = base_of(tiny_qwen)
+        yes, no = (
+            AutoProcessor.from_pretrained(tiny_qwen).tokenizer.convert_tokens_to_ids(answer)
+            for answer in ("Yes", "No")
+        )
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.out_features))
+        model.lm_head.bias.data[yes], model.lm_head.bias.data[no] = 2.0, -1.0
+        trainer = make_reward_trainer(model, eval_dataset=mixed(6))
+        seen = spy_on_decisions(trainer)
+        trainer.evaluate()
+        with torch.no_grad():
+            rows = judged(model, AutoProcessor.from_pretrained(tiny_qwen), mixed(6))
+            model.lm_head.bias.data.zero_()
+            without = judged(model, AutoProcessor.from_pretrained(tiny_qwen), mixed(6))
+        assert seen[0][1].tolist() == pytest.approx([row.p_yes for row in rows], abs=1e-5)
+        assert abs(rows[0].p_yes - without[0].p_yes) > 0.1
+
+
+class TestMetrics:
+    @pytest.mark.parametrize("accumulation", [1, 3])
+    def test_of_training_are_those_of_the_full_logits(self, make_reward_trainer, continued, reference, accumulation):
+        # Micro-batches of 4, 4 and 3 pairs; at a learning rate of 0 the judge stays what the reference is
+        trainer = make_reward_trainer(
+            continued(),
+            train_sampling_strategy="sequential",
+            gradient_accumulation_steps=accumulation,
+            learning_rate=0.0,
+            logging_steps=2,
+            max_steps=6 if accumulation == 1 else 2,
+        )
+        trainer.train()
+        if accumulation == 1:
+            windows = [[*range(8)], [8, 9, 10, 0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
+        else:
+            windows = [[*range(11)] * 2]
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert len(logged) == len(windows)
+        tokens = 0
+        for entry, window in zip(logged, windows, strict=True):
+            rows = [reference[index] for index in window]
+            tokens += sum(row.attended for row in rows)
+            assert entry["num_tokens"] == tokens
+            for name, value in expected_training_metrics(rows).items():
+                assert entry[name] == pytest.approx(value, abs=2e-5), name
+        assert {len([name for name in entry if "p_yes" in name]) for entry in logged} == {2}
+        # A mean of the micro-batches' means would be another number
+        for name in ("decision_accuracy", "p_yes/consistent", "reasoning_loss", "entropy"):
+            parts = [expected_training_metrics(reference[start : start + 4])[name] for start in (0, 4, 8)]
+            assert abs(sum(parts) / 3 - expected_training_metrics(reference)[name]) > 1e-4, name
+
+    def test_a_mean_over_nothing_is_left_out(self, make_reward_trainer):
+        dataset = colours(8, seed=0).select([0, 2, 4, 6, 1, 3, 5, 7])  # Yes four times, then No
+        trainer = make_reward_trainer(
+            train_dataset=dataset, train_sampling_strategy="sequential", first_token_weight=1.0
+        )
+        trainer.train()
+        first, second = trainer.state.log_history[:2]
+        assert "p_yes/consistent" in first and "p_yes/inconsistent" not in first
+        assert "p_yes/inconsistent" in second and "p_yes/consistent" not in second
+
+    @pytest.mark.parametrize(("a", "variant"), LOSSES[:3])
+    def test_of_evaluation_are_those_of_the_full_logits(self, make_reward_trainer, continued, reference, a, variant):
+        trainer = make_reward_trainer(
+            continued(),
+            eval_dataset=mixed(),
+            first_token_weight=a,
+            loss_variant=variant,
+            per_device_eval_batch_size=4,
+        )
+        metrics = trainer.evaluate()
+        expected = expected_evaluation_metrics(reference)
+        assert 0.1 < expected["auroc"] < 0.9
+        expected["loss"] = closed_form(reference, a, variant).item()
+        for name, value in expected.items():
+            assert metrics[f"eval_{name}"] == pytest.approx(value, abs=2e-5), name
+        assert all(key.startswith("eval_") or key == "epoch" for key in metrics)
+        (logged,) = trainer.state.log_history
+        assert {name: value for name, value in logged.items() if name != "step"} == metrics
+        ((name, evaluation),) = trainer.evaluations.items()
+        assert name == "eval"
+        assert evaluation == {"step": 0, "pairs": 11} | {name: metrics[f"eval_{name}"] for name in expected}
+
+    def test_an_evaluation_leaves_the_metrics_of_training_alone(self, make_reward_trainer, continued):
+        logs = []
+        for strategy in ("no", "steps"):
+            trainer = make_reward_trainer(
+                continued(), eval_dataset=mixed(2), eval_strategy=strategy, eval_steps=1, logging_steps=2, max_steps=3
+            )
+            trainer.train()
+            logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+            assert len(logs_with(trainer, "eval_loss")) == (1 if strategy == "no" else 3)
+        assert len(logs[0]) == 1
+        assert logs[0] == logs[1]
+
+    def test_several_evaluation_sets(self, make_reward_trainer, continued, reference):
+        sets = {"few": mixed().select([0, 1]), "many": mixed().select(range(2, 11))}
+        trainer = make_reward_trainer(continued(), eval_dataset=sets)
+        metrics = trainer.evaluate()
+        for name, rows in (("few", reference[:2]), ("many", reference[2:])):
+            for key, value in expected_evaluation_metrics(rows).items():
+                assert metrics[f"eval_{name}_{key}"] == pytest.approx(value, abs=2e-5)
+        assert {name: one["pairs"] for name, one in trainer.evaluations.items()} == {
+            "eval_few": 2, "eval_many": 9
+        }  # fmt: skip
+        assert len(trainer.pictures) == 4
+
+    @pytest.mark.xfail(strict=True, reason="its pictures go into a folder that does not exist")
+    def test_an_evaluation_set_with_a_slash_in_its_name(self, make_reward_trainer):
+        trainer = make_reward_trainer(eval_dataset={"user/pairs": mixed(2)})
+        assert "eval_user/pairs_auroc" in trainer.evaluate()
+        assert len(trainer.pictures) == 2
+
+    def test_another_set_and_another_prefix(self, make_reward_trainer, continued, reference):
+        trainer = make_reward_trainer(continued(), eval_dataset=mixed().select([0, 1]))
+        metrics = trainer.evaluate(mixed().select(range(5)), metric_key_prefix="other")
+        predicted = trainer.predict(mixed().select(range(5)))
+        for key, value in expected_evaluation_metrics(reference[:5]).items():
+            assert metrics[f"other_{key}"] == pytest.approx(value, abs=2e-5)
+            assert predicted.metrics[f"test_{key}"] == pytest.approx(value, abs=2e-5)
+        assert "eval_loss" not in metrics
+        assert predicted.predictions is None
+
+    def test_the_best_model_is_loaded(self, make_reward_trainer):
+        """It is chosen by AUROC: evaluated in the reverse, the judge gets worse with every step."""
+        trainer = make_reward_trainer(
+            train_dataset=colours(128, seed=0),
+            eval_dataset=colours(12, seed=1, reverse=True),
+            first_token_weight=1.0,
+            learning_rate=5e-3,
+            per_device_train_batch_size=16,
+            max_steps=18,
+            eval_strategy="steps",
+            eval_steps=6,
+            save_strategy="steps",
+            save_steps=6,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_auroc",
+        )
+        trainer.train()
+        aurocs = logs_with(trainer, "eval_auroc")
+        assert aurocs[0] > aurocs[2] + 0.1
+        assert trainer.state.best_metric == max(aurocs[:3])
+        best = aurocs.index(max(aurocs[:3]))
+        assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{6 * (best + 1)}")
+        # What is evaluated, and written on the card, is the model that was loaded
+        assert len(aurocs) == 4
+        assert aurocs[3] == pytest.approx(aurocs[best], abs=1e-6)
+        assert trainer.evaluations["eval"]["auroc"] == pytest.approx(aurocs[best], abs=1e-6)
+        saved = load_file(Path(trainer.state.best_model_checkpoint) / "adapter_model.safetensors")
+        for name, value in adapter_of(trainer).items():
+            assert torch.equal(saved[name.replace(".default", "")], value)
+
+    @pytest.mark.parametrize(("rows", "is_defined"), [([0, 2, 4], False), ([0, 1, 2], True)])
+    def test_auroc_of_one_class_is_left_out(self, make_reward_trainer, caplog, rows, is_defined):
+        trainer = make_reward_trainer(eval_dataset=colours(6, seed=0).select(rows))
+        with caplog.at_level(logging.WARNING):
+            metrics = trainer.evaluate()
+        assert ("eval_auroc" in metrics) is is_defined
+        assert ("All 3 evaluation pairs have the same answer" in caplog.text) is not is_defined
+        assert "eval_ece" in metrics
+
+    def test_full_logits_are_never_built(self, make_reward_trainer, continued, tiny_qwen):
+        trainer = make_reward_trainer(continued(), eval_dataset=mixed(4))
+        calls = []
+        trainer.model.get_base_model().lm_head.register_forward_hook(lambda *args: calls.append(args))
+        trainer.train()
+        trainer.evaluate()
+        assert len(logs_with(trainer, "loss")) == 2
+        assert not calls
+        with torch.no_grad():
+            judged(trainer.model, AutoProcessor.from_pretrained(tiny_qwen), mixed(1))
+        assert len(calls) == 1  # the hook sees what goes through the head
+
+
+class TestSameScores:
+    """P(Yes) in the evaluation is the score of the judge that the saved folder is."""
+
+    @pytest.mark.parametrize("max_pixels", [None, 28 * 28 * 5])
+    def test_as_the_judge(self, make_reward_trainer, continued, reference, tmp_path, max_pixels):
+        dataset = mixed()
+        assert {image.mode for row in dataset for image in row["images"]} == {"RGB", "RGBA", "L"}
+        assert all(side % 28 for image in dataset[0]["images"] for side in image.size)
+        trainer = make_reward_trainer(
+            continued(), eval_dataset=dataset, max_pixels=max_pixels, per_device_eval_batch_size=4
+        )
+        seen = spy_on_decisions(trainer)
+        trainer.evaluate()
+        trainer.save_model(tmp_path / "saved")
+        ((rows, p_yes),) = seen
+        assert rows.tolist() == list(range(11))
+        judge = PaCoReward.from_pretrained(tmp_path / "saved", device="cpu", dtype="float32")
+        scores = judge.score([tuple(row["images"]) for row in dataset], [question_of(row) for row in dataset])
+        assert p_yes.tolist() == pytest.approx(scores, abs=1e-5)
+        # ... and of the plain model with the plain adapter, unless its processor would see larger images
+        difference = max(abs(score - row.p_yes) for score, row in zip(scores, reference, strict=True))
+        assert difference < 1e-5 if max_pixels is None else difference > 1e-3
+
+    def test_images_in_files(self, make_reward_trainer, continued, tmp_path, reference):
+        trainer = make_reward_trainer(continued(), eval_dataset=in_files(mixed(4), tmp_path))
+        seen = spy_on_decisions(trainer)
+        trainer.evaluate()
+        assert seen[0][1].tolist() == pytest.approx([row.p_yes for row in reference[:4]], abs=1e-5)
+
+    def test_content_in_parts(self, make_reward_trainer, continued, reference):
+        rows = [
+            {
+                "images": row["images"],
+                "prompt": [{"role": "user", "content": [
+                    {"type": "image", "text": None}, {"type": "image", "text": None},
+                    {"type": "text", "text": question_of(row)},
+                ]}],
+                "completion": [{"role": "assistant", "content": [{"type": "text", "text": answer_of(row)}]}],
+            }
+            for row in mixed(4)
+        ]  # fmt: skip
+        dataset = Dataset.from_list(rows).cast_column("images", List(Image()))
+        trainer = make_reward_trainer(continued(), eval_dataset=dataset)
+        metrics = trainer.evaluate()
+        assert metrics["eval_loss"] == pytest.approx(closed_form(reference[:4], 0.3, "paper").item(), abs=2e-5)
+
+
+@pytest.fixture
+def texts(monkeypatch) -> list[str]:
+    """A list that grows with each text that is drawn."""
+    drawn = []
+    for owner, name, position in ((Axes, "text", 3), (Figure, "suptitle", 1)):
+        draw = getattr(owner, name)
+
+        def watching(*args, draw=draw, position=position, **kwargs):
+            drawn.append(args[position])
+            return draw(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watching)
+    return drawn
+
+
+class TestPictures:
+    def test_at_the_end_of_training(self, trained):
+        folder = Path(trained.args.output_dir)
+        assert sorted(path.name for path in (folder / "evaluation").iterdir()) == [
+            f"eval-{kind}-{step:06d}.png" for kind in ("calibration", "wrong_pairs") for step in (0, 48)
+        ]
+        for kind in ("calibration", "wrong_pairs"):
+            last = PILImage.open(folder / "evaluation" / f"eval-{kind}-000048.png")
+            before = PILImage.open(folder / "evaluation" / f"eval-{kind}-000000.png")
+            assert last.tobytes() == PILImage.open(folder / "saved" / f"eval_{kind}.png").tobytes()
+            assert last.tobytes() != before.tobytes()
+
+    def test_without_an_evaluation_set(self, make_reward_trainer, tmp_path):
+        trainer = make_reward_trainer(max_steps=1)
+        trainer.train()
+        trainer.save_model()
+        assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+        assert not list((tmp_path / "out").rglob("*.png"))
+        with pytest.raises(ValueError, match="nothing to evaluate on: give the trainer or `evaluate`"):
+            trainer.evaluate()
+
+    def test_evaluated_once_at_the_end(self, make_reward_trainer):
+        for strategy, steps in (("no", [2]), ("steps", [1, 2])):
+            trainer = make_reward_trainer(eval_dataset=mixed(4), eval_strategy=strategy, eval_steps=1)
+            trainer.train()
+            assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == steps
+
+    def test_the_sheet_has_the_evaluated_rows(self, make_reward_trainer, continued, texts):
+        """The number and the question below a pair are those of the row that got the score."""
+        dataset = mixed().select([7, 3, 10])
+        trainer = make_reward_trainer(continued(), eval_dataset=dataset)
+        seen = spy_on_decisions(trainer)
+        trainer.evaluate()
+        captions = [text for text in texts if text.startswith("row ")]
+        questions = [text.replace("\n", " ") for text in texts if "same style" in text.lower()]
+        assert len(captions) == len(questions) == 3
+        errors = []
+        for caption, question in zip(captions, questions, strict=True):
+            pattern = r"row (\d+): says (\w+), P\(Yes\) = ([\d.]+); labelled (\w+)"
+            row, says, p_yes, label = re.fullmatch(pattern, caption).groups()
+            assert question == question_of(dataset[int(row)])
+            assert answer_of(dataset[int(row)]).startswith(label)
+            assert float(p_yes) == pytest.approx(seen[0][1][int(row)].item(), abs=6e-4)
+            assert says == ("Yes" if float(p_yes) > 0.5 else "No")
+            errors.append(abs((label == "Yes") - float(p_yes)))
+        assert errors == sorted(errors, reverse=True)
+        assert len(set(errors)) == 3
+        wrong = sum(error > 0.5 for error in errors)
+        assert f"eval, step 0: pairs with the largest errors; {wrong} of 3 are decided wrongly" in texts
+
+    @pytest.mark.parametrize("count", [1, 3, 12])
+    def test_the_worst_pairs_come_first(self, tiny_qwen, texts, count):
+        palette = [(20 * index, 255 - 20 * index, (90 * index) % 256) for index in range(12)]
+        rows = [
+            make_pair(*(PILImage.new("RGB", (56, 56), colour) for colour in (palette[index], palette[-1 - index])),
+                      f"Question {index}?", index % 2 == 0)
+            for index in range(12)
+        ]  # fmt: skip
+        errors = np.random.default_rng(0).permutation(12)[:count] / 12 + 0.03
+        numbers = np.random.default_rng(1).permutation(12)[:count]  # of the rows that were evaluated
+        is_yes = (numbers % 2 == 0).astype(float)
+        sheet = draw_wrong_pairs(
+            numbers,
+            np.abs(is_yes - errors),
+            is_yes,
+            PairRows(pair_dataset(rows)),
+            AutoProcessor.from_pretrained(tiny_qwen),
+            "eval, step 3",
+        )
+        order = [int(numbers[index]) for index in sorted(range(count), key=lambda index: -errors[index])][:8]
+        assert [text for text in texts if text.startswith("Question")] == [f"Question {number}?" for number in order]
+        assert [int(text.split(":")[0].removeprefix("row ")) for text in texts if text.startswith("row")] == order
+        wrong = int((errors > 0.5).sum())
+        title = f"eval, step 3: pairs with the largest errors; {wrong} of {count} are decided wrongly"
+        assert title in texts
+        # Two pairs beside one another, each line about 325 pixels high
+        assert sheet.mode == "RGB" and sheet.width == 968
+        assert sheet.height == pytest.approx(44 + 324.5 * -(-len(order) // 2), abs=2)
+        for place, number in enumerate(order):
+            for side, colour in enumerate((palette[number], palette[-1 - number])):
+                x = (0.127, 0.368, 0.631, 0.872)[2 * (place % 2) + side] * sheet.width
+                y = 157 + 324.5 * (place // 2)
+                assert sheet.getpixel((int(x), int(y))) == colour, (place, side)
+
+    def test_calibration(self, texts, monkeypatch):
+        lines, bars = [], []
+        plot, hist = Axes.plot, Axes.hist
+        monkeypatch.setattr(
+            Axes, "plot", lambda axes, *args, **kw: (lines.append((args, kw)), plot(axes, *args, **kw))[1]
+        )
+        monkeypatch.setattr(
+            Axes, "hist", lambda axes, *args, **kw: (bars.append((args, kw)), hist(axes, *args, **kw))[1]
+        )
+        p_yes = np.array([0.03, 0.07, 0.31, 0.35, 0.95, 0.97, 0.99, 0.92])
+        is_yes = np.array([0, 0, 1, 0, 1, 1, 1, 0])
+        picture = draw_calibration(p_yes, is_yes, "eval, step 3, 8 pairs", 0.1234)
+        (diagonal, _), ((x, y, _), options) = lines
+        assert diagonal == ([0, 1], [0, 1])
+        assert x == pytest.approx([0.05, 0.33, 0.9575])
+        assert y == pytest.approx([0, 0.5, 0.75])
+        assert options["label"] == "judge, ECE 0.123"
+        assert [(bar[0][0].tolist(), bar[1]["label"]) for bar in bars] == [
+            ([0.31, 0.95, 0.97, 0.99], "consistent"),
+            ([0.03, 0.07, 0.35, 0.92], "inconsistent"),
+        ]
+        assert picture.mode == "RGB" and picture.size == (506, 594)
+        assert len(picture.getcolors(10**6)) > 20
+
+    @pytest.mark.parametrize(
+        "strategy",
+        [
+            pytest.param(
+                "no", marks=pytest.mark.xfail(strict=True, reason="the writer is closed before the last evaluation")
+            ),
+            "steps",
+        ],
+    )
+    def test_tensorboard(self, make_reward_trainer, tmp_path, monkeypatch, strategy):
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
+        trainer = make_reward_trainer(
+            eval_dataset=mixed(4), report_to="tensorboard", hub_token=TOKEN, eval_strategy=strategy, eval_steps=1
+        )
+        trainer.train()
+
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        assert {"train/p_yes/consistent", "train/decision_loss", "eval/auroc"} <= set(events.Tags()["scalars"])
+        # Those of the last evaluation too, which comes after the end of training unless `eval_strategy` says so
+        steps = [2] if strategy == "no" else [1, 2]
+        for kind in ("calibration", "wrong_pairs"):
+            assert [event.step for event in events.Images(f"eval/{kind}")] == steps
+        files = list((tmp_path / "tensorboard").rglob("*tfevents*"))
+        assert files
+        assert all(TOKEN.encode() not in path.read_bytes() for path in files)
+
+
+class TestCheckpoints:
+    def test_files(self, trained):
+        folder = Path(trained.args.output_dir)
+        published = {
+            "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
+            "processor_config.json", "tokenizer.json", "tokenizer_config.json",
+        }  # fmt: skip
+        pictures = {"eval_calibration.png", "eval_wrong_pairs.png"}
+        state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+        assert {path.name for path in (folder / "saved").iterdir()} == published | pictures
+        for step in (24, 48):
+            names = {path.name for path in (folder / f"checkpoint-{step}").iterdir()}
+            assert names == published | pictures | state
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert len(files) > 30
+        for path in files:
+            assert path.name != "training_args.bin"
+            assert TOKEN.encode() not in path.read_bytes(), path
+        assert trained.args.hub_token == TOKEN
+        assert torch.load(folder / "checkpoint-48" / "optimizer.pt", weights_only=True)["state"]
+
+    def test_the_adapter_of_a_step(self, trained):
+        folder = Path(trained.args.output_dir)
+        first, last = (load_file(folder / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (24, 48))
+        assert all(value.dtype == torch.float32 for value in last.values())
+        assert any(not torch.equal(value, first[name]) for name, value in last.items())
+        for name, value in adapter_of(trained).items():
+            assert torch.equal(last[name.replace(".default", "")], value)
+
+    @pytest.mark.parametrize("eval_strategy", ["no", "steps"])
+    def test_resume_equals_an_uninterrupted_run(self, make_reward_trainer, tmp_path, eval_strategy):
+        settings = {
+            "max_steps": 7,
+            "save_strategy": "steps",
+            "save_steps": 4,
+            "eval_dataset": mixed(2),
+            "eval_strategy": eval_strategy,
+            "eval_steps": 3,
+            "lr_scheduler_type": "cosine",
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 2,
+        }
+        uninterrupted = make_reward_trainer(output_dir=str(tmp_path / "a"), **settings)
+        uninterrupted.train()
+        resumed = make_reward_trainer(output_dir=str(tmp_path / "b"), **settings)
+        checkpoint = tmp_path / "a" / "checkpoint-4"
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        final = adapter_of(uninterrupted)
+        interrupted = load_file(checkpoint / "adapter_model.safetensors")
+        assert all(not torch.equal(interrupted[name.replace(".default", "")], value) for name, value in final.items())
+        for name, value in adapter_of(resumed).items():
+            assert torch.equal(value, final[name]), name
+        for key in ("loss", "decision_loss", "p_yes/consistent", "eval_loss"):
+            assert logs_with(resumed, key) == logs_with(uninterrupted, key)
+        assert len(logs_with(resumed, "loss")) == 7
+        assert resumed.evaluations == uninterrupted.evaluations
+
+    def test_callbacks(self, make_reward_trainer):
+        seen = []
+
+        class Watch(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                seen.append(("step", state.global_step))
+                control.should_training_stop = state.global_step == 3
+
+            def on_log(self, args, state, control, logs, **kwargs):
+                seen.extend(("log", state.global_step) for key in logs if key == "p_yes/consistent")
+
+            def on_evaluate(self, args, state, control, metrics, **kwargs):
+                seen.append(("evaluate", state.global_step, metrics["eval_auroc"]))
+
+        trainer = make_reward_trainer(eval_dataset=mixed(6), max_steps=9, callbacks=[Watch()])
+        trainer.train()
+        assert [event[:2] for event in seen if event[0] != "log"] == [
+            ("step", 1), ("step", 2), ("step", 3), ("evaluate", 3)
+        ]  # fmt: skip
+        assert ("log", 3) in seen
+        assert seen[-1][2] == trainer.evaluations["eval"]["auroc"]
+
+    def test_pushing_a_checkpoint_uploads_only_what_is_published(self, trained, monkeypatch):
+        folder = Path(trained.args.output_dir)
+        uploads = []
+
+        class Done:
+            def done(self):
+                return True
+
+        def upload_folder(**kwargs):
+            uploads.append(kwargs)
+            return Done()
+
+        monkeypatch.setattr("paco_trl.trainer.publishing.upload_folder", upload_folder)
+        monkeypatch.setattr(trained, "hub_model_id", "user/adapter", raising=False)
+        monkeypatch.setattr(trained, "push_in_progress", None, raising=False)
+        (folder / "training_args.bin").write_bytes(TOKEN.encode())  # another program's
+        try:
+            trained._push_from_checkpoint(str(folder / "checkpoint-24"))
+            (upload,) = uploads
+            assert upload["repo_id"] == "user/adapter"
+            assert upload["token"] == TOKEN
+            assert upload["allow_patterns"] == PUBLISHED_FILES
+            assert upload["folder_path"] == str(folder)  # copies: a checkpoint may be rotated away meanwhile
+            files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+            sent = list(
+                filter_repo_objects(
+                    files, allow_patterns=upload["allow_patterns"], ignore_patterns=upload["ignore_patterns"]
+                )
+            )
+            # Not what belongs to other checkpoints or folders
+            assert {"adapter_model.safetensors", "README.md", "eval_wrong_pairs.png"} <= set(sent)
+            assert not [
+                name for name in sent if name.startswith(("checkpoint", "evaluation")) or name.endswith(".bin")
+            ]
+            adapters = [folder / name / "adapter_model.safetensors" for name in ("", "checkpoint-24", "checkpoint-48")]
+            assert adapters[0].read_bytes() == adapters[1].read_bytes() != adapters[2].read_bytes()
+        finally:
+            (folder / "training_args.bin").unlink()
+
+    @pytest.mark.xfail(strict=True, reason="*.json takes trainer_state.json along")
+    def test_what_a_checkpoint_says_of_this_machine_is_not_published(self, trained):
+        checkpoint = Path(trained.args.output_dir) / "checkpoint-48"
+        published = {path.name for pattern in PUBLISHED_FILES for path in checkpoint.glob(pattern)}
+        assert {"adapter_config.json", "tokenizer.json", "processor_config.json", "chat_template.jinja"} <= published
+        # It has the path of the best checkpoint, the log and the state of the callbacks
+        assert "trainer_state.json" not in published
+
+    def test_pushing_at_the_end(self, trained, monkeypatch):
+        folder = Path(trained.args.output_dir)
+        uploads = []
+
+        class Api:
+            def upload_folder(self, **kwargs):
+                uploads.append(kwargs)
+
+        monkeypatch.setattr("transformers.trainer.hf_api", Api)
+        monkeypatch.setattr(trained, "hub_model_id", "user/adapter", raising=False)
+        trained.push_to_hub()
+        (upload,) = uploads
+        assert upload["folder_path"] == str(folder)
+        files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        sent = set(filter_repo_objects(files, ignore_patterns=upload["ignore_patterns"]))
+        assert {"adapter_model.safetensors", "README.md", "eval_calibration.png", "tokenizer.json"} <= sent
+        for name in sent:
+            assert TOKEN.encode() not in (folder / name).read_bytes()
+            assert Path(name).suffix in (".json", ".safetensors", ".md", ".png", ".jinja")
+
+    def test_the_size_limit_is_saved(self, make_reward_trainer, tiny_qwen, tmp_path):
+        for max_pixels, limit in ((56 * 56, 56 * 56), (None, 112 * 112), (10**6, 112 * 112)):
+            trainer = make_reward_trainer(max_pixels=max_pixels)
+            trainer.save_model(tmp_path / "saved")
+            assert AutoProcessor.from_pretrained(tmp_path / "saved").image_processor.size["longest_edge"] == limit
+
+
+class TestCard:
+    def test_of_a_trained_judge(self, trained, tiny_qwen):
+        folder = Path(trained.args.output_dir)
+        card = ModelCard.load(folder / "saved" / "README.md")
+        assert card.data.library_name == "peft"
+        assert card.data.pipeline_tag == "image-text-to-text"
+        assert {"paco-trl", "lora", "reward-model"} <= set(card.data.tags)
+        assert card.data.base_model is None  # a folder of this machine
+        text = card.content
+        assert str(tiny_qwen.parent) not in text
+        assert str(folder.parent) not in text
+        assert "None" not in text
+        assert f"# {folder.name}\n\nA LoRA adapter for {tiny_qwen.name} that judges" in text
+        for line in (
+            "| | eval |",
+            "| pairs | 64 |",
+            "| after optimizer step | 48 |",
+            f"| AUROC | {trained.evaluations['eval']['auroc']:.4f} |",
+            f"| mean P(Yes) of consistent pairs | {trained.evaluations['eval']['p_yes/consistent']:.4f} |",
+            "| optimizer steps | 48 |",
+            "| pairs | 384 |",
+            "| effective batch | 16 pairs |",
+            "| loss | paper, weight of the decision 1.0 |",
+            "| LoRA | rank 32, alpha 64 |",
+            "| learning rate | 0.005, cosine, warm-up 0.1 |",
+            "| epochs | 2 |",
+            "| largest image | 12544 pixels |",
+            "| precision | float32 |",
+        ):
+            assert line in text.splitlines() or f"{line}\n" in f"{text}\n", line
+        for picture in re.findall(r"!\[.*\]\((.*)\)", text):
+            assert (folder / "saved" / picture).exists()
+        assert text.count("![") == 2
+        # A checkpoint has the card of its time
+        earlier = (folder / "checkpoint-24" / "README.md").read_text()
+        assert "| optimizer steps | 24 |" in earlier
+        assert "| after optimizer step | 0 |" in earlier
+
+    def test_sections_without_results_are_left_out(self, make_reward_trainer, continued, tmp_path):
+        trainer = make_reward_trainer(continued(), first_token_weight=None)
+        trainer.create_model_card(tags="mine", dataset_name="user/pairs", model_name="My judge")
+        card = ModelCard.load(tmp_path / "out" / "README.md")
+        assert "mine" in card.data.tags
+        assert card.data.datasets == "user/pairs"
+        assert "# My judge\n" in card.content
+        assert "## Evaluation" not in card.content
+        assert "![" not in card.content
+        assert "| loss | plain likelihood |" in card.content
+        assert "## Training" in card.content
+        trainer.evaluate(colours(4, seed=0).select([0, 2]))
+        trainer.create_model_card()
+        card = ModelCard.load(tmp_path / "out" / "README.md")
+        assert "## Evaluation" in card.content
+        assert "accuracy of the decision" in card.content
+        assert "AUROC" not in card.content
+        assert "P(Yes) of inconsistent pairs" not in card.content
+        assert card.content.count("![") == 2
+
+    def test_several_evaluation_sets(self, make_reward_trainer, continued, tmp_path):
+        sets = {"one": colours(4, seed=0).select([0, 2]), "two": colours(4, seed=0)}
+        trainer = make_reward_trainer(continued(), eval_dataset=sets)
+        trainer.evaluate()
+        trainer.create_model_card()
+        lines = (tmp_path / "out" / "README.md").read_text().splitlines()
+        assert "| | eval_one | eval_two |" in lines
+        assert "|---|---|---|" in lines
+        assert "| pairs | 2 | 4 |" in lines
+        assert f"| AUROC | - | {trainer.evaluations['eval_two']['auroc']:.4f} |" in lines
+
+    def test_the_base_model_of_the_hub_is_named(self, make_reward_trainer, tmp_path):
+        trainer = make_reward_trainer(hub_model_id="user/judge")
+        trainer.base_model_name = "Qwen/Qwen2.5-VL-7B-Instruct"
+        trainer.create_model_card()
+        card = ModelCard.load(tmp_path / "out" / "README.md")
+        assert card.data.base_model == "Qwen/Qwen2.5-VL-7B-Instruct"
+        assert card.data.base_model_relation == "adapter"
+        assert 'PaCoReward.from_pretrained("user/judge")' in card.content
+        assert "# judge\n" in card.content
+
+
+class TestBadInput:
+    """Errors come before the model is loaded where that is possible: the model named here does not exist."""
+
+    def test_the_model_is_what_is_missing_when_the_data_are_right(self, make_reward_trainer):
+        with pytest.raises(OSError, match="nowhere"):
+            make_reward_trainer(NOWHERE)
+
+    @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+    def test_rows(self, make_reward_trainer, name):
+        rows = list(mixed(4))
+        first = rows[2]["images"][0]
+        for change, message in (
+            (
+                {"completion": [{"role": "assistant", "content": "I think Yes"}]},
+                "does not begin with the word Yes or No",
+            ),
+            ({"completion": [{"role": "assistant", "content": " Yes"}]}, "does not begin with the word Yes or No"),
+            ({"images": [first]}, "It has 1 images, but a pair has exactly 2"),
+            ({"images": [first] * 3}, "It has 3 images, but a pair has exactly 2"),
+            ({"prompt": []}, "It must have exactly one user turn"),
+        ):
+            dataset = pair_dataset([*rows[:2], rows[2] | change, rows[3]])
+            with pytest.raises(ValueError, match=f"Row 2 of `{name}`.*{message}"):
+                make_reward_trainer(NOWHERE, **{name: dataset})
+        with pytest.raises(ValueError, match=f"`{name}` has no rows"):
+            make_reward_trainer(NOWHERE, **{name: mixed(1).select([])})
+        with pytest.raises(ValueError, match="'completion'.*has only"):
+            make_reward_trainer(NOWHERE, **{name: mixed(1).remove_columns("completion")})
+        with pytest.raises(TypeError, match=f"`{name}` is an `IterableDataset`"):
+            make_reward_trainer(NOWHERE, **{name: mixed(2).to_iterable_dataset()})
+
+    def test_no_training_set(self, tiny_qwen):
+        with pytest.raises(TypeError, match="`train_dataset` is a `NoneType`"):
+            PaCoRewardTrainer(NOWHERE, PaCoRewardConfig("out", use_cpu=True, bf16=False))
+
+    def test_one_of_several_evaluation_sets(self, make_reward_trainer):
+        with pytest.raises(ValueError, match="`second` has no rows"):
+            make_reward_trainer(NOWHERE, eval_dataset={"first": mixed(1), "second": mixed(1).select([])})
+
+    def test_a_set_given_to_evaluate(self, make_reward_trainer):
+        trainer = make_reward_trainer()
+        with pytest.raises(ValueError, match="`eval_dataset` has no rows"):
+            trainer.evaluate(mixed(1).select([]))
+
+    def test_labels_alone(self, make_reward_trainer):
+        dataset = pair_dataset([*mixed(2), *colours(2, seed=0)])
+        with pytest.raises(ValueError, match="2 of 4 completions are a label without reasons, the first in row 2, and "
+                           "`first_token_weight` is 0.1: the other 0.9 .* Set `first_token_weight=1` .or None."):  # fmt: skip
+            make_reward_trainer(NOWHERE, train_dataset=dataset, first_token_weight=0.1)
+        for weight in (None, 1, 1.0):
+            make_reward_trainer(train_dataset=dataset, first_token_weight=weight)
+        make_reward_trainer(eval_dataset=dataset, first_token_weight=0.1)  # it is only evaluated on
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            "torch",
+            *(
+                pytest.param(
+                    form,
+                    marks=pytest.mark.xfail(strict=True, reason="_check_label_only reads the column in its format"),
+                )
+                for form in ("numpy", "arrow", "pandas")
+            ),
+        ],
+    )
+    def test_formatted_datasets(self, make_reward_trainer, form):
+        dataset = mixed(4).with_format(form)
+        trainer = make_reward_trainer(train_dataset=dataset, eval_dataset=dataset, max_steps=1)
+        trainer.train()
+        assert trainer.evaluations["eval"]["pairs"] == 4
+        dataset = pair_dataset([*mixed(4), *colours(1, seed=0)]).with_format(form)
+        with pytest.raises(ValueError, match="1 of 5 completions are a label"):
+            make_reward_trainer(NOWHERE, train_dataset=dataset)
+
+    def test_a_tokenizer_in_which_yes_is_several_tokens(self, make_reward_trainer, tiny_qwen):
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        processor.tokenizer = processor.tokenizer.train_new_from_iterator(
+            ["No"] * 9, vocab_size=300, show_progress=False
+        )
+        with pytest.raises(ValueError, match="encodes 'Yes' as 3 tokens"):
+            make_reward_trainer(NOWHERE, processing_class=processor)
+
+    def test_a_tokenizer_in_place_of_the_processor(self, make_reward_trainer, tiny_qwen):
+        with pytest.raises(TypeError, match="`processing_class` is a Qwen2Tokenizer.*needs a processor"):
+            make_reward_trainer(NOWHERE, processing_class=AutoProcessor.from_pretrained(tiny_qwen).tokenizer)
+
+    @pytest.mark.parametrize(
+        ("place", "which"),
+        [
+            (0, "First"),
+            pytest.param(1, "Second", marks=pytest.mark.xfail(strict=True, reason="SFTTrainer decodes the first row")),
+        ],
+    )
+    def test_an_unreadable_image_in_the_first_row(self, make_reward_trainer, tiny_qwen, tmp_path, place, which):
+        dataset = in_files(mixed(3), tmp_path)
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        with pytest.raises(OSError, match="nowhere"):
+            make_reward_trainer(NOWHERE, dataset, processing_class=processor)
+        (tmp_path / f"0-{place}.png").write_bytes(b"no image")
+        with pytest.raises(ValueError, match=rf"{which} image of row 0 cannot be read .*0-{place}\.png"):
+            make_reward_trainer(NOWHERE, dataset, processing_class=processor)
+
+    @pytest.mark.parametrize("mode", ["train", "eval"])
+    def test_an_unreadable_image_in_another_row(self, make_reward_trainer, tmp_path, mode):
+        dataset = in_files(mixed(6), tmp_path)
+        trainer = make_reward_trainer(**{f"{mode}_dataset": dataset})
+        run = trainer.train if mode == "train" else trainer.evaluate
+        run()
+        path = tmp_path / "4-1.png"
+        path.write_bytes(path.read_bytes()[:-30])
+        with pytest.raises(ValueError, match=r"Second image of row 4 cannot be read .*4-1\.png.*leave it out"):
+            run()
+
+    def test_a_model_whose_logits_are_changed(self, make_reward_trainer, tiny_qwen):
+        for value, is_refused in ((30.0, True), (1.0, False), (None, False)):
+            model = base_of(tiny_qwen)
+            model.config.get_text_config().logit_scale = value
+            if is_refused:
+                with pytest.raises(ValueError, match="changes its logits .`logit_scale` = 30.0."):
+                    make_reward_trainer(model)
+            else:
+                make_reward_trainer(model)
+
+    def test_pickled_weights(self, make_reward_trainer, tiny_qwen, tmp_path):
+        folder = tmp_path / "pickled"
+        model = base_of(tiny_qwen)
+        AutoProcessor.from_pretrained(tiny_qwen).save_pretrained(folder)
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        with pytest.raises(OSError, match="safetensors"):
+            make_reward_trainer(folder)
+
+    @pytest.mark.xfail(strict=True, reason="it trains nothing, and saves an adapter without weights")
+    def test_an_adapter_that_is_not_trainable(self, make_reward_trainer, tiny_qwen, adapter):
+        model = PeftModel.from_pretrained(base_of(tiny_qwen), adapter)
+        with pytest.raises(ValueError, match="is_trainable=True"):
+            make_reward_trainer(model).train()
+
+    def test_an_adapter_and_a_config_for_one(self, make_reward_trainer, continued):
+        with pytest.raises(ValueError, match="`PeftModel` instance together with a `peft_config`"):
+            make_reward_trainer(continued(), peft_config=LoraConfig(r=3))
+
+    def test_a_text_model(self, make_reward_trainer, tiny_qwen):
+        from paco_trl.trainer.paco_reward_trainer import language_model_targets
+
+        model = base_of(tiny_qwen)
+        assert language_model_targets(model).startswith(r"model\.language_model\..*\.(")
+        with pytest.raises(ValueError, match="does not say which part of it is the language model. .*target_modules"):
+            language_model_targets(model.get_decoder())
+
+
+def test_settings_that_are_left_out(tiny_qwen, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on_cpu = functools.partial(PaCoRewardConfig, use_cpu=True, bf16=False)
+    monkeypatch.setattr("paco_trl.trainer.paco_reward_trainer.PaCoRewardConfig", on_cpu)
+    trainer = PaCoRewardTrainer(str(tiny_qwen), train_dataset=mixed(2))
+    assert trainer.args.output_dir == f"{tiny_qwen.name}-PaCo-Reward"
+    assert trainer.args.learning_rate == 2e-4
+
+
+def test_docstring_names_the_arguments():
+    assert PaCoRewardTrainer.__init__.__doc__ is None
+    names = PaCoRewardTrainer.__init__.__code__.co_varnames[1 : PaCoRewardTrainer.__init__.__code__.co_argcount]
+    assert len(names) == 9
+    for name in names:
+        assert f"        {name} (" in PaCoRewardTrainer.__doc__

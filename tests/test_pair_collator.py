@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rows of pairs to a batch: what the model gets, and errors that name the row."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as PILImage
+from transformers import AutoProcessor
+
+from paco_trl.data import make_pair
+from paco_trl.rewards.decision import decision_token_ids
+from paco_trl.trainer.pair_collator import PairCollator, PairRows
+
+
+QUESTIONS = ["Same style?", "Do the two images have the same style, the same colours and the same subject?", "Same?"]
+ANSWERS = ["Yes. Both are drawn in ink on paper.", "No", "Yes.\nAlike."]
+SIZES = [((56, 56), (112, 84)), ((30, 90), (200, 100)), ((61, 57), (84, 84))]
+# Tokens of an image, one for each 28 x 28 pixels: sides are rounded, at least 56 x 56 and at most 112 x 112 pixels
+TOKENS = [(2 * 2, 4 * 3), (2 * 4, 5 * 3), (2 * 2, 3 * 3)]
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_qwen):
+    return AutoProcessor.from_pretrained(tiny_qwen)
+
+
+def png(image: PILImage.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def dataset_of(rows: list[dict]) -> Dataset:
+    turns = List({"role": Value("string"), "content": Value("string")})
+    return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
+
+
+@pytest.fixture
+def pairs() -> Dataset:
+    rng = np.random.default_rng(0)
+    rows = []
+    for question, answer, sizes in zip(QUESTIONS, ANSWERS, SIZES, strict=True):
+        images = [PILImage.fromarray(rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)) for size in sizes]
+        decision, _, reasons = answer.partition(". ")
+        row = make_pair(*images, question, decision[:3].strip("."), reasons or None)
+        rows.append({**row, "completion": [{"role": "assistant", "content": answer}]})
+    return dataset_of(rows)
+
+
+def collator(processor, **kwargs) -> PairCollator:
+    ids = decision_token_ids(processor.tokenizer)
+    return PairCollator(processor, completion_only_loss=True, decision_ids=ids, **kwargs)
+
+
+def rows_of(dataset: Dataset, *numbers: int) -> list[dict]:
+    rows = PairRows(dataset)
+    return [rows[number] for number in numbers]
+
+
+class TestPairRows:
+    def test_rows_with_their_numbers(self, pairs):
+        rows = PairRows(pairs.add_column("more", [1, 2, 3]))
+        assert len(rows) == 3
+        assert [rows[number]["row"] for number in range(3)] == [0, 1, 2]
+        assert rows[1].keys() == {"images", "prompt", "completion", "row"}
+        assert rows[1]["completion"] == [{"role": "assistant", "content": "No"}]
+        assert rows[1]["prompt"] == [{"role": "user", "content": QUESTIONS[1]}]
+        assert PILImage.open(io.BytesIO(rows[1]["images"][1]["bytes"])).size == (200, 100)
+        assert rows[np.int64(2)]["row"] == 2
+
+    def test_chosen_and_shuffled_rows(self, pairs):
+        rows = PairRows(pairs.select([2, 0]))
+        assert [(rows[number]["row"], rows[number]["completion"][0]["content"]) for number in range(2)] == [
+            (0, ANSWERS[2]),
+            (1, ANSWERS[0]),
+        ]
+
+    def test_images_are_not_decoded(self, pairs):
+        broken = {"bytes": b"no image", "path": "a.png"}
+        dataset = dataset_of([make_pair(broken, broken, "Same?", True)])
+        assert PairRows(dataset)[0]["images"] == [broken, broken]
+        with pytest.raises(OSError, match="cannot identify"):
+            dataset[0]
+
+    @pytest.mark.parametrize("form", ["numpy", "torch", "arrow", "pandas"])
+    def test_a_format_of_the_dataset_makes_no_difference(self, pairs, form):
+        assert PairRows(pairs.with_format(form))[1] == PairRows(pairs)[1]
+
+
+class TestBatch:
+    def test_is_what_the_processor_makes_of_each_row_alone(self, processor, pairs):
+        batch = collator(processor)(rows_of(pairs, 2, 0, 1))
+        assert batch["rows"].tolist() == [2, 0, 1]
+        image, vision = processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|vision_start|>"])
+        lengths, pixels = [], []
+        for place, number in enumerate((2, 0, 1)):
+            slots = "".join(f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in TOKENS[number])
+            prompt = (
+                "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+                f"<|im_start|>user\n{slots}{QUESTIONS[number]}<|im_end|>\n<|im_start|>assistant\n"
+            )
+            prompt_ids = processor.tokenizer(prompt).input_ids
+            # The terminators belong to the completion
+            answer_ids = processor.tokenizer(f"{ANSWERS[number]}<|im_end|>\n").input_ids
+            assert answer_ids[0] in decision_token_ids(processor.tokenizer) and len(answer_ids) > 2
+            lengths.append(length := len(prompt_ids) + len(answer_ids))
+            padding = batch["input_ids"].shape[1] - length
+            # Padding is on the right
+            assert batch["input_ids"][place, :length].tolist() == prompt_ids + answer_ids
+            assert batch["attention_mask"][place].tolist() == [1] * length + [0] * padding
+            assert batch["labels"][place].tolist() == [-100] * len(prompt_ids) + answer_ids + [-100] * padding
+            is_image = (batch["input_ids"][place] == image).int()
+            assert is_image.sum() == sum(TOKENS[number])
+            assert torch.equal(batch["mm_token_type_ids"][place].int(), is_image)
+            assert (batch["input_ids"][place] == vision).sum() == 2
+            single = collator(processor)(rows_of(pairs, number))
+            pixels.append(single["pixel_values"])
+        assert len(set(lengths)) == 3 and batch["input_ids"].shape == (3, max(lengths))
+        assert torch.equal(batch["pixel_values"], torch.cat(pixels))
+        grids = batch["image_grid_thw"]
+        assert (grids.prod(dim=1) // 4).tolist() == [*TOKENS[2], *TOKENS[0], *TOKENS[1]]
+
+    def test_images_are_in_order(self, processor):
+        red, blue = PILImage.new("RGB", (56, 56), "red"), PILImage.new("RGB", (56, 56), "blue")
+        dataset = dataset_of([make_pair(red, blue, "Same?", False), make_pair(blue, red, "Same?", False)])
+        first, second = (collator(processor)(rows_of(dataset, number))["pixel_values"] for number in range(2))
+        half = len(first) // 2
+        assert not torch.equal(first[:half], first[half:])
+        assert torch.equal(first[:half], second[half:]) and torch.equal(first[half:], second[:half])
+
+    def test_transparency_is_white(self, processor):
+        def pixels(image):
+            dataset = dataset_of([make_pair(image, image, "Same?", True)])
+            return collator(processor)(rows_of(dataset, 0))["pixel_values"]
+
+        clear = PILImage.new("RGBA", (56, 56), (200, 0, 0, 0))
+        assert torch.equal(pixels(clear), pixels(PILImage.new("RGB", (56, 56), "white")))
+        assert not torch.equal(pixels(clear), pixels(PILImage.new("RGB", (56, 56), (200, 0, 0))))
+
+    def test_the_rows_given_stay_as_they_are(self, processor, pairs):
+        examples = rows_of(pairs, 0, 1)
+        collator(processor)(examples)
+        assert examples == rows_of(pairs, 0, 1)
+
+
+class TestCut:
+    def test_reasons_are_cut_from_the_end(self, processor, pairs):
+        whole = collator(processor)(rows_of(pairs, 0, 2))
+        length = whole["input_ids"].shape[1]
+        decision = (whole["labels"][0] != -100).int().argmax().item()
+        assert decision < length - 5
+        cut = collator(processor, cut_at=length - 5)(rows_of(pairs, 0, 2))
+        for name in ("input_ids", "attention_mask", "labels", "mm_token_type_ids"):
+            assert torch.equal(cut[name], whole[name][:, : length - 5]), name
+        for name in ("pixel_values", "image_grid_thw", "rows"):
+            assert torch.equal(cut[name], whole[name]), name
+
+    def test_all_but_the_decision_can_be_cut(self, processor, pairs):
+        whole = collator(processor)(rows_of(pairs, 0))
+        decision = (whole["labels"][0] != -100).int().argmax().item()
+        cut = collator(processor, cut_at=decision + 1)(rows_of(pairs, 0))
+        assert (cut["labels"] != -100).sum() == 1
+        assert cut["labels"][0, -1] == decision_token_ids(processor.tokenizer)[0]
+        with pytest.raises(
+            ValueError,
+            match=rf"Row 0 has {decision} tokens of images and question before its decision; `max_length` = {decision} "
+            rf"would cut them off. Raise `max_length` to at least {decision + 1} .None never cuts., or lower `max_pixels`",
+        ):
+            collator(processor, cut_at=decision)(rows_of(pairs, 0))
+
+    def test_the_row_that_does_not_fit_is_named(self, processor, pairs):
+        lengths = [
+            (collator(processor)(rows_of(pairs, number))["labels"][0] != -100).int().argmax().item()
+            for number in range(3)
+        ]
+        assert lengths[1] > max(lengths[0], lengths[2])
+        collator(processor, cut_at=lengths[1] + 1)(rows_of(pairs, 2, 0, 1))
+        with pytest.raises(ValueError, match=f"Row 1 has {lengths[1]} tokens"):
+            collator(processor, cut_at=lengths[1])(rows_of(pairs, 2, 0, 1))
+        with pytest.raises(ValueError, match="Row 2 has"):  # the images themselves
+            collator(processor, cut_at=10)(rows_of(pairs, 2))
+
+
+class TestBadRows:
+    @pytest.mark.parametrize(("place", "which"), [(0, "First"), (1, "Second")])
+    @pytest.mark.parametrize("kind", ["missing", "truncated", "no image"])
+    def test_images(self, processor, tmp_path, kind, place, which):
+        rng = np.random.default_rng(0)
+        image = PILImage.fromarray(rng.integers(0, 256, (56, 56, 3), dtype=np.uint8))
+        path = tmp_path / "an image.png"
+        content = {"missing": None, "truncated": png(image)[:2000], "no image": b"<html>"}[kind]
+        images = [{"bytes": png(image), "path": None}] * 2
+        rows = [make_pair(*images, "Same?", True)] * 3
+        images[place] = {"bytes": None, "path": str(path)}
+        dataset = dataset_of([*rows, make_pair(*images, "Same?", True)])
+        image.save(path)
+        collator(processor)(rows_of(dataset, 1, 3))
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=rf"^{which} image of row 3 cannot be read \(.*an image\.png\): .*leave it out"
+        ):
+            collator(processor)(rows_of(dataset, 1, 3))
+
+    def test_an_image_inside_the_dataset(self, processor, pairs):
+        image = png(pairs[0]["images"][0])
+        whole, broken = {"bytes": image, "path": "a.png"}, {"bytes": image[:200], "path": "embedded.png"}
+        dataset = dataset_of([make_pair(whole, broken, "Same?", True)])
+        with pytest.raises(ValueError, match=r"^Second image of row 0 cannot be read \(embedded\.png\)"):
+            collator(processor)(rows_of(dataset, 0))
+
+    def test_a_decision_that_is_no_token_of_its_own(self, tiny_qwen, pairs):
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        assert collator(processor)(rows_of(pairs, 1, 0))["rows"].tolist() == [1, 0]
+        processor.tokenizer.add_tokens(["Yes. Both"])
+        collator(processor)(rows_of(pairs, 1, 2))
+        with pytest.raises(
+            ValueError, match=r"completion of row 0 begins with the token 'Yes. Both', not with Yes or No"
+        ):
+            collator(processor)(rows_of(pairs, 1, 0))
+
+    def test_a_decision_that_normalization_changes(self, processor, pairs):
+        """A combining accent is no part of the word for a regular expression, and is one for the tokenizer."""
+        row = make_pair(*pairs[0]["images"], "Same?", True)
+        dataset = dataset_of([{**row, "completion": [{"role": "assistant", "content": "Yes\u0301. Alike."}]}])
+        with pytest.raises(ValueError, match="completion of row 0 begins with the token 'Y', not with Yes or No"):
+            collator(processor)(rows_of(dataset, 0))

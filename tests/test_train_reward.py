@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/train_reward.py as users start it: alone, under `accelerate launch` with DDP, and with DeepSpeed ZeRO-3."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as PILImage
+from safetensors.torch import load_file
+from trl import TrlParser
+
+from paco_trl import PaCoReward, PaCoRewardConfig
+from paco_trl.data import make_pair, rankings_to_pairs
+
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "train_reward.py"
+CPU_ZERO3 = ROOT / "examples" / "accelerate_configs" / "cpu_zero3.yaml"
+
+REASONS = (
+    "Alike.",
+    "The two images show the same thing, in the same style and with the same colours.",
+    "Both are ink.",
+)
+
+# One step is 12 pairs: 6 micro-batches of 2, or 3 on each of two processes
+SETTINGS = {
+    "dataset_split": "train",
+    "eval_split": "test",
+    "first_token_weight": 0.3,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 4,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "steps",
+    "save_steps": 2,
+    # 21 pairs: over two processes three are drawn twice, and must not count twice
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "use_cpu": True,
+    "bf16": False,
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "disable_tqdm": True,
+}
+
+
+def pairs(count: int, seed: int) -> Dataset:
+    """Plain pictures of several sizes, with reasons of several lengths."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        sizes = rng.integers(30, 120, (2, 2))
+        images = [
+            PILImage.new("RGB", tuple(map(int, size)), tuple(map(int, rng.integers(0, 256, 3)))) for size in sizes
+        ]
+        rows.append(make_pair(*images, f"Same colour? ({index})", bool(rng.integers(2)), REASONS[index % 3]))
+    turns = List({"role": Value("string"), "content": Value("string")})
+    return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script as a module: starting a process for every check would take minutes."""
+    spec = importlib.util.spec_from_file_location("train_reward", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_reward"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def workspace(tiny_qwen, tmp_path_factory):
+    """A folder with a tiny model, pairs in Parquet, and the settings in a YAML file."""
+    folder = tmp_path_factory.mktemp("train_reward")
+    (folder / "data").mkdir()
+    pairs(48, 0).to_parquet(folder / "data" / "train.parquet")
+    pairs(21, 1).to_parquet(folder / "data" / "test.parquet")
+    settings = {"model_name_or_path": str(tiny_qwen), "dataset_name": str(folder / "data"), **SETTINGS}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def run_here(script, workspace: Path, output: Path, *options: str) -> None:
+    parser = TrlParser((script.ScriptArguments, PaCoRewardConfig))
+    arguments = ["--config", str(workspace / "settings.yaml"), "--output_dir", str(output), *options]
+    script.main(*parser.parse_args_and_config(args=arguments))
+
+
+@pytest.fixture(scope="module")
+def alone(script, workspace) -> Path:
+    run_here(script, workspace, workspace / "alone", "--gradient_accumulation_steps", "6")
+    return workspace / "alone"
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def launch(workspace: Path, name: str, config: Path, *options: str, **environment: str) -> Path:
+    output = workspace / name
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)),
+            *("--main_process_port", str(free_port())),
+            *(str(SCRIPT), "--config", str(workspace / "settings.yaml"), "--output_dir", str(output)),
+            *("--gradient_accumulation_steps", "3", "--ddp_backend", "gloo", *options),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=workspace,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        timeout=540,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    assert done.stdout.count(f"Adapter: {output}") == 1
+    return output
+
+
+def log_of(folder: Path) -> list[dict]:
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+def assert_same_training(output: Path, reference: Path) -> None:
+    """The same losses and metrics at every step and in the evaluation, and the same adapter within rounding."""
+    log, expected = log_of(output / "checkpoint-4"), log_of(reference / "checkpoint-4")
+    assert [sorted(entry) for entry in log] == [sorted(entry) for entry in expected]
+    assert sum("loss" in entry for entry in expected) == 4
+    assert sum("eval_auroc" in entry for entry in expected) == 1
+    assert len({entry["loss"] for entry in expected if "loss" in entry}) == 4
+    for entry, expected_entry in zip(log, expected, strict=True):
+        for name, value in expected_entry.items():
+            if not re.search("runtime|per_second|preparation_time", name):
+                assert entry[name] == pytest.approx(value, abs=2e-3, rel=2e-3), (name, entry)
+    assert_same_adapter(output, reference)
+
+
+def assert_same_adapter(output: Path, reference: Path) -> None:
+    adapter, expected = (load_file(folder / "adapter_model.safetensors") for folder in (output, reference))
+    assert adapter.keys() == expected.keys()
+    for name, value in expected.items():
+        assert adapter[name].dtype == value.dtype == torch.float32
+        # Four steps of Adam at 1e-2 move a weight by up to 3e-2
+        assert (adapter[name] - value).abs().max() < 1e-3, name
+    moved = [value.abs().max() for name, value in expected.items() if "lora_B" in name]
+    assert len(moved) == 2 * 7
+    assert min(moved) > 5e-3  # B begins at 0
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_file()}
+
+
+def test_alone(alone, workspace):
+    published = {
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "processor_config.json",
+        "tokenizer.json", "tokenizer_config.json", "eval_calibration.png", "eval_wrong_pairs.png",
+    }  # fmt: skip
+    assert files_of(alone) == published
+    assert files_of(alone / "checkpoint-4") > published
+    config = json.loads((alone / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    test = pairs(21, 1)
+    judge = PaCoReward.from_pretrained(alone, device="cpu")
+    scores = judge.score([tuple(row["images"]) for row in test], [row["prompt"][0]["content"] for row in test])
+    is_yes = np.array([row["completion"][0]["content"].startswith("Yes") for row in test])
+    (evaluated,) = [entry for entry in log_of(alone / "checkpoint-4") if "eval_auroc" in entry]
+    assert 0 < is_yes.sum() < 21
+    assert evaluated["eval_p_yes/consistent"] == pytest.approx(np.array(scores)[is_yes].mean(), abs=1e-5)
+    assert evaluated["eval_p_yes/inconsistent"] == pytest.approx(np.array(scores)[~is_yes].mean(), abs=1e-5)
+
+
+class TestData:
+    """What of the data the script gives to the trainer; the card says how many pairs there were."""
+
+    def train(self, script, workspace, folder: Path, *options: str) -> str:
+        run_here(script, workspace, folder / "out", "--max_steps", "1", "--save_strategy", "no", *options)
+        return (folder / "out" / "README.md").read_text()
+
+    def test_rankings_and_both_orders(self, script, workspace, tmp_path, capsys):
+        rng = np.random.default_rng(0)
+        images = [PILImage.new("RGB", (56, 56), tuple(map(int, rng.integers(0, 256, 3)))) for _ in range(4)]
+        rows = [{"reference": images[0], "candidates": images[1:], "ranking": [2, 0, 1], "prompt": "A fox."}] * 4
+        features = {
+            "reference": Image(),
+            "candidates": List(Image()),
+            "ranking": List(Value("int64")),
+            "prompt": Value("string"),
+        }
+        (tmp_path / "data").mkdir()
+        rankings = Dataset.from_list(rows, features=Features(features))
+        rankings.to_parquet(tmp_path / "data" / "train.parquet")
+        rankings.select([0]).to_parquet(tmp_path / "data" / "test.parquet")
+        options = ["--dataset_name", str(tmp_path / "data"), "--first_token_weight", "1", "--eval_strategy", "no"]
+        pairs_of = {len(rankings_to_pairs(rankings.select(range(count)))): count for count in (1, 4)}
+        few, many = sorted(pairs_of)
+        card = self.train(script, workspace, tmp_path, *options)
+        assert f"| pairs | {many} |" in card  # trained on
+        assert f"| pairs | {few} |" in card  # evaluated on, at the end
+        stdout = capsys.readouterr().out
+        assert f"Adapter: {tmp_path / 'out'}" in stdout and f"Pictures: {tmp_path / 'out' / 'evaluation'}" in stdout
+        card = self.train(script, workspace, tmp_path, *options, "--swap", "True")
+        assert f"| pairs | {2 * many} |" in card
+        assert f"| pairs | {few} |" in card  # evaluated on as they are
+
+    def test_the_published_layout(self, script, workspace, tmp_path, capsys):
+        folder = tmp_path / "data"
+        folder.mkdir()
+        for name, count in (("a", 6), ("b", 4), ("held_out", 3)):
+            records = []
+            for index, row in enumerate(pairs(count, 2)):
+                images = [f"{name}-{index}-{place}.png" for place in range(2)]
+                for image, path in zip(row["images"], images, strict=True):
+                    image.save(folder / path)
+                question, answer = row["prompt"][0]["content"], row["completion"][0]["content"]
+                turns = [{"from": "human", "value": f"<image><image>{question}"}, {"from": "gpt", "value": answer}]
+                records.append({"conversations": turns, "images": images})
+            (folder / f"{name}.json").write_text(json.dumps(records))
+        settings = yaml.safe_load((workspace / "settings.yaml").read_text())
+        del settings["dataset_split"], settings["eval_split"], settings["eval_strategy"]
+        settings |= {"dataset_name": str(folder), "dataset_files": ["a", "b"]}
+        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+        card = self.train(script, tmp_path, tmp_path, "--eval_files", "held_out")
+        assert "| pairs | 10 |" in card and "| pairs | 3 |" in card
+
+        (folder / "b-1-1.png").write_bytes(b"no image")
+        with pytest.raises(ValueError, match="Row 7.*second image"):
+            self.train(script, tmp_path, tmp_path)
+        capsys.readouterr()
+        card = self.train(script, tmp_path, tmp_path, "--skip_broken", "True")
+        assert "| pairs | 9 |" in card and "## Evaluation" not in card
+        assert "Pictures" not in capsys.readouterr().out
+
+    def test_a_split_to_evaluate_on_needs_one_to_train_on(self, script, tmp_path):
+        options = ["--eval_split", "test", "--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False"]
+        parser = TrlParser((script.ScriptArguments, PaCoRewardConfig))
+        with pytest.raises(ValueError, match="`--eval_split` is for data with splits: give `--dataset_split` too"):
+            script.main(*parser.parse_args_and_config(args=options))
+
+    def test_layers(self, script, workspace, tmp_path):
+        self.train(script, workspace, tmp_path, "--lora_target_modules", "q_proj", "v_proj", "--eval_strategy", "no")
+        names = load_file(tmp_path / "out" / "adapter_model.safetensors")
+        assert {name.split(".")[-3] for name in names} == {"q_proj", "v_proj"}
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(workspace, alone):
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
+        "use_cpu": True,
+        "num_processes": 2,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "mixed_precision": "no",
+    }
+    (workspace / "ddp.yaml").write_text(yaml.safe_dump(config))
+    output = launch(workspace, "ddp", workspace / "ddp.yaml")
+    assert_same_training(output, alone)
+    assert files_of(output) == files_of(alone)
+
+
+@pytest.fixture(scope="module")
+def zero3(workspace) -> Path:
+    return launch(workspace, "zero3", CPU_ZERO3, DS_ACCELERATOR="cpu")
+
+
+@pytest.mark.slow
+def test_zero3_equals_one_process(zero3, alone):
+    assert_same_training(zero3, alone)
+    assert files_of(zero3) == files_of(alone)
+    # Only what is trained is in the checkpoint: the frozen weights alone would be more than this
+    checkpoint = zero3 / "checkpoint-4"
+    adapter = (checkpoint / "adapter_model.safetensors").stat().st_size
+    model_states = list(checkpoint.rglob("*model_states.pt"))
+    assert model_states
+    assert sum(path.stat().st_size for path in model_states) < 6 * adapter + 200_000
+
+
+@pytest.mark.slow
+def test_zero3_resumes(workspace, zero3):
+    half_way = load_file(zero3 / "checkpoint-2" / "adapter_model.safetensors")
+    final = load_file(zero3 / "adapter_model.safetensors")
+    assert any((final[name] - value).abs().max() > 5e-3 for name, value in half_way.items())
+    checkpoint = workspace / "zero3-checkpoint-2"
+    shutil.copytree(zero3 / "checkpoint-2", checkpoint)
+    output = launch(
+        workspace, "zero3-resumed", CPU_ZERO3, "--resume_from_checkpoint", str(checkpoint), DS_ACCELERATOR="cpu"
+    )
+    assert not (output / "checkpoint-2").exists()
+    assert_same_adapter(output, zero3)
+    log, expected = log_of(output / "checkpoint-4"), log_of(zero3 / "checkpoint-4")
+    assert [entry["loss"] for entry in log if "loss" in entry] == pytest.approx(
+        [entry["loss"] for entry in expected if "loss" in entry], abs=1e-4
+    )
+
+
+def test_help_and_docstring_say_the_same(script):
+    described = re.findall(
+        r"^        (\w+) \(`[^`]+`(?:, \*optional\*(?:, defaults to `(.+?)`)?)?\):\n            (.+?)(?=\n        \w|\n    $)",
+        script.ScriptArguments.__doc__ + "\n    ",
+        flags=re.M | re.S,
+    )
+    fields = {field.name: field for field in dataclasses.fields(script.ScriptArguments)}
+    assert [name for name, _, _ in described] == list(fields)
+    for name, default, text in described:
+        said, helped = (" ".join(part.split()).replace("`", "") for part in (text, fields[name].metadata["help"]))
+        assert said.replace(" (paper)", "") == helped, name
+        value = getattr(script.ScriptArguments(), name)
+        assert default == ("" if value is None else str(value) if isinstance(value, bool) else json.dumps(value)), name
