@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from ..data.image_sets import criteria_dict
 from ..data.questions import criterion_question, plain_question
-from ..data.rankings import default_question, check_ranking_columns
+from ..data.rankings import check_ranking_columns, default_question
 from .ranking import list_order_metrics, ranking_metrics
 from .runs import ResultFile, batches, check_scorer, dataset_fingerprint, mean_and_interval, score_pairs
 
