@@ -701,7 +701,7 @@ class TestBadInput:
     @pytest.mark.parametrize("call", ["score", "explain"])
     def test_a_question_with_the_image_token(self, judge, call):
         pairs = [(noise(0), noise(1))] * 2
-        with pytest.raises(ValueError, match=r"`prompts\[1\]` has '<\|image_pad\|>', which would stand for an image"):
+        with pytest.raises(ValueError, match=r"`prompts\[1\]` has '<\|image_pad\|>', which the model reads as"):
             getattr(judge, call)(pairs, [SHORT, "Is <|image_pad|> alike?"])
         assert len(judge.score(pairs, [SHORT, "Is <image> alike?"])) == 2  # text to this model
 
@@ -717,7 +717,9 @@ class TestBadInput:
         assert len(judge.score_sets(sets[:1], SHORT)) == 1
 
     @pytest.mark.parametrize(
-        "images", [["ab.png", "cd.png"], [noise(0), noise(1)], [b"abc"], [Path("a.png")]], ids=str
+        "images",
+        [["ab.png", "cd.png"], [noise(0), noise(1)], [b"abc"], [Path("a.png")]],
+        ids=["text", "image", "bytes", "Path"],
     )
     def test_what_is_not_a_set(self, judge, images):
         with pytest.raises(ValueError, match=r"(?i)\bset 0\b|`image_sets\[0\]`"):
@@ -805,8 +807,8 @@ def adapter(tiny_qwen, tmp_path_factory):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                assert torch.equal(parameter, torch.zeros_like(parameter))
+            if "lora_" in name:  # B starts at zero, and A as the global random state is
+                assert ("lora_B" in name) == torch.equal(parameter, torch.zeros_like(parameter))
                 parameter.normal_(std=0.1, generator=generator)
     folder = tmp_path_factory.mktemp("adapter")
     model.save_pretrained(folder)
@@ -971,7 +973,7 @@ class TestFromPretrained:
     @pytest.mark.parametrize(
         "rename",
         [
-            lambda name: name.replace("language_model.", ""),  # as other versions of transformers name them
+            lambda name: name.replace("language_model.", "text."),
             lambda name: name.replace("layers.1.", "layers.7."),
             lambda name: name.replace("lora_B", "lora_C"),
         ],
@@ -984,11 +986,19 @@ class TestFromPretrained:
         with pytest.warns(UserWarning, match="missing adapter keys"):
             model = PeftModel.from_pretrained(model, folder).eval()
         assert usages(model, reference[1], pairs[:1], questions[:1])[0] > 0
-        message = (
-            f"The adapter '{folder}' does not fit Qwen2_5_VLForConditionalGeneration '{tiny_qwen}': weights are mis"
-        )
+        message = f"The adapter '{folder}' does not fit Qwen2_5_VLForConditionalGeneration '{tiny_qwen}': .*missing"
         with pytest.raises(ValueError, match=message):
             PaCoReward.from_pretrained(folder, device="cpu")
+
+    def test_an_adapter_with_the_layers_names_of_older_versions(self, edited, pairs, questions, expected_adapted):
+        """Before transformers 4.52 the language model's layers were `model.layers`."""
+
+        def rename(name):
+            return name.replace("model.language_model.layers", "model.layers")
+
+        folder = edited(lambda weights: {rename(name): value for name, value in weights.items()})
+        judge = PaCoReward.from_pretrained(folder, device="cpu")
+        assert judge.score(pairs, questions) == close(expected_adapted)
 
     def test_an_adapter_with_weights_that_have_no_place(self, edited, pairs, questions, expected_adapted):
         """Some are left out where the configuration names fewer layers than the file has: no adapter of anybody's."""

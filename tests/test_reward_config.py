@@ -198,7 +198,6 @@ class TestRefusedFields:
             "eos_token",
             "model_init_kwargs",
             "pad_token",
-            "shuffle_dataset",
             "trust_remote_code",
         }
 

@@ -220,6 +220,11 @@ def _check_columns(dataset: Any, name: str) -> None:
             f"`{name}` has the columns {extra} beside those of a pair, and TRL would train on them instead. Remove "
             f"them: `dataset.remove_columns({extra})`."
         )
+    if dataset.format["type"] == "custom":
+        raise ValueError(
+            f"`{name}` has a transform of its own (`with_transform`), which would not be called: images are read as "
+            "they are stored, so that a broken one can be named. Apply it with `dataset.map`."
+        )
     check_image_list(dataset, "images", name)
 
 

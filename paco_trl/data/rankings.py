@@ -233,18 +233,16 @@ def _make_pairs(
     num_positives: int,
     num_negatives: int,
     questions: list[str],
-    features: "Features",
-) -> "pa.Table":
-    import pyarrow as pa
-
-    columns: dict[str, list[Any]] = {name: [] for name in features}
+    names: list[str],
+) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, row in zip(rows, batch.to_pylist(), strict=True):
         best, worst = row["ranking"][:num_positives], row["ranking"][-num_negatives:]
         for index, decision in [*((index, "Yes") for index in best), *((index, "No") for index in worst)]:
             pair = {**row, **make_pair(row["reference"], row["candidates"][index], questions[number], decision)}
-            for name in features:
+            for name in names:
                 columns[name].append(pair[name])
-    return pa.table(columns, schema=features.arrow_schema)
+    return columns
 
 
 def rankings_to_pairs(
@@ -306,7 +304,7 @@ def rankings_to_pairs(
             "num_positives": num_positives,
             "num_negatives": num_negatives,
             "questions": questions,
-            "features": features,
+            "names": list(features),
         },
         desc="Making pairs",
     )

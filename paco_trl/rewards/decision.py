@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+# What models do to their logits behind the head
+_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 def decision_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
@@ -33,3 +38,40 @@ def decision_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
             )
         ids += encoded
     return ids[0], ids[1]
+
+
+def decision_direction(
+    head: "nn.Module", decision_ids: tuple[int, int]
+) -> tuple["torch.Tensor", "torch.Tensor | float"]:
+    """
+    What gives logit(Yes) - logit(No) from a hidden state: their difference is its product with a direction.
+
+    Args:
+        head (`torch.nn.Module`):
+            Language-model head, whole.
+        decision_ids (`tuple[int, int]`):
+            Token ids of Yes and No.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor | float]`: direction of shape `(D,)`, float32, and the difference of the biases.
+    """
+    yes, no = head.weight.detach()[list(decision_ids)].float()
+    if head.bias is None:
+        return yes - no, 0.0
+    bias_yes, bias_no = head.bias.detach()[list(decision_ids)].float()
+    return yes - no, bias_yes - bias_no
+
+
+def scales_logits(config: "PreTrainedConfig") -> str | None:
+    """
+    Name of what a model does to its logits behind the head, for which [`decision_direction`] is not enough.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Config of the model.
+
+    Returns:
+        `str` or `None`.
+    """
+    text_config = config.get_text_config()
+    return next((name for name in _SCALES if getattr(text_config, name, None) not in (None, 1, 1.0)), None)

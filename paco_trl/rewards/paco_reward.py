@@ -3,6 +3,7 @@
 
 import math
 import os
+import re
 import warnings
 from itertools import combinations
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from peft import PeftConfig, PeftModel
+from peft.utils import get_peft_model_state_dict
 from PIL import Image
+from safetensors import safe_open
 from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -18,10 +21,18 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.images import load_image
-from .decision import decision_token_ids
+from ..utils.images import check_text, find_control_tokens, load_image
+from .decision import decision_direction, decision_token_ids, scales_logits
 from .prefix_sharing import share_prefixes
 
+
+_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+# Model types that take images which the vision tower has encoded already as one tensor of features each
+_ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
+# Prefix that PeftModel puts in front of the model's own names
+_PEFT_PREFIX = "base_model.model."
+# Names of layers before transformers 4.52, which adapters of that time have, and what they became
+_OLD_LAYERS = {r"^model\.layers": "model.language_model.layers", r"^visual": "model.visual"}
 
 # An image in one of the forms that `score` takes
 ImageSource = Image.Image | str | Path | bytes
@@ -46,6 +57,9 @@ class PaCoReward:
             Name for reports. If `None`, the model's.
         batch_size (`int`, *optional*, defaults to `8`):
             Pairs of a forward pass.
+        system_prompt (`str`, *optional*):
+            System turn in front of each question, for a judge that was trained with one. If `None`, what the chat
+            template puts there, as the published judges have it.
 
     Example:
 
@@ -66,6 +80,7 @@ class PaCoReward:
         processor: ProcessorMixin,
         name: str | None = None,
         batch_size: int = 8,
+        system_prompt: str | None = None,
     ):
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
@@ -74,10 +89,13 @@ class PaCoReward:
         self.yes_id, self.no_id = decision_token_ids(processor.tokenizer)
         self.name = name or model.name_or_path
         self.batch_size = batch_size
+        self.system_prompt = system_prompt
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
         # For these an image is one tensor of features, so that it can be encoded once and pairs can share what they
         # begin with. For others pairs go through processor and model whole: same scores, more work.
-        self._takes_encoded_images = self._network.config.model_type in ("qwen2_vl", "qwen2_5_vl")
+        self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
+        self._hidden_state: torch.Tensor | None = None
+        self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
 
     @classmethod
     def from_pretrained(
@@ -86,6 +104,7 @@ class PaCoReward:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         batch_size: int = 8,
+        system_prompt: str | None = None,
         trust_remote_code: bool = False,
         **kwargs,
     ) -> "PaCoReward":
@@ -102,11 +121,13 @@ class PaCoReward:
                 Dtype of the model; `"auto"` is that of its files.
             batch_size (`int`, *optional*, defaults to `8`):
                 Pairs of a forward pass.
+            system_prompt (`str`, *optional*):
+                System turn in front of each question.
             trust_remote_code (`bool`, *optional*, defaults to `False`):
                 Whether to run code that comes with the model.
             **kwargs:
-                Further arguments of [`~transformers.PreTrainedModel.from_pretrained`], `revision` and `token` for the
-                named repository among them.
+                Further arguments of [`~transformers.PreTrainedModel.from_pretrained`]; `revision` and `subfolder` are
+                those of the named repository, not of the model below an adapter.
 
         Returns:
             [`PaCoReward`].
@@ -116,17 +137,20 @@ class PaCoReward:
                 No is not one token.
         """
         model = os.fspath(model)
-        hub_kwargs = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
+        hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         is_adapter = find_adapter_config_file(model, **hub_kwargs) is not None
         base, base_kwargs = model, kwargs
         if is_adapter:
-            base = PeftConfig.from_pretrained(model, **hub_kwargs).base_model_name_or_path
+            config = PeftConfig.from_pretrained(model, **hub_kwargs)
+            base = config.base_model_name_or_path
             if not base:
                 raise ValueError(
                     f"The adapter {model!r} does not name the model below it: `base_model_name_or_path` in its "
                     "adapter_config.json is empty. Put the model's Hub id or folder there."
                 )
-            base_kwargs = {name: value for name, value in kwargs.items() if name != "revision"}
+            base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+            if config.revision is not None:
+                base_kwargs["revision"] = config.revision
         # A judge is not trained: a live ZeRO-3 configuration would leave it empty
         with without_zero3_init():
             network = AutoModelForImageTextToText.from_pretrained(
@@ -137,12 +161,12 @@ class PaCoReward:
         processor_source, processor_kwargs = model, hub_kwargs
         if is_adapter and not _has_processor(model, hub_kwargs):
             processor_source = base
-            processor_kwargs = {name: value for name, value in hub_kwargs.items() if name != "revision"}
+            processor_kwargs = {name: value for name, value in base_kwargs.items() if name in _HUB_ARGUMENTS}
         processor = AutoProcessor.from_pretrained(
             processor_source, trust_remote_code=trust_remote_code, **processor_kwargs
         )
         network.to(device if device is not None else PartialState().device)
-        return cls(network, processor, name=model, batch_size=batch_size)
+        return cls(network, processor, model, batch_size, system_prompt)
 
     @property
     def device(self) -> torch.device:
@@ -182,13 +206,12 @@ class PaCoReward:
         """
         prompts = self._check(images, prompts)
         pairs = [tuple(pair) for pair in images]
-        if symmetric:
-            pairs, prompts = pairs + [(second, first) for first, second in pairs], prompts * 2
-        scores = self._score(pairs, prompts, show_progress)
-        if symmetric:
-            half = len(pairs) // 2
-            scores = [(forward + backward) / 2 for forward, backward in zip(scores[:half], scores[half:], strict=True)]
-        return scores
+        if not symmetric:
+            return self._score(pairs, prompts, show_progress)
+        # Both orders of a pair beside one another, so that their images can be let go of
+        pairs = [order for first, second in pairs for order in ((first, second), (second, first))]
+        scores = self._score(pairs, [prompt for prompt in prompts for _ in range(2)], show_progress)
+        return [(forward + backward) / 2 for forward, backward in zip(scores[::2], scores[1::2], strict=True)]
 
     def score_sets(
         self,
@@ -219,6 +242,11 @@ class PaCoReward:
         """
         prompts = _one_each(prompts, len(image_sets), "sets")
         for index, images in enumerate(image_sets):
+            if not isinstance(images, (list, tuple)):
+                raise ValueError(
+                    f"`image_sets[{index}]` is {type(images).__name__}, not a list of images. `score_sets` takes "
+                    "several sets, `[[first, second, third], ...]`."
+                )
             if len(images) < 2:
                 raise ValueError(f"Set {index} has {len(images)} image(s); consistency needs at least two.")
         pairs = [pair for images in image_sets for pair in combinations(images, 2)]
@@ -254,28 +282,50 @@ class PaCoReward:
                 for place, image in zip(("First", "Second"), pairs[index], strict=True)
             ]
             inputs = self._inputs([prompts[index] for index in batch], loaded)
-            # The published generation configs sample; `score` is greedy too, and an explanation should explain it
-            generated = self.model.generate(
-                **inputs, max_new_tokens=max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None
-            )
+            # The published generation configs sample and penalise repetitions; an explanation should explain the score
+            with torch.autocast(self.device.type, enabled=False):
+                generated = self.model.generate(
+                    **inputs, max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=1.0
+                )
             generated = generated[:, inputs["input_ids"].shape[1] :]
             answers += self.processor.batch_decode(generated, skip_special_tokens=True)
+        self._hidden_state = None
         return answers
 
     def _check(self, images: list[ImagePair], prompts: str | list[str]) -> list[str]:
         for index, pair in enumerate(images):
-            if isinstance(pair, (str, bytes, Image.Image)) or len(pair) != 2:
-                what = type(pair).__name__ if isinstance(pair, (str, bytes, Image.Image)) else f"{len(pair)} images"
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+                what = f"{len(pair)} images" if isinstance(pair, (list, tuple)) else type(pair).__name__
                 raise ValueError(
                     f"`images[{index}]` is {what}, not a pair. `score` takes pairs, `[(first, second), ...]`; for sets "
                     "of more images there is `score_sets`."
                 )
         prompts = _one_each(prompts, len(images), "pairs")
-        token = getattr(self.processor, "image_token", None)
+        control_tokens = find_control_tokens(self.processor)
         for index, prompt in enumerate(prompts):
-            if token is not None and token in prompt:
-                raise ValueError(f"`prompts[{index}]` has {token!r}, which would stand for an image. Take it out.")
+            check_text(prompt, control_tokens, f"`prompts[{index}]`")
         return prompts
+
+    def _keep_hidden_state(self, module: torch.nn.Module, args: tuple) -> None:
+        self._hidden_state = args[0]
+
+    def _probabilities(self, inputs: dict) -> list[float]:
+        """
+        P(Yes) / (P(Yes) + P(No)) of each row: the sigmoid of the difference of the two logits.
+
+        The difference is computed in float32 from the hidden state: the logits of a bf16 model come in steps that are
+        coarse for a score, an eighth above 16.
+        """
+        # Without shared beginnings no cache is needed
+        logits = self.model(**inputs, logits_to_keep=1, use_cache="past_key_values" in inputs).logits[:, -1]
+        hidden, self._hidden_state = self._hidden_state[:, -1].float(), None  # (B, D)
+        if scales_logits(self._network.config):
+            logits = logits.float()
+            difference = logits[:, self.yes_id] - logits[:, self.no_id]
+        else:
+            direction, offset = decision_direction(self._network.get_output_embeddings(), (self.yes_id, self.no_id))
+            difference = hidden.to(direction.device) @ direction + offset
+        return torch.sigmoid(difference.cpu().double()).tolist()
 
     @torch.inference_mode()
     def _score(self, pairs: list[ImagePair], prompts: list[str], show_progress: bool) -> list[float]:
@@ -291,10 +341,7 @@ class PaCoReward:
                 inputs = self._inputs([prompts[index] for index in indices], images.of_batch(number))
                 if self._takes_encoded_images:
                     inputs = share_prefixes(self._network, inputs, [_key(pairs[index][0]) for index in indices])
-                logits = self.model(**inputs, logits_to_keep=1).logits[:, -1].double()
-                # = softmax over the two, in log space
-                probabilities = torch.sigmoid(logits[:, self.yes_id] - logits[:, self.no_id]).tolist()
-                for index, probability in zip(indices, probabilities, strict=True):
+                for index, probability in zip(indices, self._probabilities(inputs), strict=True):
                     if math.isnan(probability):
                         raise ValueError(
                             f"The score of pair {index} is not a number: the weights of {self.name!r} are not finite, "
@@ -312,25 +359,33 @@ class PaCoReward:
         [`_Images`] gives them, PIL images elsewhere.
         """
         content = [{"type": "image"}, {"type": "image"}]
+        system = []
+        if self.system_prompt is not None:
+            system = [{"role": "system", "content": [{"type": "text", "text": self.system_prompt}]}]
         texts = [
             self.processor.apply_chat_template(
-                [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
+                [*system, {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
                 tokenize=False,
                 add_generation_prompt=True,
             )
             for prompt in prompts
         ]
+        # The chat template has written the special tokens already, that of the beginning among them
+        text_kwargs = {
+            "padding": True,
+            "padding_side": "left",
+            "add_special_tokens": False,
+            "return_tensors": "pt",
+        }
         if isinstance(images[0], Image.Image):
-            inputs = self.processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
-            return inputs.to(self.device)
+            return self.processor(text=texts, images=images, **text_kwargs).to(self.device)
 
         grids = torch.stack([grid for _, grid in images])  # (2 B, 3)
         slots = [self.processor.replace_image_token({"image_grid_thw": grids}, slot) for slot in range(len(images))]
         texts, _ = self.processor.get_text_with_replacements(texts, slots)
-        inputs = self.processor.tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
+        inputs = self.processor.tokenizer(texts, **text_kwargs)
         inputs["mm_token_type_ids"] = torch.tensor(self.processor.create_mm_token_type_ids(inputs["input_ids"]))
         inputs["image_grid_thw"] = grids
-        inputs = inputs.to(self.device)
         encoded = BaseModelOutputWithPooling(pooler_output=tuple(features for features, _ in images))
         return {**inputs, "mm_encoder_outputs": {"image": encoded}}
 
@@ -398,22 +453,40 @@ def _has_processor(model: str, hub_kwargs: dict) -> bool:
 
 
 def _load_adapter(network: PreTrainedModel, adapter: str, hub_kwargs: dict) -> PeftModel:
+    weights = cached_file(
+        adapter, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False, **hub_kwargs
+    )
     # PEFT would fall back to a pickle
-    if (
-        cached_file(adapter, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False, **hub_kwargs)
-        is None
-    ):
+    if weights is None:
         raise ValueError(
             f"The adapter {adapter!r} has no adapter_model.safetensors. Other formats are pickles, which can run code; "
             "convert it, or ask for a safetensors file."
         )
+    key_mapping = _OLD_LAYERS if network.config.model_type in _ENCODED_IMAGES else {}
+    fault = None
     with warnings.catch_warnings():
         # An adapter whose names do not fit is loaded as no adapter at all, with a warning
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
-            return PeftModel.from_pretrained(network, adapter, torch_device="cpu", **hub_kwargs)
-        except UserWarning as warning:
-            raise ValueError(
-                f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: weights are "
-                f"missing, as {str(warning)[:300]}. Was it trained on another model?"
-            ) from warning
+            model = PeftModel.from_pretrained(
+                network, adapter, torch_device="cpu", key_mapping=key_mapping or None, **hub_kwargs
+            )
+        except (UserWarning, ValueError, RuntimeError) as problem:
+            fault = problem
+    if fault is None:
+        # Weights for layers that the configuration does not name are left out without a word
+        with safe_open(weights, "pt") as file:
+            names = {name.removeprefix(_PEFT_PREFIX) for name in file.keys()}
+        for old, new in key_mapping.items():
+            names = {re.sub(old, new, name) for name in names}
+        placed = {
+            name.removeprefix(_PEFT_PREFIX) for name in get_peft_model_state_dict(model, save_embedding_layers=False)
+        }
+        if names <= placed:
+            return model
+        fault = f"there is no place for {sorted(names - placed)}"
+    raise ValueError(
+        f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(fault)[:300]} It "
+        "was trained on another model, or its layers have the names of another version of transformers: merge it with "
+        "that version and give the merged model."
+    )

@@ -12,6 +12,9 @@ from .first_token_loss import LOSS_VARIANTS
 _PAIRS = "pairs have images, and their prompts must not share a sequence"
 _COMPLETION = "the loss is that of the completion, Yes or No and the reasons"
 _LOGITS = "it needs the logits of the whole vocabulary, which the fused head never builds"
+_SAMPLER = (
+    "the rows are read one by one, with undecoded images: their lengths are not known, and each epoch is shuffled"
+)
 _DATASET = "the columns are those of the pair format, `images`, `prompt` and `completion`"
 
 # Fields of SFTConfig that cannot work for pairs. Set to anything but their default, they are refused with the reason:
@@ -26,6 +29,10 @@ REFUSED_FIELDS = {
     "assistant_only_loss": _COMPLETION,
     "dataset_text_field": _DATASET,
     "dataset_kwargs": _DATASET,
+    "shuffle_dataset": _SAMPLER,
+    "train_sampling_strategy": _SAMPLER,
+    "dataloader_drop_last": "an evaluation would leave out pairs; incomplete batches are weighted rightly",
+    "fsdp": "weights are read and saved that FSDP takes apart; use DeepSpeed ZeRO-3",
     "truncation_mode": "the images stand at the start of the sequence",
     "loss_type": "the loss is `loss_variant`, weighted by `first_token_weight`",
     "label_smoothing_factor": _LOGITS,
@@ -134,9 +141,13 @@ class PaCoRewardConfig(SFTConfig):
     )
 
     def __post_init__(self):
+        if self.router_aux_loss_coef == 0.0:
+            self.router_aux_loss_coef = None  # a config made from a config
         self._refuse_fields()
         self._check_values()
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
+            self.greater_is_better = False  # Trainer knows it of losses only
         super().__post_init__()
 
     def _refuse_fields(self) -> None:
@@ -157,6 +168,11 @@ class PaCoRewardConfig(SFTConfig):
         if self.loss_variant not in LOSS_VARIANTS:
             raise ValueError(
                 f"`loss_variant` is {self.loss_variant!r}; it must be one of {', '.join(map(repr, LOSS_VARIANTS))}."
+            )
+        if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
+            raise ValueError(
+                f"`hub_strategy` is {self.hub_strategy!r}, which would upload whole checkpoints: optimizer states and "
+                "other pickles. Use 'every_save' or 'end', which upload the adapter and its card."
             )
         for name in ("max_pixels", "max_length"):
             value = getattr(self, name)

@@ -27,14 +27,15 @@ from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from ..data import check_pair_columns, is_label_only
+from ..data.pairs import content_text, iter_texts
 from ..evaluation import auroc, expected_calibration_error
-from ..rewards.decision import decision_token_ids
+from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.deepspeed import without_zero3_init
-from ..utils.images import limit_pixels, load_image
+from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image
 from .contact_sheet import send_to_trackers
 from .export import trainable_state_dict
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
-from .paco_reward_config import PaCoRewardConfig
+from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
 from .pair_collator import PairCollator, PairRows
 from .publishing import push_checkpoint
 from .reward_model_card import render_reward_model_card
@@ -43,7 +44,18 @@ from .reward_report import draw_calibration, draw_wrong_pairs
 
 logger = get_logger(__name__)
 
-PUBLISHED_FILES = ["adapter_config.json", "adapter_model.safetensors", "README.md", "*.png", "*.json", "*.jinja"]
+# All that a published judge consists of. The rest of a checkpoint (optimizer, log, arguments) stays.
+PUBLISHED_FILES = [
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "README.md",
+    "*.png",
+    "*.jinja",
+    "merges.txt",
+    "*processor_config.json",
+    "*token*.json",
+    "vocab.json",
+]
 
 
 class Decisions(NamedTuple):
@@ -68,6 +80,14 @@ class Decisions(NamedTuple):
     decision_loss: torch.Tensor
     reasoning_loss: torch.Tensor
     num_reasoning: torch.Tensor
+
+
+class _EvaluateAtTheEnd(TrainerCallback):
+    """Asks for an evaluation at the last step, while the trackers are still there."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = True
 
 
 class PaCoRewardTrainer(SFTTrainer):
@@ -157,6 +177,8 @@ class PaCoRewardTrainer(SFTTrainer):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
+        if not isinstance(args, PaCoRewardConfig):
+            raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
         check_pair_columns(train_dataset, "train_dataset")
         self._check_label_only(train_dataset, args)
         eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
@@ -185,7 +207,11 @@ class PaCoRewardTrainer(SFTTrainer):
         decision_ids = decision_token_ids(tokenizer)
         if args.max_pixels is not None:
             limit_pixels(processing_class, args.max_pixels)
-        load_image(PairRows(train_dataset)[0]["images"][0], processing_class, "First image of row 0")
+        for place, image in zip(("First", "Second"), PairRows(train_dataset)[0]["images"], strict=True):
+            load_image(image, processing_class, f"{place} image of row 0")  # SFTTrainer decodes this row
+        for key, dataset in {"train_dataset": train_dataset, **eval_datasets}.items():
+            if dataset is not None:
+                _check_texts(dataset, key, processing_class)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         if not isinstance(model, PeftModel):
@@ -196,7 +222,12 @@ class PaCoRewardTrainer(SFTTrainer):
             model=model,
             args=args,
             data_collator=PairCollator(
-                processing_class, completion_only_loss=True, decision_ids=decision_ids, cut_at=args.max_length
+                processing_class,
+                completion_only_loss=True,
+                decision_ids=decision_ids,
+                cut_at=args.max_length,
+                # What has no weight in the loss is not computed
+                decision_only=args.first_token_weight == 1 and args.loss_variant == "paper",
             ),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -213,13 +244,19 @@ class PaCoRewardTrainer(SFTTrainer):
                 "together. Use data parallelism or DeepSpeed ZeRO."
             )
 
-        text_config = self._inner_model().config.get_text_config()
-        for name_of_scale in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
-            if getattr(text_config, name_of_scale, None) not in (None, 1, 1.0):
-                raise ValueError(
-                    f"The model changes its logits (`{name_of_scale}` = {getattr(text_config, name_of_scale)}), which "
-                    "P(Yes) in training does not know. Such a model can be a judge as it is, but not be trained here."
-                )
+        scale = scales_logits(self._inner_model().config)
+        if scale is not None:
+            raise ValueError(
+                f"The model changes its logits (`{scale}`), which P(Yes) in training does not know. Such a model can be "
+                "a judge as it is, but not be trained here."
+            )
+        if self.is_fsdp_enabled:
+            raise ValueError(f"FSDP does not work here: {REFUSED_FIELDS['fsdp']}.")
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ValueError(
+                "Nothing of the model is trainable. Load the adapter with `PeftModel.from_pretrained(..., "
+                "is_trainable=True)`."
+            )
 
         # 4. Own state
         self.base_model_name = name
@@ -228,8 +265,11 @@ class PaCoRewardTrainer(SFTTrainer):
         self.decision_ids = decision_ids
         self._sums: torch.Tensor | None = None  # of the training steps since the last log, see `_SUMMED`
         self._evaluated: list[torch.Tensor] = []
+        self._is_evaluating = False
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: torch.Tensor | None = None
+        if self.eval_dataset is not None:
+            self.add_callback(_EvaluateAtTheEnd())
         # The fused head gives the log-probability of the label alone. The other answer's takes the hidden state.
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
 
@@ -238,7 +278,7 @@ class PaCoRewardTrainer(SFTTrainer):
         # they would carry 1 - a of the weight, and teach nothing.
         if args.first_token_weight in (None, 1):
             return
-        rows = [row for row, completion in enumerate(dataset["completion"]) if is_label_only(completion)]
+        rows = [row for row, _, completion in iter_texts(dataset) if is_label_only(completion)]
         if rows:
             raise ValueError(
                 f"{len(rows)} of {len(dataset)} completions are a label without reasons, the first in row {rows[0]}, "
@@ -326,19 +366,14 @@ class PaCoRewardTrainer(SFTTrainer):
             return self._frozen_direction
         head = self._inner_model().get_output_embeddings()
         with maybe_gather_lm_head_ctx(head.weight, head.bias):  # ZeRO-3 holds it in parts
-            yes, no = head.weight.detach()[list(self.decision_ids)].float()
-            offset = 0.0
-            if head.bias is not None:
-                bias_yes, bias_no = head.bias.detach()[list(self.decision_ids)].float()
-                offset = bias_yes - bias_no
-            direction = (yes - no, offset)
+            direction = decision_direction(head, self.decision_ids)
         if not head.weight.requires_grad:
             self._frozen_direction = direction
         return direction
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of the decisions since the last log. Every process calls it."""
-        if self.model.training and self._sums is not None:
+        if not self._is_evaluating and self._sums is not None:
             sums = self.accelerator.reduce(self._sums, "sum").tolist()
             self._sums = None
             logs.update(self._training_metrics(dict(zip(_SUMMED, sums, strict=True))))
@@ -386,7 +421,11 @@ class PaCoRewardTrainer(SFTTrainer):
             raise ValueError("There is nothing to evaluate on: give the trainer or `evaluate` an `eval_dataset`.")
         if isinstance(eval_dataset, Dataset):
             check_pair_columns(eval_dataset, "eval_dataset")
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        self._is_evaluating = True
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self._is_evaluating = False
 
     def evaluation_loop(
         self,
@@ -401,7 +440,7 @@ class PaCoRewardTrainer(SFTTrainer):
         output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         evaluated = torch.cat(self._evaluated, dim=1).T.contiguous()  # (pairs of this process, 6)
         evaluated = self.accelerator.pad_across_processes(evaluated, dim=0, pad_index=-1)
-        evaluated = self.accelerator.gather(evaluated).double().cpu()
+        evaluated = self.accelerator.gather(evaluated).cpu().double()
         # Rows that fill up the last batch are there twice, and padding has the row -1
         rows, first = np.unique(evaluated[:, 0].numpy(), return_index=True)
         first = first[rows >= 0]
@@ -453,11 +492,10 @@ class PaCoRewardTrainer(SFTTrainer):
             ),
         }
         for kind, picture in pictures.items():
-            if picture is None:
-                continue
-            picture.save(folder / f"{name}-{kind}-{step:06d}.png")
+            file_name = name.replace("/", "_")
+            picture.save(folder / f"{file_name}-{kind}-{step:06d}.png")
             send_to_trackers(picture, f"{name}/{kind}", step, self.callback_handler.callbacks)
-            self.pictures[f"{name}_{kind}.png"] = picture
+            self.pictures[f"{file_name}_{kind}.png"] = picture
 
     def train(self, *args, **kwargs):
         """
@@ -470,11 +508,12 @@ class PaCoRewardTrainer(SFTTrainer):
         Returns:
             `TrainOutput`.
         """
+        self._sums = None  # of a run that was stopped between two logs
         output = super().train(*args, **kwargs)
-        evaluated = {evaluation["step"] for evaluation in self.evaluations.values()}
-        # The best model may be another than the last one evaluated
+        # The best model may be another than the last one, which the callback has evaluated
         if self.eval_dataset is not None and (
-            evaluated != {self.state.global_step} or self.args.load_best_model_at_end
+            self.args.load_best_model_at_end
+            or not any(one["step"] == self.state.global_step for one in self.evaluations.values())
         ):
             self.evaluate()
         return output
@@ -558,6 +597,13 @@ def _sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> torch.
             attention_mask.float().sum().to(p_yes.device),
         ]
     )
+
+
+def _check_texts(dataset: Dataset, name: str, processor: ProcessorMixin) -> None:
+    control_tokens = find_control_tokens(processor)
+    for row, prompt, completion in iter_texts(dataset):
+        for turn in [*prompt, *completion]:
+            check_text(content_text(turn["content"]) or "", control_tokens, f"Row {row} of `{name}`")
 
 
 def language_model_targets(model: PreTrainedModel) -> str:

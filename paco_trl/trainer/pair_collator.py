@@ -51,6 +51,8 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
             Token ids of Yes and No.
         cut_at (`int`, *optional*):
             Length at which a sequence is cut, if what is cut are reasons.
+        decision_only (`bool`, *optional*, defaults to `False`):
+            Whether everything behind the decision is left out: nothing that comes after a token changes it.
 
     Raises:
         ValueError: An image cannot be read, the completion's first token is not Yes or No, or the images or the
@@ -59,6 +61,7 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
 
     decision_ids: tuple[int, int] = ()
     cut_at: int | None = None
+    decision_only: bool = False
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collates rows of [`PairRows`]."""
@@ -91,8 +94,14 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
                     f"{self.cut_at} would cut them off. Raise `max_length` to at least {position + 1} (None never "
                     "cuts), or lower `max_pixels`, so that an image becomes fewer tokens."
                 )
-        if self.cut_at is not None:
+        cut_at = self.cut_at
+        if self.decision_only:
+            is_behind = torch.arange(is_completion.shape[1]) > decision[:, None]  # (B, T)
+            batch["labels"][is_behind] = -100
+            batch["attention_mask"][is_behind] = 0
+            cut_at = int(decision.max()) + 1
+        if cut_at is not None:
             for name in TOKEN_TENSORS & batch.keys():
-                batch[name] = batch[name][:, : self.cut_at]
+                batch[name] = batch[name][:, :cut_at]
         batch["rows"] = torch.tensor(rows)
         return batch

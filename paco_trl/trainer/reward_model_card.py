@@ -44,7 +44,12 @@ def render_reward_model_card(
     args = trainer.args
     base_model = trainer.base_model_name
     is_local = os.path.isdir(base_model)
-    repo_id = args.hub_model_id or os.path.basename(os.path.normpath(args.output_dir))
+    # `hub_model_id` of the trainer has the user's name, once the repository exists
+    repo_id = (
+        getattr(trainer, "hub_model_id", None)
+        or args.hub_model_id
+        or os.path.basename(os.path.normpath(args.output_dir))
+    )
     lora = trainer.model.peft_config[trainer.model.active_adapter] if isinstance(trainer.model, PeftModel) else None
     card_data = ModelCardData(
         library_name="peft",

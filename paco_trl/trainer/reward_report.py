@@ -116,7 +116,8 @@ def draw_wrong_pairs(
             color="black" if says == label else _INCONSISTENT, weight="bold", va="top",
         )  # fmt: skip
         question = textwrap.shorten(_text(row["prompt"][-1]["content"]), 230, placeholder=" …")
-        caption.text(0.0, 0.74, textwrap.fill(question, 82), fontsize=6, color="0.3", va="top")
+        question = textwrap.fill(question, 82).replace("$", r"\$")  # matplotlib reads what is between two as a formula
+        caption.text(0.0, 0.74, question, fontsize=6, color="0.3", va="top")
     return _rendered(figure)
 
 

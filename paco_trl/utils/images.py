@@ -5,11 +5,15 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import requests
 from PIL import Image
 
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
+
+# Seconds to wait for an image behind a URL
+_TIMEOUT = 30.0
 
 
 def load_image(image, processor: "ProcessorMixin", where: str) -> Image.Image:
@@ -37,22 +41,28 @@ def load_image(image, processor: "ProcessorMixin", where: str) -> Image.Image:
     """
     from qwen_vl_utils import process_vision_info
 
+    # Not every image processor cuts patches; 14 is the library's own default
+    patch_size = getattr(processor.image_processor, "patch_size", None) or 14
+    patch_size = patch_size if isinstance(patch_size, int) else patch_size["height"]
     source, name = image, None
     if isinstance(image, dict):
-        source = image["bytes"] if image.get("bytes") is not None else image["path"]
+        source = image["bytes"] if image.get("bytes") is not None else image.get("path")
         name = image.get("path")
     if isinstance(source, Path):
         source = str(source)
     if isinstance(source, str):
         name = source if len(source) < 300 else source[:40] + "…"  # a data URL is the whole image
     try:
+        if isinstance(source, str) and source.startswith(("http://", "https://")):
+            # The library would wait forever for a server that does not answer
+            response = requests.get(source, timeout=_TIMEOUT)
+            response.raise_for_status()
+            source = response.content
         if isinstance(source, (bytes, bytearray)):
             source = Image.open(BytesIO(source))
         elif not isinstance(source, (str, Image.Image)):
             raise TypeError(f"an image, a path, a URL or bytes are needed, not {type(source).__name__}")
         message = {"role": "user", "content": [{"type": "image", "image": source}]}
-        # Not every image processor cuts patches; 14 is the library's own default
-        patch_size = getattr(processor.image_processor, "patch_size", None) or 14
         images, _ = process_vision_info([message], image_patch_size=patch_size)
     except Exception as error:  # Pillow raises half a dozen kinds, requests and base64 their own
         raise ValueError(
@@ -84,3 +94,39 @@ def limit_pixels(processor: "ProcessorMixin", max_pixels: int) -> None:
     if limit is not None and limit > max_pixels:
         size = {**dict(processor.image_processor.size), "longest_edge": max_pixels}
         processor.image_processor.size = SizeDict(**size)
+
+
+def find_control_tokens(processor: "ProcessorMixin") -> list[str]:
+    """
+    Tokens that are no text: turns, images, the end.
+
+    Args:
+        processor ([`~transformers.ProcessorMixin`]):
+            Processor.
+
+    Returns:
+        `list[str]`.
+    """
+    tokens = {str(token) for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
+    tokens.update(getattr(processor, name, None) for name in ("image_token", "video_token"))
+    return sorted(token for token in tokens if token)
+
+
+def check_text(text: str, control_tokens: list[str], where: str) -> None:
+    """
+    Checks that a text has no control token, which would be read as an image, or as the end of the turn.
+
+    Args:
+        text (`str`):
+            Text.
+        control_tokens (`list[str]`):
+            From [`find_control_tokens`].
+        where (`str`):
+            Where the text comes from, for the error.
+
+    Raises:
+        ValueError: It has one.
+    """
+    token = next((token for token in control_tokens if token in text), None)
+    if token is not None:
+        raise ValueError(f"{where} has {token!r}, which the model reads as a command and not as text. Take it out.")
