@@ -404,7 +404,7 @@ def trained(tiny_qwen, tmp_path_factory):
         max_steps=-1,
         num_train_epochs=2,
         per_device_train_batch_size=16,
-        per_device_eval_batch_size=16,
+        per_device_eval_batch_size=32,
         save_strategy="epoch",
         hub_token=TOKEN,
     )
@@ -655,7 +655,6 @@ class TestMetrics:
         }  # fmt: skip
         assert len(trainer.pictures) == 4
 
-    @pytest.mark.xfail(strict=True, reason="its pictures go into a folder that does not exist")
     def test_an_evaluation_set_with_a_slash_in_its_name(self, make_reward_trainer):
         trainer = make_reward_trainer(eval_dataset={"user/pairs": mixed(2)})
         assert "eval_user/pairs_auroc" in trainer.evaluate()
@@ -870,7 +869,6 @@ class TestPictures:
                 y = 157 + 324.5 * (place // 2)
                 assert sheet.getpixel((int(x), int(y))) == colour, (place, side)
 
-    @pytest.mark.xfail(strict=True, reason="matplotlib reads what is between two dollar signs as mathematics")
     def test_a_question_with_dollar_signs(self, tiny_qwen):
         image = PILImage.new("RGB", (56, 56))
         pairs = PairRows(pair_dataset([make_pair(image, image, r"Do both cost $5 \off and not $9?", True)]))
@@ -901,15 +899,7 @@ class TestPictures:
         assert picture.mode == "RGB" and picture.size == (506, 594)
         assert len(picture.getcolors(10**6)) > 20
 
-    @pytest.mark.parametrize(
-        "strategy",
-        [
-            pytest.param(
-                "no", marks=pytest.mark.xfail(strict=True, reason="the writer is closed before the last evaluation")
-            ),
-            "steps",
-        ],
-    )
+    @pytest.mark.parametrize("strategy", ["no", "steps"])
     def test_tensorboard(self, make_reward_trainer, tmp_path, monkeypatch, strategy):
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
         trainer = make_reward_trainer(
@@ -1049,7 +1039,6 @@ class TestCheckpoints:
         finally:
             (folder / "training_args.bin").unlink()
 
-    @pytest.mark.xfail(strict=True, reason="*.json takes trainer_state.json along")
     def test_what_a_checkpoint_says_of_this_machine_is_not_published(self, trained):
         checkpoint = Path(trained.args.output_dir) / "checkpoint-48"
         published = {path.name for pattern in PUBLISHED_FILES for path in checkpoint.glob(pattern)}
@@ -1217,19 +1206,7 @@ class TestBadInput:
             make_reward_trainer(train_dataset=dataset, first_token_weight=weight)
         make_reward_trainer(eval_dataset=dataset, first_token_weight=0.1)  # it is only evaluated on
 
-    @pytest.mark.parametrize(
-        "form",
-        [
-            "torch",
-            *(
-                pytest.param(
-                    form,
-                    marks=pytest.mark.xfail(strict=True, reason="_check_label_only reads the column in its format"),
-                )
-                for form in ("numpy", "arrow", "pandas")
-            ),
-        ],
-    )
+    @pytest.mark.parametrize("form", ["torch", "numpy", "arrow", "pandas"])
     def test_formatted_datasets(self, make_reward_trainer, form):
         dataset = mixed(4).with_format(form)
         trainer = make_reward_trainer(train_dataset=dataset, eval_dataset=dataset, max_steps=1)
@@ -1255,7 +1232,7 @@ class TestBadInput:
         ("place", "which"),
         [
             (0, "First"),
-            pytest.param(1, "Second", marks=pytest.mark.xfail(strict=True, reason="SFTTrainer decodes the first row")),
+            (1, "Second"),
         ],
     )
     def test_an_unreadable_image_in_the_first_row(self, make_reward_trainer, tiny_qwen, tmp_path, place, which):
@@ -1297,7 +1274,6 @@ class TestBadInput:
         with pytest.raises(OSError, match="safetensors"):
             make_reward_trainer(folder)
 
-    @pytest.mark.xfail(strict=True, reason="it trains nothing, and saves an adapter without weights")
     def test_an_adapter_that_is_not_trainable(self, make_reward_trainer, tiny_qwen, adapter):
         model = PeftModel.from_pretrained(base_of(tiny_qwen), adapter)
         with pytest.raises(ValueError, match="is_trainable=True"):

@@ -149,6 +149,8 @@ def assert_same_training(output: Path, reference: Path) -> None:
             if not re.search("runtime|per_second|preparation_time", name):
                 assert entry[name] == pytest.approx(value, abs=2e-3, rel=2e-3), (name, entry)
     assert_same_adapter(output, reference)
+    for folder in (output, reference):
+        assert "| effective batch | 12 pairs |" in (folder / "README.md").read_text()
 
 
 def assert_same_adapter(output: Path, reference: Path) -> None:
@@ -174,6 +176,7 @@ def test_alone(alone, workspace):
     }  # fmt: skip
     assert files_of(alone) == published
     assert files_of(alone / "checkpoint-4") > published
+    assert "| effective batch | 12 pairs |" in (alone / "README.md").read_text()
     config = json.loads((alone / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
     test = pairs(21, 1)

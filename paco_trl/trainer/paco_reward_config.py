@@ -29,8 +29,7 @@ REFUSED_FIELDS = {
     "assistant_only_loss": _COMPLETION,
     "dataset_text_field": _DATASET,
     "dataset_kwargs": _DATASET,
-    "shuffle_dataset": _SAMPLER,
-    "train_sampling_strategy": _SAMPLER,
+    "shuffle_dataset": "every epoch is shuffled anyway, see `train_sampling_strategy`",
     "dataloader_drop_last": "an evaluation would leave out pairs; incomplete batches are weighted rightly",
     "fsdp": "weights are read and saved that FSDP takes apart; use DeepSpeed ZeRO-3",
     "truncation_mode": "the images stand at the start of the sequence",
@@ -173,6 +172,11 @@ class PaCoRewardConfig(SFTConfig):
             raise ValueError(
                 f"`hub_strategy` is {self.hub_strategy!r}, which would upload whole checkpoints: optimizer states and "
                 "other pickles. Use 'every_save' or 'end', which upload the adapter and its card."
+            )
+        if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+            raise ValueError(
+                f"`train_sampling_strategy` is {self.train_sampling_strategy!r}, but the lengths of pairs are not known "
+                "before their images are opened. Use 'random' or 'sequential'."
             )
         for name in ("max_pixels", "max_length"):
             value = getattr(self, name)

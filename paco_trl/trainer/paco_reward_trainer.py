@@ -177,7 +177,7 @@ class PaCoRewardTrainer(SFTTrainer):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
-        if not isinstance(args, PaCoRewardConfig):
+        elif not isinstance(args, PaCoRewardConfig):
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
         check_pair_columns(train_dataset, "train_dataset")
         self._check_label_only(train_dataset, args)
@@ -229,7 +229,7 @@ class PaCoRewardTrainer(SFTTrainer):
                 # What has no weight in the loss is not computed
                 decision_only=args.first_token_weight == 1 and args.loss_variant == "paper",
             ),
-            train_dataset=train_dataset,
+            train_dataset=train_dataset.with_format(None),  # SFTTrainer looks at its first row
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
@@ -244,11 +244,12 @@ class PaCoRewardTrainer(SFTTrainer):
                 "together. Use data parallelism or DeepSpeed ZeRO."
             )
 
-        scale = scales_logits(self._inner_model().config)
+        config = self._inner_model().config
+        scale = scales_logits(config)
         if scale is not None:
             raise ValueError(
-                f"The model changes its logits (`{scale}`), which P(Yes) in training does not know. Such a model can be "
-                "a judge as it is, but not be trained here."
+                f"The model changes its logits (`{scale}` = {getattr(config.get_text_config(), scale)}), which P(Yes) in "
+                "training does not know. Such a model can be a judge as it is, but not be trained here."
             )
         if self.is_fsdp_enabled:
             raise ValueError(f"FSDP does not work here: {REFUSED_FIELDS['fsdp']}.")
