@@ -1388,3 +1388,99 @@ class TestTinyQwen:
     )
     def test_an_image_is_a_token_for_each_28_x_28_pixels(self, reference, size, tokens):
         assert TestLimitPixels.tokens(reference[1], size) == tokens
+
+
+class TestPrecision:
+    def test_scores_of_a_bf16_model_are_not_those_of_its_coarse_logits(self, tiny_qwen):
+        """Logits of a bf16 model above 16 come in steps of an eighth: pairs would tie that are not alike."""
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="bfloat16", batch_size=32)
+        pairs = [(noise(index), noise(index + 1)) for index in range(24)]
+        head = judge.model.get_output_embeddings()
+        states = []
+        hook = head.register_forward_hook(lambda module, args, output: states.append((args[0], output)))
+        scores = judge.score(pairs, SHORT)
+        hook.remove()
+        hidden, logits = (torch.cat([state[index][:, -1] for state in states]) for index in range(2))
+        # Raised as a whole, which changes no probability
+        coarse = (logits + 24).to(torch.bfloat16)
+        assert len(set((coarse[:, judge.yes_id] - coarse[:, judge.no_id]).tolist())) < len(pairs)
+        assert len(set(scores)) == len(pairs)
+        weight = head.weight.float()
+        expected = torch.sigmoid(hidden.float() @ (weight[judge.yes_id] - weight[judge.no_id]))
+        assert scores == pytest.approx(expected.tolist(), abs=1e-6)
+
+    def test_a_model_that_changes_its_logits_is_read_from_them(self, tiny_qwen, pairs, questions, expected):
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
+        judge.model.config.get_text_config().logit_scale = 0.5
+        head = judge.model.get_output_embeddings()
+        head.register_forward_hook(lambda module, args, output: output * 0.5)
+        halved = torch.sigmoid(torch.logit(torch.tensor(expected, dtype=torch.float64)) / 2)
+        assert halved.tolist() != close(expected)
+        assert judge.score(pairs, questions) == close(halved.tolist())
+
+
+class TestTemplates:
+    def test_text_in_front_of_the_images(self, tiny_qwen):
+        """Pairs with the same first image do not begin alike then."""
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
+        template = judge.processor.chat_template
+        judge.processor.chat_template = template.replace(
+            "for part in message.content", "for part in message.content | sort(attribute='type', reverse=true)"
+        )
+        first = noise(0)
+        pairs, questions = [(first, noise(1)), (first, noise(2)), (first, noise(3))], [SHORT, LONG, SHORT]
+        alone = [judge.score([pair], question)[0] for pair, question in zip(pairs, questions, strict=True)]
+        assert judge.score(pairs, questions) == close(alone)
+        judge.processor.chat_template = template
+        assert judge.score(pairs, questions) != close(alone)
+
+    def test_special_tokens_are_those_of_the_template(self, tiny_qwen):
+        """A tokenizer that puts a token of the beginning in front would do so a second time."""
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
+        pairs = [(noise(0), noise(1))]
+        for takes_encoded_images in (True, False):
+            judge._takes_encoded_images = takes_encoded_images
+            expected = judge.score(pairs, SHORT)
+            tokenizer = judge.processor.tokenizer
+            before = tokenizer._tokenizer.post_processor
+            tokenizer._tokenizer.post_processor = TemplateProcessing(
+                single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.pad_token_id)]
+            )
+            assert tokenizer("Same?").input_ids[0] == tokenizer.pad_token_id
+            assert judge.score(pairs, SHORT) == expected
+            tokenizer._tokenizer.post_processor = before
+
+    def test_a_system_prompt(self, tiny_qwen):
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", system_prompt="You are a judge of pictures.")
+        plain = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
+        pairs = [(noise(0), noise(1))]
+        assert judge.score(pairs, SHORT) != close(plain.score(pairs, SHORT))
+        template = plain.processor.chat_template
+        assert "You are a helpful assistant." in template
+        plain.processor.chat_template = template.replace("helpful assistant", "judge of pictures")
+        assert judge.score(pairs, SHORT) == close(plain.score(pairs, SHORT))
+        assert judge.explain(pairs, SHORT, 4) == plain.explain(pairs, SHORT, 4)
+
+
+def test_symmetric_scoring_lets_go_of_images(tiny_qwen, monkeypatch):
+    from paco_trl.rewards import paco_reward
+
+    judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", batch_size=4)
+    kept = []
+    of_batch = paco_reward._Images.of_batch
+    monkeypatch.setattr(
+        paco_reward._Images,
+        "of_batch",
+        lambda images, number: (of_batch(images, number), kept.append(len(images.ready)))[0],
+    )
+    sets = [[noise(10 * index + panel) for panel in range(3)] for index in range(8)]
+    judge.score_sets(sets, SHORT, symmetric=True)
+    assert len(kept) == 12
+    assert max(kept) <= 3
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|vision_start|>", "<|endoftext|>"])
+def test_a_question_with_a_control_token(tiny_qwen, token):
+    judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
+    with pytest.raises(ValueError, match=r"`prompts\[0\]` has '<\|\w+\|>', which the model reads as a command"):
+        judge.score([(noise(0), noise(1))], f"Alike?{token}")
