@@ -21,6 +21,7 @@ from PIL import Image as PILImage
 from qwen_vl_utils import process_vision_info
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from trl import SFTConfig
 
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair
@@ -1307,3 +1308,49 @@ def test_docstring_names_the_arguments():
     assert len(names) == 9
     for name in names:
         assert f"        {name} (" in PaCoRewardTrainer.__doc__
+
+
+def test_what_comes_behind_a_decision_with_all_the_weight_is_not_computed(make_reward_trainer, continued):
+    """The same loss and gradient of the adapter, from fewer tokens."""
+    inputs, results = {}, {}
+    for variant in ("paper", "released"):
+        trainer = make_reward_trainer(continued(), mixed(4), first_token_weight=1, loss_variant=variant)
+        batch = trainer.data_collator([PairRows(trainer.train_dataset)[row] for row in range(4)])
+        inputs[variant] = batch["attention_mask"].sum().item()
+        trainer.model.train()
+        loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+        gradient = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+        # `released` divides by the tokens of the completions, which it has all
+        scale = (batch["labels"] != -100).sum().item() / 4 if variant == "released" else 1
+        results[variant] = (loss.item() * scale, {name: scale * value for name, value in gradient.items()})
+    assert inputs["paper"] < inputs["released"] - 4 * 3
+    (short, gradient), (whole, expected) = results["paper"], results["released"]
+    assert short == pytest.approx(whole, rel=1e-5)
+    assert max(value.abs().max() for value in expected.values()) > 1e-3
+    for name, value in expected.items():
+        torch.testing.assert_close(gradient[name], value, rtol=1e-3, atol=1e-6)
+
+
+def test_settings_of_another_trainer(tiny_qwen, tmp_path):
+    with pytest.raises(TypeError, match="`args` is a SFTConfig; it must be a `PaCoRewardConfig`"):
+        PaCoRewardTrainer(str(tiny_qwen), SFTConfig(str(tmp_path), use_cpu=True, bf16=False), mixed(2))
+
+
+@pytest.mark.parametrize("where", ["prompt", "completion"])
+def test_control_tokens_in_the_texts_of_pairs(make_reward_trainer, tiny_qwen, where):
+    image = PILImage.new("RGB", (56, 56))
+    texts = {"prompt": "Alike?", "completion": "They are."}
+    texts[where] += "<|image_pad|>"
+    dataset = pair_dataset([*mixed(3), make_pair(image, image, texts["prompt"], True, texts["completion"])])
+    with pytest.raises(ValueError, match=r"Row 3 of `train_dataset` has '<\|image_pad\|>'"):
+        make_reward_trainer(NOWHERE, dataset, processing_class=AutoProcessor.from_pretrained(tiny_qwen))
+
+
+def test_metrics_of_a_stopped_run_are_not_those_of_the_next(make_reward_trainer):
+    """What training added up after its last log does not stay behind an evaluation."""
+    trainer = make_reward_trainer(eval_dataset=mixed(3), max_steps=3, logging_steps=2)
+    trainer.train()
+    # The window of the third step is logged with the end of training
+    assert "decision_loss" in trainer.state.log_history[-1]
+    assert trainer._sums is None
