@@ -60,6 +60,7 @@ def draw_calibration(p_yes: np.ndarray, is_yes: np.ndarray, title: str, ece: flo
     edges = np.linspace(0, 1, 21)
     histogram.hist(p_yes[is_yes == 1], bins=edges, color=_CONSISTENT, alpha=0.6, label="consistent")
     histogram.hist(p_yes[is_yes == 0], bins=edges, color=_INCONSISTENT, alpha=0.6, label="inconsistent")
+    histogram.margins(y=0.4)  # room for the legend
     histogram.set_xlabel("P(Yes)")
     histogram.set_ylabel("pairs")
     histogram.set_xlim(-0.02, 1.02)
