@@ -4,7 +4,6 @@
 import atexit
 import inspect
 import json
-import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -43,7 +42,7 @@ from .contact_sheet import (
 from .export import PUBLISHED_FILES, save_adapter, trainable_state_dict
 from .loading import add_adapter, check_peft_config, load_pipeline
 from .losses import clipped_surrogate, gaussian_kl
-from .model_card import render_model_card
+from .model_card import PAPER, render_model_card
 from .paco_grpo_config import PaCoGRPOConfig
 from .prompt_encoder import PromptEncoder
 from .publishing import push_checkpoint
@@ -117,18 +116,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
 
     _tag_names = ["paco-trl", "trl", "paco-grpo", "grpo", "lora"]
     _name = "PaCo-GRPO"
-    _paper = {
-        "title": "PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward "
-        "Modeling",
-        "id": "2512.04784",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @article{pacorl2025,
-                title        = {{PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward Modeling}},
-                year         = 2025,
-                eprint       = {arXiv:2512.04784},
-            }"""),
-    }
+    _paper = PAPER
 
     def __init__(
         self,

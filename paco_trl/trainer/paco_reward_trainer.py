@@ -3,7 +3,6 @@
 
 import copy
 import re
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +34,7 @@ from ..utils.images import check_text, find_control_tokens, limit_pixels, load_i
 from .contact_sheet import send_to_trackers
 from .export import trainable_state_dict
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
+from .model_card import PAPER
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
 from .pair_collator import PairCollator, PairRows
 from .publishing import push_checkpoint
@@ -148,18 +148,7 @@ class PaCoRewardTrainer(SFTTrainer):
 
     _tag_names = ["paco-trl", "trl", "paco-reward", "reward-model", "sft", "lora"]
     _name = "PaCo-Reward"
-    _paper = {
-        "title": "PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward "
-        "Modeling",
-        "id": "2512.04784",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @article{pacorl2025,
-                title        = {{PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward Modeling}},
-                year         = 2025,
-                eprint       = {arXiv:2512.04784},
-            }"""),
-    }
+    _paper = PAPER
 
     def __init__(
         self,
