@@ -610,6 +610,29 @@ class TestMetrics:
         assert "p_yes/consistent" in first and "p_yes/inconsistent" not in first
         assert "p_yes/inconsistent" in second and "p_yes/consistent" not in second
 
+    def test_of_a_run_that_was_broken_off_are_not_those_of_the_next(self, make_reward_trainer, continued, reference):
+        class BreakOff(TrainerCallback):
+            is_armed = True
+
+            def on_step_end(self, args, state, control, **kwargs):
+                if self.is_armed:
+                    self.is_armed = False
+                    raise KeyboardInterrupt
+
+        trainer = make_reward_trainer(
+            continued(),
+            train_sampling_strategy="sequential",
+            learning_rate=0.0,
+            logging_steps=2,
+            callbacks=[BreakOff()],
+        )
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert not logs_with(trainer, "loss")
+        trainer.train()
+        for name, value in expected_training_metrics(reference[:8]).items():
+            assert logs_with(trainer, name) == [pytest.approx(value, abs=2e-5)], name
+
     @pytest.mark.parametrize(("a", "variant"), LOSSES[:3])
     def test_of_evaluation_are_those_of_the_full_logits(self, make_reward_trainer, continued, reference, a, variant):
         trainer = make_reward_trainer(
