@@ -1366,8 +1366,10 @@ def test_control_tokens_in_the_texts_of_pairs(make_reward_trainer, tiny_qwen, wh
     texts = {"prompt": "Alike?", "completion": "They are."}
     texts[where] += "<|image_pad|>"
     dataset = pair_dataset([*mixed(3), make_pair(image, image, texts["prompt"], True, texts["completion"])])
-    with pytest.raises(ValueError, match=r"Row 3 of `train_dataset` has '<\|image_pad\|>'"):
-        make_reward_trainer(NOWHERE, dataset, processing_class=AutoProcessor.from_pretrained(tiny_qwen))
+    processor = AutoProcessor.from_pretrained(tiny_qwen)
+    for name in ("train_dataset", "eval_dataset"):
+        with pytest.raises(ValueError, match=rf"Row 3 of `{name}` has '<\|image_pad\|>'"):
+            make_reward_trainer(NOWHERE, processing_class=processor, **{name: dataset})
 
 
 def test_metrics_of_a_stopped_run_are_not_those_of_the_next(make_reward_trainer):

@@ -184,6 +184,33 @@ class TestCut:
             collator(processor, cut_at=10)(rows_of(pairs, 2))
 
 
+class TestDecisionOnly:
+    def test_what_comes_behind_the_decision_is_left_out(self, processor, pairs):
+        whole = collator(processor)(rows_of(pairs, 0, 1, 2))
+        only = collator(processor, decision_only=True)(rows_of(pairs, 0, 1, 2))
+        decisions = (whole["labels"] != -100).int().argmax(dim=1).tolist()
+        length = max(decisions) + 1
+        assert len(set(decisions)) == 3 and length < whole["input_ids"].shape[1]
+        assert only["input_ids"].shape == (3, length)
+        for name in ("input_ids", "mm_token_type_ids"):
+            assert torch.equal(only[name], whole[name][:, :length]), name
+        for name in ("pixel_values", "image_grid_thw", "rows"):
+            assert torch.equal(only[name], whole[name]), name
+        yes, no = decision_token_ids(processor.tokenizer)
+        for row, (position, answer) in enumerate(zip(decisions, (yes, no, yes), strict=True)):
+            behind = length - position - 1
+            assert only["labels"][row].tolist() == [-100] * position + [answer] + [-100] * behind
+            assert only["attention_mask"][row].tolist() == [1] * (position + 1) + [0] * behind
+
+    def test_a_decision_that_does_not_fit(self, processor, pairs):
+        length = collator(processor, decision_only=True)(rows_of(pairs, 0))["input_ids"].shape[1]
+        for cut_at in (length, length + 1, None):
+            batch = collator(processor, decision_only=True, cut_at=cut_at)(rows_of(pairs, 0))
+            assert batch["input_ids"].shape == (1, length)
+        with pytest.raises(ValueError, match=f"Row 0 has {length - 1} tokens of images and question"):
+            collator(processor, decision_only=True, cut_at=length - 1)(rows_of(pairs, 0))
+
+
 class TestBadRows:
     @pytest.mark.parametrize(("place", "which"), [(0, "First"), (1, "Second")])
     @pytest.mark.parametrize("kind", ["missing", "truncated", "no image"])
