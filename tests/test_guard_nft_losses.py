@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses of GRPO-Guard and DiffusionNFT against closed forms, in values and gradients."""
+
+import pytest
+import torch
+
+from paco_trl.rollout import SDE_TYPES, gaussian_log_prob, sde_step, step_std
+from paco_trl.trainer.losses import (
+    add_flow_noise,
+    clipped_surrogate,
+    guard_gradient_weight,
+    guarded_surrogate,
+    nft_loss,
+    nft_old_policy_decay,
+    nft_reward_probability,
+    nft_velocities,
+    normalized_log_ratio,
+    self_normalized_image_error,
+    velocity_error,
+)
+
+
+SHAPE = (3, 5, 4)
+ELEMENTS = 20
+
+
+def normal(seed, shape=SHAPE, scale=1.0):
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Step:
+    """A recorded step x' = old_mean + std * eps and a model whose mean has moved by delta, in float64."""
+
+    def __init__(self, std=0.3, delta=None, shape=SHAPE):
+        self.std = torch.as_tensor(std, dtype=torch.float64)
+        self.eps = normal(0, shape)
+        self.old_mean = normal(1, shape)
+        self.delta = normal(2, shape, 0.05) if delta is None else delta
+        self.sample = self.old_mean + self.std * self.eps
+        self.mean = (self.old_mean + self.delta).requires_grad_()
+        self.old_log_prob = gaussian_log_prob(self.sample, self.old_mean, self.std)
+
+    @property
+    def log_prob(self):
+        return gaussian_log_prob(self.sample, self.mean, self.std)
+
+    def normalized(self, std=None):
+        std = self.std if std is None else std
+        return normalized_log_ratio(self.log_prob, self.old_log_prob, self.mean, self.old_mean, std)
+
+    def guarded(self, advantages, epsilon_low=0.2, epsilon_high=0.2, gradient_weight=1.0):
+        args = (self.log_prob, self.old_log_prob, self.mean, self.old_mean, self.std)
+        return guarded_surrogate(*args, advantages, epsilon_low, epsilon_high, gradient_weight)
+
+
+PER_IMAGE = torch.tensor([0.2, 0.5, 1.5], dtype=torch.float64).view(3, 1, 1)
+
+
+class TestNormalizedLogRatio:
+    @pytest.mark.parametrize("std", [0.3, PER_IMAGE], ids=["scalar", "per_image"])
+    def test_is_the_mean_of_noise_times_shift(self, std):
+        step = Step(std)
+        expected = (step.eps * step.delta).mean(dim=(1, 2))
+        torch.testing.assert_close(step.normalized(), expected, rtol=1e-10, atol=1e-14)
+        # What it normalizes is another number: scale and bias are both seen at this tolerance
+        plain = (step.log_prob - step.old_log_prob).detach()
+        bias = (step.delta**2 / (2 * step.std**2)).mean(dim=(1, 2))
+        torch.testing.assert_close(plain, (step.eps * step.delta / step.std).mean(dim=(1, 2)) - bias)
+        for other in (plain, plain + bias, plain * step.std.flatten()):
+            assert ((other - expected).abs() > 1e-4).all()
+
+    def test_gradient_is_the_noise(self):
+        """d/d mean of mean[ eps * Delta ] is eps / elements, wherever the model is."""
+        for delta in (torch.zeros(SHAPE, dtype=torch.float64), normal(2, scale=0.05), normal(3)):
+            step = Step(PER_IMAGE, delta)
+            (gradient,) = torch.autograd.grad(step.normalized().sum(), step.mean)
+            torch.testing.assert_close(gradient, step.eps / ELEMENTS)
+
+    def test_gradient_flows_through_both_the_log_probability_and_the_mean(self):
+        step = Step()
+        log_prob = step.log_prob.detach().requires_grad_()
+        value = normalized_log_ratio(log_prob, step.old_log_prob, step.mean, step.old_mean, step.std)
+        by_log_prob, by_mean = torch.autograd.grad(value.sum(), (log_prob, step.mean))
+        torch.testing.assert_close(by_log_prob, step.std.expand(3))
+        torch.testing.assert_close(by_mean, step.delta / step.std / ELEMENTS)
+
+    def test_images_do_not_leak_into_each_other(self):
+        """Twin: a bias that is averaged over the batch gives the still image a ratio other than 1."""
+        delta = normal(2, (2, 5, 4), 0.3)
+        delta[0] = 0
+        step = Step(0.3, delta, (2, 5, 4))
+        value = step.normalized().detach()
+        assert value[0] == 0
+        bias_of_batch = (delta**2).mean() / (2 * step.std**2)
+        averaged = step.std * (step.log_prob - step.old_log_prob + bias_of_batch)
+        assert averaged[0] > 0.05
+
+        further = Step(0.3, delta * torch.tensor([1.0, 3.0], dtype=torch.float64).view(2, 1, 1), (2, 5, 4))
+        assert further.normalized()[0] == value[0] and further.normalized()[1] != value[1]
+        (gradient,) = torch.autograd.grad(step.normalized()[1], step.mean)
+        assert (gradient[0] == 0).all() and (gradient[1] != 0).all()
+        # An image alone has the value that it has in the batch
+        alone = normalized_log_ratio(
+            step.log_prob[1:], step.old_log_prob[1:], step.mean[1:], step.old_mean[1:], step.std
+        )
+        torch.testing.assert_close(alone, value[1:])
+
+    def test_every_form_of_std_gives_the_same(self):
+        step = Step(0.5)
+        expected = step.normalized()
+        for std in (0.5, torch.tensor(0.5), torch.tensor([0.5]), torch.full((3,), 0.5), torch.full((3, 1, 1), 0.5)):
+            assert torch.equal(step.normalized(std), expected)
+            assert step.normalized(std).shape == (3,)
+        per_image = Step(PER_IMAGE)
+        assert torch.equal(per_image.normalized(PER_IMAGE.flatten()), per_image.normalized())
+
+    def test_a_python_float_keeps_its_precision(self):
+        step = Step(0.3)
+        torch.testing.assert_close(step.normalized(0.3), step.normalized(), rtol=1e-12, atol=0)
+
+    @pytest.mark.parametrize("shape", [(2,), (2, 1, 1), (1, 3), (3, 5, 4), (3, 5, 1)])
+    def test_a_std_that_is_not_one_per_image_is_refused(self, shape):
+        with pytest.raises(ValueError, match=r"`std` has shape .* for a batch of 3 images; pass one value, or one"):
+            Step().normalized(torch.full(shape, 0.3))
+
+    @pytest.mark.parametrize("sde_type", SDE_TYPES)
+    @pytest.mark.parametrize("sigma, sigma_next", [(0.9, 0.75), ([0.9, 0.5], [0.75, 0.45])], ids=["scalar", "tensor"])
+    def test_with_the_steps_of_the_sampler(self, sde_type, sigma, sigma_next):
+        """Two velocities and a drawn sample, as in training: the identity holds with the std of `step_std`."""
+        if isinstance(sigma, list):
+            sigma, sigma_next = torch.tensor(sigma), torch.tensor(sigma_next)
+        sample, old_velocity = normal(0, (2, 64, 8)).float(), normal(1, (2, 64, 8)).float()
+        velocity = old_velocity + normal(2, (2, 64, 8), 0.05).float()
+        generator = torch.Generator().manual_seed(3)
+        old = sde_step(old_velocity, sample, sigma, sigma_next, 0.7, sde_type, generator=generator)
+        new = sde_step(velocity, sample, sigma, sigma_next, 0.7, sde_type, prev_sample=old.prev_sample)
+        std = step_std(old.std, sigma, sigma_next, sde_type)
+        value = normalized_log_ratio(new.log_prob, old.log_prob, new.mean, old.mean, std)
+
+        eps = (old.prev_sample.double() - old.mean.double()) / std
+        expected = (eps * (new.mean.double() - old.mean.double())).flatten(1).mean(1)
+        torch.testing.assert_close(value.double(), expected, rtol=0, atol=5e-7)
+        assert expected.abs().min() > 1e-5
+        if sde_type != "cps":  # Twin: the noise scale without sqrt(-dt) is not the standard deviation
+            wrong = normalized_log_ratio(new.log_prob, old.log_prob, new.mean, old.mean, old.std)
+            assert (wrong.double() - expected).abs().max() > 1e-5
+
+    def test_the_spread_is_the_same_at_every_step(self):
+        """The same shift of the mean in steps with more and less noise, over many images."""
+        stds = (0.05, 0.2, 0.8)
+        images = 4000
+        eps, delta = normal(0, (images, 16)), normal(1, (images, 16), 0.01)
+        plain, normalized = [], []
+        for std in stds:
+            old_mean = torch.zeros(images, 16, dtype=torch.float64)
+            log_prob = gaussian_log_prob(std * eps, delta, torch.tensor(std))
+            old_log_prob = gaussian_log_prob(std * eps, old_mean, torch.tensor(std))
+            plain.append(log_prob - old_log_prob)
+            normalized.append(normalized_log_ratio(log_prob, old_log_prob, delta, old_mean, std))
+        # The effect exists without it: spread and distance from 0 differ between steps
+        assert plain[0].std() > 10 * plain[2].std()
+        errors = [value.std() / images**0.5 for value in plain]
+        assert plain[0].mean() < -10 * errors[0]
+        for value in normalized:
+            torch.testing.assert_close(value, normalized[0], rtol=1e-6, atol=1e-9)
+            assert value.mean().abs() < 4 * value.std() / images**0.5
+        assert normalized[0].std().item() == pytest.approx(0.01 / 16**0.5, rel=0.05)
+
+
+class TestGuardGradientWeight:
+    def test_closed_form(self):
+        assert guard_gradient_weight(0.9, 0.8) == pytest.approx(10.0)
+        sigma, sigma_next = torch.tensor([0.9, 0.5]), torch.tensor([0.4, 0.25])
+        torch.testing.assert_close(guard_gradient_weight(sigma, sigma_next), torch.tensor([2.0, 4.0]))
+
+    def test_gradients_by_the_velocity_are_equal_at_all_steps_of_flow_sde(self):
+        """|gradient| by the velocity is |eps| * (1 + a^2 / 2), whatever the time and the length of the step."""
+        a, sample, velocity = 0.7, normal(0, (1, 2000)).float(), normal(1, (1, 2000)).float()
+        weighted, unweighted, plain = [], [], []
+        for sigma, sigma_next in ((0.95, 0.9), (0.8, 0.5), (0.3, 0.28)):
+            generator = torch.Generator().manual_seed(0)  # the same noise in each step
+            old = sde_step(velocity, sample, sigma, sigma_next, a, generator=generator)
+            std = step_std(old.std, sigma, sigma_next, "flow_sde")
+            for results, weight in (
+                (weighted, guard_gradient_weight(sigma, sigma_next)),
+                (unweighted, 1.0),
+                (plain, None),
+            ):
+                v = velocity.clone().requires_grad_()
+                new = sde_step(v, sample, sigma, sigma_next, a, prev_sample=old.prev_sample)
+                args = (torch.ones(1), 1e-2, 1e-2)
+                if weight is None:
+                    loss = clipped_surrogate(new.log_prob, old.log_prob, *args).loss
+                else:
+                    means = (new.mean, old.mean, std)
+                    loss = guarded_surrogate(new.log_prob, old.log_prob, *means, *args, weight).loss
+                (gradient,) = torch.autograd.grad(loss, v)
+                results.append(gradient.norm().item())
+        assert max(plain) > 2 * min(plain) and max(unweighted) > 5 * min(unweighted)
+        noise = torch.randn(1, 2000, generator=torch.Generator().manual_seed(0)).norm().item()
+        assert weighted == pytest.approx([noise * (1 + a**2 / 2) / 2000] * 3, rel=1e-4)
+
+
+class TestGuardedSurrogate:
+    WEIGHT = 8.0
+
+    def test_on_policy(self):
+        """The ratio is exactly 1 and the gradient that of the plain loss times std * weight."""
+        advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+        step = Step(PER_IMAGE, torch.zeros(SHAPE, dtype=torch.float64))
+        result = step.guarded(advantages, 1e-6, 1e-6, self.WEIGHT)
+        assert torch.equal(result.ratio, torch.ones(3, dtype=torch.float64)) and not result.ratio.requires_grad
+        assert not (result.is_low_clipped | result.is_high_clipped).any()
+        assert torch.equal(result.loss.detach(), -self.WEIGHT * advantages)
+        (gradient,) = torch.autograd.grad(result.loss.sum(), step.mean)
+        plain_loss = clipped_surrogate(step.log_prob, step.old_log_prob, advantages, 1e-6, 1e-6).loss
+        (plain,) = torch.autograd.grad(plain_loss.sum(), step.mean)
+        assert plain.abs().max() > 0.1 / ELEMENTS
+        torch.testing.assert_close(gradient, plain * PER_IMAGE * self.WEIGHT)
+        torch.testing.assert_close(gradient, -self.WEIGHT * advantages.view(3, 1, 1) * step.eps / ELEMENTS)
+
+    def test_on_policy_in_float32_the_ratio_is_1_to_the_last_bit(self):
+        sample, mean = torch.randn(2, 4096), torch.randn(2, 4096)
+        log_prob = gaussian_log_prob(sample, mean, torch.tensor(0.7))
+        result = guarded_surrogate(log_prob, log_prob, mean, mean, 0.7, torch.ones(2), 2e-6, 2e-6, 13.0)
+        assert torch.equal(result.ratio, torch.ones(2)) and not result.is_high_clipped.any()
+
+    def test_closed_form_off_policy(self):
+        """Value and gradient with every image inside the clip range: -w * r * A, and -w * r * A * eps / elements."""
+        advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+        step = Step(PER_IMAGE)
+        result = step.guarded(advantages, gradient_weight=self.WEIGHT)
+        ratio = torch.exp((step.eps * step.delta).mean(dim=(1, 2)))
+        assert ((ratio - 1).abs() > 1e-4).all() and ((ratio - 1).abs() < 0.2).all()
+        torch.testing.assert_close(result.ratio, ratio)
+        torch.testing.assert_close(result.loss.detach(), -self.WEIGHT * ratio * advantages)
+        (gradient,) = torch.autograd.grad(result.loss.sum(), step.mean)
+        expected = -self.WEIGHT * (ratio * advantages).view(3, 1, 1) * step.eps / ELEMENTS
+        torch.testing.assert_close(gradient, expected)
+
+    @pytest.mark.parametrize(
+        "advantage, side, is_low, is_high",
+        [(1.0, 1, False, True), (1.0, -1, False, False), (-1.0, -1, True, False), (-1.0, 1, False, False)],
+    )
+    def test_clips_the_side_that_the_advantage_favours(self, advantage, side, is_low, is_high):
+        # eps * Delta = side * eps^2 / 2: the ratio moves by about half, one way for every image
+        step = Step(0.3, side * 0.5 * normal(0))
+        advantages = torch.full((3,), advantage, dtype=torch.float64)
+        result = step.guarded(advantages, 0.1, 0.2, self.WEIGHT)
+        assert ((result.ratio - 1) * side > 0.2).all()
+        assert result.is_low_clipped.tolist() == [is_low] * 3 and result.is_high_clipped.tolist() == [is_high] * 3
+        (gradient,) = torch.autograd.grad(result.loss.sum(), step.mean)
+        assert (gradient == 0).all() if is_low or is_high else (gradient != 0).all()
+        expected = {(True, False): 0.9, (False, True): 1.2}.get((is_low, is_high), result.ratio)
+        torch.testing.assert_close(result.loss.detach(), -self.WEIGHT * expected * advantages)
+
+    def test_low_and_high_are_not_exchanged(self):
+        step = Step(0.3, normal(0, scale=0.15) * torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64).view(3, 1, 1))
+        advantages = torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64)
+        narrow_low, narrow_high = step.guarded(advantages, 0.01, 0.9), step.guarded(advantages, 0.9, 0.01)
+        assert narrow_low.is_low_clipped.tolist() == [False, True, False] and not narrow_low.is_high_clipped.any()
+        assert narrow_high.is_high_clipped.tolist() == [True, False, True] and not narrow_high.is_low_clipped.any()
+
+    def test_the_clip_range_is_std_times_that_of_the_plain_loss(self):
+        """To first order: where the plain ratio leaves [1 - e, 1 + e], this one leaves [1 - S e, 1 + S e]."""
+        delta = torch.linspace(0.5e-4, 1.5e-4, 3, dtype=torch.float64).view(3, 1, 1) * normal(0).sign()
+        step, ones = Step(0.2, delta), torch.ones(3, dtype=torch.float64)
+        epsilon = (step.log_prob - step.old_log_prob)[1].item() * 0.98
+        plain = clipped_surrogate(step.log_prob, step.old_log_prob, ones, epsilon, epsilon)
+        assert plain.is_high_clipped.tolist() == [False, True, True]
+        assert step.guarded(ones, epsilon * 0.2, epsilon * 0.2).is_high_clipped.tolist() == [False, True, True]
+        assert not step.guarded(ones, epsilon, epsilon).is_high_clipped.any()
+
+    def test_the_bias_hides_positive_images_from_the_plain_clip(self):
+        """What the method is for: a model that has moved far, whose ratio the bias keeps inside the range."""
+        step = Step(0.1, normal(2, scale=0.2) + 0.02 * normal(0))
+        ones = torch.ones(3, dtype=torch.float64)
+        plain = clipped_surrogate(step.log_prob, step.old_log_prob, ones, 1e-4, 1e-4)
+        assert ((step.eps * step.delta).mean(dim=(1, 2)) > 1e-3).any()
+        assert (plain.ratio < 1).all() and not plain.is_high_clipped.any()
+        assert step.guarded(ones, 1e-5, 1e-5).is_high_clipped.any()
+
+    def test_weights_of_images(self):
+        weights = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+        step, advantages = Step(), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+        unweighted = step.guarded(advantages).loss
+        for form in (weights, weights.view(3, 1, 1)):
+            result = step.guarded(advantages, gradient_weight=form)
+            assert result.loss.shape == (3,)
+            torch.testing.assert_close(result.loss, unweighted * weights)
+        with pytest.raises(ValueError, match=r"`gradient_weight` has shape \(2,\) for a batch of 3 images"):
+            step.guarded(advantages, gradient_weight=torch.ones(2))
+
+
+class TestAddFlowNoise:
+    def test_closed_form(self):
+        image, noise = normal(0), normal(1)
+        for sigma in (0.25, torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0.1, 0.5, 0.9]).view(3, 1, 1)):
+            t = torch.as_tensor(sigma).double().reshape(-1, 1, 1)
+            sample, target = add_flow_noise(image, noise, sigma)
+            torch.testing.assert_close(sample, (1 - t) * image + t * noise)
+            torch.testing.assert_close(target, noise - image)
+
+    def test_ends_and_direction(self):
+        image, noise = normal(0), normal(1)
+        assert torch.equal(add_flow_noise(image, noise, 0.0).sample, image)
+        assert torch.equal(add_flow_noise(image, noise, 1.0).sample, noise)
+        sample, target = add_flow_noise(image, noise, 0.3)
+        torch.testing.assert_close(sample - 0.3 * target, image)  # following the target back gives the image
+        assert not torch.allclose(sample + 0.3 * target, image)
+
+    def test_wrong_number_of_times(self):
+        with pytest.raises(ValueError, match="`sigma` has shape"):
+            add_flow_noise(normal(0), normal(1), torch.tensor([0.1, 0.2]))
+
+    def test_the_time_is_not_rounded_to_the_images_dtype(self):
+        image, noise = normal(0).bfloat16(), normal(1).bfloat16()
+        sample = add_flow_noise(image, noise, 0.9441).sample
+        torch.testing.assert_close(sample, (1 - 0.9441) * image.float() + 0.9441 * noise.float())
+
+
+class TestNFTRewardProbability:
+    def test_closed_form(self):
+        advantages = torch.tensor([-9.0, -5.0, -2.5, 0.0, 1.0, 5.0, 9.0])
+        expected = torch.tensor([0.0, 0.0, 0.25, 0.5, 0.6, 1.0, 1.0])
+        torch.testing.assert_close(nft_reward_probability(advantages, 5.0), expected)
+        torch.testing.assert_close(nft_reward_probability(torch.tensor([1.0]), 2.0), torch.tensor([0.75]))
+
+    @pytest.mark.parametrize("clip", [0.0, -1.0])
+    def test_clip_must_be_positive(self, clip):
+        with pytest.raises(ValueError, match="`advantage_clip` is .* it must be positive"):
+            nft_reward_probability(torch.ones(2), clip)
+
+
+class TestNFTVelocities:
+    @pytest.mark.parametrize("beta", [0.1, 1.0, 2.0])
+    def test_closed_form(self, beta):
+        velocity, old = normal(0), normal(1)
+        positive, negative = nft_velocities(velocity, old, beta)
+        torch.testing.assert_close(positive, old + beta * (velocity - old))
+        torch.testing.assert_close(negative, old - beta * (velocity - old))
+
+    def test_no_gradient_reaches_the_old_velocity(self):
+        velocity, old = normal(0).requires_grad_(), normal(1).requires_grad_()
+        positive, negative = nft_velocities(velocity, old, 0.5)
+        for value, sign in ((positive, 0.5), (negative, -0.5)):
+            by_velocity, by_old = torch.autograd.grad(value.sum(), (velocity, old), allow_unused=True)
+            assert by_old is None and torch.equal(by_velocity, torch.full(SHAPE, sign, dtype=torch.float64))
+
+    def test_bf16_does_not_round_the_update_away(self):
+        old = torch.full(SHAPE, 1.0, dtype=torch.bfloat16)
+        velocity = torch.full(SHAPE, 1 + 2**-7, dtype=torch.bfloat16)  # the next number
+        assert torch.equal((1 - 0.1) * old + 0.1 * velocity, old)  # the effect exists
+        positive, negative = nft_velocities(velocity, old, 0.1)
+        torch.testing.assert_close(positive, torch.full(SHAPE, 1 + 0.1 * 2**-7), rtol=1e-6, atol=0)
+        torch.testing.assert_close(negative, torch.full(SHAPE, 1 - 0.1 * 2**-7), rtol=1e-6, atol=0)
+
+    @pytest.mark.parametrize("beta", [0.0, -0.1])
+    def test_beta_must_be_positive(self, beta):
+        with pytest.raises(ValueError, match="`beta` is .* it must be positive"):
+            nft_velocities(normal(0), normal(1), beta)
+
+
+class TestSelfNormalizedImageError:
+    SIGMA = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+
+    def test_is_that_of_the_predicted_image(self):
+        """Computed the long way, through x = x_t - t * v."""
+        image, noise, velocity = normal(0), normal(1), normal(2)
+        sample, target = add_flow_noise(image, noise, self.SIGMA)
+        error = sample - self.SIGMA.view(3, 1, 1) * velocity - image
+        expected = (error**2).mean(dim=(1, 2)) / error.abs().mean(dim=(1, 2))
+        torch.testing.assert_close(self_normalized_image_error(velocity, target, self.SIGMA), expected)
+        for other in (velocity_error(velocity, target), (error**2).mean(dim=(1, 2))):
+            assert ((expected - other).abs() > 1e-2).all()
+
+    def test_no_gradient_through_the_normalizer(self):
+        target, velocity = normal(0), normal(1).requires_grad_()
+        value = self_normalized_image_error(velocity, target, self.SIGMA)
+        (gradient,) = torch.autograd.grad(value.sum(), velocity)
+        error = (velocity - target).detach()
+        t, scale = self.SIGMA.view(3, 1, 1), error.abs().mean(dim=(1, 2), keepdim=True)
+        torch.testing.assert_close(gradient, 2 * t * error / scale / ELEMENTS)
+
+    def test_images_are_normalized_on_their_own(self):
+        target, velocity = normal(0), normal(1)
+        far = velocity.clone()
+        far[1] *= 10
+        value, other = (self_normalized_image_error(v, target, self.SIGMA) for v in (velocity, far))
+        assert torch.equal(value[[0, 2]], other[[0, 2]]) and other[1] > 2 * value[1]
+
+    def test_a_perfect_prediction(self):
+        target = normal(0)
+        velocity = target.clone().requires_grad_()
+        value = self_normalized_image_error(velocity, target, 0.5)
+        (gradient,) = torch.autograd.grad(value.sum(), velocity)
+        assert (value == 0).all() and (gradient == 0).all()
+        near = self_normalized_image_error(target + 1e-6, target, 0.5)
+        torch.testing.assert_close(near, torch.full((3,), (0.5e-6) ** 2 / 1e-5, dtype=torch.float64))
+
+    def test_wrong_number_of_times(self):
+        with pytest.raises(ValueError, match="`sigma` has shape"):
+            self_normalized_image_error(normal(0), normal(1), torch.tensor([0.1, 0.2]))
+
+
+class TestNFTLoss:
+    R = torch.tensor([0.1, 0.5, 0.8], dtype=torch.float64)
+
+    def test_closed_form(self):
+        velocity, old, target = normal(0), normal(1), normal(2)
+        loss = nft_loss(velocity, old, target, self.R, 0.3, None)
+        positive = (0.7 * old + 0.3 * velocity - target).square().mean(dim=(1, 2))
+        negative = (1.3 * old - 0.3 * velocity - target).square().mean(dim=(1, 2))
+        assert loss.shape == (3,)
+        torch.testing.assert_close(loss, self.R * positive + (1 - self.R) * negative)
+
+    @pytest.mark.parametrize("beta", [0.1, 1.0])
+    def test_on_policy_value_and_gradient(self, beta):
+        """v = v_old: the flow-matching loss whatever r, and beta * (2 r - 1) times its gradient."""
+        old, target = normal(1), normal(2)
+        velocity = old.clone().requires_grad_()
+        loss = nft_loss(velocity, old, target, self.R, beta, None)
+        torch.testing.assert_close(loss.detach(), ((old - target) ** 2).mean(dim=(1, 2)))
+        (gradient,) = torch.autograd.grad(loss.sum(), velocity)
+        (matching,) = torch.autograd.grad(velocity_error(velocity, target).sum(), velocity)
+        torch.testing.assert_close(matching, 2 * (old - target) / ELEMENTS)
+        torch.testing.assert_close(gradient, beta * (2 * self.R - 1).view(3, 1, 1) * matching, rtol=1e-7, atol=1e-15)
+        # r = 1/2 teaches nothing; above it a step goes towards the image, below it away
+        assert gradient[1].abs().max() < 1e-15
+        towards = -(gradient * (target - old)).sum(dim=(1, 2))
+        assert towards[0] < 0 < towards[2]
+
+    def test_reward_1_is_flow_matching_of_the_positive_policy(self):
+        velocity, old, target = normal(0).requires_grad_(), normal(1), normal(2)
+        ones = torch.ones(3, dtype=torch.float64)
+        loss = nft_loss(velocity, old, target, ones, 0.3, None)
+        expected = velocity_error(old + 0.3 * (velocity - old), target)
+        torch.testing.assert_close(loss, expected)
+        (gradient,) = torch.autograd.grad(loss.sum(), velocity)
+        torch.testing.assert_close(gradient, 2 * 0.3 * (old + 0.3 * (velocity - old) - target).detach() / ELEMENTS)
+        # At beta = 1 the old policy drops out: supervised fine-tuning
+        torch.testing.assert_close(nft_loss(velocity, old, target, ones, 1.0, None), velocity_error(velocity, target))
+
+    def test_the_optimum(self):
+        """Where the gradient vanishes for one image: v = v_old + (2 r - 1) * (target - v_old) / beta."""
+        old, target = normal(1), normal(2)
+        velocity = (old + (2 * self.R - 1).view(3, 1, 1) * (target - old) / 0.4).requires_grad_()
+        (gradient,) = torch.autograd.grad(nft_loss(velocity, old, target, self.R, 0.4, None).sum(), velocity)
+        assert gradient.abs().max() < 1e-14
+
+    def test_with_the_adaptive_weighting(self):
+        velocity, old, target, sigma = normal(0), normal(1), normal(2), torch.tensor([0.2, 0.5, 0.9])
+        loss = nft_loss(velocity, old, target, self.R, 0.3, sigma)
+        positive = self_normalized_image_error(0.7 * old + 0.3 * velocity, target, sigma)
+        negative = self_normalized_image_error(1.3 * old - 0.3 * velocity, target, sigma)
+        torch.testing.assert_close(loss, self.R * positive + (1 - self.R) * negative)
+        assert not torch.allclose(loss, nft_loss(velocity, old, target, self.R, 0.3, None), rtol=0.05)
+
+    def test_on_policy_with_the_adaptive_weighting(self):
+        """Both branches have the same normalizer there: the gradient keeps its sign and its zero at r = 1/2."""
+        old, target, sigma = normal(1), normal(2), 0.6
+        velocity = old.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(nft_loss(velocity, old, target, self.R, 0.3, sigma).sum(), velocity)
+        error = old - target
+        scale = error.abs().mean(dim=(1, 2), keepdim=True)
+        expected = 0.3 * (2 * self.R - 1).view(3, 1, 1) * 2 * sigma * error / scale / ELEMENTS
+        torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-15)
+
+    def test_gradients_reach_the_velocity_only(self):
+        velocity, old = normal(0).requires_grad_(), normal(1).requires_grad_()
+        for sigma in (None, 0.5):
+            loss = nft_loss(velocity, old, normal(2), self.R, 0.3, sigma).sum()
+            by_velocity, by_old = torch.autograd.grad(loss, (velocity, old), allow_unused=True)
+            assert by_old is None and by_velocity.abs().min() > 0
+
+    def test_images_do_not_leak_into_each_other(self):
+        velocity, old, target = normal(0).requires_grad_(), normal(1), normal(2)
+        for sigma in (None, 0.5):
+            loss = nft_loss(velocity, old, target, self.R, 0.3, sigma)
+            (gradient,) = torch.autograd.grad(loss[1], velocity)
+            assert (gradient[[0, 2]] == 0).all() and (gradient[1] != 0).all()
+
+    def test_a_step_along_the_gradient_raises_the_reward(self):
+        """The whole method on two images: drawn, scored, noised, and one step of gradient descent."""
+        images, noise = normal(0, (2, 50)), normal(1, (2, 50))
+        probability = nft_reward_probability(torch.tensor([2.0, -2.0], dtype=torch.float64), 5.0)
+        _, target = add_flow_noise(images, noise, 0.7)
+        old = normal(2, (2, 50))
+        velocity = old.clone().requires_grad_()
+        nft_loss(velocity, old, target, probability, 0.1, 0.7).sum().backward()
+        before, after = velocity_error(old, target), velocity_error(old - velocity.grad, target)
+        assert after[0] < before[0] and after[1] > before[1]
+
+
+class TestNFTOldPolicyDecay:
+    def test_the_papers(self):
+        assert nft_old_policy_decay(0) == 0
+        assert nft_old_policy_decay(100) == pytest.approx(0.1)
+        assert nft_old_policy_decay(500) == nft_old_policy_decay(10_000) == 0.5
+
+    def test_the_published_one_for_text_rendering(self):
+        decay = [nft_old_policy_decay(step, 0.0075, 0.999, 75) for step in (0, 75, 76, 175, 300)]
+        assert decay == pytest.approx([0, 0, 0.0075, 0.75, 0.999])
