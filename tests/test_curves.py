@@ -1,0 +1,522 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Curves of a run: the table, the picture, and what happens when they cannot be written."""
+
+import csv
+import logging
+import math
+import os
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.trainer import curves
+from paco_trl.trainer.curves import CurvesCallback, draw_curves, history_rows, running_mean, write_curves_csv
+
+
+def train_entry(step, rewards=("a",), **metrics):
+    """What a step of the trainer logs, in the order in which it logs it."""
+    entry = {"loss": 1e-6 * step, "learning_rate": 3e-4}
+    for index, name in enumerate(rewards):
+        entry[f"rewards/{name}/mean"] = (50 + step) / 100 + index
+        entry[f"rewards/{name}/h"] = 0.2 + 0.1 * index
+        entry[f"rewards/{name}/tamed"] = float(step % 2)
+    entry |= {"time/encode": 2.0, "time/rollout": 8.0, "time/reward": 4.0, "time/train": 3.0}
+    entry |= {f"clip_ratio/{part}_mean": 0.1 for part in ("low", "high", "region")}
+    entry["ratio_deviation/step_1" if step % 2 == 0 else "ratio_deviation_on_policy/step_1"] = 1e-5 * (step % 2 == 0)
+    return {**entry, "epoch": step / 10, **metrics, "step": step}
+
+
+def eval_entry(step, rewards=("a",), prefix="eval", **metrics):
+    entry = {}
+    for name in rewards:
+        mean = (40 + step) / 100
+        entry[f"{prefix}_rewards/{name}/mean"] = mean
+        entry[f"{prefix}_rewards/{name}/ci_low"] = mean - 0.05
+        entry[f"{prefix}_rewards/{name}/ci_high"] = mean + 0.07
+        entry[f"{prefix}_rewards/{name}/baseline"] = 0.37
+    return {**entry, "epoch": step / 10, **metrics, "step": step}
+
+
+def short_entry(step, **metrics):
+    """With one panel: for tests of when a picture is drawn, not of what is in it."""
+    return {"rewards/a/mean": 0.1 * step, "loss": 0.0, "epoch": step / 10, **metrics, "step": step}
+
+
+def read_csv(path):
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved, so that a test sees what is in them."""
+    figures, save = [], Figure.savefig
+
+    def savefig(figure, *args, **kwargs):
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return figures
+
+
+def panels_of(figure):
+    return {axes.get_title(loc="left"): axes for axes in figure.axes}
+
+
+def panel(figure, beginning):
+    (axes,) = [axes for title, axes in panels_of(figure).items() if title.startswith(beginning)]
+    return axes
+
+
+def legend_of(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def line_of(axes, label):
+    (line,) = [line for line in axes.lines if line.get_label() == label]
+    return line
+
+
+def draw(entries, path, drawn, **kwargs):
+    assert draw_curves(history_rows(entries), path, **kwargs)
+    return drawn[-1]
+
+
+class TestHistoryRows:
+    def test_training_and_evaluation_of_a_step_share_a_row(self):
+        rows = history_rows([train_entry(1), train_entry(2), eval_entry(2), train_entry(3)])
+        assert [row["step"] for row in rows] == [1, 2, 3]
+        assert rows[1]["rewards/a/mean"] == 0.52 and rows[1]["eval_rewards/a/mean"] == 0.42
+        assert "eval_rewards/a/mean" not in rows[0] and "eval_rewards/a/mean" not in rows[2]
+
+    def test_rows_are_by_step_and_a_later_value_counts(self):
+        rows = history_rows([{"x": 1.0, "step": 5}, {"x": 2.0, "step": 3}, {"x": 3.0, "step": 5}])
+        assert rows == [{"step": 3, "x": 2.0}, {"step": 5, "x": 3.0}]
+
+    def test_none_is_nan_and_text_is_left_out(self):
+        (row,) = history_rows([{"x": None, "y": np.float32(0.5), "z": "text", "step": 1}])
+        assert math.isnan(row["x"]) and row["y"] == 0.5 and set(row) == {"step", "x", "y"}
+
+
+class TestTable:
+    def write(self, entries, tmp_path):
+        path = tmp_path / "curves.csv"
+        write_curves_csv(history_rows(entries), path)
+        return path
+
+    def test_columns_are_sorted_whatever_the_order_of_the_log(self, tmp_path):
+        entries = [train_entry(1, ("b", "a")), eval_entry(1, ("b",))]
+        text = self.write(entries, tmp_path).read_text()
+        header = text.splitlines()[0].split(",")
+        assert header[:2] == ["step", "epoch"] and header[2:] == sorted(header[2:])
+        assert {"eval_rewards/b/baseline", "rewards/a/mean", "rewards/b/mean", "time/train"} <= set(header)
+        # A checkpoint's JSON has sorted keys
+        resumed = [{name: entry[name] for name in sorted(entry)} for entry in entries]
+        assert list(resumed[0]) != list(entries[0])
+        assert self.write(resumed, tmp_path).read_text() == text
+
+    def test_values_are_exact(self, tmp_path):
+        (row,) = read_csv(self.write([train_entry(1, value=1 / 3)], tmp_path))
+        assert float(row["value"]) == 1 / 3 and row["step"] == "1" and row["epoch"] == "0.1"
+
+    def test_what_has_no_value_is_an_empty_cell_and_zero_is_not(self, tmp_path):
+        entries = [train_entry(1, x=None, y=math.nan, z=0.0), train_entry(2, x=1.0, y=2.0, z=3.0, only_here=4)]
+        first, second = read_csv(self.write(entries, tmp_path))
+        assert (first["x"], first["y"], first["only_here"]) == ("", "", "")
+        assert first["z"] == "0.0"
+        assert (second["x"], second["y"], second["only_here"]) == ("1.0", "2.0", "4")
+
+    def test_the_file_is_replaced_whole(self, tmp_path, monkeypatch):
+        path = self.write([train_entry(1)], tmp_path)
+        before = path.read_text()
+
+        class Broken(float):
+            def __str__(self):
+                raise OSError("the disk is full")
+
+            __repr__ = __str__
+
+        with pytest.raises(OSError, match="disk is full"):
+            self.write([train_entry(1), train_entry(2, loss=Broken(1.0))], tmp_path)
+        assert path.read_text() == before
+        assert os.listdir(tmp_path) == ["curves.csv"]  # nothing half-written stays
+        self.write([train_entry(1), train_entry(2)], tmp_path)
+        assert path.read_text() != before
+
+
+class TestPicture:
+    def test_panels_of_a_run_with_two_rewards(self, tmp_path, drawn):
+        entries = [train_entry(step, ("a", "b")) for step in range(1, 9)]
+        figure = draw(entries, tmp_path / "curves.png", drawn)
+        titles = list(panels_of(figure))
+        beginnings = ["a: mean", "b: mean", "Spread", "Ratio of mean", "Clip", "|ratio - 1|", "Seconds"]
+        assert len(titles) == len(beginnings)
+        assert all(title.startswith(beginning) for title, beginning in zip(titles, beginnings, strict=True))
+        with Image.open(tmp_path / "curves.png") as picture:
+            assert picture.format == "PNG" and picture.size[0] == 1000
+
+    def test_a_panel_needs_its_metrics(self, tmp_path, drawn):
+        entry = {"rewards/a/mean": 0.5, "clip_ratio/low_mean": 0.1, "step": 1}
+        titles = list(panels_of(draw([entry], tmp_path / "curves.png", drawn)))
+        assert titles == ["a: mean", "Clip fraction"]  # one reward has no ratio to another
+        del entry["clip_ratio/low_mean"]
+        assert list(panels_of(draw([entry], tmp_path / "curves.png", drawn))) == ["a: mean"]
+
+    def test_without_anything_to_draw_there_is_no_picture(self, tmp_path):
+        assert not draw_curves(history_rows([{"loss": 0.1, "step": 1}]), tmp_path / "curves.png")
+        assert not draw_curves([], tmp_path / "curves.png")
+        assert os.listdir(tmp_path) == []
+
+    @pytest.mark.parametrize("missing", [None, math.nan, math.inf])
+    def test_a_missing_value_is_a_gap(self, tmp_path, drawn, missing):
+        entries = [train_entry(step) for step in (1, 2, 3)]
+        entries[1]["rewards/a/mean"] = missing
+        values = line_of(panel(draw(entries, tmp_path / "curves.png", drawn), "a: mean"), "training").get_ydata()
+        assert len(values) == 3 and math.isnan(values[1]) and values[0] == 0.51 and values[2] == 0.53
+        # As when it is left out of what a step logs: nothing was scored
+        del entries[1]["rewards/a/mean"]
+        values = line_of(panel(draw(entries, tmp_path / "curves.png", drawn), "a: mean"), "training").get_ydata()
+        assert len(values) == 3 and math.isnan(values[1])
+
+    def test_an_evaluation_between_logged_steps_makes_no_gap(self, tmp_path, drawn):
+        entries = [train_entry(10), eval_entry(15), train_entry(20), eval_entry(20)]
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "a: mean")
+        assert line_of(axes, "training").get_xdata().tolist() == [10, 20]
+        assert line_of(axes, "evaluation").get_xdata().tolist() == [15, 20]
+
+    def test_evaluations_have_intervals_and_a_baseline(self, tmp_path, drawn):
+        entries = [eval_entry(0), train_entry(1), train_entry(2), eval_entry(2)]
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "a: mean")
+        assert legend_of(axes) == ["training", "evaluation", "baseline"]
+        points = line_of(axes, "evaluation")
+        assert points.get_xdata().tolist() == [0, 2] and points.get_ydata().tolist() == [0.4, 0.42]
+        segments = [segment.tolist() for lines in axes.collections for segment in lines.get_segments()]
+        assert np.allclose(segments, [[[0, 0.35], [0, 0.47]], [[2, 0.37], [2, 0.49]]])
+        baseline = line_of(axes, "baseline")
+        assert baseline.get_linestyle() == "--" and set(baseline.get_ydata()) == {0.37}
+
+    def test_without_interval_and_baseline_there_are_points_only(self, tmp_path, drawn):
+        entries = [train_entry(1), {"eval_rewards/a/mean": 0.5, "step": 1}]
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "a: mean")
+        assert legend_of(axes) == ["training", "evaluation"]
+        assert not [segment for lines in axes.collections for segment in lines.get_segments() if len(segment)]
+
+    def test_several_evaluation_datasets(self, tmp_path, drawn):
+        entries = [train_entry(1), eval_entry(1, prefix="eval_indoor"), eval_entry(1, prefix="eval_my_rewards")]
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "a: mean")
+        assert legend_of(axes) == [
+            "training",
+            "evaluation indoor",
+            "baseline indoor",
+            "evaluation my_rewards",
+            "baseline my_rewards",
+        ]
+        first, second = (line_of(axes, f"evaluation {name}") for name in ("indoor", "my_rewards"))
+        assert first.get_color() != second.get_color() and first.get_marker() != second.get_marker()
+        assert line_of(axes, "baseline indoor").get_color() == first.get_color()
+
+    def test_spread_and_where_a_reward_was_tamed(self, tmp_path, drawn):
+        entries = [train_entry(step, ("a", "b")) for step in (1, 2, 3)]
+        for entry in entries:
+            entry["rewards/b/tamed"] = 0.0
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Spread")
+        assert legend_of(axes) == ["a", "b", "tamed (bar above)"]
+        assert line_of(axes, "b").get_ydata().tolist() == [0.2 + 0.1] * 3
+        (strip,) = axes.patches  # of `a` alone
+        assert strip.get_facecolor()[:3] == pytest.approx(_rgb(line_of(axes, "a")))
+        values, edges, _ = strip.get_data()
+        assert np.isfinite(values).tolist() == [True, False, True] and edges.tolist() == [0.5, 1.5, 2.5, 3.5]
+        # The strip is above the curves
+        bottom = axes.get_ylim()[1] * strip.get_data().baseline
+        assert bottom > 0.3
+
+        for entry in entries:
+            entry["rewards/a/tamed"] = 0.0
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Spread")
+        assert legend_of(axes) == ["a", "b"] and not axes.patches
+
+    def test_ratio_of_rewards(self, tmp_path, drawn):
+        entries = [
+            {"rewards/a/mean": 0.5, "rewards/b/mean": 1.5, "step": 1},
+            {"rewards/a/mean": 0.0, "rewards/b/mean": 1.5, "step": 2},
+            {"rewards/a/mean": 0.5, "rewards/b/mean": 1.0, "step": 3},
+        ]
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Ratio of mean rewards, to a")
+        values = line_of(axes, "b").get_ydata()
+        assert values[0] == 3 and math.isnan(values[1]) and values[2] == 2
+
+    def test_clip_fraction(self, tmp_path, drawn):
+        entries = [{"clip_ratio/low_mean": 0.1, "clip_ratio/high_mean": 0.2, "clip_ratio/region_mean": 0.3, "step": 1}]
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Clip")
+        heights = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
+        assert heights == {"below the range": [0.1], "above the range": [0.2], "both": [0.3]}
+
+    def test_ratio_deviation_is_a_line_though_its_kinds_alternate(self, tmp_path, drawn):
+        entries = [train_entry(step) for step in range(1, 7)]
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "|ratio - 1|")
+        on_policy, after = sorted(axes.lines, key=lambda line: line.get_xdata()[0])
+        assert on_policy.get_xdata().tolist() == [1, 3, 5] and after.get_xdata().tolist() == [2, 4, 6]
+        assert on_policy.get_ydata().tolist() == [0, 0, 0]  # has its place
+        assert axes.get_yscale() == "symlog" and axes.get_ylim()[0] == 0
+        assert legend_of(axes) == ["step 1", "after an update", "on policy"]
+        # All zero: nothing to take a logarithm of
+        only_zeros = [entry for entry in entries if "ratio_deviation/step_1" not in entry]
+        assert panel(draw(only_zeros, tmp_path / "curves.png", drawn), "|ratio - 1|").get_yscale() == "linear"
+
+    @pytest.mark.parametrize(("steps_per_round", "tops"), [(1, [2, 10, 14, 17]), (2, [1, 5, 7, 10])])
+    def test_time_is_stacked_and_a_round_is_shared_by_its_steps(self, tmp_path, drawn, steps_per_round, tops):
+        entries = [train_entry(1), train_entry(2)]
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn, steps_per_round=steps_per_round), "Seconds")
+        data = [patch.get_data() for patch in axes.patches]
+        assert [values.tolist() for values, _, _ in data] == [[top, top] for top in tops]
+        assert [baseline.tolist() for _, _, baseline in data] == [[low, low] for low in [0, *tops[:-1]]]
+        assert legend_of(axes) == ["train", "reward", "rollout", "encode"]
+
+    def test_a_step_without_one_of_its_times_is_a_gap(self, tmp_path, drawn):
+        entries = [train_entry(1), train_entry(2, **{"time/reward": None}), train_entry(3)]
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Seconds")
+        for patch in axes.patches:
+            assert np.isfinite(patch.get_data().values).tolist() == [True, False, True]
+
+    def test_a_long_first_round_does_not_flatten_the_others(self, tmp_path, drawn):
+        entries = [train_entry(step) for step in range(1, 11)]
+        assert panel(draw(entries, tmp_path / "curves.png", drawn), "Seconds").get_ylim()[1] < 20
+        entries[0]["time/encode"] = 600.0
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Seconds")
+        assert axes.get_ylim()[1] < 60
+        assert [text.get_text() for text in axes.texts] == ["cut off: up to 615 s"]
+
+    def test_a_long_run_has_running_means(self, tmp_path, drawn):
+        entries = [train_entry(step, ("a", "b")) for step in range(1, 3001)]
+        for entry in entries:
+            entry["rewards/a/mean"] = entry["step"] % 2
+        figure = draw(entries, tmp_path / "curves.png", drawn, steps_per_round=2)
+        raw, mean = panel(figure, "a: mean").lines
+        assert set(raw.get_ydata()) == {0, 1} and mean.get_label() == "training"
+        assert np.abs(mean.get_ydata()[50:-50] - 0.5).max() < 0.02
+        values, edges, _ = panel(figure, "Seconds").patches[-1].get_data()
+        assert len(values) == 200 and edges[0] == 0.5 and edges[-1] == 3000.5
+        assert values == pytest.approx(10)
+        assert "running means" in figure.axes[-1].get_xlabel()
+        short = draw(entries[:200], tmp_path / "curves.png", drawn)
+        assert len(panel(short, "a: mean").lines) == 1 and "means" not in short.axes[-1].get_xlabel()
+
+    @pytest.mark.parametrize("num_steps", [1, 300])
+    def test_nothing_overlaps_or_leaves_the_picture(self, tmp_path, drawn, num_steps):
+        rewards = ("_mine", "a$b$c", *(f"reward_{index}_with_a_name_that_is_rather_long" for index in range(4)))
+        entries = [train_entry(step, rewards) for step in range(1, num_steps + 1)]
+        for entry in entries:
+            entry.update({f"ratio_deviation/step_{step}": 1e-4 * step for step in range(1, 20)})
+        for index in range(4):
+            entries.append(eval_entry(num_steps, rewards, prefix=f"eval_dataset_number_{index}_of_this_run"))
+        figure = draw(entries, tmp_path / "curves.png", drawn)
+        assert len(figure.axes) == 6 + 5
+        renderer = figure.canvas.get_renderer()
+        boxes = [axes.get_tightbbox(renderer) for axes in figure.axes]
+        for axes in figure.axes:
+            legend = axes.get_legend().get_window_extent(renderer)
+            assert legend.x1 <= figure.bbox.x1 and legend.x0 >= axes.get_window_extent(renderer).x1
+        for upper, lower in zip(boxes, boxes[1:], strict=False):
+            assert upper.y0 >= lower.y1
+        assert boxes[0].y1 <= figure.bbox.y1 and boxes[-1].y0 >= 0 and min(box.x0 for box in boxes) >= 0
+        assert panel(figure, "_mine: mean") and panel(figure, r"a\$b\$c: mean")
+        assert len(legend_of(panel(figure, "Spread"))) == 6 + 1  # none is left out, though one begins with _
+
+
+def _rgb(line):
+    from matplotlib.colors import to_rgb
+
+    return to_rgb(line.get_color())
+
+
+def test_running_mean():
+    values = np.array([1.0, 2.0, math.nan, 4.0, 9.0])
+    assert np.array_equal(running_mean(values, 1), values, equal_nan=True)
+    assert np.allclose(running_mean(values, 3), [1.5, 1.5, math.nan, 6.5, 6.5], equal_nan=True)
+    assert np.allclose(running_mean(values, 100), [4, 4, math.nan, 4, 4], equal_nan=True)
+
+
+class TestCallback:
+    @pytest.fixture
+    def run(self, tmp_path):
+        """A callback with the arguments of a run in `tmp_path / "out"`."""
+        return _Run(CurvesCallback(), TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True))
+
+    def test_each_log_writes_the_table(self, run):
+        for last in (1, 2, 3):
+            run.log([short_entry(step) for step in range(1, last + 1)])
+            assert [row["step"] for row in run.table()] == [str(step) for step in range(1, last + 1)]
+
+    def test_other_processes_write_nothing(self, run, tmp_path):
+        run.log([short_entry(1)], is_world_process_zero=False)
+        run.end([short_entry(1)], is_world_process_zero=False)
+        run.save([short_entry(1)], is_world_process_zero=False)
+        assert os.listdir(tmp_path) == []
+        run.log([short_entry(1)])
+        assert sorted(os.listdir(tmp_path / "out")) == ["curves.csv", "curves.png"]
+
+    def test_an_evaluation_alone_leaves_the_curves_of_the_folder(self, run):
+        run.log([short_entry(1), short_entry(2)])
+        before = run.csv.read_bytes(), run.png.read_bytes()
+        another = _Run(CurvesCallback(), run.args)
+        another.log([eval_entry(0)])
+        another.end([eval_entry(0)])
+        assert (run.csv.read_bytes(), run.png.read_bytes()) == before
+        another.log([eval_entry(0), short_entry(1)])
+        assert [row["step"] for row in run.table()] == ["0", "1"]
+
+    def test_rows_of_a_broken_off_run_vanish(self, run, tmp_path):
+        whole = [short_entry(step) for step in range(1, 7)]
+        state = TrainerState(log_history=whole[:4])
+        state.save_to_json(str(tmp_path / "trainer_state.json"))
+        run.log(whole[:4] + [short_entry(5, loss=99.0, lost=1.0), short_entry(6, loss=99.0)])
+        assert len(run.table()) == 6 and "lost" in run.table()[0]
+
+        resumed = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+        another = _Run(CurvesCallback(), run.args)
+        another.log(resumed.log_history + [whole[4]])
+        assert len(run.table()) == 5
+        another.log(resumed.log_history + whole[4:])
+        text = run.csv.read_text()
+        uninterrupted = _Run(
+            CurvesCallback(), TrainingArguments(output_dir=str(tmp_path / "uninterrupted"), use_cpu=True)
+        )
+        uninterrupted.log(whole)
+        assert text == uninterrupted.csv.read_text()
+
+    def test_the_picture_waits_and_the_table_does_not(self, run, monkeypatch):
+        now, pictures = [1000.0], []
+
+        def draw_for_three_seconds(rows, path, steps_per_round):
+            now[0] += 3
+            pictures.append(len(rows))
+
+        monkeypatch.setattr(curves.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(curves, "draw_curves", draw_for_three_seconds)
+        entries = [short_entry(step) for step in range(1, 6)]
+        run.log(entries[:1])
+        assert pictures == [1]  # the first at once
+        now[0] += 59
+        run.log(entries[:2])
+        assert pictures == [1] and len(run.table()) == 2
+        now[0] += 1  # 20 x 3 seconds after the end of the last drawing
+        run.log(entries[:3])
+        assert pictures == [1, 3]
+        run.log(entries[:4])
+        assert pictures == [1, 3] and len(run.table()) == 4
+        run.save(entries[:4])
+        assert pictures == [1, 3, 4]
+        run.end(entries)
+        assert pictures == [1, 3, 4, 5]
+
+    def test_a_round_is_shared_by_the_steps_of_the_arguments(self, run, drawn):
+        run.log([train_entry(1), train_entry(2)])
+        run.args.optimizer_steps_per_generation, run.args.num_iterations = 2, 2
+        run.end([train_entry(1), train_entry(2)])
+        tops = [panel(figure, "Seconds").patches[-1].get_data().values[0] for figure in drawn]
+        assert tops == [17, 14 / 4 + 3]
+
+    def test_a_full_disk_is_warned_of_once_and_does_not_stop_the_run(self, run, caplog):
+        if not os.path.exists("/dev/full"):
+            pytest.skip("/dev/full is where writing fails for lack of space")
+        entries = [short_entry(step) for step in (1, 2, 3)]
+        run.png.parent.mkdir()
+        os.symlink("/dev/full", f"{run.png}.part")
+        with caplog.at_level(logging.WARNING):
+            run.log(entries[:1])
+            assert not run.png.exists()
+            os.symlink("/dev/full", f"{run.png}.part")  # the first one was removed
+            run.end(entries)
+        assert not run.png.exists() and len(run.table()) == 1
+        (message,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "curves" in r.name]
+        assert str(run.png) in message and "No space left on device" in message
+        run.end(entries)  # there is room again
+        assert run.png.exists()
+
+    def test_a_folder_that_cannot_be_written_is_warned_of(self, tmp_path, caplog):
+        (tmp_path / "file").write_text("not a folder")
+        run = _Run(CurvesCallback(), TrainingArguments(output_dir=str(tmp_path / "file" / "out"), use_cpu=True))
+        with caplog.at_level(logging.WARNING):
+            for last in (1, 2):
+                run.log([short_entry(step) for step in range(1, last + 1)])
+            run.end([short_entry(1), short_entry(2)])
+        messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "curves" in r.name]
+        assert len(messages) == 2  # one for each file
+        assert str(run.csv) in messages[0] and str(run.png) in messages[1]
+
+    def test_an_error_of_the_drawing_is_not_hidden(self, run, monkeypatch):
+        def fails(*args):
+            raise ValueError("a defect")
+
+        run.log([short_entry(1)])
+        monkeypatch.setattr(curves, "draw_curves", fails)
+        with pytest.raises(ValueError, match="a defect"):
+            run.end([short_entry(1)])
+
+
+class _Run:
+    def __init__(self, callback, args):
+        self.callback, self.args = callback, args
+
+    def _state(self, history, **kwargs):
+        return TrainerState(log_history=history, global_step=history[-1]["step"], **kwargs)
+
+    def log(self, history, **kwargs):
+        state = self._state(history, **kwargs)
+        self.callback.on_log(self.args, state, TrainerControl(), logs=dict(history[-1]))
+
+    def save(self, history, **kwargs):
+        self.callback.on_save(self.args, self._state(history, **kwargs), TrainerControl())
+
+    def end(self, history, **kwargs):
+        self.callback.on_train_end(self.args, self._state(history, **kwargs), TrainerControl())
+
+    @property
+    def csv(self):
+        return curves.Path(self.args.output_dir) / "curves.csv"
+
+    @property
+    def png(self):
+        return curves.Path(self.args.output_dir) / "curves.png"
+
+    def table(self):
+        return read_csv(self.csv)
+
+
+def test_a_run_has_its_curves(make_trainer, prompts, tmp_path, drawn):
+    trainer = make_trainer(
+        reward_funcs=[redness_reward, panel_similarity_reward],
+        eval_dataset=prompts.select(range(2)),
+        eval_strategy="steps",
+        eval_steps=2,
+        num_inference_steps_eval=2,
+        max_steps=3,
+    )
+    if not any(isinstance(callback, CurvesCallback) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(CurvesCallback())
+    trainer.train()
+    rows = read_csv(tmp_path / "out" / "curves.csv")
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    logged = {}
+    for entry in trainer.state.log_history:
+        logged.setdefault(entry["step"], {}).update(entry)
+    names = {name for entry in logged.values() for name in entry}
+    assert set(rows[0]) == names and len(names) > 25
+    for row in rows:
+        for name, text in row.items():
+            value = logged[int(row["step"])].get(name)
+            assert text == "" if value is None else float(text) == value, name
+    assert rows[1]["eval_rewards/redness_reward/mean"] and not rows[0]["eval_rewards/redness_reward/mean"]
+
+    assert (tmp_path / "out" / "curves.png").is_file()
+    figure = next(figure for figure in reversed(drawn) if "optimizer step" in figure.axes[-1].get_xlabel())
+    assert len(figure.axes) == 7  # two rewards, spread, ratio, clipping, deviation, time
+    assert line_of(panel(figure, "redness_reward: mean"), "training").get_xdata().tolist() == [1, 2, 3]
+    evaluated = [step for step, entry in logged.items() if "eval_reward" in entry]
+    assert 2 in evaluated and 1 not in evaluated
+    assert line_of(panel(figure, "redness_reward: mean"), "evaluation").get_xdata().tolist() == evaluated
