@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Evaluation of judges: how well do the scores of image pairs agree with people?
+Evaluation of judges: how well do the scores of image pairs agree with people? And of a model trained at a reduced
+resolution: do its scores carry over to the inference resolution, and does it leave a grid in its images?
 
 A scorer is any object with `score(images, prompts) -> list[float]` and a `name` (str): `images` is a list of
 `(first, second)` pairs of PIL images, `prompts` has one question per pair, and a higher score means more consistent.
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from .binary import auroc, calibration_bins, expected_calibration_error
     from .bootstrap import bootstrap_interval
     from .edit_reward import evaluate_edit_reward
+    from .grid_artifacts import grid_artifact_score
     from .ranking import list_order_metrics, ranking_metrics
     from .ranking_benchmark import evaluate_rankings
     from .report import report_tables, save_report
+    from .transfer import resolution_transfer
 
 
 # Public name -> module. Importing a module only when one of its names is asked for keeps the metrics free of torch.
@@ -31,9 +34,11 @@ _MODULE_OF = {
     "evaluate_edit_reward": ".edit_reward",
     "evaluate_rankings": ".ranking_benchmark",
     "expected_calibration_error": ".binary",
+    "grid_artifact_score": ".grid_artifacts",
     "list_order_metrics": ".ranking",
     "ranking_metrics": ".ranking",
     "report_tables": ".report",
+    "resolution_transfer": ".transfer",
     "save_report": ".report",
 }
 
@@ -46,9 +51,11 @@ __all__ = [
     "evaluate_edit_reward",
     "evaluate_rankings",
     "expected_calibration_error",
+    "grid_artifact_score",
     "list_order_metrics",
     "ranking_metrics",
     "report_tables",
+    "resolution_transfer",
     "save_report",
 ]
 

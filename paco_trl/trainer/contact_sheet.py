@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a round: each prompt's images beside one another, with their scores."""
+"""Pictures of a round: each prompt's images beside one another, with their scores; before and after, if wanted."""
 
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from accelerate.logging import get_logger
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from PIL import Image
 from transformers import TrainerCallback, is_trackio_available, is_wandb_available
 from transformers.integrations import TensorBoardCallback
 
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 logger = get_logger(__name__)
 
@@ -20,6 +26,10 @@ logger = get_logger(__name__)
 MAX_PROMPTS = 8
 MAX_IMAGES = 8
 THUMBNAIL = 256
+
+# Label at the left of a row: letters per line, and their font
+LABEL_LETTERS = 12
+LABEL_FONT = FontProperties(size=7, weight="bold")
 
 TRACKERS_WITH_PICTURES = ("tensorboard", "wandb", "trackio")
 
@@ -40,6 +50,11 @@ class SheetImage:
             Title of the row.
         caption (`str`):
             Scores, below the image.
+        series (`int`, *optional*, defaults to `0`):
+            Place of the image's row among the rows of its prompt: 0 for the images before training and 1 for those
+            after, to show one above the other.
+        series_name (`str`, *optional*, defaults to `""`):
+            Label at the left of the row, such as `"base model"` or `"step 120"`. The same for all images of a row.
     """
 
     prompt: int
@@ -47,6 +62,8 @@ class SheetImage:
     image: Image.Image
     prompt_text: str
     caption: str = ""
+    series: int = 0
+    series_name: str = ""
 
 
 def thumbnail(image: Image.Image) -> Image.Image:
@@ -60,6 +77,9 @@ def save_contact_sheet(images: list[SheetImage], title: str, path: str | Path) -
     """
     Draws a contact sheet and saves it.
 
+    Each prompt has a row of images for each of its series, in their order, below one title. Where images name their
+    series, a margin at the left has the names.
+
     Args:
         images (`list[SheetImage]`):
             Images, in any order.
@@ -71,22 +91,41 @@ def save_contact_sheet(images: list[SheetImage], title: str, path: str | Path) -
     Returns:
         `PIL.Image.Image`: the sheet.
     """
-    prompts = sorted({image.prompt for image in images})
+    rows = sorted({(image.prompt, image.series) for image in images})
     columns = max(image.generation for image in images) + 1
+    width = 1.7 * columns * 1.06 + 0.3  # inches, without the margin of the labels
+    gap = 0.06  # between images, in widths of one
+    # Names are broken into short lines, and the margin is as wide as the longest
+    labels = {(i.prompt, i.series): textwrap.fill(i.series_name, LABEL_LETTERS) for i in images if i.series_name}
+    lines = {line for label in labels.values() for line in label.splitlines()}
+    points = max((TextPath((0, 0), line, prop=LABEL_FONT).get_extents().x1 for line in lines), default=0.0)
+    margin = points / 72 + 0.08 if labels else 0.0  # inches
+    if len(rows) > len({prompt for prompt, _ in rows}) or labels:
+        # Rows stand close to one another: all that is in one must fit, up to the last line of its caption
+        caption_lines = max(image.caption.count("\n") + 1 for image in images)
+        image_width = 0.96 * width / (columns + gap * (columns - 1))
+        text_height, below = max(0.62, 0.1 * caption_lines + 0.3), 0.1 * caption_lines
+    else:
+        image_width, text_height, below = 1.7, 0.62, 0.0
     # Rows are as high as their images, so that wide sets are not shrunk to the height of square ones
-    aspects = [max(i.image.height / i.image.width for i in images if i.prompt == prompt) for prompt in prompts]
-    cell = 1.7  # inches
-    text_height = 0.62
-    heights = [cell * aspect + text_height for aspect in aspects]
-    figure = Figure(figsize=(cell * columns * 1.06 + 0.3, sum(heights) + 0.5), dpi=110, facecolor="white")
+    aspects = [max(i.image.height / i.image.width for i in images if (i.prompt, i.series) == row) for row in rows]
+    heights = [image_width * aspect + text_height for aspect in aspects]
+    figure = Figure(figsize=(width + margin, sum(heights) + 0.5 + below), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)
+    total, height = figure.get_size_inches()
+    edge = 0.02 * width / total  # where the title and the labels begin
     grid = figure.add_gridspec(
-        len(prompts), columns, height_ratios=heights, wspace=0.06, hspace=0.0, left=0.02, right=0.98, bottom=0.01,
-        top=1 - 0.45 / figure.get_figheight(),
+        len(rows), columns, height_ratios=heights, wspace=gap, hspace=0.0, left=(margin + 0.02 * width) / total,
+        right=(margin + 0.98 * width) / total, bottom=0.01 + below / height, top=1 - 0.45 / height,
     )  # fmt: skip
-    figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=1 - 0.1 / figure.get_figheight(), va="top")
-    for image in images:
-        axes = figure.add_subplot(grid[prompts.index(image.prompt), image.generation])
+    figure.suptitle(title, fontsize=10, x=edge, ha="left", y=1 - 0.1 / height, va="top")
+    for row, label in labels.items():
+        place = grid[rows.index(row), 0].get_position(figure)
+        # Images are centred in their cells, and so is the label
+        figure.text(edge, (place.y0 + place.y1) / 2, label, fontproperties=LABEL_FONT, ha="left", va="center")
+    titled = set()
+    for image in sorted(images, key=lambda image: image.series):
+        axes = figure.add_subplot(grid[rows.index((image.prompt, image.series)), image.generation])
         axes.imshow(image.image, interpolation="nearest" if image.image.width < 128 else "antialiased")
         axes.set_xticks([])
         axes.set_yticks([])
@@ -94,9 +133,10 @@ def save_contact_sheet(images: list[SheetImage], title: str, path: str | Path) -
         for spine in axes.spines.values():
             spine.set_visible(False)
         axes.set_xlabel(image.caption, fontsize=6, labelpad=2)
-        if image.generation == 0:
-            width = int(columns * 26)
-            axes.set_title(textwrap.shorten(image.prompt_text, width, placeholder=" …"), fontsize=7, loc="left", pad=3)
+        if image.generation == 0 and image.prompt not in titled:
+            titled.add(image.prompt)
+            text = textwrap.shorten(image.prompt_text, int(columns * 26), placeholder=" …")
+            axes.set_title(text, fontsize=7, loc="left", pad=3)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -131,3 +171,23 @@ def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[T
         import trackio
 
         trackio.log({name: trackio.Image(np.asarray(sheet)), "train/global_step": step})
+
+
+def start_trackers(trainer: "Trainer") -> None:
+    """
+    Starts the trackers that a trainer reports to, where they are not running.
+
+    They start when training begins and stop when it ends: an evaluation before or after it would lose its pictures,
+    and trackio raises.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Trainer.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        name = type(callback).__name__
+        if name in ("TrackioCallback", "WandbCallback") and not callback._initialized:
+            callback.setup(trainer.args, trainer.state, trainer.model)
+        elif isinstance(callback, TensorBoardCallback) and callback.tb_writer is None:
+            if trainer.state.is_world_process_zero:
+                callback._init_summary_writer(trainer.args)
