@@ -17,6 +17,7 @@ from datasets import Dataset
 from PIL import Image
 
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import make_pair
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 
@@ -328,6 +329,8 @@ def commands_with_options(page: Path) -> list[tuple[str, list[str]]]:
 
 def script_options(script: str) -> set[str]:
     """Options of an example itself."""
+    if script == "train_flux.py":  # it shares them with `paco-trl doctor`
+        return {field.name for field in dataclasses.fields(ScriptArguments)}
     tree = ast.parse((ROOT / "examples" / script).read_text(encoding="utf-8"))
     (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ScriptArguments"]
     return {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign)}

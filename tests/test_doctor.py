@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl doctor` on the tiny FLUX: a healthy run has nothing but "ok", and each planted fault is found in its row."""
+
+import configparser
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import init_empty_weights
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import T5Config, T5EncoderModel
+
+from paco_trl.commands import doctor
+from paco_trl.commands.main import COMMANDS, main
+from paco_trl.commands.memory import estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
+from paco_trl.commands.script_arguments import ScriptArguments
+from paco_trl.data import demo_prompts_path
+from paco_trl.rollout import FlowMatchSDEScheduler, FluxFamily
+
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+
+SETTINGS = {
+    "rewards": ["redness", "panel_similarity"],
+    "num_generations": 4,
+    "num_prompts_per_generation": 4,
+    "per_device_train_batch_size": 2,
+    "num_inference_steps": 4,
+    "sde_steps": [1, 2],
+    "max_steps": 6,
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "disable_tqdm": True,
+}
+HEALTHY = {
+    "versions": "ok",
+    "configuration": "ok",
+    "data": "ok",
+    "rewards": "ok",
+    "model and adapter": "ok",
+    "memory": "ok",
+    "noise-free image": "ok",
+    "ratio": "ok",
+    "adapter files": "ok",
+    "reward redness_reward": "ok",
+    "reward panel_similarity_reward": "ok",
+}
+
+
+@pytest.fixture(scope="module")
+def prompt_rows() -> list[dict]:
+    """Fifteen prompts of two sizes."""
+    rows = map(json.loads, demo_prompts_path().read_text(encoding="utf-8").splitlines())
+    return [
+        row | {"height": 32 * row["rows"], "width": 32 * row["cols"]}
+        for row in rows
+        if (row["rows"], row["cols"]) in ((2, 2), (1, 2))
+    ]
+
+
+@pytest.fixture
+def make_arguments(tiny_flux, prompt_rows, tmp_path):
+    """Makes the command's arguments: a YAML file of the settings, with changes."""
+
+    def make(rows: list[dict] | None = None, **changes) -> list[str]:
+        lines = [json.dumps(row) + "\n" for row in (prompt_rows if rows is None else rows)]
+        (tmp_path / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+        settings = {
+            "model_name_or_path": str(tiny_flux),
+            "dataset_name": str(tmp_path / "prompts.jsonl"),
+            "output_dir": str(tmp_path / "out"),
+            **SETTINGS,
+            **changes,
+        }
+        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+        return ["--config", str(tmp_path / "settings.yaml")]
+
+    return make
+
+
+@pytest.fixture
+def examine(make_arguments):
+    """Runs the checks; keyword arguments are changes of the settings. Gives the rows by name."""
+
+    def run(**changes) -> dict[str, doctor.Row]:
+        return {row.check: row for row in doctor.examine(make_arguments(**changes), Console(quiet=True))}
+
+    return run
+
+
+def verdicts(rows: dict[str, doctor.Row]) -> dict[str, str]:
+    return {name: row.verdict for name, row in rows.items()}
+
+
+def test_the_command(make_arguments, tmp_path):
+    arguments = make_arguments()
+    done = subprocess.run(
+        [sys.executable, "-m", "paco_trl.commands.main", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "100"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    for name in HEALTHY:
+        assert re.search(rf"{re.escape(name)}: ok", done.stdout), name  # progress
+    assert "11 ok" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if line[:1] in ("┃", "│")) == 100
+    assert not (tmp_path / "out").exists()
+
+
+class TestCommandLine:
+    def test_the_console_script_is_the_dispatch(self):
+        config = configparser.ConfigParser()
+        config.read(ROOT / "setup.cfg")
+        name, target = config["options.entry_points"]["console_scripts"].strip().split(" = ")
+        module, function = target.split(":")
+        assert name == "paco-trl"
+        assert getattr(importlib.import_module(module), function) is main
+
+    def test_commands_exist(self):
+        for module, summary in COMMANDS.values():
+            assert callable(importlib.import_module(module).main)
+            assert summary
+
+    def test_help(self, capsys):
+        assert main(["--help"]) == 0
+        assert "doctor" in capsys.readouterr().out
+        assert main(["doctor", "--help"]) == 0
+        shown = capsys.readouterr().out
+        for option in ("--config", "--model_name_or_path", "--num_generations"):
+            assert option == "--config" or option in shown
+
+    @pytest.mark.parametrize("arguments, problem", [([], "missing"), (["doctr"], "'doctr'")])
+    def test_no_such_command(self, arguments, problem, capsys):
+        assert main(arguments) == 2
+        assert problem in capsys.readouterr().err
+
+    def test_exit_code_and_table(self, make_arguments, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        assert main(["doctor", *make_arguments(num_generations=4)]) == 0
+        capsys.readouterr()
+        assert main(["doctor", *make_arguments(num_generations=1)]) == 1
+        shown = capsys.readouterr().out
+        assert "must be at least 2" in shown
+        assert "needs: configuration" in shown
+        assert all(len(line) <= 80 for line in shown.splitlines())
+
+    def test_unknown_options_are_errors(self, make_arguments, capsys):
+        rows = doctor.examine([*make_arguments(), "--no_such_option", "1"], Console(quiet=True))
+        assert rows[1].verdict == "failed"
+        assert "no_such_option" in rows[1].finding
+        rows = doctor.examine(make_arguments(no_such_option=1), Console(quiet=True))
+        assert rows[1].verdict == "failed"
+        assert "no_such_option" in rows[1].finding
+
+    def test_docstring_and_help_of_the_arguments_agree(self):
+        documented = re.findall(
+            r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):",
+            ScriptArguments.__doc__,
+            flags=re.M,
+        )
+        fields = {item.name: item for item in dataclasses.fields(ScriptArguments)}
+        assert [name for name, _, _ in documented] == list(fields)
+        for name, _, default in documented:
+            value = getattr(ScriptArguments(), name)
+            assert default == ("" if value is None else json.dumps(value)), name
+            assert fields[name].metadata["help"]
+
+
+class TestHealthy:
+    def test_every_row_is_ok_and_has_its_numbers(self, examine):
+        rows = examine()
+        assert verdicts(rows) == HEALTHY
+        finding = {name: row.finding for name, row in rows.items()}
+        assert "torch 2" in finding["versions"]
+        assert "4 prompts x 4 generations = 16 images a round" in finding["configuration"]
+        assert "effective batch 8 images" in finding["configuration"]
+        assert "15 prompts" in finding["data"]
+        assert "64 x 64 (12), 32 x 64 (3)" in finding["data"]
+        assert "6 optimizer steps, 3 round(s)" in finding["data"]
+        assert "Trained at 32 x 32, 16 x 32 (multiples of 4 pixels)" in finding["model and adapter"]
+        assert "differ by 0 (" in finding["noise-free image"]
+        assert "max |ratio - 1| before the first update 0 (step 1: 0, step 2: 0)" in finding["ratio"]
+        effect = float(re.search(r"change the last latents by (\d\S*)\. ", finding["adapter files"])[1])
+        assert effect > 1e-3
+        assert "0 with `PeftModel.from_pretrained` and 0 with `pipe.load_lora_weights`" in finding["adapter files"]
+        assert "0 None" in finding["reward redness_reward"]
+
+    def test_bf16(self, examine):
+        rows = examine(bf16=True)
+        assert verdicts(rows) == HEALTHY
+        assert "torch.bfloat16" in rows["model and adapter"].finding
+
+    def test_rounding_up_is_a_warning(self, examine):
+        rows = examine(num_prompts_per_generation=4, per_device_train_batch_size=4)
+        assert rows["configuration"].verdict == "ok"
+        rows = examine(num_prompts_per_generation=3, per_device_train_batch_size=4)
+        assert rows["configuration"].verdict == "warning"
+        assert "rounded up to 4" in rows["configuration"].advice
+
+    def test_repeated_prompts_are_a_warning(self, examine, prompt_rows):
+        rows = examine(rows=[*prompt_rows, prompt_rows[0]])
+        assert verdicts(rows) == HEALTHY | {"data": "warning"}
+        assert "1 row(s) repeat a prompt" in rows["data"].finding
+
+
+class TestFaults:
+    """Each is found in its own row, and the others stay as they are."""
+
+    def test_a_scheduler_that_is_not_its_parent_without_noise(self, examine, monkeypatch):
+        step = FlowMatchSDEScheduler.step
+
+        def changed(self, model_output, timestep, sample, **kwargs):
+            output = step(self, model_output, timestep, sample, **kwargs)
+            if self.sde is not None and self.sde.noise_level == 0:
+                return (output[0] + 1e-6, *output[1:])  # no picture would show it
+            return output
+
+        monkeypatch.setattr(FlowMatchSDEScheduler, "step", changed)
+        assert verdicts(examine()) == HEALTHY | {"noise-free image": "failed"}
+
+    def test_a_replay_that_differs(self, examine, monkeypatch):
+        norm = nn.LayerNorm.forward
+
+        def noisy(self, hidden_states):
+            output = norm(self, hidden_states)
+            return output * 1.01 if torch.is_grad_enabled() else output
+
+        monkeypatch.setattr(nn.LayerNorm, "forward", noisy)
+        rows = examine()
+        assert verdicts(rows) == HEALTHY | {"ratio": "failed"}
+        assert "dropout" in rows["ratio"].advice
+
+    @pytest.mark.parametrize("name", ["adapter_config.json", "pytorch_lora_weights.safetensors"])
+    def test_a_wrong_alpha_in_the_files(self, examine, monkeypatch, name):
+        save = doctor.save_adapter
+
+        def save_wrong(model, pipeline, state_dict, folder):
+            save(model, pipeline, state_dict, folder)
+            path = Path(folder) / name
+            if path.suffix == ".json":
+                path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 4}))
+            else:
+                save_file(load_file(path), path, {"format": "pt"})  # without the metadata
+
+        monkeypatch.setattr(doctor, "save_adapter", save_wrong)
+        assert verdicts(examine()) == HEALTHY | {"adapter files": "failed"}
+
+    @pytest.mark.parametrize(
+        "values, verdict, message",
+        [
+            (lambda images: 1 / 0, "failed", "'planted' raised ZeroDivisionError"),
+            (lambda images: ["good"] * len(images), "failed", "'planted' returned 'good'"),
+            (lambda images: [None] * len(images), "failed", "3 None"),
+            (lambda images: [1.0] * len(images), "warning", "1, 1, 1"),
+            (lambda images: [None, *range(1, len(images))], "warning", "None, 1, 2; 1 None"),
+            (lambda images: list(range(len(images))), "ok", "0, 1, 2; 0 None"),
+        ],
+    )
+    def test_rewards(self, planted_reward, values, verdict, message):
+        rows = planted_reward(lambda prompts, completions, panel_images, theme, **kwargs: values(completions))
+        assert verdicts(rows) == self.with_planted(verdict)
+        assert message in rows["reward planted"].finding
+        assert bool(rows["reward planted"].advice) == (verdict != "ok")
+
+    def test_asynchronous_rewards(self, planted_reward):
+        async def reward(prompts, completions, **kwargs):
+            return [float(index) for index in range(len(completions))]
+
+        rows = planted_reward(reward)
+        assert verdicts(rows) == self.with_planted("ok")
+        assert "0, 1, 2; 0 None" in rows["reward planted"].finding
+
+    @staticmethod
+    def with_planted(verdict: str) -> dict[str, str]:
+        expected = HEALTHY | {"reward planted": verdict}
+        return {name: value for name, value in expected.items() if name != "reward redness_reward"}
+
+    @pytest.fixture
+    def planted_reward(self, examine, monkeypatch):
+        """Runs the checks with a reward in the place of `redness`."""
+
+        def run(reward):
+            reward.__name__ = "planted"
+            load = doctor.load_reward
+            monkeypatch.setattr(
+                doctor, "load_reward", lambda name, args: reward if name == "redness" else load(name, args)
+            )
+            return examine()
+
+        return run
+
+    def test_a_reward_that_does_not_exist(self, examine):
+        rows = examine(rewards=["redness", "rednes"])
+        expected = {name: verdict for name, verdict in HEALTHY.items() if not name.startswith("reward ")}
+        assert verdicts(rows) == expected | {"rewards": "failed", "reward values": "skipped"}
+        assert "'rednes'" in rows["rewards"].finding
+
+    def test_fewer_prompts_than_a_round(self, examine, prompt_rows):
+        assert examine(rows=prompt_rows[:4])["data"].verdict == "ok"
+        rows = examine(rows=prompt_rows[:3])
+        assert verdicts(rows) == HEALTHY | {"data": "failed"}
+        assert "at most 3" in rows["data"].advice
+
+    def test_data_that_cannot_be_used(self, examine, prompt_rows):
+        rows = examine(rows=[{"text": "a cat"}] * 4)
+        assert rows["data"].verdict == "failed"
+        assert rows["model and adapter"].verdict == "skipped"
+        assert rows["model and adapter"].finding == "needs: data"
+        rows = examine(dataset_name="/no/such/prompts.jsonl")
+        assert rows["data"].verdict == "failed"
+        assert "prompts.jsonl" in rows["data"].finding
+
+    def test_a_configuration_that_does_not_divide(self, examine):
+        rows = examine(generation_batch_size=18)
+        assert rows["versions"].verdict == "ok"
+        assert rows["configuration"].verdict == "failed"
+        assert "18 / 4 = 4.5" in rows["configuration"].finding
+        assert {row.verdict for name, row in rows.items() if name not in ("versions", "configuration")} == {"skipped"}
+
+    def test_a_layer_that_does_not_exist(self, examine):
+        rows = examine(lora_target_modules=["attn.to_q", "attn.to_k"])
+        assert verdicts(rows) == HEALTHY
+        rows = examine(lora_target_modules=["attn.to_q", "attn.to_kk"])
+        assert verdicts(rows) == HEALTHY | {"model and adapter": "failed"}
+        assert "named attn.to_kk" in rows["model and adapter"].finding
+        rows = examine(lora_target_modules=["to_kk"])
+        assert rows["model and adapter"].verdict == "failed"
+        assert rows["ratio"].verdict == "skipped"
+
+    def test_a_model_that_does_not_exist(self, examine, tmp_path):
+        rows = examine(model_name_or_path=str(tmp_path / "nothing"))
+        assert rows["data"].verdict == "ok"
+        assert rows["model and adapter"].verdict == "failed"
+        assert rows["adapter files"].finding == "needs: model and adapter"
+
+    def test_an_outdated_version(self, monkeypatch):
+        patient = doctor.Patient(parse=None, output_dir="")
+        assert doctor.check_versions(patient).verdict == "ok"
+        version = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.20.9" if name == "peft" else version(name))
+        row = doctor.check_versions(patient)
+        assert row.verdict == "warning"
+        assert row.finding.startswith("peft is 0.20.9, needed is >=0.21")
+        assert "`pip install -U peft`" in row.advice
+
+    def test_a_missing_package(self, monkeypatch):
+        requires = importlib.metadata.requires
+
+        def with_another(name):
+            extras = ['no-such-extra>=1.0; extra == "test"', 'pytest>=999; extra == "test"']
+            return [*requires(name), "no-such-package>=1.0", *extras]
+
+        monkeypatch.setattr(importlib.metadata, "requires", with_another)
+        row = doctor.check_versions(doctor.Patient(parse=None, output_dir=""))
+        assert row.verdict == "warning"
+        assert "no-such-package is missing" in row.finding
+        assert "no-such-extra" not in row.finding
+        assert "pytest" not in row.finding
+
+
+class TestMemory:
+    def test_weights(self):
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).to(torch.bfloat16)
+        model[1].requires_grad_(False)
+        # Linear 3 x 5 + 5; norm 5 + 5, with two averages of 5 in bf16 and a counter of 8 bytes
+        assert weights_bytes(model) == 2 * 20 + 2 * 10 + 2 * 10 + 8
+        assert weights_bytes(model, trainable=True) == 2 * 20
+        assert weights_bytes(model, trainable=False) == 2 * 10 + 2 * 10 + 8
+
+    def test_without_deepspeed(self):
+        estimate = estimate_memory(1000, 10, 500, 200, 70)
+        assert (estimate.transformer, estimate.adapter, estimate.gradients, estimate.optimizer) == (1000, 40, 40, 80)
+        assert estimate.training == 1000 + 40 + 40 + 80 + 70
+        assert estimate.drawing == 1000 + 40 + 80 + 70 + 200
+        assert estimate.encoding == 1000 + 40 + 80 + 70 + 500
+        assert estimate.peak == estimate.encoding
+        averaged = estimate_memory(1000, 10, 500, 200, 70, has_ema=True)
+        assert averaged.ema == 40
+        for phase in ("training", "drawing", "encoding", "peak"):
+            assert getattr(averaged, phase) == getattr(estimate, phase) + 40
+        # Every process of DDP has all of it
+        assert estimate_memory(1000, 10, 500, 200, 70, num_processes=4) == estimate
+
+    @pytest.mark.parametrize(
+        "stage, transformer, adapter, gradients, optimizer, gathered",
+        [
+            (0, 1000, 2 * 10 + 4 * 10, 40, 80, 0),
+            (1, 1000, 2 * 10 + 4 * 10 // 2, 40, 40, 0),
+            (2, 1000, 2 * 10 + 4 * 10 // 2, 20, 40, 0),
+            (3, 500, 2 * 10 // 2 + 4 * 10 // 2, 20, 40, 1000 + 2 * 10),
+        ],
+    )
+    def test_deepspeed_divides_by_stage(self, stage, transformer, adapter, gradients, optimizer, gathered):
+        settings = {"num_processes": 2, "zero_stage": stage, "adapter_element_size": 2}
+        estimate = estimate_memory(1000, 10, 0, 0, 0, **settings)
+        assert (estimate.transformer, estimate.adapter) == (transformer, adapter)
+        assert (estimate.gradients, estimate.optimizer, estimate.gathered) == (gradients, optimizer, gathered)
+        assert estimate_memory(1000, 10, 0, 0, 0, **settings, gathers_for_rollout=False).gathered == 0
+        averaged = estimate_memory(1000, 10, 0, 0, 0, **settings, has_ema=True)
+        assert averaged.ema == (20 if stage == 3 else 40)
+
+    @pytest.mark.parametrize(
+        "total, verdict", [(None, "ok"), (3000, "ok"), (1700, "warning"), (1391, "warning"), (1389, "failed")]
+    )
+    def test_verdict(self, total, verdict):
+        estimate = estimate_memory(1000, 10, 500, 200, 70)
+        assert (estimate.drawing, estimate.training, estimate.encoding) == (1390, 1230, 1690)
+        found, advice = doctor._fits(estimate, total)
+        assert found == verdict
+        assert bool(advice) == (verdict != "ok")
+
+    def test_the_buffer_is_what_the_policy_records(self, make_trainer):
+        trainer = make_trainer(sde_steps=[0, 2])
+        studio = doctor.Studio(trainer)
+        studio.prepare()
+        drawing = studio.draw(count=4, sde=studio.sde_settings(0.7))
+        assert len(drawing.records) == 2
+        embeddings = studio.encode()
+        latent = latent_elements(
+            32, 32, trainer.pipeline.vae_scale_factor, trainer.pipeline.vae.config.latent_channels
+        )
+        assert drawing.latents[0].numel() == latent
+        prompt = sum(tensor.numel() for tensor in embeddings.values())
+        expected = rollout_buffer_bytes(4, 2, latent, 1, prompt)
+        assert expected == 4 * (2 * 4 * 2 * latent + prompt)
+        assert rollout_buffer_bytes(4, 2, latent, 1, prompt, latents_per_step=3) == expected + 4 * 4 * 2 * latent
+        tensors = [
+            t for r in drawing.records for call in r.calls for t in call.values() if isinstance(t, torch.Tensor)
+        ]
+        tensors += [tensor for r in drawing.records for tensor in (r.sample, r.prev_sample)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        # Beside them only what is small: positions, timesteps, guidance
+        assert expected <= sum(storages.values()) < 1.3 * expected
+
+    def test_flux_dev(self):
+        """The defaults of FluxTransformer2DModel are FLUX.1-dev's, but for the guidance. Nothing is allocated."""
+        with init_empty_weights():
+            transformer = FluxTransformer2DModel(guidance_embeds=True).to(torch.bfloat16)
+            t5 = T5EncoderModel(
+                T5Config(
+                    d_model=4096, d_ff=10240, num_layers=24, num_heads=64, vocab_size=32128,
+                    feed_forward_proj="gated-gelu", is_encoder_decoder=False,
+                )
+            ).to(torch.bfloat16)  # fmt: skip
+        t5.tie_weights()
+        assert sum(p.numel() for p in transformer.parameters()) == 11_901_408_320
+        assert weights_bytes(transformer) == 2 * 11_901_408_320  # 23.8 GB
+        assert weights_bytes(t5) == pytest.approx(9.5e9, rel=0.01)
+        with init_empty_weights():
+            config = LoraConfig(r=64, lora_alpha=128, target_modules=FluxFamily.lora_target_modules)
+            model = get_peft_model(transformer, config)
+        # r x (in + out): 19 double blocks with 8 projections of attention and 4 layers of feed-forward, 38 single
+        # blocks with 3 projections
+        trainable = 19 * (8 * 64 * (3072 + 3072) + 4 * 64 * (3072 + 12288)) + 38 * 3 * 64 * (3072 + 3072)
+        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == trainable == 179_306_496
+        assert weights_bytes(model, trainable=False) == 2 * 11_901_408_320
+
+        # 672 images of 512 x 512 a round, 42 prompts of 512 x 4096 + 768 numbers: the paper's settings on one GPU
+        latent = latent_elements(512, 512, vae_scale_factor=8, latent_channels=16)
+        assert latent == 1024 * 64  # tokens, channels of a packed token
+        buffer = rollout_buffer_bytes(672, 1, latent, 42, 512 * 4096 + 768)
+        assert buffer == 672 * 2 * 262_144 + 42 * 8_391_680
+        vae = 2 * 83_819_683
+        estimate = estimate_memory(
+            weights_bytes(transformer, trainable=False), trainable, weights_bytes(t5), vae, buffer
+        )
+        assert estimate.training / GIB == pytest.approx(25.5, abs=0.1)
+        assert estimate.peak == estimate.encoding
+        eight = estimate_memory(
+            weights_bytes(transformer, trainable=False), trainable, weights_bytes(t5), vae, buffer, 8, 3, 2
+        )
+        assert eight.transformer == 2 * 11_901_408_320 // 8
+        assert eight.training < 5 * GIB
