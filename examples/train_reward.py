@@ -31,6 +31,7 @@ from trl import TrlParser
 
 from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
+from paco_trl.utils.processes import end_training
 
 
 @dataclass
@@ -150,8 +151,7 @@ def main(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
         print(f"Adapter: {training_args.output_dir}")
         if eval_dataset is not None:
             print(f"Pictures: {training_args.output_dir}/evaluation")
-    # The processes end together: one that leaves early can take the others down
-    trainer.accelerator.end_training()
+    end_training(trainer.accelerator)
 
 
 if __name__ == "__main__":
