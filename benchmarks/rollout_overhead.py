@@ -21,7 +21,7 @@ from peft import LoraConfig
 
 from paco_trl.rollout import PipelinePolicy, SDESettings, family_of, replay
 from paco_trl.tiny import build_tiny_flux
-from paco_trl.trainer.loading import add_adapter, load_pipeline
+from paco_trl.trainer.loading import load_pipeline, prepare_transformer
 
 
 def median_time(function, repeats: int, device: str) -> float:
@@ -83,7 +83,7 @@ def main() -> None:
     pipeline = load_pipeline(plain, dtype)
     signature = inspect.signature(pipeline.transformer.forward)
     lora = LoraConfig(r=16, lora_alpha=32, init_lora_weights="gaussian")
-    model = add_adapter(pipeline, family, lora, autocast_adapter_dtype=True)
+    model = prepare_transformer(pipeline, family, lora, autocast_adapter_dtype=True)
     pipeline.transformer = model
 
     def draw_adapter():

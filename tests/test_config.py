@@ -85,6 +85,13 @@ class TestDefaults:
             "logging_steps": 1,
             "log_completions": True,
             "epsilon_high": None,
+            "ema_decay": 0.9,
+            "ema_offload": False,
+            "max_excluded_images": 0.5,
+            "max_excluded_groups": 0.5,
+            "offload_embeddings": False,
+            "vae_tiling": False,
+            "resolution_transfer_prompts": 0,
         }
         config = make()
         for name, value in {**papers, **others}.items():
@@ -165,7 +172,7 @@ class TestDocumentation:
         assert len(OWN_FIELDS) > 20
         assert sorted(DOCUMENTED) == sorted(OWN_FIELDS)
         headings = PaCoGRPOConfig.__doc__.split("[!NOTE]")[0].count("> Parameters that control")
-        assert headings == 6
+        assert headings == 8
 
     def test_in_the_order_of_the_fields(self):
         assert list(DOCUMENTED) == OWN_FIELDS
@@ -329,7 +336,12 @@ class TestValues:
             ({"log_tame_threshold": "nan"}, "`log_tame_threshold` is 'nan'"),
             ({"log_tame_threshold": None}, "`log_tame_threshold` is None"),
             ({"fp16": True}, "`fp16` is set to True.*not reliable in fp16"),
-            ({"loss_type": "dapo"}, "`loss_type` is 'dapo'; only 'grpo'"),
+            ({"loss_type": "dapo"}, "`loss_type` is 'dapo'.*'grpo', 'grpo_guard'"),
+            ({"ema_decay": 1.0}, "`ema_decay` is 1.0.*between 0 and 1"),
+            ({"ema_decay": 0.0}, "`ema_decay` is 0.0.*between 0 and 1"),
+            ({"max_excluded_images": 1.5}, "`max_excluded_images` is 1.5.*from 0 to 1"),
+            ({"max_excluded_groups": -0.1}, "`max_excluded_groups` is -0.1.*from 0 to 1"),
+            ({"resolution_transfer_prompts": 2}, "`resolution_transfer_prompts` is 2.*at least 3"),
             ({"multi_objective_aggregation": "mean"}, "`multi_objective_aggregation` is 'mean'.*'log_tamed'"),
             ({"epsilon": 0.0}, "`epsilon` is 0.0.*above 0"),
             ({"ratio_tolerance": 0.0}, "`ratio_tolerance` is 0.0.*above 0"),

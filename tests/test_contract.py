@@ -29,29 +29,6 @@ INHERITED = {
         "_step",
         "current_gradient_accumulation_steps",  # set by Trainer
     },
-    "_calculate_rewards": {
-        "_log_completion_extra",
-        "_log_metric",
-        "accelerator",
-        "async_loop",  # with async rewards only
-        "chat_template_kwargs",  # with reward modules only, which are refused
-        "environments",
-        "reward_func_names",
-        "reward_funcs",
-        "reward_processing_classes",
-        "state",
-    },
-    "_log_metric": {"_pending_metrics"},
-    "_log_completion_extra": {"_pending_extra_logs"},
-    "_save_checkpoint": {
-        "_get_output_dir",
-        "_last_world_entropy",  # with adaptive entropy only, which is refused
-        "args",
-        "create_model_card",
-        "entropy_coef",
-        "state",
-        "use_adaptive_entropy",
-    },
     "_load_optimizer_and_scheduler": {"_last_world_entropy", "entropy_coef", "use_adaptive_entropy"},
 }
 
@@ -73,8 +50,6 @@ def test_attributes_exist(make_trainer):
     trainer = make_trainer()
     only_sometimes = {
         "current_gradient_accumulation_steps",
-        "async_loop",
-        "chat_template_kwargs",
         "_last_world_entropy",
         "entropy_coef",
     }
@@ -96,8 +71,21 @@ def test_methods_that_are_overridden_exist():
         "create_model_card",
         "_push_from_checkpoint",
         "_send_telemetry",
+        "train",
+        "_save_checkpoint",
+        "_load_from_checkpoint",
+        "_load_best_model",
     ):
         assert hasattr(GRPOTrainer, name), name
+    for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
+        assert list(inspect.signature(getattr(Trainer, name)).parameters) == ["self", "output_dir"], name
+    # Where they are called from, and when: after the checkpoint is loaded, and once for each optimizer step
+    loop = inspect.getsource(Trainer._inner_training_loop)
+    assert loop.index("_prepare_for_training") < loop.index("on_train_begin") < loop.index("_run_epoch")
+    epoch = inspect.getsource(Trainer._run_epoch)
+    assert epoch.index("self.optimizer.step()") < epoch.index("on_optimizer_step") < epoch.index("global_step += 1")
+    assert "self._save_checkpoint(model, trial)" in inspect.getsource(Trainer._maybe_log_save_evaluate)
+    assert "self._load_best_model()" in inspect.getsource(Trainer._finalize_training)
     assert "_initial_global_step" in inspect.getsource(Trainer._inner_training_loop)
     assert "activation_checkpointing_enable" in inspect.getsource(Trainer.train)
     assert "Trainer" in _BaseTrainer.__mro__[1].__name__

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 
 from paco_trl.trainer.export import PUBLISHED_FILES
+from paco_trl.trainer.weights import swapped
 
 
 def draw(pipeline) -> np.ndarray:
@@ -75,7 +76,10 @@ def test_both_formats_give_the_same_image(trained, tiny_flux):
     tuned = draw(by_diffusers)
     assert np.abs(tuned - base).mean() > 2  # the adapter does something
     assert np.array_equal(tuned, draw(by_peft))
-    assert np.array_equal(tuned, draw(trainer.pipeline))
+    # What is saved is the average of the weights, not the last ones
+    assert not np.array_equal(tuned, draw(trainer.pipeline))
+    with swapped(trainer.model, trainer.ema.average, 0):
+        assert np.array_equal(tuned, draw(trainer.pipeline))
 
 
 def test_checkpoints_of_different_steps_differ(trained, tiny_flux):
@@ -107,7 +111,8 @@ def test_published_files_hold_no_token_and_no_pickle(trained):
     _, folder = trained
     published = [path for pattern in PUBLISHED_FILES for path in folder.glob(pattern)]
     assert {path.suffix for path in published} == {".json", ".safetensors", ".md", ".png"}
-    assert len(published) == 5
+    assert {path.name for path in published if path.suffix == ".png"} == {"contact_sheet.png", "curves.png"}
+    assert len(published) == 6
     for path in published:
         assert b"hf_this_must_not_be_seen" not in path.read_bytes()
 

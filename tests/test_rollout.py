@@ -25,7 +25,7 @@ from paco_trl.rollout import (
     replay,
     step_std,
 )
-from paco_trl.trainer.loading import add_adapter, load_pipeline
+from paco_trl.trainer.loading import load_pipeline, prepare_transformer
 
 
 NUM_STEPS, SIZE, GUIDANCE = 4, 32, 3.5
@@ -39,7 +39,7 @@ def build_policy(folder, family=None):
     pipeline = load_pipeline(str(folder), torch.float32)
     family = family or family_of(pipeline)
     signature = inspect.signature(pipeline.transformer.forward)
-    model = add_adapter(pipeline, family, LORA, autocast_adapter_dtype=True)
+    model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -476,7 +476,7 @@ class TestCastFloatingInputs:
         pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
         family = family_of(pipeline)
         signature = inspect.signature(pipeline.transformer.forward)
-        model = add_adapter(pipeline, family, LORA, autocast_adapter_dtype=False)
+        model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=False)
         policy = PipelinePolicy(pipeline, family, model, signature)
         sde = SDESettings((1,), 0.7)
         with pytest.raises(RuntimeError, match="dtype"):

@@ -8,11 +8,11 @@ log-probability of the very same samples.
 
 import inspect
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.utils import recursively_apply, send_to_device
 from PIL import Image
 from torch import nn
 
@@ -38,6 +38,8 @@ class RecordedStep:
             Log-probability of `prev_sample` under the policy that drew it.
         calls (`list[dict]`):
             Arguments, by name, of each call of the transformer in this step.
+        mean (`torch.Tensor` of shape `(B, ...)`, *optional*):
+            Mean of the step under the policy that drew it, float32, where it was asked for.
     """
 
     index: int
@@ -48,6 +50,43 @@ class RecordedStep:
     prev_sample: torch.Tensor
     log_prob: torch.Tensor
     calls: list[dict[str, Any]]
+    mean: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "RecordedStep":
+        """
+        The step with all arguments of its calls on a device.
+
+        Args:
+            device (`torch.device`):
+                Device.
+
+        Returns:
+            [`RecordedStep`].
+        """
+        return replace(self, calls=send_to_device(self.calls, device))
+
+    def offloaded(self, arguments: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> "RecordedStep":
+        """
+        The step with copies that are kept elsewhere in place of the prompt's embeddings.
+
+        Args:
+            arguments (`dict[str, torch.Tensor]`):
+                Arguments that the pipeline was called with, from whose memory calls may have taken theirs.
+            kept (`dict[str, torch.Tensor]`):
+                The same values in CPU memory.
+
+        Returns:
+            [`RecordedStep`]: arguments that the pipeline has computed itself stay where they are.
+        """
+
+        def swap(tensor: torch.Tensor) -> torch.Tensor:
+            for name, argument in arguments.items():
+                is_same = tensor.data_ptr() == argument.data_ptr() and tensor.shape == argument.shape
+                if is_same and tensor.stride() == argument.stride() and tensor.dtype == argument.dtype:
+                    return kept[name]
+            return tensor
+
+        return replace(self, calls=recursively_apply(swap, self.calls))
 
 
 class PipelinePolicy:
@@ -95,6 +134,7 @@ class PipelinePolicy:
         guidance_scale: float,
         noise_keys: list[tuple[int, ...]],
         sde: SDESettings | None = None,
+        record_mean: bool = False,
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """
         Draws a batch of images.
@@ -112,6 +152,8 @@ class PipelinePolicy:
                 For each image, the integers that its noise is a function of.
             sde ([`SDESettings`], *optional*):
                 Stochastic steps. Without it the images are drawn by the pipeline's own ODE and nothing is recorded.
+            record_mean (`bool`, *optional*, defaults to `False`):
+                Whether the means of the stochastic steps are recorded too, which costs a latent each.
 
         Returns:
             `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images, and the stochastic steps in order.
@@ -135,6 +177,7 @@ class PipelinePolicy:
                     prev_sample=step.prev_sample,
                     log_prob=step.log_prob,
                     calls=self._calls,
+                    mean=step.mean if record_mean else None,
                 )
             )
             self._calls, self._outputs = [], []

@@ -1,55 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter in both formats: PEFT's and diffusers'."""
+"""What is trained in the formats that users load: an adapter in PEFT's and diffusers', or a whole transformer."""
 
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
+from torch import nn
+
+from .model_card import latest_pictures, render_model_card
 
 
-# All that a published adapter consists of. The rest of a checkpoint (optimizer, arguments with the Hub token) stays.
+if TYPE_CHECKING:
+    from .paco_grpo_trainer import PaCoGRPOTrainer
+
+# All that a published model consists of. The rest of a checkpoint (optimizer, the run's own weights) stays.
 PUBLISHED_FILES = [
     "adapter_config.json",
     "adapter_model.safetensors",
     "pytorch_lora_weights.safetensors",
+    "transformer/*",
     "README.md",
     "*.png",
 ]
 
 # Prefix that PeftModel puts in front of the transformer's own names
 _PEFT_PREFIX = "base_model.model."
-
-
-def trainable_state_dict(model: PeftModel, is_deepspeed: bool) -> dict[str, torch.Tensor]:
-    """
-    The trained weights on the CPU, whole and in full precision. Every process calls it.
-
-    Under DeepSpeed they are the float32 masters that the optimizer works on; only they are gathered, one at a time,
-    never the frozen model.
-
-    Args:
-        model ([`~peft.PeftModel`]):
-            Model with the adapter.
-        is_deepspeed (`bool`):
-            Whether a DeepSpeed engine holds the weights.
-
-    Returns:
-        `dict[str, torch.Tensor]`.
-    """
-    state_dict = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if is_deepspeed:
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            value = safe_get_full_fp32_param(parameter)
-            value = parameter if value is None else value  # before the engine exists there are no masters
-        else:
-            value = parameter
-        state_dict[name] = value.detach().to("cpu", copy=True)
-    return state_dict
 
 
 def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
@@ -66,7 +45,7 @@ def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor]
         pipeline ([`~diffusers.DiffusionPipeline`]):
             Its pipeline, for the family's LoRA format.
         state_dict (`dict[str, torch.Tensor]`):
-            Trained weights, from [`trainable_state_dict`].
+            Trained weights by name, whole, from [`~paco_trl.trainer.weights.gather_whole`].
         folder (`str` or `Path`):
             Where to save.
     """
@@ -80,3 +59,52 @@ def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor]
         transformer_lora_layers={name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in lora.items()},
         transformer_lora_adapter_metadata=metadata,
     )
+
+
+def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """
+    Saves a whole trained transformer in diffusers' format, in the folder `transformer`.
+
+    `FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")` reads it, for the pipeline's
+    `transformer=`. The weights are float32, as they were trained.
+
+    Args:
+        transformer (`nn.Module`):
+            Transformer, for its config.
+        state_dict (`dict[str, torch.Tensor]`):
+            Trained weights by name, whole, from [`~paco_trl.trainer.weights.gather_whole`]. Buffers and whatever else
+            the transformer holds are added from it.
+        folder (`str` or `Path`):
+            Where to save.
+    """
+    folder = Path(folder) / "transformer"
+    folder.mkdir(parents=True, exist_ok=True)
+    transformer.save_config(folder)
+    buffers = {name: value for name, value in transformer.state_dict().items() if name not in state_dict}
+    save_torch_state_dict(
+        {**buffers, **state_dict}, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
+    )
+
+
+def save_trained(trainer: "PaCoGRPOTrainer", state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """
+    Saves what a trainer has trained, with its card and the latest pictures. For the main process.
+
+    Args:
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer.
+        state_dict (`dict[str, torch.Tensor]`):
+            Trained weights by name, whole.
+        folder (`str` or `Path`):
+            Where to save.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(trainer.model, PeftModel):
+        save_adapter(trainer.model, trainer.pipeline, state_dict, folder)
+    else:
+        save_transformer(trainer.model, state_dict, folder)
+    for name, picture in latest_pictures(trainer.args.output_dir).items():
+        if picture.resolve() != (folder / name).resolve():
+            shutil.copy(picture, folder / name)
+    render_model_card(trainer).save(folder / "README.md")

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Hub id, a folder or a pipeline to a frozen pipeline with a trainable adapter."""
+"""From a Hub id, a folder or a pipeline to a frozen pipeline with a trainable adapter, or a trainable transformer."""
 
 import copy
 import json
+import os
+from pathlib import Path
 
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.configuration_utils import FrozenDict
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
 from ..rollout import Family, check_flow_matching, family_of
@@ -35,7 +38,11 @@ class PolicyConfig(FrozenDict):
 
 
 def load_pipeline(
-    model: "str | DiffusionPipeline", dtype: torch.dtype, trust_remote_code: bool = False, **model_init_kwargs
+    model: "str | DiffusionPipeline",
+    dtype: torch.dtype,
+    transformer_dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    **model_init_kwargs,
 ) -> DiffusionPipeline:
     """
     Loads a pipeline on the CPU, frozen, in the compute dtype.
@@ -45,6 +52,9 @@ def load_pipeline(
             Hub id, folder, or a pipeline that is loaded already.
         dtype (`torch.dtype`):
             Compute dtype.
+        transformer_dtype (`torch.dtype`, *optional*):
+            Dtype of the transformer. If `None`, the compute dtype. Weights that are trained themselves are float32:
+            in bf16 most updates are smaller than half a unit in the last place.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run code that comes with the model.
         **model_init_kwargs:
@@ -60,7 +70,10 @@ def load_pipeline(
     """
     if isinstance(model, str):
         _check_config(model, model_init_kwargs)
-        model_init_kwargs.setdefault("dtype", dtype)
+        is_uniform = transformer_dtype in (None, dtype)
+        model_init_kwargs.setdefault(
+            "dtype", dtype if is_uniform else {"transformer": transformer_dtype, "default": dtype}
+        )
         model_init_kwargs.setdefault("use_safetensors", True)
         # A live ZeRO-3 config would partition the text encoders too, which no engine ever gathers
         with without_zero3_init():
@@ -81,8 +94,9 @@ def load_pipeline(
         )
     if isinstance(transformer, PeftModel) or getattr(transformer, "peft_config", None):
         raise ValueError(
-            "The pipeline's transformer already has an adapter. Merge it (`pipeline.fuse_lora()` and "
-            "`pipeline.unload_lora_weights()`) or pass the pipeline without it."
+            "The pipeline's transformer already has an adapter. To continue training it, pass its Hub id or folder as "
+            "`peft_config` and the pipeline without it; to train another one on top, merge it first "
+            "(`pipeline.fuse_lora()` and `pipeline.unload_lora_weights()`)."
         )
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module):
@@ -93,8 +107,9 @@ def load_pipeline(
                 )
             component.requires_grad_(False)
             component.eval()
-            if component.dtype != dtype:
-                component.to(dtype)
+            wanted = transformer_dtype if name == "transformer" and transformer_dtype is not None else dtype
+            if component.dtype != wanted:
+                component.to(wanted)
     return pipeline
 
 
@@ -107,6 +122,73 @@ def _check_config(model: str, model_init_kwargs: dict) -> None:
     scheduler_class = getattr(diffusers, scheduler or "", None)  # None for a scheduler of the repository's own
     if scheduler_class is not None:
         check_flow_matching(scheduler_class)
+
+
+def base_model_name(model: "str | DiffusionPipeline") -> str:
+    """
+    A name of the base model that another machine understands: the Hub id, or the last part of a folder's path.
+
+    Args:
+        model (`str` or [`~diffusers.DiffusionPipeline`]):
+            Hub id, folder or pipeline.
+
+    Returns:
+        `str`: the class of a pipeline that was put together in memory and has no name.
+    """
+    name = model if isinstance(model, str) else (getattr(model, "name_or_path", None) or type(model).__name__)
+    return Path(os.path.normpath(name)).name if os.path.isdir(name) else name
+
+
+def adapter_digest(peft_config: LoraConfig | str | None) -> dict | str:
+    """
+    What of an adapter decides whether a checkpoint fits it.
+
+    Args:
+        peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
+            The adapter that is trained.
+
+    Returns:
+        `dict` or `str`: its shape; a sentence where all weights are trained.
+    """
+    if peft_config is None:
+        return "none, all weights of the transformer are trained"
+    config = read_peft_config(peft_config)
+    targets = config.target_modules
+    return {
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
+        "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+    }
+
+
+def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
+    """
+    The config of an adapter that is new or that exists.
+
+    Args:
+        peft_config ([`~peft.LoraConfig`] or `str`):
+            A new adapter, or the Hub id or folder of one to continue from.
+
+    Returns:
+        [`~peft.LoraConfig`].
+
+    Raises:
+        ValueError: the folder has no adapter in PEFT's format with safetensors.
+    """
+    if not isinstance(peft_config, str):
+        return peft_config
+    if os.path.isdir(peft_config):
+        for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
+            if not os.path.isfile(os.path.join(peft_config, name)):
+                raise ValueError(
+                    f"`peft_config` is '{peft_config}', a folder without `{name}`: there is no adapter in PEFT's "
+                    "format to continue from. Pass a checkpoint or an adapter's folder."
+                )
+    return PeftConfig.from_pretrained(peft_config)
 
 
 def check_peft_config(peft_config: LoraConfig) -> None:
@@ -138,27 +220,28 @@ def check_peft_config(peft_config: LoraConfig) -> None:
         )
 
 
-def add_adapter(
-    pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig, autocast_adapter_dtype: bool
-) -> PeftModel:
+def prepare_transformer(
+    pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str | None, autocast_adapter_dtype: bool
+) -> nn.Module:
     """
-    Wraps the pipeline's transformer with a LoRA adapter.
+    Makes the pipeline's transformer trainable: a LoRA adapter, new or continued, or all of its weights.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`]):
             Pipeline; its transformer gets the adapter's layers in place.
         family ([`Family`]):
             Page of the family, for the default targets.
-        peft_config ([`~peft.LoraConfig`]):
-            Adapter; left as it is.
+        peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
+            Adapter, left as it is; or the Hub id or folder of one to continue from. If `None`, all weights are
+            trained.
         autocast_adapter_dtype (`bool`):
             Whether the adapter is float32 while the frozen weights are in a lower precision.
 
     Returns:
-        [`~peft.PeftModel`].
+        `nn.Module`: a [`~peft.PeftModel`], or the transformer.
 
     Raises:
-        ValueError: the transformer has a dropout layer that is active.
+        ValueError: the transformer has a dropout layer that is active, or an adapter was made for another base model.
     """
     transformer = pipeline.transformer
     for name, module in transformer.named_modules():
@@ -168,15 +251,31 @@ def add_adapter(
                 "image with another network than the one that drew it. Set its `p` to 0 before training."
             )
 
-    peft_config = copy.deepcopy(peft_config)
-    if peft_config.target_modules is None:
-        peft_config.target_modules = list(family.lora_target_modules)
-    base_model = pipeline.name_or_path
     config = PolicyConfig(transformer.config)
-    model = get_peft_model(transformer, peft_config, autocast_adapter_dtype=autocast_adapter_dtype)
-    # PEFT leaves the base model's name empty for diffusers models
-    model.peft_config[model.active_adapter].base_model_name_or_path = base_model
-    model.config = config
+    if peft_config is None:
+        transformer.requires_grad_(True)
+        model = transformer
+        model._internal_dict = config  # what `config` gives; it has no setter
+    elif isinstance(peft_config, str):
+        try:
+            model = PeftModel.from_pretrained(
+                transformer, peft_config, is_trainable=True, autocast_adapter_dtype=autocast_adapter_dtype
+            )
+        except RuntimeError as error:  # shapes
+            raise ValueError(
+                f"The adapter '{peft_config}' does not fit {base_model_name(pipeline)}: it was made for another base "
+                f"model.\n{error}"
+            ) from error
+        model.config = config
+    else:
+        peft_config = copy.deepcopy(peft_config)
+        if peft_config.target_modules is None:
+            peft_config.target_modules = list(family.lora_target_modules)
+        model = get_peft_model(transformer, peft_config, autocast_adapter_dtype=autocast_adapter_dtype)
+        model.config = config
+    if isinstance(model, PeftModel):
+        # PEFT leaves the base model's name empty for diffusers models
+        model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
 
     def enable_checkpointing(**kwargs) -> None:
         transformer.enable_gradient_checkpointing()
@@ -184,3 +283,18 @@ def add_adapter(
     # diffusers' name for it is another than the one Trainer calls
     model.activation_checkpointing_enable = enable_checkpointing
     return model
+
+
+def adapter_is_new(weights: dict[str, torch.Tensor]) -> bool:
+    """
+    Whether a model is still its base model: every LoRA `B` of its adapter is 0.
+
+    Args:
+        weights (`dict[str, torch.Tensor]`):
+            The trained weights, or this process's share of them.
+
+    Returns:
+        `bool`: `False` for weights without an adapter.
+    """
+    matrices = [weight for name, weight in weights.items() if ".lora_B." in name]
+    return bool(matrices) and not any(matrix.any() for matrix in matrices)

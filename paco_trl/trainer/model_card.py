@@ -5,9 +5,11 @@ import os
 import textwrap
 from importlib.metadata import version
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import ModelCard, ModelCardData
+from peft import PeftModel
 
 
 if TYPE_CHECKING:
@@ -58,15 +60,23 @@ def render_model_card(
     base_model = trainer.pipeline.name_or_path or type(trainer.pipeline).__name__
     is_local = trainer.pipeline.name_or_path is None or os.path.isdir(base_model)
     repo_id = args.hub_model_id or os.path.basename(os.path.normpath(args.output_dir))
-    lora = trainer.model.peft_config[trainer.model.active_adapter]
+    # All weights are trained where there is no adapter
+    is_adapter = isinstance(trainer.model, PeftModel)
+    lora = trainer.model.peft_config[trainer.model.active_adapter] if is_adapter else None
     card_data = ModelCardData(
         library_name="diffusers",
         pipeline_tag="text-to-image",
         # A folder means nothing to anybody else
         base_model=None if is_local else base_model,
-        base_model_relation=None if is_local else "adapter",
+        base_model_relation=None if is_local else "adapter" if is_adapter else "finetune",
         datasets=dataset_name,
-        tags=sorted({*trainer._tag_names, *([tags] if isinstance(tags, str) else tags or [])}),
+        tags=sorted(
+            {
+                *trainer._tag_names,
+                *(["lora"] if is_adapter else []),
+                *([tags] if isinstance(tags, str) else tags or []),
+            }
+        ),
     )
     rewards = []
     last = next((entry for entry in reversed(trainer.state.log_history) if "reward" in entry), {})
@@ -85,11 +95,54 @@ def render_model_card(
             args=args,
             layout=layout,
             lora=lora,
+            transformer_class=type(trainer.policy.pipeline.transformer).__name__,
+            trained_from=trainer.trained_from,
             compute_dtype=str(trainer.compute_dtype).removeprefix("torch."),
             global_step=trainer.state.global_step,
             rewards=rewards,
             has_scores=bool(last),
-            has_sheet=trainer._last_sheet is not None,
+            evaluations=_evaluations(trainer),
+            pictures=latest_pictures(args.output_dir),
             paper=trainer._paper,
             versions={name: version(name) for name in LIBRARIES},
         )
+
+
+def latest_pictures(output_dir: str | Path) -> dict[str, Path]:
+    """
+    The latest pictures that a run has saved, by the name that they have beside the card.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Output folder of the run.
+
+    Returns:
+        `dict[str, Path]`: without those that do not exist.
+    """
+    output_dir = Path(output_dir)
+    sheets = output_dir / "contact_sheets"
+    # Numbers are padded with zeros, so that the last name is the latest
+    found = {
+        "contact_sheet.png": max(sheets.glob("round_*.png"), default=None),
+        "evaluation.png": max(sheets.glob("eval*_step_*.png"), default=None, key=lambda path: path.stem[-6:]),
+        "curves.png": output_dir / "curves.png",
+        "resolution_transfer.png": output_dir / "evaluation" / "resolution_transfer.png",
+    }
+    return {name: path for name, path in found.items() if path is not None and path.is_file()}
+
+
+def _evaluations(trainer: "PaCoGRPOTrainer") -> list[dict]:
+    """The last evaluation of each dataset, a row for each reward: before, after, and the interval of the gain."""
+    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": None}
+    rows = []
+    for dataset in datasets:
+        prefix = f"eval_{dataset}_" if dataset else "eval_"
+        entry = next((e for e in reversed(trainer.state.log_history) if f"{prefix}reward" in e), {})
+        for name in trainer.eval_reward_func_names:
+            key = f"{prefix}rewards/{name}/"
+            if f"{key}mean" in entry:
+                values = {
+                    field: entry.get(key + field) for field in ("mean", "baseline", "gain_ci_low", "gain_ci_high")
+                }
+                rows.append({"dataset": dataset, "reward": name, "step": entry["step"], **values})
+    return rows

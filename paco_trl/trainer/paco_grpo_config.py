@@ -15,6 +15,7 @@ from .round_layout import RoundLayout, prompts_multiple
 
 logger = get_logger(__name__)
 
+LOSS_TYPES = ("grpo", "grpo_guard")
 AGGREGATIONS = ("log_tamed", "sum_then_normalize", "normalize_then_sum", "geometric_mean")
 
 _TEXT_SAMPLING = "images are drawn by a diffusion sampler, not token by token"
@@ -28,7 +29,7 @@ _COMPILE = (
 _EVAL_DTYPE = "`evaluate()` draws in the precision of training"
 _ROWS = "the rows of a round are fetched by number, in an order that depends on `seed` and the step alone"
 _FSDP = "the pipeline draws with the model that is trained, which FSDP takes apart; use DeepSpeed ZeRO-3"
-_ONE_LOSS = "it belongs to a token loss; the loss here is `loss_type='grpo'`, clipped by `epsilon` and `epsilon_high`"
+_ONE_LOSS = "it belongs to a token loss; the losses here are clipped by `epsilon` and `epsilon_high`"
 
 # Fields of GRPOConfig that mean nothing for images. Set to anything but TRL's default, they are refused with the
 # reason: an option without effect would be a silent error in somebody's experiment.
@@ -185,6 +186,12 @@ class PaCoGRPOConfig(GRPOConfig):
             the rewards' coefficients). `"median"` is not the paper's.
         advantage_clip (`float`, *optional*, defaults to `5.0`):
             Advantages are clipped to [-advantage_clip, advantage_clip] (paper). `None` does not clip.
+        max_excluded_images (`float`, *optional*, defaults to `0.5`):
+            Largest share of a round's images that may have been left out because a reward gave `None`. Above it the
+            run stops. Not the paper's: with half of the images gone, a judge fails more often than it judges.
+        max_excluded_groups (`float`, *optional*, defaults to `0.5`):
+            Largest share of a round's prompts with fewer than two scored images. Above it the run stops. Not the
+            paper's.
 
         > Parameters that control the training
 
@@ -202,7 +209,32 @@ class PaCoGRPOConfig(GRPOConfig):
             a tenth of `epsilon`: float32 gives 0. In bf16 it depends on the accelerator's kernels; measure it (it is
             logged as `ratio_deviation_on_policy`) and choose.
         loss_type (`str`, *optional*, defaults to `"grpo"`):
-            Loss. Only `"grpo"`: PPO's clipped objective, averaged over the images and their stochastic steps.
+            Loss, averaged over the images and their stochastic steps: `"grpo"` (paper), PPO's clipped objective, or
+            `"grpo_guard"` ([GRPO-Guard](https://huggingface.co/papers/2510.22319)), the same on a log-ratio without
+            its bias and with the same spread at every step, and with weights that balance the steps. Its ratio has
+            another scale: choose `epsilon` anew.
+        ema_decay (`float`, *optional*, defaults to `0.9`):
+            Decay of the exponential moving average of the trained weights, for each optimizer step (the published
+            code's 0.9). The average is what is evaluated and saved; training and rollout use the weights themselves.
+            `None` keeps none.
+        ema_offload (`bool`, *optional*, defaults to `False`):
+            Whether the average is kept in CPU memory.
+
+        > Parameters that control the memory
+
+        offload_embeddings (`bool`, *optional*, defaults to `False`):
+            Whether the prompt embeddings of a round wait in CPU memory and come to the accelerator with each
+            micro-batch.
+        vae_tiling (`bool`, *optional*, defaults to `False`):
+            Whether the VAE decodes in tiles. Less memory at large sizes; the tiles' seams are blended, so the pixels
+            are not quite the same.
+
+        > Parameters that control the evaluation
+
+        resolution_transfer_prompts (`int`, *optional*, defaults to `0`):
+            Prompts that are drawn at training and at inference size before training, to measure how far each reward
+            agrees between the two: correlation, interval and picture in `output_dir/evaluation`, and a warning where
+            it is low. 0 draws none. At least 10 for an interval that says something.
 
         > Parameters that control the logging
 
@@ -324,6 +356,19 @@ class PaCoGRPOConfig(GRPOConfig):
         default=5.0,
         metadata={"help": "Advantages are clipped to [-advantage_clip, advantage_clip]. `None` does not clip."},
     )
+    max_excluded_images: float = field(
+        default=0.5,
+        metadata={
+            "help": "Largest share of a round's images that may have been left out because a reward gave `None`. Above "
+            "it the run stops."
+        },
+    )
+    max_excluded_groups: float = field(
+        default=0.5,
+        metadata={
+            "help": "Largest share of a round's prompts with fewer than two scored images. Above it the run stops."
+        },
+    )
 
     # Parameters that control the training
     learning_rate: float = field(default=3e-4, metadata={"help": "Initial learning rate of AdamW."})
@@ -340,7 +385,37 @@ class PaCoGRPOConfig(GRPOConfig):
     loss_type: str = field(
         default="grpo",
         metadata={
-            "help": "Loss. Only 'grpo': PPO's clipped objective, averaged over the images and their stochastic steps."
+            "help": "Loss, averaged over the images and their stochastic steps: 'grpo', PPO's clipped objective, or "
+            "'grpo_guard', the same on a log-ratio without its bias and with the same spread at every step."
+        },
+    )
+    ema_decay: float | None = field(
+        default=0.9,
+        metadata={
+            "help": "Decay of the exponential moving average of the trained weights, for each optimizer step. The "
+            "average is what is evaluated and saved. `None` keeps none."
+        },
+    )
+    ema_offload: bool = field(default=False, metadata={"help": "Whether the average is kept in CPU memory."})
+
+    # Parameters that control the memory
+    offload_embeddings: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the prompt embeddings of a round wait in CPU memory and come to the accelerator with each "
+            "micro-batch."
+        },
+    )
+    vae_tiling: bool = field(
+        default=False, metadata={"help": "Whether the VAE decodes in tiles: less memory at large sizes."}
+    )
+
+    # Parameters that control the evaluation
+    resolution_transfer_prompts: int = field(
+        default=0,
+        metadata={
+            "help": "Prompts that are drawn at training and at inference size before training, to measure how far each "
+            "reward agrees between the two. 0 draws none."
         },
     )
 
@@ -362,6 +437,9 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`hub_strategy` is {self.hub_strategy!r}, which would upload whole checkpoints: optimizer states and "
                 "other pickles. Use 'every_save' or 'end', which upload the adapter and its card."
             )
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            # Trainer's default is a loss, which an evaluation of images has not
+            self.metric_for_best_model = "reward"
         if self.num_generations_eval is None:  # TRL's default: as many as in training
             self.num_generations_eval = self.num_generations
         # TRL wants it to hold whole groups; `evaluate()` draws one image at a time on each process
@@ -521,8 +599,24 @@ class PaCoGRPOConfig(GRPOConfig):
             raise ValueError(f"`scale_rewards` is {self.scale_rewards!r}; it must be 'group', 'batch' or 'none'.")
         if not self.beta >= 0:
             raise ValueError(f"`beta` is {self.beta}; the weight of the KL divergence cannot be negative.")
-        if self.loss_type != "grpo":
-            raise ValueError(f"`loss_type` is {self.loss_type!r}; only 'grpo' is defined for images.")
+        if self.loss_type not in LOSS_TYPES:
+            raise ValueError(
+                f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}: TRL's other "
+                "losses are defined on tokens."
+            )
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(
+                f"`ema_decay` is {self.ema_decay}; it must be between 0 and 1 (the published code uses 0.9), or `None` "
+                "for no average."
+            )
+        for name in ("max_excluded_images", "max_excluded_groups"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it is a share of a round, from 0 to 1.")
+        if self.resolution_transfer_prompts != 0 and self.resolution_transfer_prompts < 3:
+            raise ValueError(
+                f"`resolution_transfer_prompts` is {self.resolution_transfer_prompts}; a correlation needs at least 3 "
+                "prompts (10 for an interval that says something), and 0 measures none."
+            )
         if self.multi_objective_aggregation not in AGGREGATIONS:
             raise ValueError(
                 f"`multi_objective_aggregation` is {self.multi_objective_aggregation!r}; it must be one of "

@@ -1,59 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaCo-GRPO: group-relative policy optimisation of a flow-matching pipeline, at reduced resolution."""
 
-import atexit
+import copy
 import inspect
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from datasets import Dataset
 from diffusers import DiffusionPipeline
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from PIL import Image
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from trl import GRPOTrainer
-from trl.models.utils import add_hooks, remove_hooks
+from trl.models.utils import add_hooks, prepare_deepspeed, remove_hooks
 from trl.trainer.base_trainer import _BaseTrainer
-from trl.trainer.utils import identity, is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
+from trl.trainer.utils import identity
 
-from ..data import check_image_set_columns, panel_size, split_grid
+from ..data import check_image_set_columns
 from ..rewards import aggregate_rewards
 from ..rollout import PipelinePolicy, RecordedStep, SDESettings, cast_floating_inputs, family_of, replay
 from .advantages import group_advantages
-from .contact_sheet import (
-    MAX_IMAGES,
-    MAX_PROMPTS,
-    TRACKERS_WITH_PICTURES,
-    SheetImage,
-    save_contact_sheet,
-    send_to_trackers,
-    thumbnail,
+from .checkpoint_files import EMA_WEIGHTS, POLICY_WEIGHTS, load_rollout, write_checkpoint
+from .checkpoints import (
+    check_output_folder,
+    check_resumed_run,
+    clear_staging,
+    dataset_digest,
+    find_checkpoint,
 )
-from .export import PUBLISHED_FILES, save_adapter, trainable_state_dict
-from .loading import add_adapter, check_peft_config, load_pipeline
-from .losses import clipped_surrogate, gaussian_kl
+from .contact_sheet import TRACKERS_WITH_PICTURES, start_trackers
+from .curves import CurvesCallback
+from .dataset_sizes import check_panel_sizes, check_sizes
+from .ema import EMA
+from .evaluator import (
+    Evaluation,
+    baseline_key,
+    draw_evaluation,
+    evaluation_metrics,
+    load_baseline,
+    save_baseline,
+)
+from .export import PUBLISHED_FILES, save_trained
+from .loading import (
+    adapter_digest,
+    adapter_is_new,
+    base_model_name,
+    check_peft_config,
+    load_pipeline,
+    prepare_transformer,
+    read_peft_config,
+)
+from .losses import clipped_surrogate, gaussian_kl, guard_gradient_weight, guarded_surrogate
 from .model_card import PAPER, render_model_card
 from .paco_grpo_config import PaCoGRPOConfig
 from .prompt_encoder import PromptEncoder
 from .publishing import push_checkpoint
-from .resolution import check_inference_size, training_size
+from .resolution import training_size
 from .reward_calls import check_reward_functions, check_reward_weights
+from .scored_sheets import ScoredImages, save_scored_sheet
+from .scoring import RewardScorer
+from .step_statistics import StepStatistics
+from .transfer_report import report_resolution_transfer
+from .weights import gather_whole, load_whole, shares, swapped, zero_stage_of
 
 
 logger = get_logger(__name__)
 
 # What a random stream is for: the second word of its key, so that no two purposes share numbers
-_STREAM_PROMPTS, _STREAM_BATCHES, _STREAM_SDE_STEPS, _STREAM_TRAIN_NOISE, _STREAM_EVAL_NOISE = range(5)
+_STREAMS = {"prompts": 0, "batches": 1, "sde steps": 2, "training": 3, "evaluation": 4}
+
+
+class _RunCallback(TrainerCallback):
+    """Tells the trainer when its own training begins and when an optimizer step has been made."""
+
+    def __init__(self, trainer: "PaCoGRPOTrainer"):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._begin_run()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if self.trainer.ema is not None:
+            self.trainer.ema.step()
 
 
 class PaCoGRPOTrainer(GRPOTrainer):
@@ -91,7 +129,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
         reward_funcs (`Callable` or `list[Callable]`):
             Rewards: callables `(prompts, completions, **columns) -> list[float | None]`, sync or async. `completions`
             are PIL images; the columns are those of the dataset and `panel_images`, each image cut into its panels.
-            `None` for an image that could not be scored: it is left out of its group's statistics and of the loss.
+            `None` for an image that could not be scored: it is left out of its group's statistics and of the loss. A
+            reward is called with 16 images at a time, on a thread beside the one that draws the next.
         args ([`PaCoGRPOConfig`], *optional*):
             Settings. If `None`, the paper's, with an output folder named after the model.
         train_dataset ([`~datasets.Dataset`]):
@@ -99,12 +138,16 @@ class PaCoGRPOTrainer(GRPOTrainer):
             any others that the rewards take. See [`~paco_trl.data.load_image_set_prompts`].
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Prompts of the same format for `evaluate()`.
+        eval_reward_funcs (`Callable` or `list[Callable]`, *optional*):
+            Rewards of `evaluate()`, for example another judge than the one that is trained for. `eval_reward` is then
+            their plain sum. If `None`, the training rewards with their weights.
         callbacks (`list[~transformers.TrainerCallback]`, *optional*):
             Callbacks.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
             Optimizer and scheduler, as in [`~transformers.Trainer`].
-        peft_config ([`~peft.LoraConfig`]):
-            Adapter to train. `target_modules` are the family's when left out.
+        peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
+            Adapter to train; `target_modules` are the family's when left out. Or the Hub id or folder of an adapter to
+            go on training. If `None`, all weights of the transformer are trained.
 
     Raises:
         ValueError: data, settings or model that cannot work; the message says what to do. What can be found out
@@ -114,7 +157,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
     # The loss is divided by the images of the whole optimizer step, see `compute_loss`
     loss_is_scaled_for_ga = True
 
-    _tag_names = ["paco-trl", "trl", "paco-grpo", "grpo", "lora"]
+    _tag_names = ["paco-trl", "trl", "paco-grpo", "grpo"]
     _name = "PaCo-GRPO"
     _paper = PAPER
 
@@ -125,43 +168,65 @@ class PaCoGRPOTrainer(GRPOTrainer):
         args: PaCoGRPOConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        eval_reward_funcs: Callable | list[Callable] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        peft_config: LoraConfig | None = None,
+        peft_config: LoraConfig | str | None = None,
     ):
         # 1. What can be checked without the model
         if args is None:
             # A pipeline that was put together in memory has no name
             name = model if isinstance(model, str) else model.name_or_path or type(model).__name__
             args = PaCoGRPOConfig(f"{Path(name).name}-PaCo-GRPO")
-        if peft_config is None:
-            raise ValueError(
-                "`peft_config` is missing. The paper's adapter is `LoraConfig(r=64, lora_alpha=128, "
-                "init_lora_weights='gaussian')`; training all weights of the transformer is not supported."
-            )
-        check_peft_config(peft_config)
+        if peft_config is not None:
+            check_peft_config(read_peft_config(peft_config))
         self.reward_funcs, self.reward_func_names = check_reward_functions(reward_funcs)
         self.reward_weights = check_reward_weights(
             args.reward_weights, self.reward_func_names, args.multi_objective_aggregation
         )
+        eval_rewards = (self.reward_funcs, self.reward_func_names)
+        self.eval_reward_weights = self.reward_weights
+        if eval_reward_funcs is not None:
+            eval_rewards = check_reward_functions(eval_reward_funcs)
+            self.eval_reward_weights = torch.ones(len(eval_rewards[0]))
+        self.eval_reward_func_names = eval_rewards[1]
         self.layout = args.round_layout
         self._check_train_dataset(train_dataset, args)
         eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
         eval_datasets = {name: dataset for name, dataset in eval_datasets.items() if dataset is not None}
         for name, dataset in eval_datasets.items():
             check_image_set_columns(dataset)
-            self._check_panel_sizes(dataset, args, f"the dataset '{name}'")
+            check_panel_sizes(dataset, args, f"the dataset '{name}'")
+        is_deepspeed = args.deepspeed_plugin is not None
+        self.base_model = base_model_name(model)
+        self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
+        self._identity = {
+            "base_model": self.base_model,
+            "adapter": adapter_digest(peft_config),
+            "dataset_size": len(train_dataset),
+            "dataset": dataset_digest(train_dataset),
+        }
+        checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
+        if checkpoint is not None:
+            self._check_resumed_run(checkpoint, args)
+        else:
+            check_output_folder(args.output_dir, self._identity)
 
         # 2. The pipeline, frozen, and its adapter. The adapter's weights are random: seed first.
         set_seed(args.seed)
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
-        is_deepspeed = args.deepspeed_plugin is not None
+        # DeepSpeed has float32 masters beside the weights; without it weights that are trained are float32 themselves
+        is_full = peft_config is None
         self.pipeline = load_pipeline(
-            model, self.compute_dtype, args.trust_remote_code, **(args.model_init_kwargs or {})
+            model,
+            self.compute_dtype,
+            torch.float32 if is_full and not is_deepspeed else None,
+            args.trust_remote_code,
+            **(args.model_init_kwargs or {}),
         )
         self.family = family_of(self.pipeline)
         self.size_multiple = self.family.size_multiple(self.pipeline)
-        training_sizes = self._check_sizes(train_dataset, args, "the dataset")
+        training_sizes = check_sizes(train_dataset, args, self.size_multiple, "the dataset")
         if len(training_sizes) > 1 and args.num_generations % args.per_device_train_batch_size != 0:
             raise ValueError(
                 f"The dataset has images of {len(training_sizes)} training sizes ({sorted(training_sizes)}), so a "
@@ -169,19 +234,29 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 f"({args.per_device_train_batch_size}) must divide `num_generations` ({args.num_generations})."
             )
         for name, dataset in eval_datasets.items():
-            self._check_sizes(dataset, args, f"the dataset '{name}'")
+            check_sizes(dataset, args, self.size_multiple, f"the dataset '{name}'")
         signature = inspect.signature(self.pipeline.transformer.forward)
         if is_deepspeed:
             # Its default is the dtype of the model: hundreds of micro-batches would be added up in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+        if args.vae_tiling:
+            self.pipeline.vae.enable_tiling()
+        # The reference of the KL divergence: the model without its adapter, or a copy when there is none
+        self.ref_model = None
+        if is_full and args.beta > 0:
+            self.ref_model = copy.deepcopy(self.pipeline.transformer)
+            if self.ref_model.dtype != self.compute_dtype:
+                self.ref_model.to(self.compute_dtype)
         # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
-        peft_model = add_adapter(self.pipeline, self.family, peft_config, autocast_adapter_dtype=not is_deepspeed)
-        self.policy = PipelinePolicy(self.pipeline, self.family, peft_model, signature)
+        trained_model = prepare_transformer(
+            self.pipeline, self.family, peft_config, autocast_adapter_dtype=not is_deepspeed
+        )
+        self.policy = PipelinePolicy(self.pipeline, self.family, trained_model, signature)
         if self.compute_dtype != torch.float32:
             # The pipeline's latents are float32. Autocast takes care of the transformer, but not under DeepSpeed,
             # which switches it off; and nothing does for the VAE.
             if is_deepspeed:
-                cast_floating_inputs(peft_model, self.compute_dtype)
+                cast_floating_inputs(trained_model, self.compute_dtype)
             for name in ("post_quant_conv", "decoder"):
                 module = getattr(self.pipeline.vae, name, None)
                 if module is not None:
@@ -191,7 +266,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         # inherited methods read is set below (tests/test_contract.py lists it).
         _BaseTrainer.__init__(
             self,
-            model=peft_model,
+            model=trained_model,
             args=args,
             data_collator=identity,
             train_dataset=train_dataset,
@@ -205,23 +280,20 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 "Start the run with `accelerate launch`, or make one GPU visible with `CUDA_VISIBLE_DEVICES`."
             )
 
-        # 4. Read by the inherited training_step, _calculate_rewards, log and _save_checkpoint
-        self.reward_processing_classes = [None] * len(self.reward_funcs)
-        self.environments = None
+        if self.ref_model is not None:
+            if is_deepspeed:
+                cast_floating_inputs(self.ref_model, self.compute_dtype)
+                self.ref_model = prepare_deepspeed(self.ref_model, self.accelerator)
+            else:
+                self.ref_model = self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
+
+        # 4. Read by the inherited training_step, log and _load_optimizer_and_scheduler
         self.log_completions = False  # TRL's table of texts; the contact sheets take its place
         self.use_adaptive_entropy = False
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
-        self._pending_extra_logs = defaultdict(list)
-        self._pending_metrics = defaultdict(list)
         self._current_train_step_time = 0.0
         self._step = 0
         self._buffered_inputs = None
-        if any(is_async_callable(function) for function in self.reward_funcs):
-            self.async_loop_thread, self.async_loop, self.async_loop_ready_event = start_event_loop_in_daemon(
-                name="PaCoGRPOTrainer-AsyncLoop"
-            )
-            self.async_loop_ready_event.wait()
-            atexit.register(shutdown_event_loop_in_daemon, self.async_loop_thread, self.async_loop)
 
         unseen = sorted(set(args.report_to) - set(TRACKERS_WITH_PICTURES))
         if unseen and args.log_completions:
@@ -237,13 +309,19 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
         self.beta = args.beta
         self.prompt_encoder = PromptEncoder(self.pipeline, self.family, self.accelerator)
+        self.scorer = RewardScorer(self.reward_funcs, self.reward_func_names, self.accelerator)
+        self.eval_scorer = RewardScorer(*eval_rewards, self.accelerator)
+        self.ema: EMA | None = None  # from the beginning of `train()`
+        self._baselines: dict[str, Evaluation] = {}
+        self._resumed_from: Path | None = None
+        self._statistics = StepStatistics(self.accelerator)
         self._buffered_round: int | None = None
         self._buffer_global_step: int | None = None
-        self._window_stats: list[torch.Tensor] = []
-        self._last_sheet: Image.Image | None = None
         self._encoded_for_max_steps: int | None = None
         self._round_metrics: dict[str, float] = {}
         self._round_time = self._drawing_time = self._train_time = 0.0
+        self.add_callback(_RunCallback(self))
+        self.add_callback(CurvesCallback())
         if self.accelerator.is_main_process and not args.disable_tqdm:
             tqdm.write(self.layout.describe())  # with the progress bars: a log at level info would not be seen
 
@@ -265,30 +343,31 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 f"Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts. (A round: "
                 f"{self.layout.describe()})"
             )
-        self._check_panel_sizes(dataset, args, "the dataset")
+        check_panel_sizes(dataset, args, "the dataset")
 
-    def _check_panel_sizes(self, dataset: Dataset, args: PaCoGRPOConfig, where: str) -> None:
-        for index, (rows, cols, height, width) in enumerate(self._layouts_and_sizes(dataset, args)):
-            try:
-                panel_size(height, width, rows, cols)
-            except ValueError as error:
-                raise ValueError(f"Row {index} of {where}: {error}") from error
+    def _course(self, args: PaCoGRPOConfig) -> dict:
+        """What decides how a run goes on: with other values it goes on, but not as it would have."""
+        layout = self.layout
+        names = (
+            "seed", "per_device_train_batch_size", "num_iterations", "height", "width", "resolution_scale",
+            "num_inference_steps", "guidance_scale", "sde_type", "sde_steps", "num_sde_steps", "noise_level",
+            "learning_rate", "weight_decay", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
+            "multi_objective_aggregation", "log_tame_threshold", "scale_rewards", "advantage_clip",
+            "shuffle_dataset", "bf16",
+        )  # fmt: skip
+        return {
+            "num_prompts_per_generation": layout.num_prompts,
+            "num_generations": layout.num_generations,
+            "optimizer_steps_per_generation": layout.num_optimizer_steps,
+            **{name: getattr(args, name) for name in names},
+            "rewards": self.reward_func_names,
+            "reward_weights": self.reward_weights.tolist(),
+        }
 
-    def _check_sizes(self, dataset: Dataset, args: PaCoGRPOConfig, where: str) -> set[tuple[int, int]]:
-        """Checks the sizes against the pipeline's needs; returns the training sizes."""
-        training_sizes = set()
-        for index, (rows, cols, height, width) in enumerate(self._layouts_and_sizes(dataset, args)):
-            check_inference_size(height, width, rows, cols, self.size_multiple, f"row {index} of {where}")
-            training_sizes.add(training_size(height, width, rows, cols, args.resolution_scale, self.size_multiple))
-        return training_sizes
-
-    @staticmethod
-    def _layouts_and_sizes(dataset: Dataset, args: PaCoGRPOConfig):
-        columns = dataset.column_names
-        heights = dataset["height"] if "height" in columns else [None] * len(dataset)
-        widths = dataset["width"] if "width" in columns else [None] * len(dataset)
-        for rows, cols, height, width in zip(dataset["rows"], dataset["cols"], heights, widths, strict=True):
-            yield rows, cols, height or args.height, width or args.width
+    def _check_resumed_run(self, checkpoint: Path, args: PaCoGRPOConfig) -> None:
+        check_resumed_run(
+            checkpoint, self._identity, self._course(args), args.world_size, args.deepspeed_plugin is not None
+        )
 
     # ---- Data ----
 
@@ -301,7 +380,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
         depends on the seed and the step alone: not on workers, and not on where a run was resumed.
         """
         # Trainer asks for it when training begins: what an earlier `train()` left behind is not this one's
-        self._buffered_inputs, self._window_stats = None, []
+        self._buffered_inputs = None
+        self._statistics.clear()
         self._step, self._train_time = 0, 0.0
         rounds = len(self.train_dataset) // self.layout.num_prompts
         return DataLoader(
@@ -314,14 +394,14 @@ class PaCoGRPOTrainer(GRPOTrainer):
         epoch, position = divmod(round_index, rounds)
         order = np.arange(len(self.train_dataset))
         if self.args.shuffle_dataset:
-            order = np.random.default_rng((self.args.seed, _STREAM_PROMPTS, epoch)).permutation(order)
+            order = np.random.default_rng((self.args.seed, _STREAMS["prompts"], epoch)).permutation(order)
         return order[position * self.layout.num_prompts : (position + 1) * self.layout.num_prompts]
 
     def _sde_settings(self, round_index: int) -> SDESettings:
         """Stochastic steps of a round, the same for every image of every process."""
         steps = self.args.sde_steps
         if self.args.num_sde_steps is not None:
-            generator = np.random.default_rng((self.args.seed, _STREAM_SDE_STEPS, round_index))
+            generator = np.random.default_rng((self.args.seed, _STREAMS["sde steps"], round_index))
             steps = generator.choice(steps, self.args.num_sde_steps, replace=False).tolist()
         return SDESettings(tuple(sorted(steps)), self.args.noise_level, self.args.sde_type)
 
@@ -335,10 +415,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
         if self._buffered_inputs is None or self._buffered_round != round_index:
             if position > 0:
                 logger.warning(
-                    f"Training was resumed in the middle of round {round_index}, whose images are not in the "
-                    "checkpoint: they are drawn again, with the weights as they are now. To resume exactly, save at "
-                    "the end of a round: `save_steps` a multiple of "
-                    f"{self.layout.num_optimizer_steps * self.num_iterations}."
+                    f"Training goes on in the middle of round {round_index}, whose images are not in the checkpoint: "
+                    "they are drawn again, with the weights as they are now."
                 )
             started = time.perf_counter()
             self._buffered_inputs = None  # frees the old round before the new one is drawn
@@ -347,16 +425,27 @@ class PaCoGRPOTrainer(GRPOTrainer):
             self._drawing_time += self._round_time
             self._buffered_round = round_index
             self._buffer_global_step = self.state.global_step
-        return self._buffered_inputs[position % self.layout.steps_per_generation]
+        inputs = self._buffered_inputs[position % self.layout.steps_per_generation]
+        if self.args.offload_embeddings:
+            inputs = {**inputs, "record": inputs["record"].to(self.accelerator.device)}
+        return inputs
+
+    @property
+    def _steps_per_round(self) -> int:
+        return self.layout.num_optimizer_steps * self.num_iterations
+
+    @property
+    def is_round_pending(self) -> bool:
+        """Whether the round that was drawn last has optimizer steps left to give."""
+        return self._buffered_inputs is not None and self.state.global_step % self._steps_per_round != 0
 
     def _encode_prompts_of_run(self, first_round: int) -> None:
         """Encodes every prompt that the rest of the run needs, once; the text encoders are not used after it."""
         if self._encoded_for_max_steps == self.state.max_steps:
             return
         self._encoded_for_max_steps = self.state.max_steps
-        steps_per_round = self.layout.num_optimizer_steps * self.num_iterations
         needed = set()
-        for round_index in range(first_round, -(-self.state.max_steps // steps_per_round)):
+        for round_index in range(first_round, -(-self.state.max_steps // self._steps_per_round)):
             needed.update(self._rows_of_round(round_index).tolist())
             if len(needed) == len(self.train_dataset):
                 break
@@ -390,27 +479,27 @@ class PaCoGRPOTrainer(GRPOTrainer):
             )
             for row in rows
         ]
-        assignment = layout.assign(sizes, (args.seed, _STREAM_BATCHES, round_index))  # (processes, micro-batches, B)
+        assignment = layout.assign(
+            sizes, (args.seed, _STREAMS["batches"], round_index)
+        )  # (processes, micro-batches, B)
         sde = self._sde_settings(round_index)
         self._encode_prompts_of_run(round_index)
         encoded = self.prompt_encoder.fetch([row["prompt"] for row in rows])
         encode_time = time.perf_counter() - started
 
-        # 2. Draw
+        # 2. Draw, and score beside it
         started = time.perf_counter()
         mine = assignment[self.accelerator.process_index]  # (micro-batches, B)
+        self.scorer.start()
         images, records = self._draw_round(round_index, mine, rows, row_numbers, sizes, encoded, sde)
         rollout_time = time.perf_counter() - started
 
-        # 3. Score. Every process holds all rewards afterwards, in the order of the round.
-        started = time.perf_counter()
-        my_rows = [rows[image // layout.num_generations] for image in mine.flatten()]
-        rewards_per_func, extra = self._score(my_rows, images, assignment.reshape(-1))  # prompt-major
-        reward_time = time.perf_counter() - started
+        # 3. Every process holds all rewards afterwards, in the order of the round (prompt-major)
+        scores = self.scorer.finish(assignment.reshape(-1), self.state)
 
         # 4. Aggregate and normalise
         aggregated, details = aggregate_rewards(
-            rewards_per_func.cpu(),
+            scores.rewards,
             self.reward_weights,
             args.multi_objective_aggregation,
             args.log_tame_threshold,
@@ -419,15 +508,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
         advantages, is_valid, has_spread = group_advantages(
             aggregated, layout.num_generations, args.scale_rewards, args.advantage_clip
         )
-        if not is_valid.any():
-            raise RuntimeError(
-                f"No image of round {round_index} could be scored: every group of {layout.num_generations} has fewer "
-                f"than two images that got a value from every reward ({', '.join(self.reward_func_names)}). There is "
-                "nothing to learn from: look at why None is returned."
-            )
+        self._check_excluded(round_index, scores.rewards, is_valid)
 
         # 5. What is logged with each optimizer step of the round
-        metrics = self._reward_metrics(rewards_per_func, aggregated)
+        metrics = self._reward_metrics(scores.rewards, aggregated) | scores.metrics
         for name, h, tamed in zip(
             self.reward_func_names, details.coefficient_of_variation, details.tamed, strict=True
         ):
@@ -436,16 +520,23 @@ class PaCoGRPOTrainer(GRPOTrainer):
             metrics[f"rewards/{name}/tamed"] = float(tamed)
         metrics["frac_reward_zero_std"] = 1 - has_spread.float().mean().item()
         metrics["images_excluded"] = (~is_valid).sum().item()
+        metrics["groups_excluded"] = (~is_valid.view(-1, layout.num_generations).any(dim=1)).sum().item()
         metrics["time/encode"] = encode_time
         metrics["time/rollout"] = rollout_time
-        metrics["time/reward"] = reward_time
+        metrics["time/reward"] = scores.waited
+        metrics["time/reward_hidden"] = scores.hidden
         metrics["rollout_images_per_second"] = layout.num_images / rollout_time
         self._round_metrics = metrics
         if args.log_completions:
-            self._save_contact_sheet(
-                f"round_{round_index:05d}", f"Round {round_index}, step {self.state.global_step}", rows,
-                mine.flatten().tolist(), layout.num_generations, images, rewards_per_func, extra, advantages,
-            )  # fmt: skip
+            # fmt: off
+            shown = ScoredImages.collect(
+                self.accelerator, mine.flatten().tolist(), images, layout.num_generations, self.reward_func_names,
+                scores.rewards, scores.extra, advantages,
+            )
+            # fmt: on
+            self._save_sheet(
+                f"round_{round_index:05d}", f"Round {round_index}, step {self.state.global_step}", rows, shown
+            )
 
         # 6. Keep what the training steps need
         return self._fill_buffer(assignment, records, sde, advantages, is_valid)
@@ -472,20 +563,23 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 leave=False,
             ):
                 prompts = [image // generations for image in micro_batch]
+                arguments, kept = self._prompt_arguments([rows[prompt]["prompt"] for prompt in prompts], encoded)
                 drawn, recorded = self.policy.draw(
-                    self._prompt_arguments([rows[prompt]["prompt"] for prompt in prompts], encoded),
+                    arguments,
                     *sizes[prompts[0]],
                     self.args.num_inference_steps,
                     self.args.guidance_scale,
                     noise_keys=[
-                        self._noise_key(
-                            _STREAM_TRAIN_NOISE, round_index, int(row_numbers[prompt]), image % generations
-                        )
+                        self._noise_key("training", round_index, int(row_numbers[prompt]), image % generations)
                         for prompt, image in zip(prompts, micro_batch, strict=True)
                     ],
                     sde=sde,
+                    record_mean=self.args.loss_type == "grpo_guard",
                 )
+                self.scorer.add([rows[prompt] for prompt in prompts], drawn, self.state)
                 images.extend(drawn)
+                if self.args.offload_embeddings:
+                    recorded = [record.offloaded(arguments, kept) for record in recorded]
                 records.append(recorded)
         return images, records
 
@@ -524,28 +618,34 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 )
         return buffer
 
-    def _noise_key(self, stream: int, round_index: int, row: int, generation: int) -> tuple[int, ...]:
-        return (self.args.seed, stream, round_index, row, generation)
+    def _noise_key(self, stream: str, round_index: int, row: int, generation: int) -> tuple[int, ...]:
+        return (self.args.seed, _STREAMS[stream], round_index, row, generation)
 
-    def _prompt_arguments(self, prompts: list[str], encoded: dict) -> dict[str, torch.Tensor]:
+    def _prompt_arguments(
+        self, prompts: list[str], encoded: dict
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """
-        Arguments of the pipeline's call for a micro-batch, float32 on the accelerator.
+        Arguments of the pipeline's call for a micro-batch, float32: on the accelerator, and where they are kept.
 
         Float32 embeddings make the pipeline keep its latents in float32. Images of one prompt share one copy, which
-        the recorded calls refer to as well.
+        the recorded calls refer to as well: on the accelerator, or in CPU memory with `offload_embeddings`.
         """
+        device = self.accelerator.device
+        place = "cpu" if self.args.offload_embeddings else device
         for prompt in dict.fromkeys(prompts):
             encoded[prompt] = {
-                name: tensor.to(self.accelerator.device, torch.float32 if tensor.is_floating_point() else None)
+                name: tensor.to(place, torch.float32 if tensor.is_floating_point() else None)
                 for name, tensor in encoded[prompt].items()
             }
         if len(set(prompts)) == 1:
-            return {
+            kept = {
                 name: tensor.expand(len(prompts), *tensor.shape[1:]) for name, tensor in encoded[prompts[0]].items()
             }
-        return {
-            name: torch.cat([encoded[prompt][name] for prompt in prompts]) for name in encoded[prompts[0]]
-        }  # (B, ...)
+        else:
+            kept = {
+                name: torch.cat([encoded[prompt][name] for prompt in prompts]) for name in encoded[prompts[0]]
+            }  # (B, ...)
+        return {name: tensor.to(device) for name, tensor in kept.items()}, kept
 
     @contextmanager
     def _rollout_components(self):
@@ -573,33 +673,22 @@ class PaCoGRPOTrainer(GRPOTrainer):
             finally:
                 add_hooks(self.model_wrapped)
 
-    def _score(self, rows: list[dict], images: list[Image.Image], order: np.ndarray) -> tuple[torch.Tensor, dict]:
-        """
-        Scores this process's images and gathers the scores of all.
-
-        `order` has, process by process, the number of each image; the results are sorted by it, and what appears twice
-        counts once. Returns the rewards `(images, rewards)`, NaN where missing, and the columns that rewards logged
-        (`log_extra`).
-        """
-        # Panels are cut once for all rewards
-        inputs = [
-            {**row, "panel_images": split_grid(image, row["rows"], row["cols"])}
-            for row, image in zip(rows, images, strict=True)
-        ]
-        gathered = self._calculate_rewards(inputs, [row["prompt"] for row in rows], images, None)
-        for column, values in self._pending_extra_logs.items():
-            if len(values) != len(images):
-                raise ValueError(
-                    f"Rewards logged {len(values)} values in the column '{column}' (`log_extra`) for {len(images)} "
-                    "images: give one for each image, and each reward columns of its own."
-                )
-        _, first = np.unique(order, return_index=True)  # where image 0, 1, 2 ... is
-        extra = {}
-        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
-            values = gather_object(self._pending_extra_logs.get(column, [None] * len(images)))
-            extra[column] = [values[index] for index in first]
-        self._pending_extra_logs.clear()
-        return gathered[torch.from_numpy(first).to(gathered.device)], extra
+    def _check_excluded(self, round_index: int, rewards: torch.Tensor, is_valid: torch.Tensor) -> None:
+        """Stops a run in which too much could not be scored: it would train on what is left by chance."""
+        args = self.args
+        groups = is_valid.view(-1, self.layout.num_generations).any(dim=1)
+        images_lost, groups_lost = 1 - is_valid.float().mean().item(), 1 - groups.float().mean().item()
+        if is_valid.any() and images_lost <= args.max_excluded_images and groups_lost <= args.max_excluded_groups:
+            return
+        counts = torch.isnan(rewards).sum(dim=0).tolist()
+        missing = ", ".join(f"{name} {n}" for name, n in zip(self.reward_func_names, counts, strict=True))
+        raise RuntimeError(
+            f"In round {round_index} {(~is_valid).sum().item()} of {len(is_valid)} images ({images_lost:.0%}) are "
+            f"excluded and {(~groups).sum().item()} of {len(groups)} prompts ({groups_lost:.0%}) have fewer than two "
+            f"scored images. The ceilings are `max_excluded_images` = {args.max_excluded_images:g} and "
+            f"`max_excluded_groups` = {args.max_excluded_groups:g}. Images without a value (None), by reward: "
+            f"{missing}. Look at why None is returned; to go on nevertheless, raise the ceilings."
+        )
 
     def _reward_metrics(self, rewards_per_func: torch.Tensor, aggregated: torch.Tensor) -> dict[str, float]:
         """Statistics of the rewards that could be computed; what cannot be said is left out."""
@@ -616,57 +705,30 @@ class PaCoGRPOTrainer(GRPOTrainer):
             add_statistics(f"rewards/{name}/mean", f"rewards/{name}/std", rewards)
             metrics[f"rewards/{name}/missing"] = torch.isnan(rewards).sum().item()
         add_statistics("reward", "reward_std", aggregated)
-        # Metrics that rewards logged themselves (`log_metric`), averaged over the processes
-        for name in sorted(set(gather_object(list(self._pending_metrics)))):
-            values = self._pending_metrics.get(name, [])
-            local = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=self.accelerator.device)
-            total, count = self.accelerator.gather(local).view(-1, 2).sum(dim=0).tolist()
-            metrics[name] = total / count
-        self._pending_metrics.clear()
         return metrics
 
-    def _save_contact_sheet(
+    def _save_sheet(
         self,
         name: str,
         title: str,
         rows: list[dict],
-        numbers: list[int],
-        num_generations: int,
-        images: list[Image.Image],
-        rewards_per_func: torch.Tensor,
-        extra: dict[str, list],
-        advantages: torch.Tensor | None = None,
+        shown: ScoredImages,
+        before: ScoredImages | None = None,
+        tracker_name: str = "contact_sheet",
     ) -> None:
-        """Saves pictures and scores of the first prompts; `numbers` are those of `images` in the round."""
-        mine = []
-        for number, image in zip(numbers, images, strict=True):
-            prompt, generation = divmod(number, num_generations)
-            if prompt < MAX_PROMPTS and generation < MAX_IMAGES:
-                mine.append(SheetImage(prompt, generation, thumbnail(image), rows[prompt]["prompt"]))
-        gathered = gather_object(mine)
-        if not self.accelerator.is_main_process:
-            return
-        scores = []
-        for number, values in enumerate(rewards_per_func.tolist()):
-            values = [None if value != value else round(value, 6) for value in values]  # NaN is missing
-            score = dict(zip(self.reward_func_names, values, strict=True))
-            if advantages is not None:
-                score["advantage"] = round(advantages[number].item(), 6)
-            scores.append(score)
-        for image in gathered:
-            score = scores[image.prompt * num_generations + image.generation]
-            image.caption = "\n".join(f"{key} {'none' if v is None else f'{v:.3f}'}" for key, v in score.items())
-        folder = Path(self.args.output_dir) / "contact_sheets"
-        sheet = save_contact_sheet(gathered, title, folder / f"{name}.png")
-        if advantages is not None:
-            self._last_sheet = sheet  # of a training round, for the card
-        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
-            for number, score in enumerate(scores):
-                prompt, generation = divmod(number, num_generations)
-                columns = {column: values[number] for column, values in extra.items()}
-                entry = {"prompt": rows[prompt]["prompt"], "generation": generation, **score, **columns}
-                file.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
-        send_to_trackers(sheet, "contact_sheet", self.state.global_step, self.callback_handler.callbacks)
+        """Saves pictures and scores of the first prompts, and sends the pictures to the trackers."""
+        if self.accelerator.is_main_process:
+            save_scored_sheet(
+                Path(self.args.output_dir) / "contact_sheets",
+                name,
+                title,
+                [row["prompt"] for row in rows],
+                shown,
+                before,
+                tracker_name,
+                self.state.global_step,
+                self.callback_handler.callbacks,
+            )
 
     # ---- Loss ----
 
@@ -676,11 +738,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._train_time += time.perf_counter() - started - (self._drawing_time - drawn_before)
         if self.accelerator.sync_gradients:
-            steps_per_round = self.layout.num_optimizer_steps * self.num_iterations
             metrics = self._metrics["train"]
             metrics["time/train"].append(self._train_time)
             metrics["images_per_second"].append(
-                self.layout.num_images / (self._round_time + steps_per_round * self._train_time)
+                self.layout.num_images / (self._round_time + self._steps_per_round * self._train_time)
             )
             self._train_time = 0.0
         return loss
@@ -698,12 +759,17 @@ class PaCoGRPOTrainer(GRPOTrainer):
 
         ref_mean = None
         if self.beta > 0:
-            # The reference is the model without its adapter
-            with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
-                _, ref_mean, _ = replay(model, record, self.family, self.args.guidance_scale, sde)
+            with torch.no_grad(), self._reference(model) as reference:
+                _, ref_mean, _ = replay(reference, record, self.family, self.args.guidance_scale, sde)
 
         log_prob, mean, std = replay(model, record, self.family, self.args.guidance_scale, sde)
-        surrogate = clipped_surrogate(log_prob, record.log_prob, advantages, self.epsilon_low, self.epsilon_high)
+        if self.args.loss_type == "grpo_guard":
+            surrogate = guarded_surrogate(
+                log_prob, record.log_prob, mean, record.mean, std, advantages, self.epsilon_low, self.epsilon_high,
+                guard_gradient_weight(record.sigma, record.sigma_next),
+            )  # fmt: skip
+        else:
+            surrogate = clipped_surrogate(log_prob, record.log_prob, advantages, self.epsilon_low, self.epsilon_high)
         loss = surrogate.loss  # (B,)
         kl = torch.zeros_like(loss)
         if ref_mean is not None:
@@ -712,71 +778,28 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self._record_step(record, surrogate, kl.detach(), inputs["weights"])
         return (loss * inputs["weights"]).sum() * self.accelerator.num_processes
 
+    @contextmanager
+    def _reference(self, model):
+        """The model that the KL divergence is measured from: without its adapter, or the copy of before training."""
+        if self.ref_model is not None:
+            with self.accelerator.autocast():
+                yield self.ref_model
+        else:
+            with self.accelerator.unwrap_model(model).disable_adapter():
+                yield model
+
     def _record_step(self, record: RecordedStep, surrogate, kl: torch.Tensor, weights: torch.Tensor) -> None:
         """Collects what is logged, and gathers it once for each optimizer step; tests the ratio before the first."""
-        columns = [
-            torch.full_like(kl, record.index),
-            (surrogate.ratio - 1).abs(),
-            surrogate.is_low_clipped.float(),
-            surrogate.is_high_clipped.float(),
-            kl,
-            (weights > 0).float(),
-            torch.full_like(kl, record.sigma),
-        ]
-        self._window_stats.append(torch.stack(columns, dim=1))  # (B, 7)
-
+        args, statistics = self.args, self._statistics
+        statistics.add(record, surrogate, kl, weights)
         is_on_policy = self.state.global_step == self._buffer_global_step
         if is_on_policy and self.state.global_step == self._initial_global_step:
-            if len(self._window_stats) % self.layout.num_trained_steps == 0:  # an image's steps are complete
-                self._test_ratio()
-
-        if not self.accelerator.sync_gradients:
-            return
-        stats = self.accelerator.gather(torch.cat(self._window_stats)).cpu()  # (images and steps, 7)
-        self._window_stats = []
-        index, deviation, low, high, kl, valid, _ = stats.T
-        if not torch.isfinite(stats).all():
-            raise RuntimeError(
-                f"The probability ratio or the KL divergence is not finite at optimizer step {self.state.global_step} "
-                f"({int((~torch.isfinite(stats).all(dim=1)).sum())} of {len(stats)} micro-batch rows). The weights or "
-                "the latents have overflowed; lower `learning_rate`, or train in float32."
-            )
-        metrics = self._metrics["train"]
-        for name, value in self._round_metrics.items():
-            metrics[name].append(value)
-        # Until the first update of a round, model and rollout are the same: a deviation is numerical noise
-        name = "ratio_deviation_on_policy" if is_on_policy else "ratio_deviation"
-        for step in index.unique():
-            metrics[f"{name}/step_{int(step)}"].append(deviation[index == step].mean().item())
-        count = valid.sum().clamp(min=1)
-        metrics["clip_ratio/low_mean"].append(((low * valid).sum() / count).item())
-        metrics["clip_ratio/high_mean"].append(((high * valid).sum() / count).item())
-        metrics["clip_ratio/region_mean"].append((((low + high) * valid).sum() / count).item())
-        if self.beta > 0:
-            metrics["kl"].append(((kl * valid).sum() / count).item())
-
-    def _test_ratio(self) -> None:
-        """Stops a run whose replay does not give the rollout's log-probabilities, before it has learned from them."""
-        local = torch.cat(self._window_stats[-self.layout.num_trained_steps :])
-        stats = self.accelerator.gather(local).cpu()  # every process sees the same and stops, or none does
-        worst = stats[:, 1].max().item()
-        if worst <= self.args.ratio_tolerance:
-            return
-        lines = ["step    sigma   mean |ratio - 1|    max |ratio - 1|"]
-        for step in stats[:, 0].unique():
-            of_step = stats[stats[:, 0] == step]
-            lines.append(
-                f"{int(step):4d}   {of_step[0, 6]:.4f}   {of_step[:, 1].mean():16.3e}   {of_step[:, 1].max():16.3e}"
-            )
-        raise RuntimeError(
-            f"Before the first update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is "
-            f"up to {worst:.3g}, above `ratio_tolerance` = {self.args.ratio_tolerance:.3g} (`epsilon` is "
-            f"{self.args.epsilon:g}):\n"
-            + "\n".join(lines)
-            + "\nThe model draws with other numbers than it is trained "
-            "with: look for dropout, for layers that behave differently with gradients, for a compiled replay. In bf16 "
-            "on an accelerator a deviation below `epsilon` can be rounding: measure it, and set `ratio_tolerance`."
-        )
+            if len(statistics) % self.layout.num_trained_steps == 0:  # an image's steps are complete
+                statistics.test_ratio(self.layout.num_trained_steps, args.ratio_tolerance, args.epsilon)
+        if self.accelerator.sync_gradients:
+            step_metrics = statistics.finish(self.state.global_step, is_on_policy, self.beta > 0)
+            for name, value in {**self._round_metrics, **step_metrics}.items():
+                self._metrics["train"][name].append(value)
 
     # ---- Evaluation ----
 
@@ -788,7 +811,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
     ) -> dict[str, float]:
         """
         Draws the evaluation prompts at full inference resolution, by the pipeline's ODE and with fixed noise for each
-        prompt, and scores them with the training rewards.
+        prompt, from the averaged weights (`ema_decay`), and scores them with `eval_reward_funcs`.
+
+        The baseline, the model without training, is drawn and scored once in a run, so that sheets and metrics show
+        before and after.
 
         Args:
             eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
@@ -799,8 +825,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 Prefix of the metrics.
 
         Returns:
-            `dict[str, float]`: `eval_reward` (the weighted sum) and `eval_reward_std`, `eval_rewards/<name>/mean`,
-            `.../std` and `.../missing`. What cannot be said (the deviation of a single image) is left out.
+            `dict[str, float]`: `eval_reward` (the weighted sum), `eval_rewards/<name>/mean` and `eval_grid_artifact`
+            ([`~paco_trl.evaluation.grid_artifact_score`]), each with a bootstrap interval over prompts (`ci_low`,
+            `ci_high`), its `baseline`, and the `gain` over it with its interval; `.../std` and `.../missing`. What
+            cannot be said (the deviation of a single image, the interval of one prompt) is left out.
         """
         eval_dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if eval_dataset is None:
@@ -815,79 +843,163 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 "`evaluate()` was called before `train()`, but DeepSpeed places the model on the accelerator only when "
                 "training begins. To evaluate the untrained model, set `eval_on_start=True`."
             )
-        args, generations = self.args, self.args.num_generations_eval
         check_image_set_columns(eval_dataset)
-        self._check_sizes(eval_dataset, args, "the evaluation dataset")
+        check_sizes(eval_dataset, self.args, self.size_multiple, "the evaluation dataset")
         rows = list(eval_dataset)
-        self.prompt_encoder.encode([row["prompt"] for row in rows])
-
-        # Each process draws the same number of images, as ZeRO-3 needs; what was added for that is not counted
-        processes = self.accelerator.num_processes
-        total = len(rows) * generations
-        padded = (np.arange(-(-total // processes) * processes) % total).reshape(-1, processes)
-        mine = padded[:, self.accelerator.process_index].tolist()
         was_training = self.model.training
         self.model.eval()
-        images = []
-        with self._rollout_components():
-            for numbers in tqdm(
-                padded.tolist(), desc="Evaluating", disable=args.disable_tqdm or not self.accelerator.is_main_process
-            ):
-                encoded = self.prompt_encoder.fetch([rows[number // generations]["prompt"] for number in numbers])
-                row_number, generation = divmod(numbers[self.accelerator.process_index], generations)
-                row = rows[row_number]
-                drawn, _ = self.policy.draw(
-                    self._prompt_arguments([row["prompt"]], encoded),
-                    row.get("height") or args.height,
-                    row.get("width") or args.width,
-                    args.num_inference_steps_eval,
-                    args.guidance_scale,
-                    noise_keys=[self._noise_key(_STREAM_EVAL_NOISE, 0, row_number, generation)],
-                )
-                images.extend(drawn)
-        # Process by process; the padding repeats numbers
-        rewards_per_func, extra = self._score([rows[n // generations] for n in mine], images, padded.T.reshape(-1))
-        weighted, _ = aggregate_rewards(rewards_per_func.cpu(), self.reward_weights, "sum_then_normalize")
-        metrics = {
-            f"{metric_key_prefix}_{name}": value
-            for name, value in self._reward_metrics(rewards_per_func, weighted).items()
-        }
-        if args.log_completions:
-            self._save_contact_sheet(
-                f"{metric_key_prefix}_step_{self.state.global_step:06d}",
-                f"Evaluation, step {self.state.global_step}",
+        before = self._baseline(rows, metric_key_prefix)
+        if before is not None and self._is_untrained():
+            after = before  # the same weights and noise would give the same images
+        else:
+            with swapped(self.model, self.ema.average if self.ema else None, zero_stage_of(self)):
+                after = self._draw_evaluation(rows, "Evaluating")
+        metrics = evaluation_metrics(self.eval_reward_func_names, self.args.num_generations_eval, after, before)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        start_trackers(self)
+        if self.args.log_completions:
+            step = self.state.global_step
+            self._save_sheet(
+                f"{metric_key_prefix}_step_{step:06d}",
+                f"Evaluation, step {step}",
                 rows,
-                mine,
-                generations,
-                images,
-                rewards_per_func,
-                extra,
+                self._shown(after),
+                None if before is None or before is after else self._shown(before),
+                f"{metric_key_prefix}_contact_sheet",
             )
         self.log(dict(metrics))
         self.model.train(was_training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _draw_evaluation(self, rows: list[dict], description: str) -> Evaluation:
+        return draw_evaluation(self, self.eval_scorer, self.eval_reward_weights, rows, description)
+
+    def _shown(self, evaluation: Evaluation) -> ScoredImages:
+        return ScoredImages(
+            evaluation.pictures, self.args.num_generations_eval, self.eval_reward_func_names, evaluation.rewards,
+            evaluation.extra,
+        )  # fmt: skip
+
+    def _baseline(self, rows: list[dict], name: str) -> Evaluation | None:
+        """The evaluation of the model without training; drawn once, and kept in the output folder."""
+        key = baseline_key(self, self.eval_reward_func_names, rows)
+        if key not in self._baselines:
+            folder = Path(self.args.output_dir) / "evaluation" / f"{name}_baseline"
+            baseline = load_baseline(folder, key)
+            if baseline is None:
+                if isinstance(self.model, PeftModel):
+                    weights = self.model.disable_adapter()
+                elif self.state.global_step == 0:
+                    weights = nullcontext()
+                else:
+                    logger.warning(
+                        "All weights are trained, and the evaluation prompts were not drawn before training: there is "
+                        "no baseline to compare with. Set `eval_on_start=True`, or `eval_strategy`."
+                    )
+                    return None
+                with weights:
+                    baseline = self._draw_evaluation(rows, "Drawing the baseline")
+                if self.accelerator.is_main_process:
+                    save_baseline(folder, key, baseline)
+            self._baselines[key] = baseline
+        return self._baselines[key]
+
+    def _is_untrained(self) -> bool:
+        """Whether the model still is its base model, on every process."""
+        is_new = adapter_is_new(shares(self.model, zero_stage_of(self)))
+        if self.ema is not None:
+            is_new = is_new and adapter_is_new(self.ema.average)
+        verdict = torch.tensor([float(is_new)], device=self.accelerator.device)
+        return self.accelerator.gather(verdict).min().item() == 1.0
+
     # ---- Checkpoints and the Hub ----
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        """
+        Trains; see [`~transformers.Trainer.train`].
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                A checkpoint's folder, or `True` for the latest complete one of the output folder. The run goes on
+                exactly as it would have.
+            trial (*optional*), ignore_keys_for_eval (`list[str]`, *optional*):
+                As in [`~transformers.Trainer.train`].
+
+        Returns:
+            [`~transformers.trainer_utils.TrainOutput`].
+
+        Raises:
+            ValueError: the checkpoint is incomplete or of another run, or the output folder has another run's.
+        """
+        checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
+        if checkpoint is not None:
+            self._check_resumed_run(checkpoint, self.args)
+        else:
+            check_output_folder(self.args.output_dir, self._identity, self._course(self.args))
+        if self.args.should_save:
+            clear_staging(self.args.output_dir)
+        self._resumed_from = checkpoint
+        return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+
+    def _begin_run(self) -> None:
+        """What needs the weights in their place: called when training begins, before the first step."""
+        zero_stage, checkpoint = zero_stage_of(self), self._resumed_from
+        self.ema = None
+        if self.args.ema_decay is not None:
+            self.ema = EMA(self.model, self.args.ema_decay, zero_stage, self.args.ema_offload)
+            if checkpoint is not None and (checkpoint / EMA_WEIGHTS).exists():
+                self.ema.load(load_file(checkpoint / EMA_WEIGHTS))
+        if checkpoint is not None:
+            load_rollout(self, checkpoint)
+        elif self.args.resolution_transfer_prompts:
+            report_resolution_transfer(self)
+        if not isinstance(self.model, PeftModel) and self.args.eval_strategy != "no":
+            # Now, because afterwards the untrained weights are gone
+            datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+            self.model.eval()
+            for name, dataset in datasets.items():
+                self._baseline(list(dataset), f"eval_{name}" if name else "eval")
+            self.model.train()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        """The trained weights themselves; what a checkpoint exports is their average."""
+        load_whole(self.model, load_file(Path(resume_from_checkpoint) / POLICY_WEIGHTS), zero_stage=0)
+
+    def _load_best_model(self) -> None:
+        """The best checkpoint's weights, as they were evaluated, become the trained ones."""
+        best = Path(self.state.best_model_checkpoint)
+        name = EMA_WEIGHTS if (best / EMA_WEIGHTS).exists() else POLICY_WEIGHTS
+        whole = load_file(best / name)
+        load_whole(self.model, whole, zero_stage_of(self))
+        if self.ema is not None:
+            self.ema.load(whole)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """A checkpoint is written beside the others and appears when it is complete."""
+        folder = write_checkpoint(self)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        Saves the adapter in PEFT's and diffusers' formats, with its card. Every process calls it.
+        Saves what was trained, with its card and pictures. Every process calls it.
+
+        It is the average of the weights (`ema_decay`), as evaluated: an adapter in PEFT's and diffusers' formats, or
+        the whole transformer in diffusers'.
 
         Args:
             output_dir (`str`, *optional*):
                 Folder. If `None`, `args.output_dir`.
         """
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        # An engine exists from the beginning of `train()` on
-        has_engine = self.is_deepspeed_enabled and self.model_wrapped is not self.model
-        state_dict = trainable_state_dict(self.model, has_engine)
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        zero_stage, keep = zero_stage_of(self), self.args.should_save
+        if self.ema is not None:
+            whole = self.ema.whole(keep)
+        else:
+            whole = gather_whole(self.model, shares(self.model, zero_stage), zero_stage, keep)
         if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_adapter(self.model, self.pipeline, state_dict, folder)
-            if self._last_sheet is not None:
-                self._last_sheet.save(folder / "contact_sheet.png")
-            render_model_card(self).save(folder / "README.md")
+            save_trained(self, whole, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

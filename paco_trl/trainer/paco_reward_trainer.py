@@ -32,7 +32,6 @@ from ..rewards.decision import decision_direction, decision_token_ids, scales_lo
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image
 from .contact_sheet import send_to_trackers
-from .export import trainable_state_dict
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_card import PAPER
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
@@ -40,6 +39,7 @@ from .pair_collator import PairCollator, PairRows
 from .publishing import push_checkpoint
 from .reward_model_card import render_reward_model_card
 from .reward_report import draw_calibration, draw_wrong_pairs
+from .weights import gather_whole, shares, zero_stage_of
 
 
 logger = get_logger(__name__)
@@ -517,9 +517,8 @@ class PaCoRewardTrainer(SFTTrainer):
                 Folder. If `None`, `args.output_dir`.
         """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        # An engine exists from the beginning of `train()` on
-        has_engine = self.is_deepspeed_enabled and self.model_wrapped is not self.model
-        state_dict = trainable_state_dict(self.model, has_engine)
+        zero_stage = zero_stage_of(self)
+        state_dict = gather_whole(self.model, shares(self.model, zero_stage), zero_stage, keep=self.args.should_save)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             # `save_embedding_layers="auto"` would ask the Hub for the base model's vocabulary

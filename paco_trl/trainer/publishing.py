@@ -38,7 +38,9 @@ def push_checkpoint(trainer: "Trainer", checkpoint_folder: str, published_files:
     # Copied, because an old checkpoint may be deleted while it is uploaded
     for pattern in published_files:
         for path in Path(checkpoint_folder).glob(pattern):
-            shutil.copy(path, args.output_dir)
+            target = Path(args.output_dir) / path.relative_to(checkpoint_folder)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(path, target)
     upload = upload_folder(
         repo_id=trainer.hub_model_id,
         folder_path=args.output_dir,

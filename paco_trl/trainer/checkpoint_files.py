@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint of PaCoGRPOTrainer consists of: written completely, or not there."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import rotate_checkpoints
+
+from ..rollout import RecordedStep
+from .checkpoints import publish, read_run, stage_folder
+from .export import save_trained
+from .weights import gather_whole, shares, zero_stage_of
+
+
+if TYPE_CHECKING:
+    from .paco_grpo_trainer import PaCoGRPOTrainer
+
+logger = get_logger(__name__)
+
+POLICY_WEIGHTS = "policy.safetensors"  # what is trained; under DeepSpeed its own files hold it
+EMA_WEIGHTS = "ema.safetensors"
+STATE = "trainer_state.json"  # TRAINER_STATE_NAME of transformers
+
+
+def write_checkpoint(trainer: "PaCoGRPOTrainer") -> Path:
+    """
+    Writes a checkpoint beside the others and renames it when every process has written its part.
+
+    Args:
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer; every process calls this.
+
+    Returns:
+        `Path`: the checkpoint.
+
+    Raises:
+        RuntimeError: it could not be written, on whichever process. The checkpoints that exist are as they were.
+    """
+    args, state = trainer.args, trainer.state
+    staged = stage_folder(args.output_dir, state.global_step)
+    folder = Path(args.output_dir) / staged.name
+    problem = _attempt(trainer, staged, _write_files)
+    # DeepSpeed waits for all processes while it saves; without it one can fail alone, and the others must not go on
+    _stop_if_any(trainer, staged, problem)
+    problem = _attempt(trainer, staged, _publish)
+    _stop_if_any(trainer, staged, problem)
+    if args.should_save:
+        rotate_checkpoints(
+            output_dir=args.output_dir,
+            save_total_limit=args.save_total_limit,
+            best_model_checkpoint=state.best_model_checkpoint,
+            use_mtime=True,
+        )
+    return folder
+
+
+def _attempt(trainer: "PaCoGRPOTrainer", staged: Path, function) -> Exception | None:
+    try:
+        function(trainer, staged)
+    # What a full disk is to Python, to torch and to safetensors
+    except (OSError, RuntimeError, SafetensorError) as error:
+        return error
+    return None
+
+
+def _stop_if_any(trainer: "PaCoGRPOTrainer", staged: Path, problem: Exception | None) -> None:
+    mine = [] if problem is None else [f"process {trainer.accelerator.process_index}: {problem!r}"]
+    problems = gather_object(mine) if trainer.accelerator.num_processes > 1 else mine
+    if not problems:
+        return
+    if trainer.args.should_save:
+        shutil.rmtree(staged.parent, ignore_errors=True)  # gives back the space that it took
+    raise RuntimeError(
+        f"The checkpoint of step {trainer.state.global_step} could not be written to '{trainer.args.output_dir}' "
+        f"({'; '.join(problems)}). The checkpoints before it are complete. Make room there and continue with "
+        "`resume_from_checkpoint=True`."
+    ) from problem
+
+
+def _write_files(trainer: "PaCoGRPOTrainer", staged: Path) -> None:
+    args, state, zero_stage = trainer.args, trainer.state, zero_stage_of(trainer)
+    if args.should_save:
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+    trainer.accelerator.wait_for_everyone()
+
+    # What users load
+    whole = None
+    if trainer.ema is not None:
+        whole = trainer.ema.whole(keep=args.should_save)
+    policy = None
+    if zero_stage == 0 or whole is None:
+        policy = gather_whole(trainer.model, shares(trainer.model, zero_stage), zero_stage, keep=args.should_save)
+    if args.should_save:
+        save_trained(trainer, policy if whole is None else whole, staged)
+        # What training goes on with
+        if whole is not None:
+            save_file(whole, staged / EMA_WEIGHTS)
+        if policy is not None:
+            save_file(policy, staged / POLICY_WEIGHTS)
+    trainer._save_optimizer_and_scheduler(str(staged))
+    trainer._save_scaler(str(staged))
+    trainer._save_rng_state(str(staged))
+    save_rollout(trainer, staged)
+    if args.should_save:
+        best = state.best_global_step
+        if best:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{best}"
+            if best == state.global_step or checkpoint.is_dir():
+                state.best_model_checkpoint = str(checkpoint)
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                name, saved = type(callback).__name__, callback.state()
+                if isinstance(state.stateful_callbacks[name], list):
+                    state.stateful_callbacks[name].append(saved)
+                else:
+                    state.stateful_callbacks[name] = saved
+        state.save_to_json(str(staged / STATE))
+
+
+def _publish(trainer: "PaCoGRPOTrainer", staged: Path) -> None:
+    if not trainer.args.should_save:
+        return
+    run = {
+        "identity": trainer._identity,
+        "course": trainer._course(trainer.args),
+        "num_processes": trainer.accelerator.num_processes,
+        "is_deepspeed": trainer.is_deepspeed_enabled,
+        "is_round_pending": trainer.is_round_pending,
+    }
+    publish(staged, trainer.args.output_dir, run)
+
+
+def _rollout_file(trainer: "PaCoGRPOTrainer", folder: Path) -> Path:
+    return folder / f"rollout_{trainer.accelerator.process_index}.pt"
+
+
+def save_rollout(trainer: "PaCoGRPOTrainer", folder: Path) -> None:
+    """
+    Saves this process's images of a round that is not used up, so that a resumed run learns from the same ones.
+
+    Args:
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer.
+        folder (`Path`):
+            Folder of the checkpoint.
+    """
+    if not trainer.is_round_pending:
+        return
+    entries = [
+        # Not `asdict`, which would copy the tensors, and with them what images of a prompt share
+        {**entry, "record": {f.name: getattr(entry["record"], f.name) for f in dataclasses.fields(RecordedStep)}}
+        for entry in trainer._buffered_inputs
+    ]
+    for entry in entries:
+        del entry["sde"]  # a function of the round
+    torch.save(
+        {
+            "round": trainer._buffered_round,
+            "global_step": trainer._buffer_global_step,
+            "metrics": trainer._round_metrics,
+            "time": trainer._round_time,
+            "entries": entries,
+        },
+        _rollout_file(trainer, folder),
+    )
+
+
+def load_rollout(trainer: "PaCoGRPOTrainer", folder: Path) -> None:
+    """
+    Puts back what [`save_rollout`] has saved, if there is something and it was divided over as many processes.
+
+    Args:
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer.
+        folder (`Path`):
+            Folder of the checkpoint.
+    """
+    path = _rollout_file(trainer, folder)
+    run = read_run(folder)
+    if not path.exists() or run["num_processes"] != trainer.accelerator.num_processes:
+        return
+    device = "cpu" if trainer.args.offload_embeddings else trainer.accelerator.device
+    saved = torch.load(path, map_location=device, weights_only=True)
+    sde = trainer._sde_settings(saved["round"])
+    trainer._buffered_inputs = [
+        {**entry, "record": RecordedStep(**entry["record"]), "sde": sde} for entry in saved["entries"]
+    ]
+    trainer._buffered_round, trainer._buffer_global_step = saved["round"], saved["global_step"]
+    trainer._round_metrics, trainer._round_time = saved["metrics"], saved["time"]

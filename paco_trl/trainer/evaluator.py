@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation: the prompts drawn at full resolution, with the trained weights and without them."""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from PIL import Image
+from tqdm.auto import tqdm
+
+from ..evaluation import bootstrap_interval, grid_artifact_score
+from ..rewards import aggregate_rewards
+from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
+
+
+if TYPE_CHECKING:
+    from .paco_grpo_trainer import PaCoGRPOTrainer
+    from .scoring import RewardScorer
+
+
+@dataclass
+class Evaluation:
+    """
+    What was drawn for a dataset and how it scored, the same on every process except for the pictures.
+
+    Attributes:
+        rewards (`torch.Tensor` of shape `(images, rewards)`):
+            Rewards, prompt-major, NaN where one could not be computed.
+        total (`torch.Tensor` of shape `(images,)`):
+            Weighted sum of the rewards.
+        grid_artifacts (`torch.Tensor` of shape `(images,)`):
+            [`~paco_trl.evaluation.grid_artifact_score`] of each image.
+        extra (`dict[str, list]`):
+            Columns that rewards logged themselves.
+        logged (`dict[str, float]`):
+            Metrics that rewards logged themselves.
+        pictures (`dict[int, PIL.Image.Image]`):
+            Thumbnails by number, of the images that a sheet shows; on the main process only.
+    """
+
+    rewards: torch.Tensor
+    total: torch.Tensor
+    grid_artifacts: torch.Tensor
+    extra: dict[str, list] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
+    pictures: dict[int, Image.Image] = field(default_factory=dict)
+
+
+def draw_evaluation(
+    trainer: "PaCoGRPOTrainer",
+    scorer: "RewardScorer",
+    weights: torch.Tensor,
+    rows: list[dict],
+    description: str,
+    sizes: list[tuple[int, int]] | None = None,
+) -> Evaluation:
+    """
+    Draws and scores prompts by the pipeline's ODE, with the model as it is now. Every process calls it.
+
+    The noise of an image is a function of the seed, its row and its number: the same in every evaluation of a run.
+
+    Args:
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer.
+        scorer ([`RewardScorer`]):
+            Rewards.
+        weights (`torch.Tensor` of shape `(rewards,)`):
+            Their weights in the total.
+        rows (`list[dict]`):
+            Rows of the dataset.
+        description (`str`):
+            Title of the progress bar.
+        sizes (`list[tuple[int, int]]`, *optional*):
+            Height and width for each row. If `None`, the inference sizes.
+
+    Returns:
+        [`Evaluation`].
+    """
+    args, accelerator, generations = trainer.args, trainer.accelerator, trainer.args.num_generations_eval
+    trainer.prompt_encoder.encode([row["prompt"] for row in rows])
+    if sizes is None:
+        sizes = inference_sizes(trainer, rows)
+
+    # Each process draws the same number of images, as ZeRO-3 needs; what was added for that is not counted
+    processes = accelerator.num_processes
+    total = len(rows) * generations
+    padded = (np.arange(-(-total // processes) * processes) % total).reshape(-1, processes)
+    mine, artifacts, pictures = [], [], []
+    scorer.start()
+    with trainer._rollout_components():
+        for numbers in tqdm(
+            padded.tolist(), desc=description, disable=args.disable_tqdm or not accelerator.is_main_process
+        ):
+            encoded = trainer.prompt_encoder.fetch([rows[number // generations]["prompt"] for number in numbers])
+            number = numbers[accelerator.process_index]
+            row_number, generation = divmod(number, generations)
+            row = rows[row_number]
+            images, _ = trainer.policy.draw(
+                trainer._prompt_arguments([row["prompt"]], encoded)[0],
+                *sizes[row_number],
+                args.num_inference_steps_eval,
+                args.guidance_scale,
+                noise_keys=[trainer._noise_key("evaluation", 0, row_number, generation)],
+            )
+            scorer.add([row], images, trainer.state)
+            artifacts.append(_grid_artifact(images[0], trainer.size_multiple, row))
+            if row_number < MAX_PROMPTS and generation < MAX_IMAGES:
+                pictures.append((number, thumbnail(images[0])))
+            mine.append(number)
+    order = padded.T.reshape(-1)  # process by process
+    scores = scorer.finish(order, trainer.state)
+    _, first = np.unique(order, return_index=True)
+    gathered = accelerator.gather(torch.tensor(artifacts, dtype=torch.float64, device=accelerator.device)).cpu()
+    summed, _ = aggregate_rewards(scores.rewards, weights, "sum_then_normalize")
+    return Evaluation(
+        scores.rewards,
+        summed,
+        gathered[torch.from_numpy(first)],
+        scores.extra,
+        scores.metrics,
+        dict(gather_object(pictures)) if accelerator.num_processes > 1 else dict(pictures),
+    )
+
+
+def inference_sizes(trainer: "PaCoGRPOTrainer", rows: list[dict]) -> list[tuple[int, int]]:
+    """
+    Sizes at which rows are drawn in the end.
+
+    Args:
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer, for rows without a size.
+        rows (`list[dict]`):
+            Rows of a dataset.
+
+    Returns:
+        `list[tuple[int, int]]`: height and width.
+    """
+    args = trainer.args
+    return [(row.get("height") or args.height, row.get("width") or args.width) for row in rows]
+
+
+def _grid_artifact(image: Image.Image, period: int, row: dict) -> float:
+    try:
+        score = grid_artifact_score(image, period, row["rows"], row["cols"])
+    except ValueError:  # panels of less than two patches show no grid
+        return math.nan
+    return score if math.isfinite(score) else math.nan  # an image of nothing but lines has no mean to be part of
+
+
+def evaluation_metrics(
+    names: list[str], generations: int, after: Evaluation, before: Evaluation | None
+) -> dict[str, float]:
+    """
+    Means with 95 % intervals over prompts, and what they were before training.
+
+    Args:
+        names (`list[str]`):
+            Names of the rewards.
+        generations (`int`):
+            Images of each prompt. Images of one prompt are drawn together by the bootstrap.
+        after ([`Evaluation`]):
+            With the trained weights.
+        before ([`Evaluation`], *optional*):
+            Without them.
+
+    Returns:
+        `dict[str, float]`: `reward`, `rewards/<name>/mean` and `grid_artifact`, each with `..._std` or `.../std`,
+        `ci_low`, `ci_high`, and with `before` also `baseline`, `gain`, `gain_ci_low`, `gain_ci_high` (the mean
+        difference of the same image with and without training). What cannot be said (the deviation of one image, the
+        interval of one prompt) is left out. `rewards/<name>/missing` counts images without the reward.
+    """
+    metrics: dict[str, float] = {}
+    columns = [
+        (f"rewards/{name}/", after.rewards[:, k], None if before is None else before.rewards[:, k])
+        for k, name in enumerate(names)
+    ]
+    columns.append(("reward_", after.total, None if before is None else before.total))
+    columns.append(("grid_artifact_", after.grid_artifacts, None if before is None else before.grid_artifacts))
+    for prefix, values, baseline in columns:
+        mean_name = prefix + "mean" if prefix.endswith("/") else prefix[:-1]
+        _add_mean(metrics, mean_name, prefix + "ci", values, generations)
+        if len(values) > 1 and (~torch.isnan(values)).sum() > 1 and not prefix.startswith("grid"):
+            metrics[prefix + "std"] = values[~torch.isnan(values)].std().item()
+        if baseline is not None:
+            _add_mean(metrics, prefix + "baseline", None, baseline, generations)
+            _add_mean(metrics, prefix + "gain", prefix + "gain_ci", values - baseline, generations)
+    for k, name in enumerate(names):
+        metrics[f"rewards/{name}/missing"] = torch.isnan(after.rewards[:, k]).sum().item()
+    return metrics | after.logged
+
+
+def _add_mean(
+    metrics: dict[str, float], name: str, interval: str | None, values: torch.Tensor, generations: int
+) -> None:
+    valid = ~torch.isnan(values)
+    if not valid.any():
+        return
+    metrics[name] = values[valid].mean().item()
+    if interval is None:
+        return
+    low, high = bootstrap_interval(values.tolist(), groups=[number // generations for number in range(len(values))])
+    if not math.isnan(low):
+        metrics[f"{interval}_low"], metrics[f"{interval}_high"] = low, high
+
+
+def baseline_key(trainer: "PaCoGRPOTrainer", names: list[str], rows: list[dict]) -> str:
+    """
+    A digest of all that a baseline depends on: with another one it is drawn anew.
+
+    Args:
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer.
+        names (`list[str]`):
+            Names of the rewards.
+        rows (`list[dict]`):
+            Rows of the dataset.
+
+    Returns:
+        `str`.
+    """
+    args = trainer.args
+    settings = [
+        trainer.base_model,
+        names,
+        args.seed,
+        args.num_generations_eval,
+        args.num_inference_steps_eval,
+        args.guidance_scale,
+        args.vae_tiling,
+        str(trainer.compute_dtype),
+        [
+            (row["prompt"], row["rows"], row["cols"], *size)
+            for row, size in zip(rows, inference_sizes(trainer, rows), strict=True)
+        ],
+    ]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:
+    """
+    Saves a baseline, so that a resumed run does not draw it again.
+
+    Args:
+        folder (`Path`):
+            Folder.
+        key (`str`):
+            From [`baseline_key`].
+        baseline ([`Evaluation`]):
+            Baseline.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, picture in baseline.pictures.items():
+        picture.save(folder / f"{number}.png")
+    content = {
+        "key": key,
+        "rewards": [[None if math.isnan(value) else value for value in row] for row in baseline.rewards.tolist()],
+        "total": [None if math.isnan(value) else value for value in baseline.total.tolist()],
+        "grid_artifacts": [None if math.isnan(value) else value for value in baseline.grid_artifacts.tolist()],
+        "extra": baseline.extra,
+        "pictures": sorted(baseline.pictures),
+    }
+    # Last, so that what it names is there
+    (folder / "scores.json").write_text(json.dumps(content, default=str), encoding="utf-8")
+
+
+def load_baseline(folder: Path, key: str) -> Evaluation | None:
+    """
+    Loads a baseline that an earlier part of the run has saved. Every process calls it; the main one reads.
+
+    Args:
+        folder (`Path`):
+            Folder.
+        key (`str`):
+            What it must have been drawn for.
+
+    Returns:
+        [`Evaluation`] or `None` when there is none, or one for something else.
+    """
+    found: list[Evaluation | None] = [None]
+    try:
+        content = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+        if content["key"] == key:
+            pictures = {}
+            for number in content["pictures"]:
+                with Image.open(folder / f"{number}.png") as picture:
+                    pictures[number] = picture.convert("RGB")
+            to_tensor = lambda values: torch.tensor(np.array(values, dtype=float))  # noqa: E731  (None becomes NaN)
+            found = [
+                Evaluation(
+                    to_tensor(content["rewards"]).float(),
+                    to_tensor(content["total"]).float(),
+                    to_tensor(content["grid_artifacts"]),
+                    content["extra"],
+                    pictures=pictures,
+                )
+            ]
+    except (OSError, ValueError, KeyError):
+        pass  # there is none, or it was cut short: it is drawn again
+    broadcast_object_list(found)
+    return found[0]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer step has to say about ratios, and the test that they are 1 before the first update."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+
+from .losses import ClippedSurrogate
+
+
+if TYPE_CHECKING:
+    from ..rollout import RecordedStep
+
+
+class StepStatistics:
+    """
+    Collects the statistics of the micro-steps of an optimizer step, and gathers them once.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Accelerator of the run.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self._rows: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        """Forgets what was collected."""
+        self._rows = []
+
+    def __len__(self) -> int:
+        """Micro-steps collected."""
+        return len(self._rows)
+
+    def add(
+        self, record: "RecordedStep", surrogate: ClippedSurrogate, kl: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """
+        Adds a micro-step.
+
+        Args:
+            record ([`~paco_trl.rollout.RecordedStep`]):
+                Recorded step.
+            surrogate ([`ClippedSurrogate`]):
+                Its loss and ratio.
+            kl (`torch.Tensor` of shape `(B,)`):
+                KL divergence to the reference.
+            weights (`torch.Tensor` of shape `(B,)`):
+                Weights in the loss; an image of weight 0 is not counted.
+        """
+        columns = [
+            torch.full_like(kl, record.index),
+            (surrogate.ratio - 1).abs(),
+            surrogate.is_low_clipped.float(),
+            surrogate.is_high_clipped.float(),
+            kl,
+            (weights > 0).float(),
+            torch.full_like(kl, record.sigma),
+        ]
+        self._rows.append(torch.stack(columns, dim=1))  # (B, 7)
+
+    def test_ratio(self, num_micro_steps: int, tolerance: float, epsilon: float) -> None:
+        """
+        Stops a run whose replay does not give the rollout's log-probabilities, before it has learned from them.
+
+        Args:
+            num_micro_steps (`int`):
+                How many of the last micro-steps are tested. Every process calls it at the same one.
+            tolerance (`float`):
+                Largest |ratio - 1|.
+            epsilon (`float`):
+                Clip range, for the message.
+
+        Raises:
+            RuntimeError: with a table of the deviations by step, on every process.
+        """
+        stats = self.accelerator.gather(torch.cat(self._rows[-num_micro_steps:])).cpu()
+        worst = stats[:, 1].max().item()
+        if worst <= tolerance:
+            return
+        lines = ["step    sigma   mean |ratio - 1|    max |ratio - 1|"]
+        for step in stats[:, 0].unique():
+            of_step = stats[stats[:, 0] == step]
+            lines.append(
+                f"{int(step):4d}   {of_step[0, 6]:.4f}   {of_step[:, 1].mean():16.3e}   {of_step[:, 1].max():16.3e}"
+            )
+        raise RuntimeError(
+            f"Before the first update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is "
+            f"up to {worst:.3g}, above `ratio_tolerance` = {tolerance:.3g} (`epsilon` is {epsilon:g}):\n"
+            + "\n".join(lines)
+            + "\nThe model draws with other numbers than it is trained "
+            "with: look for dropout, for layers that behave differently with gradients, for a compiled replay. In bf16 "
+            "on an accelerator a deviation below `epsilon` can be rounding: measure it, and set `ratio_tolerance`."
+        )
+
+    def finish(self, step: int, is_on_policy: bool, has_reference: bool) -> dict[str, float]:
+        """
+        Gathers the optimizer step's statistics and begins the next. Every process calls it.
+
+        Args:
+            step (`int`):
+                Optimizer step, for the message.
+            is_on_policy (`bool`):
+                Whether model and rollout are still the same: a deviation of the ratio is numerical noise then.
+            has_reference (`bool`):
+                Whether there is a KL divergence.
+
+        Returns:
+            `dict[str, float]`: metrics.
+
+        Raises:
+            RuntimeError: a ratio or divergence is not finite.
+        """
+        stats = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and steps, 7)
+        self.clear()
+        index, deviation, low, high, kl, valid, _ = stats.T
+        if not torch.isfinite(stats).all():
+            raise RuntimeError(
+                f"The probability ratio or the KL divergence is not finite at optimizer step {step} "
+                f"({int((~torch.isfinite(stats).all(dim=1)).sum())} of {len(stats)} micro-batch rows). The weights or "
+                "the latents have overflowed; lower `learning_rate`, or train in float32."
+            )
+        metrics = {}
+        name = "ratio_deviation_on_policy" if is_on_policy else "ratio_deviation"
+        for trained in index.unique():
+            metrics[f"{name}/step_{int(trained)}"] = deviation[index == trained].mean().item()
+        count = valid.sum().clamp(min=1)
+        metrics["clip_ratio/low_mean"] = ((low * valid).sum() / count).item()
+        metrics["clip_ratio/high_mean"] = ((high * valid).sum() / count).item()
+        metrics["clip_ratio/region_mean"] = (((low + high) * valid).sum() / count).item()
+        if has_reference:
+            metrics["kl"] = ((kl * valid).sum() / count).item()
+        return metrics

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trained weights, wherever they live: in the model, or in DeepSpeed's float32 masters, whole or divided.
+
+What a process holds of them is called its share: under ZeRO-3 its partition of each weight, otherwise whole weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def zero_stage_of(trainer: "Trainer") -> int:
+    """
+    Stage of the DeepSpeed engine that holds a trainer's weights.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Trainer.
+
+    Returns:
+        `int`: 0 without DeepSpeed, and before `train()`, from whose beginning on an engine exists. An engine of stage
+        0 has float32 masters as well, whole like those of stage 1, and counts as 1.
+    """
+    if not trainer.is_deepspeed_enabled or trainer.model_wrapped is trainer.model:
+        return 0
+    return max(trainer.accelerator.deepspeed_plugin.zero_stage, 1)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """
+    The parameters that are trained, by name.
+
+    Args:
+        model (`nn.Module`):
+            Model.
+
+    Returns:
+        `dict[str, nn.Parameter]`.
+    """
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def shares(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
+    """
+    This process's share of the trained weights in float32; not copied where that can be avoided.
+
+    Args:
+        model (`nn.Module`):
+            Model.
+        zero_stage (`int`):
+            Stage of the DeepSpeed engine that holds the weights; 0 without an engine.
+
+    Returns:
+        `dict[str, torch.Tensor]`.
+    """
+    parameters = trained_parameters(model)
+    if zero_stage == 0:
+        # Under DeepSpeed they are in the compute dtype until the engine exists
+        return {name: parameter.detach().float() for name, parameter in parameters.items()}
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
+
+    read = safe_get_local_fp32_param if zero_stage == 3 else safe_get_full_fp32_param
+    masters = {name: read(parameter) for name, parameter in parameters.items()}
+    # An engine that trains in float32 may have no masters beside the weights
+    return {name: (parameters[name] if m is None else m).detach().float() for name, m in masters.items()}
+
+
+def gather_whole(
+    model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int, keep: bool = True
+) -> dict[str, torch.Tensor]:
+    """
+    Whole weights on the CPU, from the shares of all processes. Every process calls it.
+
+    Args:
+        model (`nn.Module`):
+            Model.
+        local (`dict[str, torch.Tensor]`):
+            This process's share, from [`shares`] or of the same layout.
+        zero_stage (`int`):
+            As in [`shares`].
+        keep (`bool`, *optional*, defaults to `True`):
+            Whether this process keeps the result: the weights of a whole transformer need not be in memory once for
+            each process.
+
+    Returns:
+        `dict[str, torch.Tensor]`: copies; empty where they are not kept.
+    """
+    whole = {}
+    for name, parameter in trained_parameters(model).items():
+        value = local[name]
+        if zero_stage == 3:
+            share = value.to(parameter.device)
+            parts = [torch.empty_like(share) for _ in range(dist.get_world_size(parameter.ds_process_group))]
+            dist.all_gather(parts, share, group=parameter.ds_process_group)
+            # The partitions are padded to the same size
+            value = torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
+        if keep:
+            whole[name] = value.detach().to("cpu", copy=True)
+    return whole
+
+
+def cut_shares(model: nn.Module, whole: dict[str, torch.Tensor], zero_stage: int) -> dict[str, torch.Tensor]:
+    """
+    This process's share of whole weights: the inverse of [`gather_whole`].
+
+    Args:
+        model (`nn.Module`):
+            Model.
+        whole (`dict[str, torch.Tensor]`):
+            Whole weights, on every process.
+        zero_stage (`int`):
+            As in [`shares`].
+
+    Returns:
+        `dict[str, torch.Tensor]`.
+    """
+    local = {}
+    for name, parameter in trained_parameters(model).items():
+        value = whole[name].to(torch.float32)
+        if zero_stage == 3:
+            group = parameter.ds_process_group
+            size = parameter.ds_tensor.numel()
+            padded = value.new_zeros(size * dist.get_world_size(group))
+            padded[: value.numel()] = value.flatten()
+            value = padded[size * dist.get_rank(group) :][:size].clone()
+        local[name] = value
+    return local
+
+
+@torch.no_grad()
+def load_whole(model: nn.Module, whole: dict[str, torch.Tensor], zero_stage: int) -> None:
+    """
+    Makes whole weights the trained ones, in the model and in DeepSpeed's masters. Every process calls it.
+
+    Args:
+        model (`nn.Module`):
+            Model.
+        whole (`dict[str, torch.Tensor]`):
+            Whole weights, on every process.
+        zero_stage (`int`):
+            As in [`shares`].
+    """
+    local = cut_shares(model, whole, zero_stage)
+    _write(model, local, zero_stage)
+    if zero_stage == 0:
+        return
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    write = safe_set_local_fp32_param if zero_stage == 3 else safe_set_full_fp32_param
+    for name, parameter in trained_parameters(model).items():
+        write(parameter, local[name].to(parameter.device))
+
+
+@contextmanager
+def swapped(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_stage: int) -> Iterator[None]:
+    """
+    Lets the model's forwards use other weights for a while; afterwards it has its own again, to the bit.
+
+    Args:
+        model (`nn.Module`):
+            Model.
+        local (`dict[str, torch.Tensor]`, *optional*):
+            This process's share of the weights to use. Without it nothing is changed.
+        zero_stage (`int`):
+            As in [`shares`]. DeepSpeed's masters are not touched: only the weights that a forward reads are.
+    """
+    if local is None:
+        yield
+        return
+    own = {name: tensor.clone() for name, tensor in _read(model, zero_stage).items()}
+    _write(model, local, zero_stage)
+    try:
+        yield
+    finally:
+        _write(model, own, zero_stage)
+
+
+def _read(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
+    """What forwards read, in the model's dtype: a partition under ZeRO-3, otherwise the parameter."""
+    return {
+        name: (parameter.ds_tensor if zero_stage == 3 else parameter).data
+        for name, parameter in trained_parameters(model).items()
+    }
+
+
+@torch.no_grad()
+def _write(model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int) -> None:
+    parameters = trained_parameters(model)
+    gathered = []
+    if zero_stage == 3:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        # Small weights stay gathered between forwards: what they hold would be stale
+        gathered = [p for p in parameters.values() if p.ds_status == ZeroParamStatus.AVAILABLE]
+    for name, target in _read(model, zero_stage).items():
+        target.copy_(local[name])
+    for parameter in gathered:
+        parameter.partition()
+    if gathered:
+        gathered[0].all_gather(param_list=gathered)
