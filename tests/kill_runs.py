@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs in processes that can be killed, for test_resume.py. They are forked from one that has imported all."""
+
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+# Imported by runs in their course; here once for all of them
+import paco_trl.trainer.paco_grpo_trainer  # noqa: F401
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.data import demo_prompts_path, load_image_set_prompts
+from paco_trl.rewards import redness_reward
+
+
+# 8 optimizer steps, two a round. An epoch of the twelve prompts is three rounds, so checkpoint-6 ends one
+SETTINGS = {
+    "use_cpu": True,
+    "bf16": False,
+    "height": 64,
+    "width": 64,
+    "num_generations": 4,
+    "num_prompts_per_generation": 4,
+    "per_device_train_batch_size": 4,
+    "num_inference_steps": 4,
+    "sde_steps": [0, 1, 2],
+    "num_sde_steps": 1,
+    "max_steps": 8,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "ema_decay": 0.9,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "num_inference_steps_eval": 2,
+    "gradient_checkpointing": False,
+    "log_completions": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+# Of a log entry: what a clock has measured, and the means that Trainer takes over the steps since it was started
+MEASURED = ("time/", "step_time", "images_per_second", "rollout_images_per_second", "train_", "total_flos")
+
+
+def square_prompts():
+    """The twelve 2x2 prompts of the demo, without sizes of their own."""
+    dataset = load_image_set_prompts(demo_prompts_path())
+    square = [index for index, (r, c) in enumerate(zip(dataset["rows"], dataset["cols"], strict=True)) if r == c == 2]
+    return dataset.select(square).remove_columns(["height", "width"])
+
+
+def noisy_redness(prompts, completions, **kwargs):
+    """A reward that draws from every global generator, as a judge that samples does."""
+    noise = [random.random() + np.random.rand() + torch.rand(()).item() for _ in completions]
+    return [value + 0.01 * n for value, n in zip(redness_reward(prompts, completions), noise, strict=True)]
+
+
+def make_run(model: str | Path, output: str | Path, **changes) -> PaCoGRPOTrainer:
+    """A trainer; keyword arguments are those of `PaCoGRPOConfig`, and those of the trainer itself."""
+    dataset = square_prompts()
+    arguments = {
+        "reward_funcs": noisy_redness,
+        "train_dataset": dataset,
+        "eval_dataset": dataset.select(range(2)),
+        "peft_config": LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
+    }
+    arguments |= {name: changes.pop(name) for name in tuple(arguments) if name in changes}
+    args = PaCoGRPOConfig(output_dir=str(output), **{**SETTINGS, **changes})
+    return PaCoGRPOTrainer(model=str(model), args=args, **arguments)
+
+
+# ---- In the process that trains ----
+
+
+class _AtSaving:
+    """
+    Kills its process, or fills its disk, while it saves the checkpoint of a step; or lists what it calls there.
+
+    `kill` names a place among the calls of C functions that saving consists of: `{"call": 812}` is the 812th of them,
+    `{"function": "replace", "count": 1, "event": "c_call"}` the moment before the first `os.replace`, `c_return` that
+    after it. Nothing of the package is replaced by something else.
+    """
+
+    def __init__(self, trainer, step, kill=None, file_limit=None):
+        self.trainer, self.step, self.kill, self.file_limit = trainer, step, kill, file_limit
+        self.calls = []
+        self.save = trainer._save_checkpoint
+        trainer._save_checkpoint = self
+
+    def __call__(self, model, trial):
+        if self.trainer.state.global_step != self.step:
+            return self.save(model, trial)
+        if self.file_limit is not None:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.file_limit, hard))
+        sys.setprofile(self._hook)
+        try:
+            return self.save(model, trial)
+        finally:
+            sys.setprofile(None)
+            if self.file_limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    def _hook(self, frame, event, function):
+        if event == "c_call":
+            self.calls.append(function.__name__)
+        if self.kill is None or event not in ("c_call", "c_return"):
+            return
+        if "call" in self.kill:
+            is_reached = len(self.calls) >= self.kill["call"]
+        else:
+            name = self.kill["function"]
+            is_reached = (
+                function.__name__ == name
+                and event == self.kill.get("event", "c_call")
+                and self.calls.count(name) >= self.kill.get("count", 1)
+            )
+        if is_reached:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train(job: dict, rank: int) -> None:
+    with open(job["log"] + f".{rank}", "w", encoding="utf-8") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if job["processes"] > 1:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["processes"]),
+            "LOCAL_WORLD_SIZE": str(job["processes"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]),
+            "ACCELERATE_USE_CPU": "true",
+        }  # fmt: skip
+    result = {"rank": rank}
+    try:
+        trainer = make_run(job["model"], job["output"], **job["settings"])
+        at_saving = None
+        if job["saving"] is not None and job["saving"].get("rank", 0) == rank:
+            saving = {name: value for name, value in job["saving"].items() if name != "rank"}
+            at_saving = _AtSaving(trainer, **saving)
+        for name in job["without"]:
+            setattr(trainer, name, lambda *args, **kwargs: None)
+        trainer.train(resume_from_checkpoint=job["resume"])
+        trainer.save_model()
+        result |= _state_of(trainer, job)
+        result["calls"] = at_saving.calls if at_saving is not None else []
+    except Exception as error:
+        traceback.print_exc()
+        result["error"] = f"{type(error).__name__}: {error}"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    torch.save(result, job["log"] + f".result-{rank}")
+    os._exit(1 if "error" in result else 0)  # without gloo's and DeepSpeed's ends
+
+
+def _state_of(trainer: PaCoGRPOTrainer, job: dict) -> dict:
+    """All that a resumed run must have in common with one that was not interrupted."""
+    is_zero = trainer.is_deepspeed_enabled
+    history = [
+        {name: value for name, value in entry.items() if not name.startswith(MEASURED)}
+        for entry in trainer.state.log_history
+    ]
+    output = Path(job["output"])
+    state = {
+        "global_step": trainer.state.global_step,
+        "history": history,
+        "scheduler": trainer.lr_scheduler.state_dict() if not is_zero else trainer.lr_scheduler.get_last_lr(),
+        "python": random.getstate(),
+        "numpy": list(np.random.get_state(legacy=True)),
+        "torch": torch.get_rng_state(),
+        "best": trainer.state.best_model_checkpoint,
+        "ema": dict(trainer.ema.average) if trainer.ema is not None else None,
+    }
+    if not is_zero:
+        state["policy"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+        state["optimizer"] = trainer.optimizer.state_dict()["state"]
+    if trainer.accelerator.is_main_process:
+        for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
+            state[name] = (output / name).read_bytes()
+            state[f"tensors of {name}"] = load_file(output / name)
+    return state
+
+
+# ---- In the process of the tests ----
+
+
+@contextmanager
+def fork_server():
+    """Multiprocessing context whose processes are forked from one in which everything is imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    environment = {
+        # What is preloaded is looked for there; `sys.path` is not passed on before a process is started
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ |= environment
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    yield context
+    multiprocessing.forkserver._forkserver._stop()
+
+
+class Run:
+    """
+    A run in processes of its own.
+
+    Args:
+        context:
+            From [`fork_server`].
+        model, output:
+            As for [`make_run`].
+        resume (`bool` or `str`, *optional*):
+            `resume_from_checkpoint`.
+        saving (`dict`, *optional*):
+            Arguments of `_AtSaving`, and `rank`.
+        without (`tuple`):
+            Methods of the trainer that do nothing, to show what they are for.
+        processes (`int`):
+            Processes.
+        **settings:
+            Changed settings.
+    """
+
+    def __init__(self, context, model, output, resume=None, saving=None, without=(), processes=1, **settings):
+        self.output = Path(output)
+        self.log = f"{self.output}.log-{time.monotonic_ns()}"
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = server.getsockname()[1]
+        if processes > 1:
+            settings.setdefault("ddp_backend", "gloo")
+        job = {
+            "model": str(model), "output": str(output), "resume": resume, "saving": saving, "without": without,
+            "processes": processes, "settings": settings, "log": self.log, "port": port,
+        }  # fmt: skip
+        self.started = time.monotonic()
+        self.processes = [context.Process(target=_train, args=(job, rank)) for rank in range(processes)]
+        for process in self.processes:
+            process.start()
+
+    def is_running(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def kill(self) -> None:
+        """SIGKILL to all processes."""
+        for process in self.processes:
+            process.kill()
+        self.wait()
+
+    def wait(self, timeout: float = 240) -> float:
+        """Waits until all processes have ended; how long the run has taken."""
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(end - time.monotonic(), 0))
+        if self.is_running():
+            self.kill()
+            raise TimeoutError(f"The run has not ended.\n{self.output_text()}")
+        return time.monotonic() - self.started
+
+    @property
+    def was_killed(self) -> list[bool]:
+        return [process.exitcode == -signal.SIGKILL for process in self.processes]
+
+    def output_text(self) -> str:
+        return "\n".join(Path(f"{self.log}.{rank}").read_text() for rank in range(len(self.processes)))
+
+    def result(self, rank: int = 0) -> dict:
+        """What a process that was not killed has left: its state, or its error."""
+        self.wait()
+        path = Path(f"{self.log}.result-{rank}")
+        assert path.exists(), self.output_text()[-6000:]
+        return torch.load(path, weights_only=False)
+
+    def state(self, rank: int = 0) -> dict:
+        result = self.result(rank)
+        assert "error" not in result, self.output_text()[-6000:]
+        return result
+
+
+def same(a, b) -> bool:
+    """Whether two nested structures are equal to the bit."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b or (a != a and b != b)
+
+
+def different(a: dict, b: dict, ignore: tuple[str, ...] = ("calls", "best", "rank")) -> list[str]:
+    """Names of what is not equal in the final states of two runs."""
+    assert a.keys() - set(ignore) == b.keys() - set(ignore)
+    return [name for name in a if name not in ignore and not same(a[name], b[name])]
+
+
+def copy_run(source: Path, target: Path, steps: list[int]) -> Path:
+    """A copy of some checkpoints of a run."""
+    for step in steps:
+        shutil.copytree(source / f"checkpoint-{step}", target / f"checkpoint-{step}")
+    return target
