@@ -43,7 +43,7 @@ def write_prompts(path: Path) -> None:
 def read_rewards(folder: Path) -> list[float]:
     """Mean redness of each round, from the scores beside the contact sheets."""
     means = []
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(folder.glob("round_*.jsonl")):
         scores = [json.loads(line)["redness_reward"] for line in path.read_text(encoding="utf-8").splitlines()]
         means.append(sum(scores) / len(scores))
     return means
@@ -104,6 +104,9 @@ def main() -> None:
     command += ["--output_dir", str(output), "--use_cpu", "--bf16", "False", "--gradient_checkpointing", "False"]
     command += ["--num_generations", "8", "--num_prompts_per_generation", "6", "--per_device_train_batch_size", "8"]
     command += ["--num_inference_steps", "4", "--max_steps", str(2 * ROUNDS), "--lora_r", "8", "--lora_alpha", "16"]
+    # At full size, with the averaged weights: before training, after half of it, and at the end
+    command += ["--eval_split", "train", "--eval_strategy", "steps", "--eval_steps", str(ROUNDS)]
+    command += ["--num_inference_steps_eval", "8", "--eval_on_start", "True"]
     # The gradients of a tiny model are small: a higher learning rate and clip range than the paper's
     command += ["--learning_rate", "1e-2", "--epsilon", "2e-3", "--report_to", "none", "--save_strategy", "no"]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
@@ -114,7 +117,8 @@ def main() -> None:
     print(f"\nRedness of the images: {rewards[0]:+.4f} in the first round, {rewards[-1]:+.4f} in the last.")
     print(f"The curve, and images before and after from the same noise: {picture}")
     print(f"Adapter, in PEFT's and diffusers' formats, with its card: {output}")
-    print(f"A contact sheet of every round: {output / 'contact_sheets'}")
+    print(f"A contact sheet of every round and evaluation: {output / 'contact_sheets'}")
+    print(f"Everything that was logged, as a table and a picture: {output / 'curves.csv'}, {output / 'curves.png'}")
     print(f"Took {time.time() - started:.0f} s.")
 
 

@@ -88,19 +88,25 @@ class ScoredImages:
             scores["advantage"] = round(self.advantages[number].item(), 6)
         return scores
 
-    def _sheet_images(self, prompts: list[str], series: int, series_name: str) -> list[SheetImage]:
-        found = []
-        for number, picture in self.pictures.items():
-            prompt, generation = divmod(number, self.num_generations)
-            caption = "\n".join(
-                f"{name} {'none' if value is None else f'{value:.3f}'}" for name, value in self.scores(number).items()
-            )
-            found.append(
-                SheetImage(
-                    prompt, generation, picture, prompts[prompt], caption, series=series, series_name=series_name
-                )
-            )
-        return found
+    def _caption(self, number: int) -> str:
+        scores = self.scores(number).items()
+        return "\n".join(f"{name} {'none' if value is None else f'{value:.3f}'}" for name, value in scores)
+
+
+def _sheet_images(prompts: list[str], shown: ScoredImages, before: ScoredImages | None) -> list[SheetImage]:
+    images = []
+    for series, (name, scored) in enumerate((("before", before), ("after", shown))):
+        if scored is None:
+            continue
+        for number, picture in scored.pictures.items():
+            prompt, generation = divmod(number, scored.num_generations)
+            image = SheetImage(prompt, generation, picture, prompts[prompt], scored._caption(number))
+            if before is not None and scored.num_generations > 1:
+                image.series, image.series_name = series, name
+            elif before is not None:  # of one image a prompt, before and after are beside one another
+                image.generation, image.caption = series, f"{name}\n{image.caption}"
+            images.append(image)
+    return images
 
 
 def save_scored_sheet(
@@ -138,10 +144,7 @@ def save_scored_sheet(
         callbacks (`list[~transformers.TrainerCallback]`):
             Callbacks of the trainer, among them those of its trackers.
     """
-    if before is None:
-        images = shown._sheet_images(prompts, 0, "")
-    else:
-        images = before._sheet_images(prompts, 0, "before") + shown._sheet_images(prompts, 1, "after")
+    images = _sheet_images(prompts, shown, before)
     sheet = save_contact_sheet(images, title, folder / f"{name}.png")
     with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
         for number in range(len(shown.rewards)):
