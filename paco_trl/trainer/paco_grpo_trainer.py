@@ -160,6 +160,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
     _tag_names = ["paco-trl", "trl", "paco-grpo", "grpo"]
     _name = "PaCo-GRPO"
     _paper = PAPER
+    _record_class = RecordedStep  # what an entry of the buffer holds, for the checkpoint
 
     def __init__(
         self,
@@ -206,9 +207,9 @@ class PaCoGRPOTrainer(GRPOTrainer):
             "dataset_size": len(train_dataset),
             "dataset": dataset_digest(train_dataset),
         }
-        checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
-        if checkpoint is not None:
-            self._check_resumed_run(checkpoint, args)
+        self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
+        if self._checked is not None:
+            self._check_resumed_run(self._checked, args)
         else:
             check_output_folder(args.output_dir, self._identity)
 
@@ -564,24 +565,35 @@ class PaCoGRPOTrainer(GRPOTrainer):
             ):
                 prompts = [image // generations for image in micro_batch]
                 arguments, kept = self._prompt_arguments([rows[prompt]["prompt"] for prompt in prompts], encoded)
-                drawn, recorded = self.policy.draw(
-                    arguments,
-                    *sizes[prompts[0]],
-                    self.args.num_inference_steps,
-                    self.args.guidance_scale,
-                    noise_keys=[
-                        self._noise_key("training", round_index, int(row_numbers[prompt]), image % generations)
-                        for prompt, image in zip(prompts, micro_batch, strict=True)
-                    ],
-                    sde=sde,
-                    record_mean=self.args.loss_type == "grpo_guard",
-                )
+                noise_keys = [
+                    self._noise_key("training", round_index, int(row_numbers[prompt]), image % generations)
+                    for prompt, image in zip(prompts, micro_batch, strict=True)
+                ]
+                drawn, recorded = self._draw_micro_batch(arguments, sizes[prompts[0]], noise_keys, sde)
                 self.scorer.add([rows[prompt] for prompt in prompts], drawn, self.state)
                 images.extend(drawn)
                 if self.args.offload_embeddings:
                     recorded = [record.offloaded(arguments, kept) for record in recorded]
                 records.append(recorded)
         return images, records
+
+    def _draw_micro_batch(
+        self,
+        arguments: dict[str, torch.Tensor],
+        size: tuple[int, int],
+        noise_keys: list[tuple[int, ...]],
+        sde: SDESettings,
+    ) -> tuple[list[Image.Image], list[RecordedStep]]:
+        """Draws a micro-batch, and records what is trained: an entry for each trained step."""
+        return self.policy.draw(
+            arguments,
+            *size,
+            self.args.num_inference_steps,
+            self.args.guidance_scale,
+            noise_keys=noise_keys,
+            sde=sde,
+            record_mean=self.args.loss_type == "grpo_guard",
+        )
 
     def _fill_buffer(
         self,
@@ -848,8 +860,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
         rows = list(eval_dataset)
         was_training = self.model.training
         self.model.eval()
+        num_baselines = len(self._baselines)
         before = self._baseline(rows, metric_key_prefix)
-        if before is not None and self._is_untrained():
+        is_drawn_now = len(self._baselines) > num_baselines and self.state.global_step == 0
+        if before is not None and (self._is_untrained() or is_drawn_now and not isinstance(self.model, PeftModel)):
             after = before  # the same weights and noise would give the same images
         else:
             with swapped(self.model, self.ema.average if self.ema else None, zero_stage_of(self)):
@@ -886,7 +900,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
         key = baseline_key(self, self.eval_reward_func_names, rows)
         if key not in self._baselines:
             folder = Path(self.args.output_dir) / "evaluation" / f"{name}_baseline"
-            baseline = load_baseline(folder, key)
+            # Of another run in the same folder nothing is taken: its rewards may have been others of the same names
+            baseline = load_baseline(folder, key) if self._resumed_from is not None else None
             if baseline is None:
                 if isinstance(self.model, PeftModel):
                     weights = self.model.disable_adapter()
@@ -933,10 +948,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
             ValueError: the checkpoint is incomplete or of another run, or the output folder has another run's.
         """
         checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
-        if checkpoint is not None:
-            self._check_resumed_run(checkpoint, self.args)
-        else:
+        if checkpoint is None:
             check_output_folder(self.args.output_dir, self._identity, self._course(self.args))
+        elif checkpoint != self._checked:
+            self._check_resumed_run(checkpoint, self.args)
         if self.args.should_save:
             clear_staging(self.args.output_dir)
         self._resumed_from = checkpoint
@@ -954,8 +969,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
             load_rollout(self, checkpoint)
         elif self.args.resolution_transfer_prompts:
             report_resolution_transfer(self)
-        if not isinstance(self.model, PeftModel) and self.args.eval_strategy != "no":
-            # Now, because afterwards the untrained weights are gone
+        if not isinstance(self.model, PeftModel) and self.args.eval_strategy != "no" and not self.args.eval_on_start:
+            # Now, because afterwards the untrained weights are gone; an evaluation on start draws it itself
             datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
             self.model.eval()
             for name, dataset in datasets.items():
@@ -1002,6 +1017,9 @@ class PaCoGRPOTrainer(GRPOTrainer):
             save_trained(self, whole, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_further_weights(self, folder: Path) -> None:
+        """Other weights that training goes on with, into a checkpoint's folder. Every process calls it."""
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
