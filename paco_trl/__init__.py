@@ -18,6 +18,8 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 _MODULE_OF = {
     "PaCoGRPOConfig": "paco_trl.trainer.paco_grpo_config",
     "PaCoGRPOTrainer": "paco_trl.trainer.paco_grpo_trainer",
+    "PaCoNFTConfig": "paco_trl.trainer.paco_nft_config",
+    "PaCoNFTTrainer": "paco_trl.trainer.paco_nft_trainer",
     "PaCoReward": "paco_trl.rewards.paco_reward",
     "PaCoRewardConfig": "paco_trl.trainer.paco_reward_config",
     "PaCoRewardTrainer": "paco_trl.trainer.paco_reward_trainer",
@@ -26,6 +28,8 @@ _MODULE_OF = {
 __all__ = [
     "PaCoGRPOConfig",
     "PaCoGRPOTrainer",
+    "PaCoNFTConfig",
+    "PaCoNFTTrainer",
     "PaCoReward",
     "PaCoRewardConfig",
     "PaCoRewardTrainer",
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from .rewards.paco_reward import PaCoReward
     from .trainer.paco_grpo_config import PaCoGRPOConfig
     from .trainer.paco_grpo_trainer import PaCoGRPOTrainer
+    from .trainer.paco_nft_config import PaCoNFTConfig
+    from .trainer.paco_nft_trainer import PaCoNFTTrainer
     from .trainer.paco_reward_config import PaCoRewardConfig
     from .trainer.paco_reward_trainer import PaCoRewardTrainer
 

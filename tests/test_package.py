@@ -32,7 +32,8 @@ def test_import_is_light():
 
 
 def test_public_names():
-    names = ["PaCoGRPOConfig", "PaCoGRPOTrainer", "PaCoReward", "PaCoRewardConfig", "PaCoRewardTrainer"]
+    names = ["PaCoGRPOConfig", "PaCoGRPOTrainer", "PaCoNFTConfig", "PaCoNFTTrainer"]
+    names += ["PaCoReward", "PaCoRewardConfig", "PaCoRewardTrainer"]
     assert sorted(paco_trl.__all__) == [*names, "__version__"]
     for name in paco_trl.__all__:
         assert getattr(paco_trl, name) is not None

@@ -3,7 +3,7 @@
 
 from .families import FAMILIES, Family, FluxFamily, family_of
 from .noise import keyed_generator
-from .policy import PipelinePolicy, RecordedStep, cast_floating_inputs, replay
+from .policy import PipelinePolicy, RecordedStep, calls_at, cast_floating_inputs, predict, replay
 from .scheduler import FlowMatchSDEScheduler, SDESettings, check_flow_matching
 from .sde import SDE_TYPES, SDEStep, gaussian_log_prob, sde_step, step_std
 
@@ -18,11 +18,13 @@ __all__ = [
     "RecordedStep",
     "SDESettings",
     "SDEStep",
+    "calls_at",
     "cast_floating_inputs",
     "check_flow_matching",
     "family_of",
     "gaussian_log_prob",
     "keyed_generator",
+    "predict",
     "replay",
     "sde_step",
     "step_std",

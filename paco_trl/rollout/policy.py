@@ -35,7 +35,7 @@ class RecordedStep:
         sample (`torch.Tensor` of shape `(B, ...)`), prev_sample (`torch.Tensor` of shape `(B, ...)`):
             Latents before and after the step, float32.
         log_prob (`torch.Tensor` of shape `(B,)`):
-            Log-probability of `prev_sample` under the policy that drew it.
+            Log-probability of `prev_sample` under the policy that drew it. `None` for a step without noise.
         calls (`list[dict]`):
             Arguments, by name, of each call of the transformer in this step.
         mean (`torch.Tensor` of shape `(B, ...)`, *optional*):
@@ -48,7 +48,7 @@ class RecordedStep:
     sigma_max: float
     sample: torch.Tensor
     prev_sample: torch.Tensor
-    log_prob: torch.Tensor
+    log_prob: torch.Tensor | None
     calls: list[dict[str, Any]]
     mean: torch.Tensor | None = None
 
@@ -135,6 +135,7 @@ class PipelinePolicy:
         noise_keys: list[tuple[int, ...]],
         sde: SDESettings | None = None,
         record_mean: bool = False,
+        record_last_step: bool = False,
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """
         Draws a batch of images.
@@ -154,9 +155,11 @@ class PipelinePolicy:
                 Stochastic steps. Without it the images are drawn by the pipeline's own ODE and nothing is recorded.
             record_mean (`bool`, *optional*, defaults to `False`):
                 Whether the means of the stochastic steps are recorded too, which costs a latent each.
+            record_last_step (`bool`, *optional*, defaults to `False`):
+                Whether the last step, which has no noise, is recorded too: its `prev_sample` is the images' latents.
 
         Returns:
-            `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images, and the stochastic steps in order.
+            `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images, and the recorded steps in order.
 
         Raises:
             RuntimeError: the family's guidance rule does not give what the scheduler received, or a stochastic step
@@ -182,11 +185,19 @@ class PipelinePolicy:
             )
             self._calls, self._outputs = [], []
 
+        def on_ode_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, prev_sample: torch.Tensor):
+            if index in steps:
+                on_sde_step(index, model_output, sample, SDEStep(prev_sample, log_prob=None, mean=None, std=None))
+
+        steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
+        if record_last_step:
+            steps = (*steps, num_inference_steps - 1)
         self.scheduler.sde = sde
         self.scheduler.on_sde_step = on_sde_step
+        self.scheduler.on_ode_step = on_ode_step
         # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
         self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
-        with self._record(sde):
+        with self._record(steps):
             images = self.pipeline(
                 **prompt_arguments,
                 height=height,
@@ -195,32 +206,34 @@ class PipelinePolicy:
                 generator=[keyed_generator(*key, 0) for key in noise_keys],
                 **self.family.call_arguments(guidance_scale),
             ).images
-        if sde is not None and sde.noise_level > 0 and len(records) != len(sde.steps):
+        if len(records) != len(steps):
+            kind = "steps" if record_last_step else "stochastic steps"
             raise RuntimeError(
-                f"{len(records)} stochastic steps were recorded, but {len(sde.steps)} were asked for ({sde.steps}): "
+                f"{len(records)} {kind} were recorded, but {len(steps)} were asked for ({steps}): "
                 f"the pipeline made other steps than the {num_inference_steps} of its schedule."
             )
         return images, records
 
     @contextmanager
-    def _record(self, sde: SDESettings | None):
-        self._recording = sde is not None and sde.noise_level > 0
-        self._sde_steps = sde.steps if self._recording else ()
+    def _record(self, steps: tuple[int, ...]):
+        self._recording = bool(steps)
+        self._recorded_steps = steps
         self._calls, self._outputs = [], []
         try:
             yield
         finally:
             self._recording = False
-            self.scheduler.sde = self.scheduler.on_sde_step = self.scheduler.step_generators = None
+            self.scheduler.sde = self.scheduler.step_generators = None
+            self.scheduler.on_sde_step = self.scheduler.on_ode_step = None
             self._calls, self._outputs = [], []
 
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._recording and self.scheduler.next_step_index in self._sde_steps:
+        if self._recording and self.scheduler.next_step_index in self._recorded_steps:
             bound = self._signature.bind(*args, **kwargs).arguments
             self._calls.append(_with_fresh_containers(dict(bound)))
 
     def _record_output(self, module: nn.Module, args: tuple, output) -> None:
-        if self._recording and self.scheduler.next_step_index in self._sde_steps:
+        if self._recording and self.scheduler.next_step_index in self._recorded_steps:
             self._outputs.append(output[0])
 
     def _check_guidance_rule(self, model_output: torch.Tensor, guidance_scale: float, index: int) -> None:
@@ -281,6 +294,65 @@ def replay(
         sigma_max=record.sigma_max,
     )
     return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)
+
+
+def predict(model: nn.Module, calls: list[dict[str, Any]], family: Family, guidance_scale: float) -> torch.Tensor:
+    """
+    Velocity that a model predicts in the calls of one step.
+
+    Args:
+        model (`nn.Module`):
+            The model, wrapped as training wraps it.
+        calls (`list[dict]`):
+            Arguments, by name, of each call of the step.
+        family ([`Family`]):
+            Page of the family, for its guidance rule.
+        guidance_scale (`float`):
+            Guidance scale of the rollout.
+
+    Returns:
+        `torch.Tensor` of shape `(B, ...)`.
+    """
+    return family.combine([model(**_with_fresh_containers(call))[0] for call in calls], guidance_scale)
+
+
+def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: torch.Tensor) -> list[dict[str, Any]]:
+    """
+    The calls of a recorded step, for another sample and time.
+
+    Args:
+        record ([`RecordedStep`]):
+            Recorded step.
+        family ([`Family`]):
+            Page of the family, which says where sample and time stand in a call.
+        sample (`torch.Tensor` of shape `(B, ...)`):
+            Sample.
+        sigma (`torch.Tensor` of shape `(B,)`):
+            Time of each image, float32.
+
+    Returns:
+        `list[dict]`.
+
+    Raises:
+        RuntimeError: the family's page does not give the recorded calls back for the recorded sample and time.
+    """
+    own = torch.full_like(sigma, record.sigma)
+    for call in record.calls:
+        again = family.call_at(call, record.sample, own)
+        wrong = sorted(name for name in call.keys() | again.keys() if not _is_same(call.get(name), again.get(name)))
+        if wrong:
+            raise RuntimeError(
+                f"At step {record.index} the pipeline called its transformer with other arguments than "
+                f"{type(family).__name__}.call_at makes of the same sample and time: {', '.join(wrong)} differ. The "
+                "images would be trained at other times than they say; correct the family's page."
+            )
+    return [family.call_at(call, sample, sigma) for call in record.calls]
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first is second or (first.dtype == second.dtype and torch.equal(first, second))
+    return first is second
 
 
 def cast_floating_inputs(module: nn.Module, dtype: torch.dtype) -> None:

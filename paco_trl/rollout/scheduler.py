@@ -65,6 +65,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     step_generators: Callable[[int], list[torch.Generator]] | None = None
     # Called at each stochastic step with (index, model_output, sample, step)
     on_sde_step: Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None] | None = None
+    # Called at each other step with (index, model_output, sample, prev_sample), the latter float32
+    on_ode_step: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
     @classmethod
     def from_scheduler(cls, scheduler) -> "FlowMatchSDEScheduler":
@@ -122,6 +124,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         if self.sde is None or self.sde.noise_level == 0 or index not in self.sde.steps:
             # Float32 in, so that the parent does not round the sample to a low-precision model's dtype
             output = super().step(model_output.float(), timestep, sample, return_dict=return_dict, **kwargs)
+            if self.on_ode_step is not None:
+                self.on_ode_step(index, model_output, sample, output[0])
             if return_dict:
                 output.prev_sample = output.prev_sample.to(sample.dtype)
                 return output

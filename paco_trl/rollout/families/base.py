@@ -2,6 +2,7 @@
 """What a model family provides. `flux.py` beside this file is an example of a whole page."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -63,3 +64,29 @@ class Family(ABC):
         Raises:
             ValueError: the number of calls is not the family's.
         """
+
+    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+        """
+        A recorded call of the transformer for another sample and time, as the pipeline would make it.
+
+        Only [`PaCoNFTTrainer`] needs it. For the recorded sample and time it must give the recorded call to the bit,
+        which is compared at every rollout.
+
+        Args:
+            call (`dict`):
+                Arguments, by name. They are not changed.
+            sample (`torch.Tensor` of shape `(B, ...)`):
+                Sample.
+            sigma (`torch.Tensor` of shape `(B,)`):
+                Time of each image, float32.
+
+        Returns:
+            `dict`: arguments, by name.
+
+        Raises:
+            NotImplementedError: the page does not say.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how its transformer is called at another time, which training with "
+            "PaCoNFTTrainer needs. Add `call_at` to the family's page."
+        )

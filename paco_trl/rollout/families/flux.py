@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.1-dev: guidance is distilled into the model, so a step is one call and the scheduler gets its output."""
 
+from typing import Any
+
 import torch
 
 from .base import Family
@@ -51,3 +53,8 @@ class FluxFamily(Family):
                 "calls it once. True classifier-free guidance (`true_cfg_scale`) is not part of this family's page."
             )
         return outputs[0]
+
+    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+        # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
+        timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
+        return {**call, "hidden_states": sample.to(call["hidden_states"].dtype), "timestep": timestep}

@@ -1,0 +1,637 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PaCoNFTTrainer on a tiny real FLUX pipeline: the method, its old policy, resuming, settings, documentation."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+from trl import TrlParser
+
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+from paco_trl.rewards import redness_reward
+from paco_trl.rollout import FluxFamily, calls_at, keyed_generator, predict
+from paco_trl.rollout.families import Family
+from paco_trl.trainer import paco_nft_trainer
+from paco_trl.trainer.paco_nft_config import NFT_REFUSED_FIELDS
+from paco_trl.trainer.weights import swapped
+
+
+LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
+FIELDS = {field.name: field for field in dataclasses.fields(PaCoNFTConfig)}
+OWN_FIELDS = list(PaCoNFTConfig.__annotations__)
+
+
+@pytest.fixture
+def make_config(tmp_path):
+    def make(**kwargs):
+        return PaCoNFTConfig(**{"output_dir": str(tmp_path / "out"), "use_cpu": True, "bf16": False, **kwargs})
+
+    return make
+
+
+@pytest.fixture
+def make_nft(tiny_flux, prompts, make_config):
+    """As `make_trainer`: 4 prompts x 4 images a round of 2 optimizer steps; each image at 2 of its 3 times."""
+
+    def make(**kwargs):
+        arguments = {
+            "model": str(tiny_flux),
+            "reward_funcs": redness_reward,
+            "train_dataset": prompts,
+            "peft_config": LORA,
+        }
+        for name in (*arguments, "eval_dataset", "callbacks"):
+            if name in kwargs:
+                arguments[name] = kwargs.pop(name)
+        settings = {
+            "height": 64,
+            "width": 64,
+            "num_generations": 4,
+            "num_prompts_per_generation": 4,
+            "per_device_train_batch_size": 4,
+            "num_inference_steps": 4,
+            "num_noise_levels": 2,
+            "max_steps": 2,
+            "learning_rate": 1e-2,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "save_strategy": "no",
+            "log_completions": False,
+            "disable_tqdm": True,
+        }
+        return PaCoNFTTrainer(args=make_config(**{**settings, **kwargs}), **arguments)
+
+    return make
+
+
+def weights_of(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def copies(weights):
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def are_equal(first, second):
+    assert first.keys() == second.keys() and first
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def logs_with(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def count_images(module):
+    calls = []
+    module.register_forward_hook(lambda module, args, output: calls.append(len(output[0])))
+    return calls
+
+
+def anti_redness_reward(prompts, completions, **kwargs):
+    return [-reward for reward in redness_reward(prompts, completions)]
+
+
+class Record(TrainerCallback):
+    """Weights, and those of the old policy, at the beginning and after each optimizer step; buffers of the rounds."""
+
+    def __init__(self):
+        self.weights, self.old, self.buffers = [], [], {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.weights.append(weights_of(self.trainer))
+        self.old.append(copies(self.trainer.old_policy.average))
+        if self.trainer._buffered_inputs is not None:
+            self.buffers[self.trainer._buffered_round] = self.trainer._buffered_inputs
+
+
+def recorded(make_nft, **settings):
+    record = Record()
+    trainer = record.trainer = make_nft(callbacks=[record], **settings)
+    # Behind the trainer's own callback, which steps the old policy
+    trainer.pop_callback(record)
+    trainer.add_callback(record)
+    trainer.train()
+    return trainer, record
+
+
+class TestTraining:
+    def test_planted_reward_rises_and_falls_with_its_sign_flipped(self, make_nft):
+        settings = {
+            "max_steps": 18,
+            "nft_beta": 0.2,  # moves further for the same reward
+            "num_generations": 8,
+            "num_prompts_per_generation": 6,
+            "per_device_train_batch_size": 8,
+            "advantage_clip": 2.0,
+        }
+        up = make_nft(**settings)
+        up.train()
+        redness = logs_with(up, "rewards/redness_reward/mean")[::2]  # logged with both optimizer steps of a round
+        spread = logs_with(up, "rewards/redness_reward/std")[0]
+        assert len(redness) == 9 and spread > 0
+        assert redness[-1] - redness[0] > 3 * spread
+
+        down = make_nft(reward_funcs=anti_redness_reward, **settings)
+        down.train()
+        anti_redness = logs_with(down, "rewards/anti_redness_reward/mean")[::2]
+        assert anti_redness[0] == pytest.approx(-redness[0])  # the same first images
+        assert anti_redness[-1] - anti_redness[0] > 3 * spread
+
+    def test_forwards_are_counted(self, make_nft):
+        for beta, reference in ((0.0, 0), (0.1, 1)):
+            trainer = make_nft(beta=beta)
+            calls = count_images(trainer.model)
+            trainer.train()
+            assert sum(calls) == 16 * (4 + 2 * (2 + reference))  # 16 images, 4 steps, 2 times
+
+    def test_all_times_of_the_schedule_but_the_last_at_the_default(self, make_nft):
+        trainer, record = recorded(make_nft, num_noise_levels=None)
+        assert trainer.args.num_trained_steps == 3
+        buffer = record.buffers[0]
+        assert len(buffer) == 4 * 3
+        last = buffer[0]["record"].sigma
+        for batch in range(4):
+            times = torch.stack([entry["record"].times for entry in buffer[3 * batch : 3 * batch + 3]], dim=1)
+            assert all(len(set(row.tolist())) == 3 for row in times)  # an image has each of them once
+            assert len({tuple(sorted(row.tolist())) for row in times}) == 1
+            assert times.max() == 1.0 and times.min() > last > 0
+        # In an order of its own for each image
+        assert len({tuple(entry["record"].times.tolist()) for entry in buffer}) > 3
+
+    def test_the_velocity_is_the_old_one_to_the_bit_before_the_first_update(self, make_nft):
+        for checkpointing in (False, True):
+            trainer = make_nft(gradient_checkpointing=checkpointing)
+            trainer.train()
+            first, second = logs_with(trainer, "velocity_deviation")
+            assert first == 0.0
+            assert second > 1e-6  # after an update they differ
+
+    def test_bf16(self, make_nft):
+        trainer = make_nft(bf16=True)
+        trainer.train()
+        first, second = logs_with(trainer, "velocity_deviation")
+        assert first < 1e-3 * second
+
+    def test_a_forward_with_other_numbers_stops_the_run(self, make_nft):
+        trainer = make_nft()
+        before = weights_of(trainer)
+        trainer.model.get_base_model().proj_out.register_forward_hook(
+            lambda module, args, output: output * 1.2 if torch.is_grad_enabled() else output
+        )
+        with pytest.raises(RuntimeError, match=r"Before the first update .* differ by 20\.0%"):
+            trainer.train()
+        assert are_equal(before, weights_of(trainer))
+
+    def test_the_reference_pulls_the_velocity_back(self, make_nft):
+        distances = []
+        for beta in (0.0, 1e-9, 100.0):
+            trainer = make_nft(max_steps=8, beta=beta, learning_rate=2e-3)
+            trainer.train()
+            distances.append(logs_with(trainer, "kl"))
+        nothing, free, held = distances
+        assert nothing == [] and free[0] == held[0] == 0.0
+        assert free[1] == pytest.approx(held[1], rel=1e-3)  # the first step begins at the reference
+        assert 0 < held[-1] < 0.3 * free[-1]
+
+    def test_all_weights(self, make_nft):
+        trainer = make_nft(peft_config=None, learning_rate=1e-4, beta=0.1)
+        before = weights_of(trainer)
+        trainer.train()
+        assert not are_equal(before, weights_of(trainer))
+        assert logs_with(trainer, "velocity_deviation")[0] == logs_with(trainer, "kl")[0] == 0.0
+        assert logs_with(trainer, "kl")[1] > 0.0
+
+
+class TestLoss:
+    @pytest.mark.parametrize("beta", [0.0, 0.3])
+    def test_loss_and_gradient_equal_a_direct_computation(self, make_nft, beta):
+        trainer, record = recorded(make_nft, nft_beta=0.4, beta=beta)
+        entry = record.buffers[0][0]
+        step, advantages = entry["record"], entry["advantages"]
+        assert advantages.abs().min() > 0 and advantages.min() < 0 < advantages.max()
+        trainer.model.zero_grad()
+        trainer.compute_loss(trainer.model, entry).backward()
+        gradient = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+        trainer.model.zero_grad()
+
+        x0, t = step.prev_sample, step.times.view(-1, 1, 1)
+        noise = step.target + x0
+        x_t = (1 - t) * x0 + t * noise
+        (call,) = step.calls
+        inputs = {**call, "hidden_states": x_t, "timestep": step.times * 1000 / 1000}
+        v = trainer.model(**inputs)[0]
+        v_old = step.old_velocity
+        r = 0.5 + 0.5 * (advantages / 5.0).clamp(-1, 1)
+        losses = []
+        for sign, share in ((1, r), (-1, 1 - r)):
+            image = x_t - t * (v_old + sign * 0.4 * (v - v_old))
+            error = (image - x0).flatten(1)
+            losses.append(share * (error**2).mean(1) / error.abs().mean(1).detach())
+        loss = losses[0] + losses[1]
+        if beta:
+            with torch.no_grad(), trainer.model.disable_adapter():
+                reference = trainer.model(**inputs)[0]
+            loss = loss + beta * ((v - reference) ** 2).flatten(1).mean(1)
+        # 8 images and 2 times behind an optimizer step
+        (loss.sum() / 16).backward()
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(parameter.grad, gradient[name], rtol=1e-3, atol=1e-7)
+        assert max(value.abs().max().item() for value in gradient.values()) > 5e-5
+        torch.testing.assert_close(trainer.compute_loss(trainer.model, entry), loss.sum() / 16, rtol=1e-4, atol=1e-7)
+
+    def test_what_is_trained_follows_from_keys_alone(self, make_nft):
+        """Latents, noise and times of one image, by hand from the key of the image."""
+        trainer, record = recorded(make_nft)
+        rows = trainer._rows_of_round(0)
+        assignment = trainer.layout.assign([(32, 32)] * 4, (trainer.args.seed, 1, 0))[0]
+        for position, batch in enumerate(assignment):
+            steps = [entry["record"] for entry in record.buffers[0][2 * position : 2 * position + 2]]
+            for place, image in enumerate(batch.tolist()):
+                generator = keyed_generator(trainer.args.seed, 3, 0, int(rows[image // 4]), image % 4, 1)
+                order = torch.randperm(3, generator=generator)[:2].tolist()
+                for level, step in enumerate(steps):
+                    schedule = sorted({t for entry in record.buffers[0] for t in entry["record"].times.tolist()})[::-1]
+                    assert step.times[place].item() == schedule[order[level]]
+                    noise = torch.randn(step.target.shape[1:], generator=generator)
+                    torch.testing.assert_close(step.target[place], noise - step.prev_sample[place])
+
+    def test_the_latents_are_those_of_the_images(self, make_nft):
+        seen = []
+
+        def keep(prompts, completions, **kwargs):
+            seen.extend(np.asarray(image) for image in completions)
+            return redness_reward(prompts, completions)
+
+        trainer, record = recorded(make_nft, reward_funcs=keep)
+        pipeline = trainer.pipeline
+        latents = torch.cat([entry["record"].prev_sample for entry in record.buffers[0][::2]])
+        assert latents.dtype == torch.float32
+        unpacked = pipeline._unpack_latents(latents, 32, 32, pipeline.vae_scale_factor)
+        unpacked = unpacked / pipeline.vae.config.scaling_factor + pipeline.vae.config.shift_factor
+        with torch.no_grad():
+            decoded = torch.cat([pipeline.vae.decode(batch, return_dict=False)[0] for batch in unpacked.split(4)])
+        again = pipeline.image_processor.postprocess(decoded, output_type="np")
+        assert np.abs(again * 255 - np.stack(seen)).max() < 1.01  # rounded to whole numbers
+        assert np.abs(np.stack(seen).astype(float)[0] - np.stack(seen)[1]).max() > 3
+
+    def test_micro_batches_equal_one_batch(self, make_nft):
+        settings = {"optimizer_steps_per_generation": 1, "max_steps": 1, "optim": "sgd", "learning_rate": 10.0}
+        one_batch = make_nft(per_device_train_batch_size=16, **settings)
+        many = make_nft(per_device_train_batch_size=2, **settings)
+        assert (one_batch.args.gradient_accumulation_steps, many.args.gradient_accumulation_steps) == (2, 16)
+        start = weights_of(one_batch)
+        assert are_equal(start, weights_of(many))
+        one_batch.train()
+        many.train()
+        update, other = (
+            torch.cat([(value - start[name]).flatten() for name, value in weights_of(trainer).items()])
+            for trainer in (one_batch, many)
+        )
+        assert update.norm() > 1e-3
+        assert (other - update).norm() < 1e-3 * update.norm()
+
+    def test_images_do_not_depend_on_the_micro_batch(self, make_nft):
+        found = []
+        for batch_size in (1, 4):
+            trainer, record = recorded(make_nft, per_device_train_batch_size=batch_size, max_steps=1)
+            images = trainer.layout.assign([(32, 32)] * 4, (trainer.args.seed, 1, 0))[0].flatten()
+            steps = [entry["record"] for entry in record.buffers[0]]
+            parts = {}
+            for level in (0, 1):
+                for name in ("times", "target", "old_velocity", "prev_sample"):
+                    values = torch.cat([getattr(step, name) for step in steps[level::2]])
+                    parts[f"{name}{level}"] = values[torch.from_numpy(images.argsort())]
+            found.append(parts)
+        for name, value in found[0].items():
+            torch.testing.assert_close(value, found[1][name], rtol=1e-3, atol=1e-4)
+        assert (found[0]["target0"] - found[0]["target1"]).abs().max() > 1  # each time has its noise
+        assert (found[0]["target0"][0] - found[0]["target0"][1]).abs().max() > 1
+
+    def test_an_image_without_reward_is_left_out(self, make_nft):
+        def partial(prompts, completions, **kwargs):
+            return [None, *redness_reward(prompts, completions)[1:]]
+
+        trainer, record = recorded(make_nft, reward_funcs=partial)
+        weights = torch.stack([entry["weights"] for entry in record.buffers[0]])
+        assert (weights == 0).sum() == 2  # one image, at both of its times
+        assert logs_with(trainer, "images_excluded") == [1, 1]
+        assert weights.sum().item() == pytest.approx(2.0)  # each of the two optimizer steps is a mean
+
+
+class TestOldPolicy:
+    def test_follows_at_the_end_of_a_round_by_the_closed_form(self, make_nft):
+        trainer, record = recorded(make_nft, max_steps=6, old_policy_decay_rate=0.1, old_policy_max_decay=0.5)
+        assert are_equal(record.old[0], record.weights[0])
+        for step in (1, 3, 5):  # in the middle of a round it stands still
+            assert are_equal(record.old[step], record.old[step - 1])
+            assert not are_equal(record.weights[step], record.weights[step - 1])
+        for step, decay in ((2, 0.2), (4, 0.4), (6, 0.5)):
+            for name, value in record.old[step].items():
+                expected = decay * record.old[step - 1][name] + (1 - decay) * record.weights[step][name]
+                torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+            assert not are_equal(record.old[step], record.weights[step])
+        assert logs_with(trainer, "old_policy_decay") == [0.0, 0.0, 0.2, 0.2, 0.4, 0.4]
+
+    def test_without_decay_it_is_the_model_of_the_last_round(self, make_nft):
+        _, record = recorded(make_nft, max_steps=4, old_policy_decay_rate=0.0)
+        assert are_equal(record.old[2], record.weights[2]) and are_equal(record.old[4], record.weights[4])
+        assert not are_equal(record.old[2], record.old[4])
+
+    def test_draws_the_images_and_gives_the_old_velocity(self, make_nft):
+        trainer, record = recorded(make_nft, max_steps=3, old_policy_decay_rate=0.25)
+        step = record.buffers[1][0]["record"]
+
+        def velocity(weights):
+            with torch.no_grad(), swapped(trainer.model, weights, 0):
+                return predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale)
+
+        assert torch.equal(velocity(record.old[2]), step.old_velocity)
+        for others in (record.weights[2], record.weights[3], record.old[0]):
+            assert not torch.equal(velocity(others), step.old_velocity)
+        # The images themselves: the last step of the ODE, made again
+        last = [FluxFamily().call_at(call, step.sample, torch.full((4,), step.sigma)) for call in step.calls]
+        for weights, is_it in ((record.old[2], True), (record.weights[2], False)):
+            with torch.no_grad(), swapped(trainer.model, weights, 0):
+                v = predict(trainer.model, last, trainer.family, trainer.args.guidance_scale)
+            assert torch.allclose(step.sample - step.sigma * v, step.prev_sample, atol=1e-6) is is_it
+
+    def test_the_weights_that_are_trained_are_their_own_again_after_drawing(self, make_nft):
+        trainer = make_nft(max_steps=3, old_policy_decay_rate=0.25)
+        trainer.train()
+        before = weights_of(trainer)
+        assert not are_equal(before, trainer.old_policy.average)
+        assert len(trainer._generate_and_score_completions(1)) == 8
+        assert are_equal(weights_of(trainer), before)
+
+
+class TestResume:
+    @pytest.mark.parametrize("save_steps", [2, 3], ids=["end of a round", "middle of a round"])
+    def test_resumed_run_equals_an_uninterrupted_one(self, make_nft, tmp_path, save_steps):
+        settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": save_steps, "old_policy_decay_rate": 0.1}
+        whole = make_nft(output_dir=str(tmp_path / "a"), **settings)
+        whole.train()
+        checkpoint = tmp_path / "a" / f"checkpoint-{2 * save_steps if save_steps == 2 else save_steps}"
+        saved = load_file(checkpoint / "old_policy.safetensors")
+        assert not are_equal(saved, load_file(checkpoint / "policy.safetensors"))
+        assert not are_equal(saved, load_file(checkpoint / "ema.safetensors"))
+        resumed = make_nft(output_dir=str(tmp_path / "b"), **settings)
+        calls = count_images(resumed.model)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        # The end: one round is left. The middle: half of one and a whole one
+        assert sum(calls) == 16 * (4 + 4) + (0 if save_steps == 2 else 8 * 2)
+        assert are_equal(weights_of(resumed), weights_of(whole))
+        assert are_equal(resumed.old_policy.average, whole.old_policy.average)
+        assert are_equal(resumed.ema.average, whole.ema.average)
+
+    def test_the_old_policy_of_the_checkpoint_matters(self, make_nft, tmp_path, monkeypatch):
+        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "old_policy_decay_rate": 0.2}
+        whole = make_nft(output_dir=str(tmp_path / "a"), **settings)
+        whole.train()
+        monkeypatch.setattr(paco_nft_trainer, "OLD_POLICY_WEIGHTS", "policy.safetensors")
+        resumed = make_nft(output_dir=str(tmp_path / "b"), **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+        assert not are_equal(weights_of(resumed), weights_of(whole))
+
+    def test_a_checkpoint_of_another_trainer_is_refused(self, make_trainer, make_nft, tmp_path):
+        make_trainer(output_dir=str(tmp_path / "a"), save_strategy="steps", save_steps=2).train()
+        with pytest.raises(ValueError, match="has no old_policy.safetensors"):
+            make_nft(output_dir=str(tmp_path / "b")).train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+
+    def test_other_settings_are_named(self, make_nft, tmp_path, caplog):
+        make_nft(output_dir=str(tmp_path / "a"), save_strategy="steps", save_steps=2).train()
+        other = make_nft(output_dir=str(tmp_path / "b"), nft_beta=0.5, max_steps=3)
+        with caplog.at_level("WARNING"):
+            other.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+        assert "nft_beta" in caplog.text and "old_policy_max_decay" not in caplog.text
+
+
+class TestInherited:
+    def test_evaluation_and_saving_use_the_average(self, make_nft, prompts, tiny_flux, tmp_path):
+        trainer = make_nft(eval_dataset=prompts.select(range(2)), num_inference_steps_eval=2, max_steps=4)
+        trainer.train()
+        metrics = trainer.evaluate()
+        assert metrics["eval_reward"] != metrics["eval_reward_baseline"]
+        with swapped(trainer.model, trainer.old_policy.average, 0):
+            trainer.ema, ema = None, trainer.ema
+            of_old = trainer.evaluate()
+        assert of_old["eval_reward"] != metrics["eval_reward"]
+        trainer.ema = ema
+        trainer.save_model()
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+        loaded = PeftModel.from_pretrained(pipeline.transformer, tmp_path / "out")
+        saved = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
+        assert are_equal(saved, ema.average)
+        assert not are_equal(saved, trainer.old_policy.average)
+
+    def test_the_card_is_that_of_the_method(self, make_nft, make_trainer, tmp_path):
+        cards = {}
+        for name, make in (("nft", make_nft), ("grpo", make_trainer)):
+            make(output_dir=str(tmp_path / name), max_steps=1).create_model_card()
+            cards[name] = (tmp_path / name / "README.md").read_text()
+        own = ("paco_trl: DiffusionNFT", "2509.16117", "| trained times | 2 for each image, nft_beta 1.0 |")
+        others = ("paco_trl: PaCo-GRPO", "| stochastic steps |", "| loss | grpo |", "| clip range |")
+        assert all(text in cards["nft"] and text not in cards["grpo"] for text in own)
+        assert all(text in cards["grpo"] and text not in cards["nft"] for text in others)
+        assert "2512.04784" in cards["nft"]  # whose rounds and rewards these are
+
+    def test_offloading_changes_nothing(self, make_nft):
+        plain, offloaded = make_nft(), make_nft(offload_embeddings=True, ema_offload=True)
+        plain.train()
+        offloaded.train()
+        assert offloaded.old_policy.offload
+        assert are_equal(weights_of(plain), weights_of(offloaded))
+
+    def test_settings_of_another_trainer_are_refused(self, tmp_path, prompts):
+        with pytest.raises(TypeError, match="must be a `PaCoNFTConfig`, got PaCoGRPOConfig"):
+            args = PaCoGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+            PaCoNFTTrainer("/nowhere", redness_reward, args, prompts)
+
+    def test_it_is_a_paco_grpo_trainer(self):
+        assert issubclass(PaCoNFTTrainer, PaCoGRPOTrainer) and PaCoNFTTrainer.loss_is_scaled_for_ga is True
+
+
+class WrongTimeFamily(FluxFamily):
+    def call_at(self, call, sample, sigma):
+        return super().call_at(call, sample, 1 - sigma)
+
+
+class WrongSampleFamily(FluxFamily):
+    def call_at(self, call, sample, sigma):
+        return super().call_at(call, -sample, sigma)
+
+
+class SilentFamily(FluxFamily):
+    call_at = Family.call_at
+
+
+class TestFamilyPage:
+    @pytest.mark.parametrize(
+        ("family", "error", "message"),
+        [
+            (WrongTimeFamily, RuntimeError, "WrongTimeFamily.call_at .*: timestep differ.*family's page"),
+            (WrongSampleFamily, RuntimeError, "WrongSampleFamily.call_at .*: hidden_states differ"),
+            (SilentFamily, NotImplementedError, "SilentFamily does not say.*Add `call_at`"),
+        ],
+    )
+    def test_a_wrong_page_stops_the_run(self, make_nft, family, error, message):
+        trainer = make_nft()
+        trainer.family = trainer.policy.family = family()
+        with pytest.raises(error, match=message):
+            trainer.train()
+
+    def test_the_call_is_the_recorded_one_and_another_at_another_time(self, make_nft):
+        _, record = recorded(make_nft)
+        step = record.buffers[0][0]["record"]
+        (call,) = step.calls
+        assert torch.equal(call["timestep"], step.times * 1000 / 1000)
+        (other,) = calls_at(
+            dataclasses.replace(step, calls=[FluxFamily().call_at(call, step.sample, torch.full((4,), step.sigma))]),
+            FluxFamily(), step.sample + 1, torch.full((4,), 0.5),
+        )  # fmt: skip
+        assert torch.equal(other["hidden_states"], step.sample + 1) and other["timestep"].tolist() == [0.5] * 4
+        assert other["encoder_hidden_states"] is call["encoder_hidden_states"]
+        assert call["timestep"] is not other["timestep"]
+
+
+ENTRY = re.compile(
+    r"^ {8}(\w+) \(`([^\n]*?)`, \*optional\*(?:, defaults to `([^`]+)`)?\):\n((?: {12}[^\n]*\n)+)", re.MULTILINE
+)
+DOCUMENTED = {match[1]: match for match in ENTRY.finditer(PaCoNFTConfig.__doc__)}
+
+
+def key_words(text):
+    text = re.sub(r"\s*\((?:paper|published code)[^()]*\)", "", " ".join(text.split()))
+    little = {"the", "a", "an", "of", "in", "to", "at", "for", "and", "or", "by", "is", "are", "that", "which", "with"}
+    return set(re.findall(r"[a-z0-9_]+", re.split(r"(?<=\.)\s", text)[0].lower())) - little
+
+
+class TestConfig:
+    def test_defaults(self, make_config):
+        config = make_config()
+        assert (config.nft_beta, config.num_noise_levels, config.num_trained_steps) == (1.0, None, 9)
+        assert (config.old_policy_decay_rate, config.old_policy_max_decay) == (0.001, 0.5)
+        assert config.round_layout.num_images == 672 and config.steps_per_generation == 672 * 9
+
+    def test_documented_as_they_are(self):
+        assert list(DOCUMENTED) == OWN_FIELDS and len(OWN_FIELDS) == 4
+        for name in OWN_FIELDS:
+            default = FIELDS[name].default
+            assert DOCUMENTED[name][3] is None if default is None else eval(DOCUMENTED[name][3]) == default
+
+    @pytest.mark.parametrize("name", OWN_FIELDS)
+    def test_help_says_what_the_docstring_says(self, name):
+        def agree(other):
+            texts = key_words(DOCUMENTED[name][4]), key_words(FIELDS[other].metadata["help"])
+            return len(texts[0] & texts[1]) >= min(map(len, texts)) / 2
+
+        assert [other for other in OWN_FIELDS if agree(other)] == [name]
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("sde_type", "cps"),
+            ("sde_steps", [2]),
+            ("num_sde_steps", 1),
+            ("noise_level", 0.5),
+            ("epsilon", 1e-3),
+            ("epsilon_high", 1e-3),
+            ("ratio_tolerance", 0.1),
+            ("loss_type", "grpo_guard"),
+        ],
+    )
+    def test_what_means_nothing_is_refused(self, make_config, name, value):
+        assert getattr(PaCoGRPOConfig("x", use_cpu=True, bf16=False, **{name: value}), name) == value  # there it does
+        with pytest.raises(ValueError, match=re.escape(f"`{name}` is set to {value!r}, but has no meaning here")) as e:
+            make_config(**{name: value})
+        assert NFT_REFUSED_FIELDS[name] in str(e.value)
+        default = FIELDS[name].default_factory() if name == "sde_steps" else FIELDS[name].default
+        make_config(**{name: default})
+
+    def test_every_refused_field_is_tested(self):
+        marks = self.test_what_means_nothing_is_refused.pytestmark
+        assert {name for name, _ in marks[0].args[1]} == set(NFT_REFUSED_FIELDS)
+
+    def test_fields_of_trl_are_refused_as_well(self, make_config):
+        with pytest.raises(ValueError, match="`temperature` is set to 0.7"):
+            make_config(temperature=0.7)
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"nft_beta": 0.0}, "`nft_beta` is 0.0.*above 0"),
+            ({"nft_beta": float("nan")}, "`nft_beta` is nan"),
+            ({"num_noise_levels": 0}, "`num_noise_levels` is 0, but there are 9 times"),
+            ({"num_noise_levels": 10}, "`num_noise_levels` is 10, but there are 9 times"),
+            ({"num_inference_steps": 1}, "`num_inference_steps` is 1.*at least 2"),
+            ({"old_policy_decay_rate": -0.1}, "`old_policy_decay_rate` is -0.1"),
+            ({"old_policy_max_decay": 1.0}, "`old_policy_max_decay` is 1.0.*stand still"),
+            ({"advantage_clip": None}, "`advantage_clip` is None.*divided by it"),
+            ({"beta": -1.0}, "`beta` is -1.0"),
+        ],
+    )
+    def test_bad_values(self, make_config, settings, message):
+        with pytest.raises(ValueError, match=message):
+            make_config(**settings)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"num_noise_levels": 9},
+            {"num_noise_levels": 1},
+            {"num_inference_steps": 2},
+            {"old_policy_max_decay": 0.0},
+            {"old_policy_decay_rate": 0.0},
+            {"beta": 1e-4},
+        ],
+        ids=str,
+    )
+    def test_a_config_made_from_a_config_is_the_same(self, make_config, settings):
+        config = make_config(**settings)
+        again = dataclasses.replace(config)
+        assert all(getattr(again, name) == value for name, value in settings.items())
+        assert again.round_layout == config.round_layout and again.sde_steps == config.sde_steps
+
+    def test_on_the_command_line(self, tmp_path, capsys):
+        options = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
+        parser = TrlParser(PaCoNFTConfig)
+        (config,) = parser.parse_args_and_config([*options, "--nft_beta", "0.1", "--num_noise_levels", "3"])
+        assert (config.nft_beta, config.num_noise_levels) == (0.1, 3)
+        with pytest.raises(SystemExit):
+            parser.parse_args_and_config([*options, "--help"])
+        shown = capsys.readouterr().out
+        assert all(f"--{name}" in shown for name in OWN_FIELDS)
+
+
+class TestPage:
+    PAGE = (Path(__file__).parent.parent / "docs" / "paco_nft_trainer.md").read_text(encoding="utf-8")
+
+    def test_own_metrics_are_those_that_are_logged(self, make_nft, make_trainer):
+        logged = []
+        for make in (make_nft, make_trainer):
+            trainer = make(beta=0.1)
+            trainer.train()
+            logged.append({key for entry in trainer.state.log_history for key in entry})
+        (section,) = re.findall(r"^## Logged metrics\n(.*?)(?=^## |\Z)", self.PAGE, flags=re.M | re.S)
+        documented = set(re.findall(r"^- `([^`]+)`:", section, flags=re.M))
+        assert documented == (logged[0] - logged[1]) | {"kl"}
+        assert "kl" in logged[0] and "reward" in logged[0]
+        assert not [key for key in logged[0] if key.startswith(("ratio", "clip_ratio"))]
+
+    def test_every_option_is_explained(self):
+        assert all(f"`{name}`" in self.PAGE for name in [*OWN_FIELDS, *NFT_REFUSED_FIELDS])
+
+    def test_options_in_python_exist(self):
+        (code,) = re.findall(r"PaCoNFTConfig\((.*?)\),\n", self.PAGE, flags=re.S)
+        names = re.findall(r"(\w+)=", code)
+        assert names and set(names) <= FIELDS.keys()
