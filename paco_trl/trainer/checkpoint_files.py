@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
 
-from ..rollout import RecordedStep
 from .checkpoints import publish, read_run, stage_folder
 from .export import save_trained
 from .weights import gather_whole, shares, zero_stage_of
@@ -106,16 +105,18 @@ def _write_files(trainer: "PaCoGRPOTrainer", staged: Path) -> None:
             save_file(whole, staged / EMA_WEIGHTS)
         if policy is not None:
             save_file(policy, staged / POLICY_WEIGHTS)
+    trainer._save_further_weights(staged)
     trainer._save_optimizer_and_scheduler(str(staged))
     trainer._save_scaler(str(staged))
     trainer._save_rng_state(str(staged))
     save_rollout(trainer, staged)
+    # On every process: each loads the best checkpoint's weights in the end
+    best = state.best_global_step
+    if best:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{best}"
+        if best == state.global_step or checkpoint.is_dir():
+            state.best_model_checkpoint = str(checkpoint)
     if args.should_save:
-        best = state.best_global_step
-        if best:
-            checkpoint = Path(args.output_dir) / f"checkpoint-{best}"
-            if best == state.global_step or checkpoint.is_dir():
-                state.best_model_checkpoint = str(checkpoint)
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
                 name, saved = type(callback).__name__, callback.state()
@@ -157,7 +158,7 @@ def save_rollout(trainer: "PaCoGRPOTrainer", folder: Path) -> None:
         return
     entries = [
         # Not `asdict`, which would copy the tensors, and with them what images of a prompt share
-        {**entry, "record": {f.name: getattr(entry["record"], f.name) for f in dataclasses.fields(RecordedStep)}}
+        {**entry, "record": {f.name: getattr(entry["record"], f.name) for f in dataclasses.fields(entry["record"])}}
         for entry in trainer._buffered_inputs
     ]
     for entry in entries:
@@ -188,11 +189,18 @@ def load_rollout(trainer: "PaCoGRPOTrainer", folder: Path) -> None:
     run = read_run(folder)
     if not path.exists() or run["num_processes"] != trainer.accelerator.num_processes:
         return
-    device = "cpu" if trainer.args.offload_embeddings else trainer.accelerator.device
-    saved = torch.load(path, map_location=device, weights_only=True)
+    device, is_offloaded = trainer.accelerator.device, trainer.args.offload_embeddings
+    # On the device at once, so that what images of a prompt share stays shared
+    saved = torch.load(path, map_location="cpu" if is_offloaded else device, weights_only=True)
     sde = trainer._sde_settings(saved["round"])
-    trainer._buffered_inputs = [
-        {**entry, "record": RecordedStep(**entry["record"]), "sde": sde} for entry in saved["entries"]
-    ]
+    trainer._buffered_inputs = []
+    for entry in saved["entries"]:
+        record = entry.pop("record")
+        if is_offloaded:  # the calls come to the device with their micro-step
+            calls = record.pop("calls")
+            record = {**send_to_device(record, device), "calls": calls}
+        trainer._buffered_inputs.append(
+            {**send_to_device(entry, device), "record": trainer._record_class(**record), "sde": sde}
+        )
     trainer._buffered_round, trainer._buffer_global_step = saved["round"], saved["global_step"]
     trainer._round_metrics, trainer._round_time = saved["metrics"], saved["time"]

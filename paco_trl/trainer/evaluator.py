@@ -228,6 +228,7 @@ def baseline_key(trainer: "PaCoGRPOTrainer", names: list[str], rows: list[dict])
     settings = [
         trainer.base_model,
         names,
+        trainer.eval_reward_weights.tolist(),
         args.seed,
         args.num_generations_eval,
         args.num_inference_steps_eval,

@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.configuration_utils import FrozenDict
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
 from torch import nn
 
 from ..rollout import Family, check_flow_matching, family_of
@@ -266,6 +266,16 @@ def prepare_transformer(
                 f"The adapter '{peft_config}' does not fit {base_model_name(pipeline)}: it was made for another base "
                 f"model.\n{error}"
             ) from error
+        # Weights without a place are dropped by PEFT, and layers without weights begin anew
+        saved = set(load_peft_weights(peft_config, device="cpu"))
+        expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+        if saved != expected:
+            some = ", ".join(sorted(saved ^ expected)[:3])
+            raise ValueError(
+                f"The adapter '{peft_config}' does not fit {base_model_name(pipeline)}: it was made for another base "
+                f"model. {len(saved - expected)} of its {len(saved)} weights have no place in the transformer, and for "
+                f"{len(expected - saved)} places it has none ({some}, ...)."
+            )
         model.config = config
     else:
         peft_config = copy.deepcopy(peft_config)

@@ -602,7 +602,8 @@ class PaCoGRPOConfig(GRPOConfig):
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
                 f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}: TRL's other "
-                "losses are defined on tokens."
+                "losses are defined on tokens, and DiffusionNFT ('nft') has no ratio and is a trainer of its own, "
+                "`PaCoNFTTrainer`."
             )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(

@@ -860,31 +860,35 @@ class PaCoGRPOTrainer(GRPOTrainer):
         rows = list(eval_dataset)
         was_training = self.model.training
         self.model.eval()
-        num_baselines = len(self._baselines)
-        before = self._baseline(rows, metric_key_prefix)
-        is_drawn_now = len(self._baselines) > num_baselines and self.state.global_step == 0
-        if before is not None and (self._is_untrained() or is_drawn_now and not isinstance(self.model, PeftModel)):
-            after = before  # the same weights and noise would give the same images
-        else:
-            with swapped(self.model, self.ema.average if self.ema else None, zero_stage_of(self)):
-                after = self._draw_evaluation(rows, "Evaluating")
-        metrics = evaluation_metrics(self.eval_reward_func_names, self.args.num_generations_eval, after, before)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        start_trackers(self)
-        if self.args.log_completions:
-            step = self.state.global_step
-            self._save_sheet(
-                f"{metric_key_prefix}_step_{step:06d}",
-                f"Evaluation, step {step}",
-                rows,
-                self._shown(after),
-                None if before is None or before is after else self._shown(before),
-                f"{metric_key_prefix}_contact_sheet",
-            )
-        self.log(dict(metrics))
-        self.model.train(was_training)
+        try:
+            before, after = self._draw_before_and_after(rows, metric_key_prefix)
+            metrics = evaluation_metrics(self.eval_reward_func_names, self.args.num_generations_eval, after, before)
+            metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+            start_trackers(self)
+            if self.args.log_completions:
+                step = self.state.global_step
+                self._save_sheet(
+                    f"{metric_key_prefix}_step_{step:06d}",
+                    f"Evaluation, step {step}",
+                    rows,
+                    self._shown(after),
+                    None if before is None or before is after else self._shown(before),
+                    f"{metric_key_prefix}_contact_sheet",
+                )
+            self.log(dict(metrics))
+        finally:
+            self.model.train(was_training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _draw_before_and_after(self, rows: list[dict], name: str) -> tuple[Evaluation | None, Evaluation]:
+        num_baselines = len(self._baselines)
+        before = self._baseline(rows, name)
+        is_drawn_now = len(self._baselines) > num_baselines and self.state.global_step == 0
+        if before is not None and (self._is_untrained() or (is_drawn_now and not isinstance(self.model, PeftModel))):
+            return before, before  # the same weights and noise would give the same images
+        with swapped(self.model, self.ema.average if self.ema else None, zero_stage_of(self)):
+            return before, self._draw_evaluation(rows, "Evaluating")
 
     def _draw_evaluation(self, rows: list[dict], description: str) -> Evaluation:
         return draw_evaluation(self, self.eval_scorer, self.eval_reward_weights, rows, description)
