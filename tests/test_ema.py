@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.ema import EMA
-from paco_trl.trainer.weights import cut_shares, gather_whole, shares, swapped, zero_stage_of
+from paco_trl.trainer.weights import swapped
 
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +89,7 @@ class TestArithmetic:
             average = record.averages[done - 1]
             assert all(value.dtype == torch.float32 for value in average.values())
             assert largest_difference(record.weights[done], record.weights[done - 1]) > 1e-3
-            assert largest_difference(average, moving_average(0.7, record.weights[: done + 1])) < 1e-7
+            assert largest_difference(average, moving_average(0.7, record.weights[: done + 1])) < 3e-7
             # Another decay, the weights of one step earlier, the weights themselves: none of these is it
             assert largest_difference(average, moving_average(0.9, record.weights[: done + 1])) > 1e-3
             assert largest_difference(average, record.weights[done]) > 1e-3
@@ -316,7 +316,7 @@ class TestFiles:
         resumed, record = recorded(make_trainer, output_dir=str(tmp_path / "b"), ema_decay=0.7, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
         assert "ema_decay: None, now 0.7" in caplog.text
-        assert largest_difference(record.averages[-1], moving_average(0.7, record.weights)) < 1e-7
+        assert largest_difference(record.averages[-1], moving_average(0.7, record.weights)) < 3e-7
 
 
 # ---- Several processes ----
@@ -563,7 +563,7 @@ class TestProcesses:
         assert len(alone.averages) == 3
         for done in (1, 2, 3):
             average = moving_average(0.7, alone.masters[: done + 1])
-            assert largest_difference(alone.averages[done - 1], average) < 1e-7
+            assert largest_difference(alone.averages[done - 1], average) < 3e-7
         assert_swapped_everywhere(alone, 0, 1)
         assert_average_is_evaluated(alone, alone)
 
@@ -581,7 +581,7 @@ class TestProcesses:
         assert largest_difference(zero3.averages[-1], zero3.masters[-1]) > 5e-3
         for done in (1, 2, 3):
             average = moving_average(0.7, zero3.masters[: done + 1])
-            assert largest_difference(zero3.averages[done - 1], average) < 1e-7
+            assert largest_difference(zero3.averages[done - 1], average) < 3e-7
         assert_swapped_everywhere(zero3, 3, 2)
         assert_average_is_evaluated(zero3, alone)
         assert largest_difference(peft_file(zero3.folder / "saved"), zero3.averages[-1]) == 0
@@ -602,10 +602,10 @@ class TestProcesses:
         for done in (1, 2, 3):
             masters = zero3.masters[: done + 1]
             assert all(value.dtype == torch.float32 for value in masters[-1].values())
-            assert largest_difference(zero3.averages[done - 1], moving_average(0.7, masters)) < 1e-7
-            # What forwards read is rounded: its average is another one
-            rounded = [{name: value.bfloat16().float() for name, value in w.items()} for w in masters]
-            assert largest_difference(zero3.averages[done - 1], moving_average(0.7, rounded)) > 1e-5
+            assert largest_difference(zero3.averages[done - 1], moving_average(0.7, masters)) < 3e-7
+        # What forwards read is rounded: its average is another one
+        rounded = [{name: value.bfloat16().float() for name, value in w.items()} for w in zero3.masters]
+        assert largest_difference(zero3.averages[-1], moving_average(0.7, rounded)) > 1e-4
         assert_swapped_everywhere(zero3, 3, 2)
         average, raw = zero3.images("average"), zero3.images("raw")
         assert np.abs(average - raw).max() > 3

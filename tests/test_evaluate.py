@@ -1,0 +1,830 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PaCoGRPOTrainer.evaluate()`: what is drawn and how often, what is said of it, the baseline, the best checkpoint."""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from diffusers import FluxPipeline
+from peft import LoraConfig
+from PIL import Image
+from safetensors.torch import load_file
+
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.evaluation import bootstrap_interval, grid_artifact_score
+from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.rollout.noise import keyed_generator
+from paco_trl.trainer import scored_sheets
+from paco_trl.trainer.evaluator import Evaluation, load_baseline, save_baseline
+
+
+ROOT = Path(__file__).parent.parent
+NEW = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
+NOT_NEW = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False)  # B is not 0
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image, dtype=np.int16)
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    assert first.keys() == second.keys()
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+class Watch:
+    """The reward `redness_reward`, which keeps what it was called with."""
+
+    __name__ = "watch"
+
+    def __init__(self):
+        self.images, self.prompts, self.steps = [], [], []
+
+    def __call__(self, prompts, completions, trainer_state, **kwargs):
+        self.images.extend(pixels(image) for image in completions)
+        self.prompts.extend(prompts)
+        self.steps.extend([trainer_state.global_step] * len(prompts))
+        return redness_reward(prompts, completions)
+
+    def take(self) -> list[np.ndarray]:
+        """The images since the last time."""
+        taken, self.images = self.images, []
+        return taken
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+def make(tiny_flux, prompts, tmp_path, watch) -> Callable:
+    """
+    As `make_trainer`, with three prompts to evaluate by `watch`, in two denoising steps, and no contact sheets of
+    the rounds to look at.
+    """
+
+    def make(**kwargs) -> PaCoGRPOTrainer:
+        trainer_arguments = {
+            "model": str(tiny_flux),
+            "reward_funcs": redness_reward,
+            "train_dataset": prompts,
+            "eval_dataset": prompts.select(range(3)),
+            "eval_reward_funcs": watch,
+            "peft_config": NEW,
+            "callbacks": None,
+        }
+        for name in trainer_arguments:
+            if name in kwargs:
+                trainer_arguments[name] = kwargs.pop(name)
+        settings = {
+            "output_dir": str(tmp_path / "out"),
+            "use_cpu": True,
+            "bf16": False,
+            "height": 64,
+            "width": 64,
+            "num_generations": 4,
+            "num_prompts_per_generation": 4,
+            "per_device_train_batch_size": 4,
+            "num_inference_steps": 4,
+            "num_inference_steps_eval": 2,
+            "max_steps": 2,
+            "learning_rate": 1e-2,
+            "report_to": "none",
+            "save_strategy": "no",
+            "log_completions": False,
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+            **kwargs,
+        }
+        return PaCoGRPOTrainer(args=PaCoGRPOConfig(**settings), **trainer_arguments)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def base_images(tiny_flux, prompts) -> list[np.ndarray]:
+    """The first three prompts as the pipeline itself draws them, with the noise of an evaluation."""
+    pipeline = FluxPipeline.from_pretrained(tiny_flux)
+    pipeline.set_progress_bar_config(disable=True)
+    return [
+        pixels(
+            pipeline(
+                prompts[row]["prompt"],
+                height=64,
+                width=64,
+                num_inference_steps=2,
+                guidance_scale=3.5,
+                max_sequence_length=32,
+                generator=keyed_generator(42, 4, 0, row, 0, 0),
+            ).images[0]
+        )
+        for row in range(3)
+    ]
+
+
+def same_images(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
+    assert len(first) == len(second) > 0
+    return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class TestDrawing:
+    def test_the_baseline_is_what_the_pipeline_draws_without_an_adapter(self, make, watch, base_images):
+        assert base_images[0].shape == (64, 64, 3)  # full resolution: rounds are drawn at 32 x 32
+        assert not same_images(base_images, base_images[1:] + base_images[:1])
+        trainer = make()
+        metrics = trainer.evaluate()
+        assert same_images(watch.take(), base_images)
+        # The untrained model is its own baseline: drawn once, gained nothing
+        assert metrics["eval_reward"] == metrics["eval_reward_baseline"]
+        assert metrics["eval_reward_gain"] == 0
+
+    def test_an_adapter_that_does_something_is_drawn_beside_it(self, make, watch, base_images):
+        trainer = make(peft_config=NOT_NEW)
+        metrics = trainer.evaluate()
+        images = watch.take()
+        assert len(images) == 6
+        assert same_images(images[:3], base_images)
+        assert not same_images(images[3:], base_images)
+        assert metrics["eval_reward"] != metrics["eval_reward_baseline"]
+
+    def test_the_noise_is_the_same_at_every_evaluation(self, make, watch, base_images):
+        trainer = make(max_steps=4)
+        first, series = trainer.evaluate(), [watch.take()]
+        trainer.train()
+        for _ in range(2):
+            after = trainer.evaluate()
+            series.append(watch.take())
+        assert [len(images) for images in series] == [3, 3, 3]  # the baseline once in all
+        assert same_images(series[0], base_images)
+        assert not same_images(series[1], series[0])
+        assert same_images(series[1], series[2])
+        assert after["eval_reward_baseline"] == first["eval_reward"]
+        assert after["eval_reward_gain"] == pytest.approx(after["eval_reward"] - first["eval_reward"], abs=1e-6)
+        assert after["eval_reward_gain"] != 0
+        assert trainer.model.training
+
+    def test_training_does_not_change_the_noise(self, make, watch, base_images):
+        # Weights that have moved by next to nothing draw next to the same images after training
+        trainer = make(learning_rate=1e-12, max_steps=4)
+        trainer.train()
+        assert not watch.images
+        trainer.evaluate()
+        images = watch.take()
+        assert len(images) == 6  # the adapter is not new any more
+        assert same_images(images[:3], base_images)
+        assert max(np.abs(a - b).max() for a, b in zip(images[3:], base_images, strict=True)) <= 1
+
+    def test_only_the_evaluation_rewards_are_called(self, make, watch):
+        called = []
+
+        def training_reward(prompts, completions, **kwargs):
+            called.append(len(completions))
+            return redness_reward(prompts, completions)
+
+        trainer = make(reward_funcs=training_reward)
+        metrics = trainer.evaluate()
+        assert not called
+        assert len(watch.images) == 3
+        assert "eval_rewards/watch/mean" in metrics
+        assert not any("training_reward" in name for name in metrics)
+        trainer.train()
+        assert called
+        assert len(watch.images) == 3
+
+    def test_the_training_rewards_with_their_weights_are_the_default(self, make, prompts):
+        trainer = make(
+            eval_reward_funcs=None,
+            reward_funcs=[redness_reward, panel_similarity_reward],
+            reward_weights=[0.25, -2.0],
+        )
+        metrics = trainer.evaluate()
+        parts = [metrics[f"eval_rewards/{name}/mean"] for name in ("redness_reward", "panel_similarity_reward")]
+        assert metrics["eval_reward"] == pytest.approx(0.25 * parts[0] - 2.0 * parts[1], abs=1e-5)
+        own = make(reward_weights=[0.25], eval_reward_funcs=[redness_reward, panel_similarity_reward])
+        assert own.evaluate()["eval_reward"] == pytest.approx(sum(parts), abs=1e-5)  # a plain sum
+
+    def test_rows_with_sizes_of_their_own(self, make, watch, prompts):
+        dataset = prompts.select(range(2)).map(lambda row, i: {"height": 32 + 16 * i, "width": 64}, with_indices=True)
+        make(eval_dataset=dataset).evaluate()
+        assert [image.shape[:2] for image in watch.images] == [(32, 64), (48, 64)]
+
+    def test_several_images_of_a_prompt(self, make, watch, prompts, base_images):
+        make(num_generations_eval=2).evaluate()
+        images = watch.take()
+        assert watch.prompts == [prompts[row]["prompt"] for row in (0, 0, 1, 1, 2, 2)]
+        assert same_images(images[::2], base_images)
+        assert not same_images(images[1::2], base_images)
+
+
+class TestMetrics:
+    @pytest.fixture
+    def evaluated(self, make, tmp_path):
+        """Metrics of a trained model with two rewards, two images of each of three prompts; and what is in the file."""
+        trainer = make(
+            eval_reward_funcs=[redness_reward, panel_similarity_reward],
+            num_generations_eval=2,
+            log_completions=True,
+            learning_rate=0.1,
+        )
+        trainer.train()
+        metrics = trainer.evaluate()
+        return metrics, jsonl(tmp_path / "out" / "contact_sheets" / "eval_step_000002.jsonl")
+
+    def test_means_and_intervals_are_those_of_the_images(self, evaluated):
+        metrics, entries = evaluated
+        assert len(entries) == 6
+        groups = [entry["prompt"] for entry in entries]
+        assert len(set(groups)) == 3
+        assert [entry["generation"] for entry in entries] == [0, 1] * 3
+        totals = {side: np.zeros(6) for side in ("", "_before")}
+        for name in ("redness_reward", "panel_similarity_reward"):
+            after, before = (np.array([entry[name + side] for entry in entries]) for side in totals)
+            totals[""] += after
+            totals["_before"] += before
+            self.check(metrics, f"eval_rewards/{name}/mean", f"eval_rewards/{name}/", after, before, groups)
+            assert metrics[f"eval_rewards/{name}/missing"] == 0
+            assert metrics[f"eval_rewards/{name}/std"] == pytest.approx(after.std(ddof=1), abs=1e-5)
+        self.check(metrics, "eval_reward", "eval_reward_", totals[""], totals["_before"], groups)
+        assert metrics["eval_reward_std"] == pytest.approx(totals[""].std(ddof=1), abs=1e-5)
+
+    def check(self, metrics, name, prefix, after, before, groups):
+        close = functools.partial(pytest.approx, abs=5e-6)  # the file has six digits
+        assert metrics[name] == close(after.mean())
+        assert [metrics[f"{prefix}ci_{end}"] for end in ("low", "high")] == close(bootstrap_interval(after, groups))
+        assert metrics[f"{prefix}baseline"] == close(before.mean())
+        assert metrics[f"{prefix}gain"] == close((after - before).mean())
+        assert abs(metrics[f"{prefix}gain"]) > 1e-4
+        interval = [metrics[f"{prefix}gain_ci_{end}"] for end in ("low", "high")]
+        assert interval == close(bootstrap_interval(after - before, groups))
+        # Not drawn image by image, and the differences of the same images, not of any two
+        assert interval != close(bootstrap_interval(after - before))
+        assert interval != close(bootstrap_interval(after - np.roll(before, 2), groups))
+
+    def test_an_image_without_a_reward_is_counted_and_not_zero(self, make, tmp_path):
+        def sometimes_none(prompts, completions, **kwargs):
+            return [2.0, None, 5.0]
+
+        trainer = make(eval_reward_funcs=[sometimes_none, redness_reward], log_completions=True)
+        metrics = trainer.evaluate()
+        assert metrics["eval_rewards/sometimes_none/missing"] == 1
+        assert metrics["eval_rewards/redness_reward/missing"] == 0
+        assert metrics["eval_rewards/sometimes_none/mean"] == 3.5
+        entries = jsonl(tmp_path / "out" / "contact_sheets" / "eval_step_000000.jsonl")
+        assert [entry["sometimes_none"] for entry in entries] == [2.0, None, 5.0]
+        red = [entry["redness_reward"] for entry in entries]
+        assert metrics["eval_rewards/redness_reward/mean"] == pytest.approx(sum(red) / 3, abs=1e-5)
+        # The sum exists where both do
+        assert metrics["eval_reward"] == pytest.approx((2.0 + red[0] + 5.0 + red[2]) / 2, abs=1e-5)
+
+    def test_columns_and_metrics_that_rewards_log(self, make, tmp_path):
+        def talkative(prompts, completions, log_extra, log_metric, **kwargs):
+            log_extra("reason", [f"because {index}" for index in range(len(prompts))])
+            log_metric("asked", 7.0)
+            return redness_reward(prompts, completions)
+
+        assert make(eval_reward_funcs=talkative, log_completions=True).evaluate()["eval_asked"] == 7.0
+        entries = jsonl(tmp_path / "out" / "contact_sheets" / "eval_step_000000.jsonl")
+        assert [entry["reason"] for entry in entries] == ["because 0", "because 1", "because 2"]
+
+    def test_a_column_that_an_evaluation_reward_takes_is_missing(self, make, prompts):
+        def needs_answers(prompts, completions, answers, **kwargs):
+            return [float(answer) for answer in answers]
+
+        trainer = make(eval_reward_funcs=needs_answers, peft_config=NOT_NEW)
+        before = weights_of(trainer)
+        with pytest.raises(RuntimeError, match="'needs_answers' raised TypeError.*'answers'"):
+            trainer.evaluate()
+        assert are_equal(weights_of(trainer), before)
+        dataset = prompts.select(range(3)).map(lambda row, index: {"answers": index}, with_indices=True)
+        assert trainer.evaluate(dataset)["eval_rewards/needs_answers/mean"] == 1.0
+
+    def test_a_dataset_of_another_format_is_refused_before_the_model_is_loaded(self, make, prompts):
+        with pytest.raises(ValueError, match="panels"):
+            make(model="/nowhere/at/all", eval_dataset=prompts.remove_columns("panels"))
+        with pytest.raises(ValueError, match="needs an `eval_dataset`"):
+            make(eval_dataset=None).evaluate()
+
+    def test_grid_artifacts(self, make, watch):
+        trainer = make(peft_config=NOT_NEW)
+        assert trainer.size_multiple == 4
+        plain = trainer.evaluate()
+        images = watch.take()[3:]
+        expected = np.mean([grid_artifact_score(Image.fromarray(i.astype(np.uint8)), 4, 2, 2) for i in images])
+        assert plain["eval_grid_artifact"] == pytest.approx(expected)
+        assert plain["eval_grid_artifact_ci_low"] <= expected <= plain["eval_grid_artifact_ci_high"]
+
+        def plant_a_grid(module, args, output):
+            tiles = (torch.arange(output.shape[-1]) // 4) % 2
+            return output + 0.4 * (tiles[None, :] ^ tiles[:, None])
+
+        handle = trainer.pipeline.vae.decoder.register_forward_hook(plant_a_grid)
+        planted = trainer.evaluate()
+        handle.remove()
+        assert planted["eval_grid_artifact"] > plain["eval_grid_artifact"] + 0.5
+        assert planted["eval_grid_artifact_baseline"] == plain["eval_grid_artifact_baseline"]
+        assert planted["eval_grid_artifact_gain"] > 0.5
+        assert planted["eval_grid_artifact_gain_ci_low"] > 0.2
+        assert trainer.evaluate()["eval_grid_artifact"] == plain["eval_grid_artifact"]
+
+    def test_panels_too_small_for_a_grid_have_no_score(self, make, prompts):
+        small = prompts.select(range(3)).map(lambda row: {"height": 8, "width": 8})
+        metrics = make(eval_dataset=small, peft_config=NOT_NEW).evaluate()
+        assert "eval_reward" in metrics
+        assert not [name for name in metrics if "grid_artifact" in name]
+
+
+class TestBaseline:
+    def test_it_is_drawn_anew_when_what_it_depends_on_changes(self, make, watch, prompts):
+        trainer = make(eval_dataset=prompts.select(range(1)))
+        trainer.evaluate()
+        assert len(watch.take()) == 1
+        changes = {
+            "seed": 7,
+            "num_inference_steps_eval": 3,
+            "guidance_scale": 2.0,
+            "num_generations_eval": 2,
+            "vae_tiling": True,
+            "height": 48,
+        }
+        for name, value in changes.items():
+            before = getattr(trainer.args, name)
+            setattr(trainer.args, name, value)
+            trainer.evaluate()
+            assert len(watch.take()) == (2 if name == "num_generations_eval" else 1), name
+            setattr(trainer.args, name, before)
+            trainer.evaluate()
+            assert not watch.take()  # it was kept
+        trainer.evaluate(prompts.select(range(1, 2)))
+        assert len(watch.take()) == 1
+
+    def test_another_run_in_the_same_folder_does_not_take_it(self, make, watch):
+        # Its rewards may have been others of the same names
+        metrics = make(eval_reward_funcs=redness_reward).evaluate()
+
+        def redness_reward_of_another_kind(prompts, completions, **kwargs):
+            return [reward + 1 for reward in watch(prompts, completions, **kwargs)]
+
+        redness_reward_of_another_kind.__name__ = "redness_reward"
+        again = make(eval_reward_funcs=redness_reward_of_another_kind).evaluate()
+        assert len(watch.images) == 3
+        assert again["eval_reward_baseline"] == pytest.approx(metrics["eval_reward_baseline"] + 1)
+
+    def test_what_is_saved_is_loaded_for_the_same_key_only(self, tmp_path):
+        nan = float("nan")
+        saved = Evaluation(
+            torch.tensor([[0.25, nan], [0.5, -1.0]]),
+            torch.tensor([nan, -0.5]),
+            torch.tensor([nan, 0.125], dtype=torch.float64),
+            {"reason": ["a", None]},
+            pictures={1: Image.new("RGB", (4, 4), "red")},
+        )
+        assert load_baseline(tmp_path / "folder", "key") is None
+        save_baseline(tmp_path / "folder", "key", saved)
+        loaded = load_baseline(tmp_path / "folder", "key")
+        for name in ("rewards", "total", "grid_artifacts"):
+            assert getattr(loaded, name).dtype == getattr(saved, name).dtype
+            assert torch.equal(getattr(loaded, name).nan_to_num(9.0), getattr(saved, name).nan_to_num(9.0)), name
+        assert loaded.extra == saved.extra
+        assert list(loaded.pictures) == [1]
+        assert loaded.pictures[1].getpixel((0, 0)) == (255, 0, 0)
+        assert load_baseline(tmp_path / "folder", "another key") is None
+        scores = tmp_path / "folder" / "scores.json"
+        whole = scores.read_text()
+        scores.write_text(whole[:-20])  # cut short
+        assert load_baseline(tmp_path / "folder", "key") is None
+        scores.write_text(whole)
+        (tmp_path / "folder" / "1.png").unlink()
+        assert load_baseline(tmp_path / "folder", "key") is None
+
+    def test_a_resumed_run_keeps_it_with_its_pictures(self, make, watch, base_images, tmp_path, monkeypatch):
+        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "log_completions": True}
+        first = make(eval_strategy="steps", eval_steps=4, **settings)
+        first.train()
+        assert watch.steps == [4] * 6
+        sheets = []
+        keep_sheets(monkeypatch, sheets)
+        watch.take()
+        resumed = make(eval_strategy="steps", eval_steps=4, **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+        images = watch.take()
+        assert len(images) == 3
+        before, after = ([pixels(i.image) for i in sheets[-1] if i.caption.startswith(k)] for k in ("before", "after"))
+        assert same_images(before, base_images)
+        assert same_images(after, images)
+        assert not same_images(before, after)
+
+    def test_continuing_an_adapter_the_baseline_is_without_it(self, make, watch, base_images, tmp_path):
+        trainer = make(learning_rate=0.1)
+        trainer.train()
+        trainer.evaluate()
+        trained = watch.take()[3:]
+        trainer.save_model(str(tmp_path / "adapter"))
+        continued = make(output_dir=str(tmp_path / "continued"), peft_config=str(tmp_path / "adapter"))
+        continued.evaluate()
+        images = watch.take()
+        assert same_images(images[:3], base_images)
+        assert same_images(images[3:], trained)
+        assert not same_images(trained, base_images)
+
+    def test_all_weights_the_baseline_is_drawn_before_training(self, make, watch, base_images):
+        trainer = make(peft_config=None, eval_strategy="steps", eval_steps=2)
+        trainer.train()
+        images = watch.take()
+        assert watch.steps == [0] * 3 + [2] * 3
+        assert same_images(images[:3], base_images)
+        assert not same_images(images[3:], base_images)
+        (entry,) = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+        assert entry["eval_reward_gain"] != 0
+
+    def test_all_weights_an_evaluation_on_start_is_the_baseline(self, make, watch, base_images):
+        trainer = make(peft_config=None, eval_strategy="steps", eval_steps=2, eval_on_start=True)
+        trainer.train()
+        assert watch.steps == [0] * 3 + [2] * 3
+        assert same_images(watch.images[:3], base_images)
+        first, last = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+        assert first["eval_reward_gain"] == 0
+        assert last["eval_reward_baseline"] == first["eval_reward"] != last["eval_reward"]
+
+    def test_all_weights_without_a_baseline_it_is_said(self, make, watch, caplog):
+        trainer = make(peft_config=None)
+        trainer.train()
+        assert not watch.images
+        metrics = trainer.evaluate()
+        assert len(watch.images) == 3
+        assert "there is no baseline to compare with" in caplog.text
+        assert "eval_reward" in metrics
+        assert not [name for name in metrics if "baseline" in name or "gain" in name]
+
+
+def keep_sheets(monkeypatch, sheets: list) -> None:
+    """Lets a list take the images of each contact sheet that is saved."""
+    save = scored_sheets.save_contact_sheet
+    monkeypatch.setattr(
+        scored_sheets, "save_contact_sheet", lambda images, *args: (sheets.append(images), save(images, *args))[1]
+    )
+
+
+class TestSheets:
+    @pytest.mark.parametrize("generations", [1, 2])
+    def test_before_and_after_and_the_scores_beside_them(
+        self, make, watch, base_images, tmp_path, monkeypatch, generations
+    ):
+        sheets = []
+        keep_sheets(monkeypatch, sheets)
+        trainer = make(log_completions=True, learning_rate=0.1, num_generations_eval=generations)
+        trainer.evaluate()
+        untrained = watch.take()
+        (sheet,) = sheets
+        assert {(image.series, image.series_name) for image in sheet} == {(0, "")}  # nothing to compare
+        assert not any("before" in image.caption for image in sheet)
+        folder = tmp_path / "out" / "contact_sheets"
+        assert not [key for entry in jsonl(folder / "eval_step_000000.jsonl") for key in entry if "before" in key]
+        trainer.train()
+        sheets.clear()
+        trainer.evaluate()
+        (sheet,) = sheets
+        trained = watch.take()
+        assert same_images(untrained[::generations], base_images)
+        assert not same_images(trained, untrained)
+        entries = jsonl(folder / "eval_step_000002.jsonl")
+        assert len(entries) == len(sheet) / 2 == 3 * generations
+        found = {(image.prompt, image.series, image.generation): image for image in sheet}
+        for number, entry in enumerate(entries):
+            prompt, generation = divmod(number, generations)
+            assert entry["watch_before"] != entry["watch"]
+            for side, images, name in ((0, untrained, "watch_before"), (1, trained, "watch")):
+                # One image: before to the left of after. Several: a row of them above the row after
+                shown = found[(prompt, 0, side) if generations == 1 else (prompt, side, generation)]
+                assert np.array_equal(pixels(shown.image), images[number])
+                (score,) = redness_reward([], [Image.fromarray(images[number].astype(np.uint8))])
+                assert entry[name] == pytest.approx(score, abs=1e-6)
+                assert shown.caption.endswith(f"watch {entry[name]:.3f}")
+                assert ("before", "after")[side] in (shown.caption if generations == 1 else shown.series_name)
+        with Image.open(folder / "eval_step_000000.png") as one, Image.open(folder / "eval_step_000002.png") as two:
+            if generations == 1:
+                assert two.width > 1.5 * one.width
+            else:
+                assert two.height > 1.3 * one.height
+
+    def test_sheet_and_table_are_in_the_card(self, make, tmp_path):
+        trainer = make(log_completions=True, learning_rate=0.1)
+        trainer.train()
+        metrics = trainer.evaluate()
+        trainer.save_model()
+        assert (tmp_path / "out" / "evaluation.png").exists()
+        text = (tmp_path / "out" / "README.md").read_text()
+        assert "![Evaluation prompts before and after training, with their scores](evaluation.png)" in text
+        numbers = [metrics["eval_rewards/watch/baseline"], metrics["eval_rewards/watch/mean"]]
+        assert f"| watch | {numbers[0]:.4f} | {numbers[1]:.4f} |" in text
+
+    def test_none_when_switched_off(self, make, tmp_path):
+        make().evaluate()
+        assert not (tmp_path / "out" / "contact_sheets").exists()
+
+
+class TestInTraining:
+    def test_on_start_and_at_steps(self, make, watch):
+        trainer = make(max_steps=4, eval_on_start=True, eval_strategy="steps", eval_steps=2)
+        trainer.train()
+        assert watch.steps == [0] * 3 + [2] * 3 + [4] * 3
+        entries = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+        assert [entry["step"] for entry in entries] == [0, 2, 4]
+        assert {entry["eval_reward_baseline"] for entry in entries} == {entries[0]["eval_reward"]}
+        assert len({entry["eval_reward"] for entry in entries}) == 3
+
+    def test_not_when_it_is_not_asked_for(self, make, watch):
+        make().train()
+        assert not watch.images
+
+    def test_several_datasets(self, make, watch, prompts, tmp_path):
+        datasets = {"a": prompts.select(range(1)), "b": prompts.select(range(1, 3))}
+        trainer = make(eval_dataset=datasets, eval_strategy="steps", eval_steps=2, log_completions=True)
+        trainer.train()
+        assert len(watch.take()) == 2 * 3
+        out = tmp_path / "out"
+        for name, count in (("a", 1), ("b", 2)):
+            (entry,) = [entry for entry in trainer.state.log_history if f"eval_{name}_reward" in entry]
+            scores = [line["watch"] for line in jsonl(out / "contact_sheets" / f"eval_{name}_step_000002.jsonl")]
+            assert len(scores) == count
+            assert entry[f"eval_{name}_reward"] == pytest.approx(sum(scores) / count, abs=1e-5)
+            assert (f"eval_{name}_reward_ci_low" in entry) == (count > 1)  # of one prompt there is no interval
+            assert (out / "evaluation" / f"eval_{name}_baseline" / "scores.json").exists()
+        metrics = trainer.evaluate()
+        assert {"eval_a_reward", "eval_b_reward"} <= metrics.keys()
+        assert len(watch.take()) == 3
+
+    @pytest.mark.parametrize("best", [4, 6])
+    @pytest.mark.parametrize("ema_decay", [0.8, None])
+    def test_the_best_checkpoint_is_loaded_as_it_was_evaluated(self, make, tmp_path, best, ema_decay):
+        planted = {2: 0.2, 4: 0.5, 6: 0.3} | {best: 0.9}
+
+        def judge(prompts, completions, trainer_state, **kwargs):
+            return [planted[trainer_state.global_step]] * len(prompts)
+
+        trainer = make(
+            eval_reward_funcs=judge,
+            max_steps=6,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+            ema_decay=ema_decay,
+        )
+        assert (trainer.args.metric_for_best_model, trainer.args.greater_is_better) == ("reward", True)
+        trainer.train()
+        evaluated = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+        assert evaluated == pytest.approx([planted[step] for step in (2, 4, 6)])
+        assert trainer.state.best_metric == pytest.approx(0.9)
+        out = tmp_path / "out"
+        assert Path(trainer.state.best_model_checkpoint) == out / f"checkpoint-{best}"
+        name = "policy" if ema_decay is None else "ema"
+        weights = {step: load_file(out / f"checkpoint-{step}" / f"{name}.safetensors") for step in (4, 6)}
+        assert not are_equal(weights[4], weights[6])
+        assert are_equal(weights_of(trainer), weights[best])
+        if ema_decay is None:
+            assert trainer.ema is None
+        else:
+            assert are_equal(trainer.ema.average, weights[best])
+            policy = load_file(out / f"checkpoint-{best}" / "policy.safetensors")
+            assert not are_equal(policy, weights[best])
+        trainer.save_model(str(tmp_path / "saved"))
+        saved, of_checkpoint = (
+            load_file(folder / "adapter_model.safetensors")
+            for folder in (tmp_path / "saved", out / f"checkpoint-{best}")
+        )
+        assert are_equal(saved, of_checkpoint)
+
+    def test_the_last_weights_stay_without_it(self, make, tmp_path):
+        trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
+        trainer.train()
+        assert are_equal(weights_of(trainer), load_file(tmp_path / "out" / "checkpoint-4" / "policy.safetensors"))
+        assert trainer.args.metric_for_best_model is None
+
+
+class TestResolutionTransfer:
+    """Rewards before training at both resolutions: 32 x 32 and 64 x 64."""
+
+    def transferred(self, make, tmp_path, reward, **settings):
+        trainer = make(reward_funcs=reward, eval_dataset=None, resolution_transfer_prompts=5, max_steps=2, **settings)
+        trainer.train()
+        folder = tmp_path / "out" / "evaluation"
+        assert (folder / "resolution_transfer.png").stat().st_size > 10_000
+        (result,) = json.loads((folder / "resolution_transfer.json").read_text())
+        return trainer, result
+
+    def test_the_correlation_is_that_of_the_rewards(self, make, tmp_path, watch):
+        trainer, result = self.transferred(make, tmp_path, watch, num_generations_eval=2, log_completions=True)
+        widths = [image.shape[1] for image in watch.images]
+        assert widths == [32] * 10 + [64] * 10 + [32] * 16  # both sides, then the round
+        assert watch.prompts[:10] == watch.prompts[10:20]
+        assert len(set(watch.prompts[:10])) == 5
+        rewards = redness_reward([], [Image.fromarray(image.astype(np.uint8)) for image in watch.images])
+        training, inference = np.array(rewards[:10]), np.array(rewards[10:20])
+        assert result["correlation"] == pytest.approx(np.corrcoef(training, inference)[0, 1], abs=1e-4)
+        assert result["correlation"] != pytest.approx(np.corrcoef(training, inference[::-1])[0, 1], abs=1e-2)
+        assert (result["num_images"], result["num_prompts"]) == (10, 5)
+        assert result["training_mean"] == pytest.approx(training.mean(), abs=1e-6)
+        assert result["inference_mean"] == pytest.approx(inference.mean(), abs=1e-6)
+        assert trainer.model.training
+        trainer.save_model()
+        assert "resolution_transfer.png" in (tmp_path / "out" / "README.md").read_text()
+
+    @pytest.mark.parametrize("kind", ["stable", "turned_around"])
+    def test_a_reward_that_depends_on_the_resolution_is_warned_of(self, make, tmp_path, caplog, kind):
+        def planted(prompts, completions, **kwargs):
+            values = [sum(map(ord, prompt)) % 101 / 100 for prompt in prompts]
+            assert len(set(values)) > 1 or len(values) == 1
+            return [
+                -value if kind == "turned_around" and image.width == 64 else value
+                for value, image in zip(values, completions, strict=True)
+            ]
+
+        # Rewards of a group must differ, or there is nothing to learn; here that does not matter
+        _, result = self.transferred(make, tmp_path, planted)
+        assert result["correlation"] == pytest.approx(1.0 if kind == "stable" else -1.0, abs=1e-5)
+        assert ("planted" in caplog.text) == (kind == "turned_around")
+
+    def test_not_on_a_resumed_run_and_not_unasked(self, make, tmp_path, watch):
+        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "reward_funcs": watch}
+        make(resolution_transfer_prompts=3, **settings).train()
+        assert [image.shape[1] for image in watch.take()].count(64) == 3
+        resumed = make(resolution_transfer_prompts=3, **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+        assert [image.shape[1] for image in watch.take()] == [32] * 16
+        make(output_dir=str(tmp_path / "other"), **settings).train()
+        assert [image.shape[1] for image in watch.take()] == [32] * 32
+        assert not (tmp_path / "other" / "evaluation").exists()
+
+
+# ---- Two processes ----
+
+# Trains with evaluations whose images do not divide over two processes, and writes down what each process has seen
+SCRIPT = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.data import demo_prompts_path, load_image_set_prompts
+from paco_trl.rewards import redness_reward
+from paco_trl.trainer.weights import gather_whole, shares, zero_stage_of
+
+model, output, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+dataset = load_image_set_prompts(demo_prompts_path())
+square = [i for i, (r, c) in enumerate(zip(dataset["rows"], dataset["cols"], strict=True)) if r == c == 2]
+dataset = dataset.select(square).remove_columns(["height", "width"])
+drawn = []
+planted = {0: 0.0, 2: 0.2, 4: 0.9, 6: 0.4}
+
+
+def judge(prompts, completions, trainer_state, **kwargs):
+    drawn.append([trainer_state.global_step, len(prompts)])
+    # The third prompt cannot be judged; the best step is planted
+    return [
+        None if prompt == dataset[2]["prompt"] else reward + planted[trainer_state.global_step]
+        for prompt, reward in zip(prompts, redness_reward(prompts, completions), strict=True)
+    ]
+
+
+trainer = PaCoGRPOTrainer(
+    model=model,
+    reward_funcs=redness_reward,
+    eval_reward_funcs=judge,
+    args=PaCoGRPOConfig(
+        output_dir=str(output), use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
+        num_prompts_per_generation=4, per_device_train_batch_size=2, num_inference_steps=4,
+        num_inference_steps_eval=2, learning_rate=1e-2, report_to="none", disable_tqdm=True, max_steps=6,
+        eval_on_start=True, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, resolution_transfer_prompts=3, **options,
+    ),
+    train_dataset=dataset,
+    eval_dataset=dataset.select(range(5)),
+    peft_config=LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
+)
+trainer.train()
+stage = zero_stage_of(trainer)
+weights = gather_whole(trainer.model, shares(trainer.model, stage), stage)
+found = {
+    "log": [entry for entry in trainer.state.log_history if "eval_reward" in entry],
+    "drawn": drawn,
+    "best": trainer.state.best_model_checkpoint,
+}
+rank = trainer.accelerator.process_index
+torch.save({"weights": weights, "average": trainer.ema.whole()}, output / f"weights_{rank}.pt")
+(output / f"found_{rank}.json").write_text(json.dumps(found))
+trainer.accelerator.wait_for_everyone()
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_flux, tmp_path_factory):
+    """Runs the script alone, with DDP or with ZeRO-3, once each, and gives its folder and what was found."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "script.py").write_text(SCRIPT)
+    done = {}
+
+    def start(kind: str) -> tuple[Path, list[dict]]:
+        if kind in done:
+            return done[kind]
+        options, environment = {}, {}
+        launcher = [sys.executable]
+        if kind != "alone":
+            config = yaml.safe_load((ROOT / "examples" / "accelerate_configs" / "cpu_zero3.yaml").read_text())
+            if kind == "ddp":
+                del config["deepspeed_config"]
+                config["distributed_type"] = "MULTI_GPU"  # accelerate's MULTI_CPU needs MPI
+            else:
+                environment = {"DS_ACCELERATOR": "cpu"}
+            (folder / f"{kind}.yaml").write_text(yaml.safe_dump(config))
+            launcher += ["-m", "accelerate.commands.launch", "--config_file", str(folder / f"{kind}.yaml")]
+            launcher += ["--main_process_port", str(free_port())]
+            options["ddp_backend"] = "gloo"
+        finished = subprocess.run(
+            [*launcher, str(folder / "script.py"), str(tiny_flux), str(folder / kind), json.dumps(options)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+            timeout=540,
+        )
+        assert finished.returncode == 0, f"{finished.stdout[-3000:]}\n{finished.stderr[-6000:]}"
+        found = [json.loads(path.read_text()) for path in sorted((folder / kind).glob("found_*.json"))]
+        done[kind] = folder / kind, found
+        return done[kind]
+
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "zero3"])
+class TestTwoProcesses:
+    def test_metrics_are_those_of_one_process(self, run, kind):
+        alone, (reference,) = run("alone")
+        folder, found = run(kind)
+        assert len(found) == 2
+        assert len(reference["log"]) == 4
+        assert [entry["eval_rewards/judge/missing"] for entry in reference["log"]] == [1] * 4
+        for process in found:
+            for entry, expected in zip(process["log"], reference["log"], strict=True):
+                assert entry.keys() == expected.keys()
+                for name, value in expected.items():
+                    if not name.startswith(("eval_runtime", "eval_samples", "eval_steps")):
+                        # The first evaluation is of the same weights, later ones of weights that rounding has moved
+                        tolerance = {"abs": 1e-4 if entry["step"] == 0 else 1e-2}
+                        assert value == pytest.approx(expected[name], **tolerance), name
+            # 5 images over two processes: 3 each, of which one is drawn twice and counts once. The first is baseline
+            # and evaluation at once.
+            drawn = [number for step, number in process["drawn"]]
+            assert drawn == [3] * 4
+        assert [number for step, number in reference["drawn"]] == [5] * 4
+        for name in ("eval_step_000000", "eval_step_000006"):
+            lines = [jsonl(path / "contact_sheets" / f"{name}.jsonl") for path in (alone, folder)]
+            assert [len(entries) for entries in lines] == [5, 5]
+            assert [entry["prompt"] for entry in lines[0]] == [entry["prompt"] for entry in lines[1]]
+            assert [entry["judge"] is None for entry in lines[1]] == [False, False, True, False, False]
+        results = [
+            json.loads((path / "evaluation" / "resolution_transfer.json").read_text()) for path in (alone, folder)
+        ]
+        assert results[1][0]["num_images"] == 3
+        assert results[1][0]["correlation"] == pytest.approx(results[0][0]["correlation"], abs=1e-3)
+
+    def test_every_process_loads_the_best_checkpoint(self, run, kind):
+        folder, found = run(kind)
+        best = load_file(folder / "checkpoint-4" / "ema.safetensors")
+        assert not are_equal(best, load_file(folder / "checkpoint-6" / "ema.safetensors"))
+        for rank, process in enumerate(found):
+            weights = torch.load(folder / f"weights_{rank}.pt", weights_only=True)
+            assert are_equal(weights["average"], best), rank
+            assert are_equal(weights["weights"], best), rank
+            assert process["best"] == str(folder / "checkpoint-4")

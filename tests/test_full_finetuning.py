@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained other than a new adapter: all weights of the transformer, or an adapter that exists. And GRPO-Guard."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+
+from paco_trl.trainer import paco_grpo_trainer
+from paco_trl.trainer.weights import swapped
+
+
+NOWHERE = "/nowhere/at/all"
+
+
+def draw(pipeline) -> np.ndarray:
+    pipeline.set_progress_bar_config(disable=True)
+    image = pipeline(
+        "a red fox",
+        height=32,
+        width=32,
+        num_inference_steps=4,
+        generator=torch.Generator().manual_seed(5),
+        max_sequence_length=32,
+    ).images[0]
+    return np.asarray(image, dtype=np.int16)
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    assert first.keys() == second.keys()
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def logs_with(trainer, key: str) -> list:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def count_images(module: torch.nn.Module) -> list[int]:
+    """A list that grows with each forward of the module, by the number of images."""
+    calls = []
+    module.register_forward_hook(lambda module, args, output: calls.append(len(output[0])))
+    return calls
+
+
+@pytest.fixture
+def make(make_trainer):
+    """`make_trainer` for all weights, at a learning rate that moves them."""
+    return lambda **kwargs: make_trainer(
+        **{"peft_config": None, "learning_rate": 1e-3, "gradient_checkpointing": False, **kwargs}
+    )
+
+
+class TestAllWeights:
+    def test_all_of_the_transformer_and_nothing_else(self, make):
+        trainer = make(weight_decay=0.0)
+        modules = {name: getattr(trainer.pipeline, name) for name in ("vae", "text_encoder", "text_encoder_2")}
+        frozen = {name: copy.deepcopy(module.state_dict()) for name, module in modules.items()}
+        before = weights_of(trainer)
+        assert not isinstance(trainer.model, PeftModel)
+        assert len(before) == len(list(trainer.pipeline.transformer.parameters())) > 50
+        trainer.train()
+        for name, value in weights_of(trainer).items():
+            assert not torch.equal(value, before[name]), name
+        for name, module in modules.items():
+            assert are_equal(module.state_dict(), frozen[name]), name
+            assert not any(parameter.requires_grad for parameter in module.parameters())
+
+    @pytest.mark.parametrize("bf16", [False, True])
+    def test_weights_are_float32_and_the_ratio_begins_at_one(self, make, bf16):
+        trainer = make(bf16=bf16)
+        outputs = set()
+        trainer.model.transformer_blocks[0].attn.to_q.register_forward_hook(
+            lambda module, args, output: outputs.add(output.dtype)
+        )
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+        frozen = torch.bfloat16 if bf16 else torch.float32
+        assert trainer.pipeline.vae.dtype == trainer.pipeline.text_encoder_2.dtype == frozen
+        trainer.train()
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+        assert outputs == {frozen}  # rollout and replay alike
+        (on_policy,) = logs_with(trainer, "ratio_deviation_on_policy/step_1")
+        (off_policy,) = logs_with(trainer, "ratio_deviation/step_1")
+        assert on_policy <= (trainer.args.epsilon / 10 if bf16 else 0.0)
+        assert off_policy > 1e-5
+
+    def test_what_is_saved_is_the_averaged_transformer(self, make, tiny_flux, tmp_path):
+        trainer = make(max_steps=4, learning_rate=1e-2)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "saved"))
+        assert not (tmp_path / "saved" / "adapter_model.safetensors").exists()
+        base = draw(FluxPipeline.from_pretrained(tiny_flux))
+        transformer = FluxTransformer2DModel.from_pretrained(tmp_path / "saved", subfolder="transformer")
+        assert are_equal(dict(transformer.named_parameters()), trainer.ema.average)
+        tuned = draw(FluxPipeline.from_pretrained(tiny_flux, transformer=transformer))
+        assert np.abs(tuned - base).mean() > 2
+        last = draw(trainer.pipeline)
+        assert not np.array_equal(last, tuned)
+        with swapped(trainer.model, trainer.ema.average, 0):
+            assert np.array_equal(draw(trainer.pipeline), tuned)
+        assert np.array_equal(draw(trainer.pipeline), last)
+
+    def test_card(self, make, make_trainer, tmp_path):
+        trainer = make(max_steps=1)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "full"))
+        card = ModelCard.load(tmp_path / "full" / "README.md")
+        assert "| trained weights | all of the transformer |" in card.content
+        assert 'subfolder="transformer"' in card.content
+        assert "FluxTransformer2DModel.from_pretrained" in card.content
+        assert "load_lora_weights" not in card.content
+        assert "LoRA" not in card.content
+        assert "lora" not in card.data.tags
+        lora = make_trainer(output_dir=str(tmp_path / "lora"))
+        lora.save_model()
+        text = (tmp_path / "lora" / "README.md").read_text()
+        assert "| LoRA | rank 4, alpha 8 |" in text
+        assert "all of the transformer" not in text
+
+    def test_the_reference_is_a_copy_of_before_training(self, make, tiny_flux):
+        trainer = make(beta=0.01, max_steps=4)
+        base = FluxTransformer2DModel.from_pretrained(tiny_flux, subfolder="transformer")
+        assert are_equal(dict(trainer.ref_model.named_parameters()), dict(base.named_parameters()))
+        assert not any(parameter.requires_grad for parameter in trainer.ref_model.parameters())
+        trained, reference = count_images(trainer.model), count_images(trainer.ref_model)
+        trainer.train()
+        assert sum(trained) == 2 * (16 * 4 + 16)
+        assert sum(reference) == 2 * 16  # one forward for each trained step
+        kl = logs_with(trainer, "kl")
+        assert kl[0] == 0.0
+        assert min(kl[1:]) > 0.0
+        assert are_equal(dict(trainer.ref_model.named_parameters()), dict(base.named_parameters()))
+        assert not are_equal(weights_of(trainer), dict(base.named_parameters()))
+
+    def test_no_copy_without_a_divergence_or_with_an_adapter(self, make, make_trainer):
+        trainer = make(max_steps=1)
+        assert trainer.ref_model is None
+        trainer.train()
+        assert not logs_with(trainer, "kl")
+        assert make_trainer(beta=0.01).ref_model is None
+
+    def test_a_run_resumed_in_the_middle_of_a_round(self, make, tmp_path):
+        settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "beta": 0.01}
+        whole = make(output_dir=str(tmp_path / "a"), **settings)
+        whole.train()
+        resumed = make(output_dir=str(tmp_path / "b"), **settings)
+        begun = weights_of(resumed)
+        calls = count_images(resumed.model)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+        assert sum(calls) == 8 + 16 * 4 + 8  # the round's second half was not drawn again
+        assert not are_equal(begun, weights_of(whole))
+        assert are_equal(weights_of(resumed), weights_of(whole))
+        assert are_equal(resumed.ema.average, whole.ema.average)
+        assert logs_with(resumed, "kl") == logs_with(whole, "kl")
+        # The reference is the base model, not what the run was continued from
+        assert are_equal(dict(resumed.ref_model.named_parameters()), begun)
+        files = [
+            load_file(tmp_path / run / "checkpoint-3" / "transformer" / "diffusion_pytorch_model.safetensors")
+            for run in "ab"
+        ]
+        assert are_equal(*files)
+
+    def test_an_adapters_checkpoint_is_another_run(self, make, make_trainer, tmp_path):
+        make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
+        with pytest.raises(ValueError, match="adapter: .*none, all weights"):
+            make(model=NOWHERE, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "grpo_guard"])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_micro_batches_equal_one_batch(make_trainer, loss_type, is_full):
+    # SGD, so that rounding stays rounding; one optimizer step a round, so that both see all images
+    settings = {
+        "loss_type": loss_type,
+        "optimizer_steps_per_generation": 1,
+        "max_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 0.5 if is_full else 10.0,
+        **({"peft_config": None} if is_full else {}),
+    }
+    one, four = (make_trainer(per_device_train_batch_size=size, **settings) for size in (16, 4))
+    assert (one.args.gradient_accumulation_steps, four.args.gradient_accumulation_steps) == (1, 4)
+    before = weights_of(one)
+    one.train()
+    four.train()
+    updates = [
+        torch.cat([(value - before[name]).flatten() for name, value in weights_of(trainer).items()])
+        for trainer in (one, four)
+    ]
+    assert updates[0].abs().max() > 1e-3
+    assert (updates[0] - updates[1]).abs().max() < 1e-5
+    assert (updates[0] - updates[1]).norm() < 2e-3 * updates[0].norm()
+
+
+class TestGuard:
+    @pytest.fixture
+    def watched(self, make_trainer, monkeypatch):
+        """Trains for two steps of a round and gives each micro-step's record, arguments and result of the loss."""
+
+        def train(loss_type: str, **settings):
+            trainer, seen, records = make_trainer(loss_type=loss_type, **settings), [], []
+            name = "guarded_surrogate" if loss_type == "grpo_guard" else "clipped_surrogate"
+            function, compute_loss = getattr(paco_grpo_trainer, name), trainer.compute_loss
+
+            def keep(*args):
+                result = function(*args)
+                seen.append((args, result))
+                return result
+
+            def keep_record(model, inputs, **kwargs):
+                records.append(inputs["record"])
+                return compute_loss(model, inputs, **kwargs)
+
+            monkeypatch.setattr(paco_grpo_trainer, name, keep)
+            monkeypatch.setattr(trainer, "compute_loss", keep_record)
+            trainer.train()
+            assert len(records) == len(seen) > 0
+            return trainer, [(record, *entry) for record, entry in zip(records, seen, strict=True)]
+
+        return train
+
+    def test_the_log_ratio_is_the_mean_of_noise_times_shift(self, watched):
+        trainer, steps = watched("grpo_guard", num_inference_steps=5, sde_steps=[1, 2], epsilon=1e-4)
+        shifted, deviations = 0, {1: [], 2: []}
+        for position, (record, arguments, result) in enumerate(steps):
+            mean, std = arguments[2].detach(), arguments[4]
+            noise = (record.prev_sample - record.mean) / std  # what the sampler drew
+            assert noise.std() == pytest.approx(1.0, abs=0.1)
+            expected = torch.exp((noise * (mean - record.mean)).flatten(1).mean(dim=1))
+            assert torch.allclose(result.ratio.detach(), expected, atol=1e-6)
+            if position < len(steps) // 2:  # before the first update
+                assert torch.equal(result.ratio.detach(), torch.ones(4))
+            else:
+                deviations[record.index].append((expected - 1).abs())
+                shifted += (expected - 1).abs().max().item() > 1e-5
+            # The weight of the step makes up for its length
+            surrogate = -torch.min(result.ratio * arguments[5], result.ratio.clamp(1 - 1e-4, 1 + 1e-4) * arguments[5])
+            weight = 1 / (record.sigma - record.sigma_next)
+            assert torch.allclose(result.loss, surrogate * weight, rtol=1e-5)
+        assert shifted == len(steps) // 2
+        for index in (1, 2):
+            (logged,) = logs_with(trainer, f"ratio_deviation/step_{index}")
+            assert logged == pytest.approx(torch.cat(deviations[index]).mean().item(), abs=1e-6)
+            assert logs_with(trainer, f"ratio_deviation_on_policy/step_{index}") == [0.0]
+
+    def test_the_ratio_is_another_one_without_it(self, watched):
+        _, steps = watched("grpo")
+        record, (log_prob, old_log_prob, *_), result = steps[-1]
+        assert torch.allclose(result.ratio, torch.exp(log_prob - old_log_prob))
+        assert (result.ratio - 1).abs().max() > 1e-5
+
+    @pytest.mark.parametrize("loss_type", ["grpo", "grpo_guard"])
+    def test_the_mean_is_kept_only_for_it(self, watched, loss_type):
+        _, steps = watched(loss_type, max_steps=1)
+        for record, _, _ in steps:
+            if loss_type == "grpo":
+                assert record.mean is None
+            else:
+                assert record.mean.shape == record.sample.shape
+                assert record.mean.dtype == torch.float32
+                assert not record.mean.requires_grad
+
+    def test_it_learns(self, make_trainer):
+        settings = {"num_generations": 8, "num_prompts_per_generation": 6, "per_device_train_batch_size": 8}
+        trainer = make_trainer(loss_type="grpo_guard", max_steps=24, epsilon=1e-3, **settings)
+        trainer.train()
+        redness = logs_with(trainer, "rewards/redness_reward/mean")[::2]
+        assert redness[-1] - redness[0] > 2 * logs_with(trainer, "rewards/redness_reward/std")[0]
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_flux, prompts, tmp_path_factory):
+    """Folder of a trained adapter whose alpha is not its rank."""
+    from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+    from paco_trl.rewards import redness_reward
+
+    folder = tmp_path_factory.mktemp("continued")
+    trainer = PaCoGRPOTrainer(
+        model=str(tiny_flux),
+        reward_funcs=redness_reward,
+        args=PaCoGRPOConfig(
+            output_dir=str(folder / "first-run"),
+            use_cpu=True,
+            bf16=False,
+            height=64,
+            width=64,
+            num_generations=4,
+            num_prompts_per_generation=4,
+            per_device_train_batch_size=4,
+            num_inference_steps=4,
+            max_steps=2,
+            learning_rate=0.1,
+            report_to="none",
+            save_strategy="no",
+            log_completions=False,
+            disable_tqdm=True,
+        ),
+        train_dataset=prompts,
+        peft_config=LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian"),
+    )
+    trainer.train()
+    trainer.save_model()
+    return folder / "first-run"
+
+
+class TestContinuedAdapter:
+    def with_adapter(self, tiny_flux, folder, peft: bool = True):
+        pipeline = FluxPipeline.from_pretrained(tiny_flux)
+        if peft:
+            pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, folder)
+        else:
+            pipeline.load_lora_weights(folder)
+        return pipeline
+
+    def test_it_begins_where_the_adapter_was(self, make_trainer, tiny_flux, adapter):
+        tuned = draw(self.with_adapter(tiny_flux, adapter))
+        assert np.abs(tuned - draw(FluxPipeline.from_pretrained(tiny_flux))).mean() > 2
+        trainer = make_trainer(peft_config=str(adapter))
+        assert np.array_equal(draw(trainer.pipeline), tuned)
+        assert not np.array_equal(draw(make_trainer().pipeline), tuned)  # a new one begins at the base model
+        assert trainer.model.peft_config["default"].lora_alpha == 32
+        assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+
+    def test_it_goes_on_and_is_saved_in_both_formats(self, make_trainer, tiny_flux, adapter, tmp_path):
+        trainer = make_trainer(peft_config=str(adapter), max_steps=4, beta=0.01)
+        before = weights_of(trainer)
+        assert len(before) == 30
+        frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+        trainer.train()
+        for name, value in weights_of(trainer).items():
+            assert not torch.equal(value, before[name]), name
+        assert are_equal({n: p for n, p in trainer.model.named_parameters() if not p.requires_grad}, frozen)
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0, 0.0]
+        assert min(logs_with(trainer, "kl")) > 0  # from the base model, which the adapter is not
+
+        trainer.save_model(str(tmp_path / "saved"))
+        images = [draw(self.with_adapter(tiny_flux, tmp_path / "saved", peft)) for peft in (True, False)]
+        assert np.array_equal(*images)
+        assert not np.array_equal(images[0], draw(self.with_adapter(tiny_flux, adapter)))
+        with swapped(trainer.model, trainer.ema.average, 0):
+            assert np.array_equal(draw(trainer.pipeline), images[0])
+        text = (tmp_path / "saved" / "README.md").read_text()
+        assert "| LoRA | rank 4, alpha 32, continued from first-run |" in text
+        assert str(adapter) not in text
+
+    def test_an_adapter_of_a_model_with_wider_layers(self, adapter, tmp_path, make_trainer):
+        copied = self.copy(adapter, tmp_path)
+        weights = load_file(copied / "adapter_model.safetensors")
+        name = next(name for name in weights if "lora_A" in name)
+        weights[name] = torch.zeros(weights[name].shape[0], weights[name].shape[1] + 1)
+        save_file(weights, copied / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match="does not fit tiny-flux: it was made for another base model"):
+            make_trainer(peft_config=str(copied))
+
+    @pytest.mark.parametrize("is_deeper", [False, True])
+    def test_an_adapter_of_a_model_with_another_number_of_blocks(self, adapter, tmp_path, make_trainer, is_deeper):
+        # PEFT drops what has no place, and begins anew where nothing is saved
+        copied = self.copy(adapter, tmp_path)
+        weights = load_file(copied / "adapter_model.safetensors")
+        of_block = {name: value for name, value in weights.items() if ".transformer_blocks.0." in name}
+        assert 0 < len(of_block) < len(weights)
+        if is_deeper:
+            weights |= {name.replace("blocks.0.", "blocks.7."): value.clone() for name, value in of_block.items()}
+        else:
+            weights = of_block
+        save_file(weights, copied / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match="does not fit tiny-flux: it was made for another base model"):
+            make_trainer(peft_config=str(copied))
+
+    def test_an_adapter_of_a_model_with_other_layers(self, adapter, tmp_path, make_trainer):
+        copied = self.copy(adapter, tmp_path)
+        config = json.loads((copied / "adapter_config.json").read_text())
+        config["target_modules"] = ["a_layer_that_is_not_there"]
+        (copied / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="a_layer_that_is_not_there"):
+            make_trainer(peft_config=str(copied))
+
+    def test_a_folder_without_an_adapter(self, adapter, tmp_path, make_trainer):
+        with pytest.raises(ValueError, match="a folder without `adapter_config.json`"):
+            make_trainer(model=NOWHERE, peft_config=str(tmp_path))
+        copied = self.copy(adapter, tmp_path)
+        (copied / "adapter_model.safetensors").unlink()  # pytorch_lora_weights.safetensors is not PEFT's
+        with pytest.raises(ValueError, match="a folder without `adapter_model.safetensors`"):
+            make_trainer(model=NOWHERE, peft_config=str(copied))
+
+    @pytest.mark.parametrize(
+        ("setting", "value", "message"),
+        [
+            ("lora_dropout", 0.1, "`lora_dropout` is 0.1"),
+            ("modules_to_save", ["proj_out"], "`modules_to_save` is"),
+        ],
+    )
+    def test_an_adapter_that_cannot_be_trained(self, adapter, tmp_path, make_trainer, setting, value, message):
+        copied = self.copy(adapter, tmp_path)
+        config = json.loads((copied / "adapter_config.json").read_text())
+        config[setting] = value
+        (copied / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            make_trainer(model=NOWHERE, peft_config=str(copied))
+
+    def test_a_pipeline_that_has_an_adapter_is_refused_with_the_way_out(self, adapter, tiny_flux, make_trainer):
+        pipeline = self.with_adapter(tiny_flux, adapter, peft=False)
+        tuned = draw(pipeline)
+        with pytest.raises(ValueError, match="already has an adapter.*as `peft_config`.*unload_lora_weights") as error:
+            make_trainer(model=pipeline)
+        assert "pipeline.fuse_lora()" in str(error.value)
+        # Both ways that it names
+        assert np.array_equal(draw(make_trainer(peft_config=str(adapter)).pipeline), tuned)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+        trainer = make_trainer(model=pipeline)
+        assert np.abs(draw(trainer.pipeline) - tuned).max() <= 2  # rounding: a merged product is another sum
+        trainer.train()
+        with_wrapper = self.with_adapter(tiny_flux, adapter)
+        with pytest.raises(ValueError, match="already has an adapter"):
+            make_trainer(model=with_wrapper)
+
+    def copy(self, adapter, tmp_path):
+        (tmp_path / "copy").mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
+            (tmp_path / "copy" / name).write_bytes((adapter / name).read_bytes())
+        return tmp_path / "copy"

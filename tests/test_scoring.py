@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards beside the drawing, ceilings on what may be missing, and the settings that save memory."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.trainer.scoring import IMAGES_PER_CALL
+
+
+# 8 prompts x 4 images in micro-batches of 4: two calls of 16, the first of them after half of the drawing
+TWO_CALLS = {"num_prompts_per_generation": 8, "max_steps": 1, "gradient_checkpointing": False}
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    assert first.keys() == second.keys()
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def logs_with(trainer, key: str) -> list:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def pixels(images) -> list[np.ndarray]:
+    return [np.asarray(image) for image in images]
+
+
+def watch_drawing(trainer) -> list[tuple[float, float, list]]:
+    """A list that grows with each micro-batch: begin, end, images."""
+    drawn, draw = [], trainer.policy.draw
+
+    def timed(*args, **kwargs):
+        begin = time.perf_counter()
+        images, records = draw(*args, **kwargs)
+        drawn.append((begin, time.perf_counter(), images))
+        return images, records
+
+    trainer.policy.draw = timed
+    return drawn
+
+
+class Timed:
+    """`redness_reward` that takes a while, and remembers when it was called, on which thread, and with what."""
+
+    __name__ = "timed"
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds, self.calls = seconds, []
+
+    def __call__(self, prompts, completions, **kwargs):
+        begin = time.perf_counter()
+        time.sleep(self.seconds)
+        rewards = redness_reward(prompts, completions)
+        self.calls.append((begin, time.perf_counter(), list(completions), threading.current_thread()))
+        return rewards
+
+
+class TestBesideTheDrawing:
+    def test_a_call_runs_while_the_next_images_are_drawn(self, make_trainer):
+        reward = Timed(0.4)
+        trainer = make_trainer(reward_funcs=reward, **TWO_CALLS)
+        drawn = watch_drawing(trainer)
+        trainer.train()
+        assert len(drawn) == 8
+        (first, second) = reward.calls
+        assert drawn[3][1] <= first[0] < drawn[4][1]  # as soon as 16 images are there
+        inside = [draw for draw in drawn if first[0] <= draw[0] and draw[1] <= first[1]]
+        assert inside  # a micro-batch was drawn from beginning to end while the reward was at work
+        assert second[0] >= max(first[1], drawn[-1][1])  # one call after the other
+        assert all(thread is not threading.main_thread() for *_, thread in reward.calls)
+
+        # Time for which training waited, and time that passed while it drew
+        (waited,), (hidden,) = (logs_with(trainer, f"time/reward{suffix}") for suffix in ("", "_hidden"))
+        busy = sum(end - begin for begin, end, *_ in reward.calls)
+        assert busy >= 0.8
+        assert waited + hidden == pytest.approx(busy, abs=0.1)
+        assert hidden >= drawn[-1][1] - drawn[4][1] - 0.1 if first[1] > drawn[-1][1] else hidden > 0.3
+        assert waited >= 0.4  # the second call is not hidden
+        # The round took less than drawing and scoring one after the other
+        assert second[1] - drawn[0][0] < (drawn[-1][1] - drawn[0][0]) + busy - 0.5 * hidden
+
+    def test_the_last_images_are_scored_after_the_drawing(self, make_trainer):
+        reward = Timed(0.2)
+        trainer = make_trainer(reward_funcs=reward, max_steps=1)  # 16 images: a single call
+        drawn = watch_drawing(trainer)
+        trainer.train()
+        ((begin, end, *_),) = reward.calls
+        assert begin >= drawn[-1][1]
+        assert logs_with(trainer, "time/reward") == [pytest.approx(end - begin, abs=0.1)]
+        assert logs_with(trainer, "time/reward_hidden")[0] < 0.1
+
+    @pytest.mark.parametrize(("num_prompts", "batch_size"), [(10, 4), (12, 3)])
+    def test_calls_have_sixteen_images_in_the_order_of_the_drawing(self, make_trainer, num_prompts, batch_size):
+        assert IMAGES_PER_CALL == 16
+        series = []
+        for _ in range(2):
+            reward = Timed()
+            trainer = make_trainer(
+                reward_funcs=reward,
+                num_prompts_per_generation=num_prompts,
+                per_device_train_batch_size=batch_size,
+                max_steps=1,
+            )
+            drawn = watch_drawing(trainer)
+            trainer.train()
+            calls = [images for _, _, images, _ in reward.calls]
+            in_order = [image for *_, images in drawn for image in images]
+            assert len(in_order) == 4 * num_prompts
+            assert [image for images in calls for image in images] == in_order  # these very images
+            series.append([pixels(images) for images in calls])
+        assert [len(call) for call in series[0]] == ([16, 16, 8] if num_prompts == 10 else [16, 16, 16])
+        for first, second in zip(*series, strict=True):  # which images share a call does not depend on time
+            assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+    def test_rewards_are_those_of_their_images(self, make_trainer, tmp_path):
+        # Calls are in the order of drawing, the round's images in that of the prompts
+        seen = {}
+
+        def watch(prompts, completions, **kwargs):
+            rewards = redness_reward(prompts, completions)
+            for prompt, reward in zip(prompts, rewards, strict=True):
+                seen.setdefault(prompt, []).append(reward)
+            return rewards
+
+        trainer = make_trainer(reward_funcs=watch, log_completions=True, **TWO_CALLS)
+        trainer.train()
+        lines = (tmp_path / "out" / "contact_sheets" / "round_00000.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        assert len({entry["prompt"] for entry in entries}) == len(seen) == 8
+        assert list(seen) != list(dict.fromkeys(entry["prompt"] for entry in entries))
+        for prompt, rewards in seen.items():
+            of_prompt = [entry["watch"] for entry in entries if entry["prompt"] == prompt]
+            assert of_prompt == pytest.approx(rewards, abs=1e-6)
+
+    def test_a_reward_that_raises_stops_the_drawing(self, make_trainer):
+        broken = [True]
+
+        def breaks(prompts, completions, **kwargs):
+            if broken:
+                raise OSError("the judge is gone")
+            return redness_reward(prompts, completions)
+
+        trainer = make_trainer(reward_funcs=breaks, **{**TWO_CALLS, "num_prompts_per_generation": 12})
+        drawn = watch_drawing(trainer)
+        with pytest.raises(RuntimeError, match="The reward 'breaks' raised OSError: the judge is gone"):
+            trainer.train()
+        assert 4 <= len(drawn) < 12
+        # The next set of images has nothing of the one that was broken off
+        broken.clear()
+        drawn.clear()
+        trainer.train()
+        assert len(drawn) == 12
+        assert trainer.state.global_step == 1
+
+    def test_the_random_numbers_of_a_reward_do_not_reach_the_images(self, make_trainer):
+        results = {}
+        for is_noisy in (False, True):
+            images = []
+
+            def reward(prompts, completions, is_noisy=is_noisy, images=images, **kwargs):
+                for _ in range(40 if is_noisy else 0):  # while the next images are drawn
+                    torch.manual_seed(random.randrange(1000))
+                    torch.randn(100), np.random.seed(3), np.random.rand(10), random.random()
+                    time.sleep(0.005)
+                images.extend(pixels(completions))
+                return redness_reward(prompts, completions)
+
+            trainer = make_trainer(reward_funcs=reward, **{**TWO_CALLS, "max_steps": 4})
+            before = random.getstate()
+            trainer.train()
+            assert (random.getstate() == before) != is_noisy
+            results[is_noisy] = images, weights_of(trainer)
+        assert len(results[True][0]) == 64
+        assert all(np.array_equal(a, b) for a, b in zip(results[False][0], results[True][0], strict=True))
+        assert are_equal(results[False][1], results[True][1])
+
+    def test_async_and_sync_together(self, make_trainer):
+        order = []
+        second_has_begun = []
+
+        async def first(prompts, completions, **kwargs):
+            second_has_begun.append(asyncio.Event())
+            order.append("first")
+            # Waits for the other: it would wait in vain if they were called one after the other
+            await asyncio.wait_for(second_has_begun[-1].wait(), timeout=20)
+            return [1.0 + reward for reward in redness_reward(prompts, completions)]
+
+        def sync(prompts, completions, **kwargs):
+            order.append("sync")
+            return [2.0 + reward for reward in redness_reward(prompts, completions)]
+
+        async def second(prompts, completions, **kwargs):
+            order.append("second")
+            second_has_begun[-1].set()
+            return [3.0 + reward for reward in redness_reward(prompts, completions)]
+
+        trainer = make_trainer(reward_funcs=[first, sync, second], **TWO_CALLS)
+        trainer.train()
+        assert order == ["sync", "first", "second"] * 2
+        means = [logs_with(trainer, f"rewards/{name}/mean")[0] for name in ("first", "sync", "second")]
+        assert means[1] - means[0] == pytest.approx(1.0, abs=1e-5)
+        assert means[2] - means[1] == pytest.approx(1.0, abs=1e-5)
+
+    def test_an_async_reward_that_raises_is_named(self, make_trainer):
+        async def fails(prompts, completions, **kwargs):
+            await asyncio.sleep(0)
+            raise OSError("no connection")
+
+        with pytest.raises(RuntimeError, match="The reward 'fails' raised OSError: no connection"):
+            make_trainer(reward_funcs=[redness_reward, fails], **TWO_CALLS).train()
+
+    def test_columns_and_metrics_over_several_calls(self, make_trainer, tmp_path):
+        numbers = iter((1.0, 4.0))
+
+        def talkative(prompts, completions, log_extra, log_metric, **kwargs):
+            rewards = redness_reward(prompts, completions)
+            log_extra("reason", [f"{reward:.6f}" for reward in rewards])
+            log_metric("asked", next(numbers))
+            return rewards
+
+        trainer = make_trainer(reward_funcs=talkative, log_completions=True, **TWO_CALLS)
+        trainer.train()
+        lines = (tmp_path / "out" / "contact_sheets" / "round_00000.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        assert len(entries) == 32
+        assert len({entry["reason"] for entry in entries}) > 16
+        assert all(float(entry["reason"]) == pytest.approx(entry["talkative"], abs=2e-6) for entry in entries)
+        assert logs_with(trainer, "asked") == [2.5]
+
+    def test_columns_of_the_dataset_and_panels_belong_to_their_images(self, make_trainer, prompts):
+        seen = []
+
+        def checks(prompts, completions, number, panel_images, trainer_state, **kwargs):
+            for prompt, n, image, panels in zip(prompts, number, completions, panel_images, strict=True):
+                seen.append((prompt, n))
+                assert np.array_equal(np.asarray(panels[3]), np.asarray(image)[16:, 16:])
+            assert trainer_state.global_step == 0
+            return panel_similarity_reward(prompts, completions, panel_images)
+
+        dataset = prompts.map(lambda row, index: {"number": index}, with_indices=True)
+        make_trainer(reward_funcs=checks, train_dataset=dataset, **TWO_CALLS).train()
+        assert len(seen) == 32
+        assert all(prompts[number]["prompt"] == prompt for prompt, number in seen)
+
+
+class TestCeilings:
+    """16 images of 4 prompts, of which some have no reward."""
+
+    def run(self, make_trainer, missing: dict[int, int], **settings):
+        """Trains; of the prompt that comes k-th, the first `missing[k]` images have no reward."""
+
+        def judge(prompts, completions, **kwargs):
+            rewards, found = redness_reward(prompts, completions), {}
+            for index, prompt in enumerate(prompts):
+                found.setdefault(prompt, []).append(index)
+            assert len(found) == 4
+            for position, indices in enumerate(found.values()):
+                for index in indices[: missing.get(position, 0)]:
+                    rewards[index] = None
+            return rewards
+
+        trainer = make_trainer(reward_funcs=[redness_reward, judge], **settings)
+        trainer.train()
+        return trainer
+
+    def test_images_below_and_above(self, make_trainer):
+        settings = {"max_excluded_images": 0.25, "max_excluded_groups": 1.0}
+        trainer = self.run(make_trainer, {0: 1, 1: 1, 2: 1, 3: 1}, **settings)  # 4 of 16 are a quarter
+        assert logs_with(trainer, "images_excluded") == [4, 4]
+        assert logs_with(trainer, "groups_excluded") == [0, 0]
+        assert logs_with(trainer, "rewards/judge/missing") == [4, 4]
+        with pytest.raises(RuntimeError) as error:
+            self.run(make_trainer, {0: 2, 1: 1, 2: 1, 3: 1}, **settings)
+        message = str(error.value)
+        assert "In round 0 5 of 16 images (31%) are excluded and 0 of 4 prompts (0%)" in message
+        assert "`max_excluded_images` = 0.25 and `max_excluded_groups` = 1" in message
+        assert "by reward: redness_reward 0, judge 5." in message
+
+    def test_groups_below_and_above(self, make_trainer):
+        settings = {"max_excluded_images": 1.0, "max_excluded_groups": 0.25}
+        # A single scored image has nothing to be compared with: its group is lost, and with it the image
+        trainer = self.run(make_trainer, {0: 3}, **settings)
+        assert logs_with(trainer, "images_excluded") == [4, 4]
+        assert logs_with(trainer, "groups_excluded") == [1, 1]
+        with pytest.raises(RuntimeError, match=r"8 of 16 images \(50%\) are excluded and 2 of 4 prompts \(50%\)") as e:
+            self.run(make_trainer, {0: 3, 2: 4}, **settings)
+        assert "by reward: redness_reward 0, judge 7." in str(e.value)
+
+    def test_the_defaults_are_a_half(self, make_trainer):
+        assert self.run(make_trainer, {0: 4, 1: 4}).state.global_step == 2
+        with pytest.raises(RuntimeError, match="raise the ceilings"):
+            self.run(make_trainer, {0: 4, 1: 4, 2: 1})
+
+    def test_nothing_is_trained_above_a_ceiling(self, make_trainer):
+        before = []
+
+        def none(prompts, completions, **kwargs):
+            return [None] * len(completions)
+
+        trainer = make_trainer(reward_funcs=none)
+        before = weights_of(trainer)
+        with pytest.raises(RuntimeError, match="none 16"):
+            trainer.train()
+        assert are_equal(weights_of(trainer), before)
+
+
+class TestMemory:
+    def test_offloaded_embeddings_train_the_same(self, make_trainer):
+        results = []
+        for offload in (False, True):
+            trainer = make_trainer(offload_embeddings=offload, max_steps=4)
+            before = weights_of(trainer)
+            trainer.train()
+            assert not are_equal(weights_of(trainer), before)
+            results.append(weights_of(trainer))
+        assert are_equal(*results)
+
+    @pytest.mark.parametrize("offload", [False, True])
+    def test_the_buffer_holds_one_kept_copy_of_each_prompt(self, make_trainer, offload):
+        # Micro-batches of 2: two of them for each prompt
+        trainer = make_trainer(offload_embeddings=offload, per_device_train_batch_size=2)
+        prompt_arguments, given, kept_storages = trainer._prompt_arguments, set(), set()
+
+        def on_another_device(prompts, encoded):
+            # As on an accelerator: what the pipeline is called with is another copy than the one that is kept
+            arguments, kept = prompt_arguments(prompts, encoded)
+            assert offload or all(tensor.device == trainer.accelerator.device for tensor in kept.values())
+            arguments = {name: tensor.clone() for name, tensor in arguments.items()}
+            given.update(tensor.untyped_storage().data_ptr() for tensor in arguments.values())
+            held.append(arguments)  # so that no address is used again
+            kept_storages.update(tensor.untyped_storage().data_ptr() for tensor in kept.values())
+            return arguments, kept
+
+        held = []
+        trainer._prompt_arguments = on_another_device
+        trainer.state.max_steps = 2
+        buffer = trainer._generate_and_score_completions(0)
+        assert len(buffer) == 8
+        found = {"encoder_hidden_states": set(), "pooled_projections": set()}
+        for entry in buffer:
+            (call,) = entry["record"].calls
+            assert found.keys() <= call.keys()
+            for name, storages in found.items():
+                assert len(call[name]) == 2
+                storages.add(call[name].untyped_storage().data_ptr())
+            # What the pipeline has computed itself stays where it was
+            assert call["hidden_states"].untyped_storage().data_ptr() not in kept_storages | given
+        for storages in found.values():
+            if offload:
+                assert storages <= kept_storages
+                assert len(storages) == 4  # one for each prompt, not for each micro-batch or image
+            else:
+                assert storages <= given
+                assert not storages & kept_storages
+
+    def test_a_micro_batch_comes_back_with_the_values(self, make_trainer):
+        trainer = make_trainer(offload_embeddings=True, per_device_train_batch_size=8)  # two prompts in each
+        trainer.state.max_steps = 2
+        inputs = trainer._prepare_inputs(None)
+        assert inputs is not trainer._buffered_inputs[0]  # the buffer's own stays on the CPU
+        assert inputs["record"] is not trainer._buffered_inputs[0]["record"]
+        (call,), (kept,) = inputs["record"].calls, trainer._buffered_inputs[0]["record"].calls
+        for name, tensor in call.items():
+            if isinstance(tensor, torch.Tensor):
+                assert tensor.device == trainer.accelerator.device
+                assert torch.equal(tensor, kept[name]), name
+        plain = make_trainer(per_device_train_batch_size=8)
+        plain.state.max_steps = 2
+        reference = plain._prepare_inputs(None)
+        assert reference is plain._buffered_inputs[0]
+        assert torch.equal(reference["record"].calls[0]["encoder_hidden_states"], call["encoder_hidden_states"])
+
+    @pytest.mark.parametrize("tiling", [False, True])
+    def test_vae_tiling(self, make_trainer, monkeypatch, tiling):
+        asked, decoded = [], []
+        enable, decode = AutoencoderKL.enable_tiling, AutoencoderKL.tiled_decode
+        monkeypatch.setattr(AutoencoderKL, "enable_tiling", lambda self, *a: (asked.append(1), enable(self, *a))[1])
+        monkeypatch.setattr(
+            AutoencoderKL, "tiled_decode", lambda self, *a, **k: (decoded.append(1), decode(self, *a, **k))[1]
+        )
+        trainer = make_trainer(vae_tiling=tiling, max_steps=1)
+        assert bool(asked) == tiling
+        assert trainer.pipeline.vae.use_tiling == tiling
+        trainer.pipeline.vae.tile_latent_min_size, trainer.pipeline.vae.tile_sample_min_size = 8, 16
+        trainer.train()
+        assert len(decoded) == (4 if tiling else 0)  # each micro-batch
