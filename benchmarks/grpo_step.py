@@ -1,0 +1,739 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+What a round of PaCo-GRPO and its optimizer steps cost, beside the cost structure of the published recipe, in one run.
+
+    python benchmarks/grpo_step.py                                        # the tiny FLUX
+    python benchmarks/grpo_step.py --size medium --repeats 3 --output benchmarks/grpo_step_medium.json
+    python benchmarks/grpo_step.py --size flux-dev --device cuda --dtype bfloat16 --resolutions 512 --batch_sizes 1 4
+
+Real rounds of `PaCoGRPOTrainer`, timed by hooks around the model calls. The published recipe is built from the same
+trainer, model and prompts: the text encoders stay on the device and encode the prompts of each call again, and a trained
+step is three forwards (old policy, reference, trained). Rounds of the two take turns, and so do the resolutions; what is
+saved are medians, and ratios of neighbouring rounds.
+"""
+
+import argparse
+import ctypes
+import gc
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+from diffusers.utils import logging as diffusers_logging
+from peft import LoraConfig
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel, TrainerCallback
+
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.data import demo_prompts_path
+from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.rollout import replay
+from paco_trl.tiny import build_tiny_flux
+from paco_trl.trainer.curves import CurvesCallback
+
+
+# Dense bf16 of the data sheets, https://www.nvidia.com/en-us/data-center/h200/ (H100 SXM: the same)
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
+
+ROWS, COLS = 2, 2  # panels of an image
+SWEPT = ("batch_size", "attention_backend", "compiled", "gradient_checkpointing")
+
+
+@dataclass(frozen=True)
+class Size:
+    """What differs from the tiny pipeline, and the defaults of a run."""
+
+    transformer: dict | None = None
+    clip: dict | None = None
+    t5: dict | None = None
+    vae: dict | None = None
+    max_tokens: int | None = None
+    lora_rank: int = 4
+    resolutions: tuple[int, ...] = (32, 64)
+    num_generations: int = 16
+    num_prompts: int = 2
+    batch_size: int = 4
+
+
+SIZES = {
+    "tiny": Size(),
+    # 36 million weights. Its T5 takes the share of a transformer's forward that T5-XXL takes of FLUX.1-dev's at 512
+    # pixels, 0.2, so that what encoding again costs is in proportion.
+    "medium": Size(
+        transformer={
+            "in_channels": 16,
+            "num_layers": 2,
+            "num_single_layers": 4,
+            "num_attention_heads": 4,
+            "joint_attention_dim": 512,
+            "pooled_projection_dim": 16,
+        },
+        t5={"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 8},
+        lora_rank=16,
+        num_generations=4,
+        num_prompts=1,
+        batch_size=2,
+    ),
+    "flux-dev": Size(
+        transformer={},  # the defaults of FluxTransformer2DModel, beside `guidance_embeds`
+        clip={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 77,
+            "projection_dim": 768,
+            "hidden_act": "quick_gelu",
+        },
+        t5={
+            "d_model": 4096,
+            "d_kv": 64,
+            "d_ff": 10240,
+            "num_layers": 24,
+            "num_heads": 64,
+            "feed_forward_proj": "gated-gelu",
+        },
+        vae={
+            "sample_size": 1024,
+            "down_block_types": ("DownEncoderBlock2D",) * 4,
+            "up_block_types": ("UpDecoderBlock2D",) * 4,
+            "block_out_channels": (128, 256, 512, 512),
+            "layers_per_block": 2,
+            "latent_channels": 16,
+            "norm_num_groups": 32,
+        },
+        max_tokens=512,
+        lora_rank=64,
+        resolutions=(512, 1024),
+        num_prompts=1,
+        batch_size=1,
+    ),
+}
+
+
+def build_pipeline(args: argparse.Namespace) -> FluxPipeline:
+    """A FLUX with random weights: the tiny one, with the parts that the size replaces."""
+    size = SIZES[args.size]
+    pipeline = FluxPipeline.from_pretrained(build_tiny_flux(Path(args.folder) / "flux"), dtype=args.torch_dtype)
+    torch.manual_seed(0)
+    torch.set_default_dtype(args.torch_dtype)
+    with torch.device(args.device):
+        if size.clip is not None:
+            config = {**pipeline.text_encoder.config.to_dict(), **size.clip}
+            pipeline.text_encoder = CLIPTextModel(CLIPTextConfig(**config))
+            pipeline.tokenizer.model_max_length = size.clip["max_position_embeddings"]
+        if size.t5 is not None:
+            t5 = {**size.t5, "num_layers": args.encoder_layers or size.t5["num_layers"]}
+            pipeline.text_encoder_2 = T5EncoderModel(T5Config(vocab_size=len(pipeline.tokenizer_2), **t5))
+        if size.vae is not None:
+            vae = AutoencoderKL(**{**pipeline.vae.config, **size.vae})
+            pipeline = FluxPipeline(**{**pipeline.components, "vae": vae})  # sets what depends on the VAE's factor
+        if size.transformer is not None:
+            shape = {**size.transformer}
+            for name in ("num_layers", "num_single_layers", "num_attention_heads"):
+                if getattr(args, name) is not None:
+                    shape[name] = getattr(args, name)
+            pipeline.transformer = FluxTransformer2DModel(**shape, guidance_embeds=True)
+    torch.set_default_dtype(torch.float32)
+    if size.max_tokens is not None:
+        pipeline.tokenizer_2.model_max_length = size.max_tokens
+    for name in ("text_encoder", "text_encoder_2", "vae"):  # where a pipeline is that was loaded
+        getattr(pipeline, name).to("cpu")
+    return pipeline
+
+
+def forward_flops(config: dict, image_tokens: int, text_tokens: int) -> float:
+    """
+    Floating-point operations of one image's forward through a FLUX transformer, without the adapter.
+
+    12 d^2 multiply-adds a token in each block, double or single, and the attention; what remains (modulation, once an
+    image, and embeddings) is below 0.1 % at FLUX.1-dev's size, where `torch.utils.flop_counter` counts 21.50 TFLOP at
+    512 pixels and 74.38 at 1024. Twice the number of parameters a token would be 1.7 times as many: a token passes
+    through one stream of a double block, and the modulation's 3.2 billion parameters see no tokens at all.
+    """
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    blocks = config["num_layers"] + config["num_single_layers"]
+    tokens = image_tokens + text_tokens
+    return blocks * (24 * width**2 * tokens + 4 * tokens**2 * width)
+
+
+class Stopwatch:
+    """
+    Divides the time of a round over sections, each without those inside it: their sum is the whole.
+
+    Synchronised, the accelerator's time goes to the section that asked for it. On one CPU thread it counts the seconds
+    that the processor worked for this process, in which other work on the machine does not show.
+    """
+
+    def __init__(self, device: str):
+        self.device = device
+        self.is_synchronised = True
+        self.clock = time.process_time if is_processor_time(device) else time.perf_counter
+        self._stack = ["trainer: loop, clipping, logs"]
+        self.begin()
+
+    def begin(self) -> None:
+        """A new round begins, in the section that is open."""
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.counts: Counter[str] = Counter()
+        self.flops: dict[str, float] = defaultdict(float)
+        self.started = self._last = self.now()
+        self.wall_started = time.perf_counter()
+
+    def now(self) -> float:
+        if self.device == "cuda" and self.is_synchronised:
+            torch.cuda.synchronize()
+        return self.clock()
+
+    def _charge(self) -> None:
+        now = self.now()
+        self.seconds[self._stack[-1]] += now - self._last
+        self._last = now
+
+    def enter(self, section: str) -> None:
+        self._charge()
+        self._stack.append(section)
+
+    def leave(self) -> None:
+        self._charge()
+        self._stack.pop()
+
+    @contextmanager
+    def section(self, name: str):
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def end(self) -> tuple[float, float]:
+        """Seconds of the round, by the clock and on the wall."""
+        self._charge()
+        return self._last - self.started, time.perf_counter() - self.wall_started
+
+
+def is_processor_time(device: str) -> bool:
+    return device == "cpu" and torch.get_num_threads() == 1
+
+
+@dataclass
+class Round:
+    """What was measured in a round."""
+
+    recipe: str
+    resolution: int
+    is_synchronised: bool
+    num_prompts: int
+    whole: float = 0.0
+    wall: float = 0.0
+    rollout: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    memory_before: float = 0.0
+    memory_peak: float = 0.0
+
+    @property
+    def pictures(self) -> float:
+        """Seconds of contact sheets and curves: the same in a large round as in a small one, so shown apart."""
+        return sum(seconds for name, seconds in self.seconds.items() if name.split(": ")[1] in PICTURES)
+
+    def time(self, encode: float) -> float:
+        """Seconds of the round without pictures; a prompt is encoded in `encode` where it was done before the round."""
+        return self.whole - self.pictures + (self.num_prompts * encode if self.recipe == "paco_trl" else 0.0)
+
+
+# Whose time a section is, by what its name ends with; the rest is that of paco_trl, TRL and Trainer
+MODEL_CALLS = ("transformer", "backward", "VAE", "text encoders")
+PICTURES = ("contact sheet", "curves")
+OPTIMIZER = ("optimizer and average of the weights",)
+PIPELINE = ("diffusers' pipeline", "tokenizers")
+
+
+class MeasuredTrainer(PaCoGRPOTrainer):
+    """The trainer, measured. In rounds of the recipe "published" it has that recipe's cost structure."""
+
+    def __init__(self, watch: Stopwatch, plan: list[tuple[str, int, bool]], **kwargs):
+        self.watch, self.plan, self.rounds = watch, plan, []
+        self.phase, self.encode_seconds = "rollout", []
+        self._current: Round | None = None
+        super().__init__(**kwargs)
+        transformer = self.accelerator.unwrap_model(self.model).get_base_model()
+        transformer.register_forward_pre_hook(self._count_forward, with_kwargs=True)
+        self._time_module(transformer, "transformer")
+        self._time_module(self.pipeline.vae.decoder, "VAE")
+        for name in self.family.text_encoders:
+            self._time_module(getattr(self.pipeline, name), "text encoders")
+        getattr(self.pipeline, self.family.text_encoders[-1]).register_forward_pre_hook(self._count_encode)
+        # So that what diffusers' own code takes is seen apart
+        self.pipeline.__class__ = _timed_class(type(self.pipeline), self)
+        self._time_method(self.policy.scheduler, "step", "rollout: sampler's steps")
+        self._time_method(self.accelerator, "backward", "training: backward")
+        self._time_method(self.scorer, "finish", "scoring: waiting for rewards, gathering")
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, CurvesCallback):
+                self._time_method(callback, "on_log", "trainer: curves")
+        self.add_callback(_RoundCallback(self))
+
+    # ---- Hooks ----
+
+    def _time_module(self, module: nn.Module, name: str) -> None:
+        module.register_forward_pre_hook(lambda *_: self.watch.enter(f"{self.phase}: {name}"))
+        module.register_forward_hook(lambda *_: self.watch.leave())
+
+    def _time_method(self, owner: object, method: str, section: str) -> None:
+        function = getattr(owner, method)
+
+        def timed(*args, **kwargs):
+            with self.watch.section(section):
+                return function(*args, **kwargs)
+
+        setattr(owner, method, timed)
+
+    def _count_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        batch_size, image_tokens, _ = kwargs["hidden_states"].shape
+        text_tokens = kwargs["encoder_hidden_states"].shape[1]
+        self.watch.counts[f"{self.phase}: transformer"] += batch_size
+        self.watch.flops[self.phase] += batch_size * forward_flops(module.config, image_tokens, text_tokens)
+        if module.is_gradient_checkpointing and torch.is_grad_enabled():
+            self.watch.counts["recomputed in the backward: transformer"] += batch_size
+
+    def _count_encode(self, module: nn.Module, args: tuple) -> None:
+        self.watch.counts["encodes"] += args[0].shape[0]
+
+    # ---- A round ----
+
+    def _encode_prompts_of_run(self, first_round: int) -> None:
+        # Once in a run, in the first round, which is not measured: timed for each prompt
+        if self._encoded_for_max_steps is None:
+            encode_prompt = self.family.encode_prompt
+
+            def timed(*args, **kwargs):
+                started = self.watch.now()
+                encoded = encode_prompt(*args, **kwargs)
+                self.encode_seconds.append(self.watch.now() - started)
+                return encoded
+
+            self.family.encode_prompt = timed
+            super()._encode_prompts_of_run(first_round)
+            self.family.encode_prompt = encode_prompt
+
+    def _generate_and_score_completions(self, round_index: int) -> list[dict]:
+        self.end_round()
+        self._current = Round(*self.plan[round_index], self.layout.num_prompts)
+        self.is_published = self._current.recipe == "published"
+        for name in self.family.text_encoders:
+            getattr(self.pipeline, name).to(self.accelerator.device if self.is_published else "cpu")
+        self._prompts_drawn: list[list[str]] = []
+        self._current.memory_before = reset_peak_memory(self.watch.device)
+        self.watch.is_synchronised = self._current.is_synchronised
+        self.watch.begin()
+        with self.watch.section("scoring: advantages, metrics, buffer"):
+            return super()._generate_and_score_completions(round_index)
+
+    def end_round(self) -> None:
+        if self._current is None:
+            return
+        done, self._current = self._current, None
+        done.whole, done.wall = self.watch.end()
+        done.rollout = self._rollout_seconds
+        done.seconds, done.counts = dict(self.watch.seconds), dict(self.watch.counts)
+        done.flops = dict(self.watch.flops)
+        done.memory_peak = peak_memory(self.watch.device)
+        self.rounds.append(done)
+
+    def _draw_round(self, *args, **kwargs):
+        self.phase, started = "rollout", self.watch.now()
+        with self.watch.section("rollout: recording, prompts, moving the VAE"):
+            drawn = super()._draw_round(*args, **kwargs)
+        self._rollout_seconds = self.watch.now() - started  # ends with images on the CPU: nothing is pending
+        return drawn
+
+    def _save_sheet(self, *args, **kwargs) -> None:
+        with self.watch.section("scoring: contact sheet"):
+            super()._save_sheet(*args, **kwargs)
+
+    def training_step(self, *args, **kwargs):
+        with self.watch.section("training: loss, statistics"):
+            return super().training_step(*args, **kwargs)
+
+    # ---- The published recipe ----
+
+    def _encode(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        with torch.no_grad(), self.watch.section(f"{self.phase}: tokenizers"):
+            encoded = self.family.encode_prompt(self.pipeline, prompts, self.accelerator.device)
+        return {name: tensor.float() for name, tensor in encoded.items()}
+
+    def _prompt_arguments(self, prompts: list[str], encoded: dict):
+        self._prompts_drawn.append(prompts)
+        if not self.is_published:
+            return super()._prompt_arguments(prompts, encoded)
+        arguments = self._encode(prompts)
+        return arguments, arguments
+
+    def _fill_buffer(self, *args, **kwargs) -> list[dict]:
+        buffer = super()._fill_buffer(*args, **kwargs)
+        steps = self.layout.num_trained_steps
+        return [{**entry, "prompts": self._prompts_drawn[index // steps]} for index, entry in enumerate(buffer)]
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        arguments = (inputs["record"], self.family, self.args.guidance_scale, inputs["sde"])
+        if self.is_published:
+            # Their results are not needed here, only their cost: the numbers of both recipes are the same
+            with torch.no_grad():
+                self.phase = "old policy"
+                self._encode(inputs["prompts"])
+                replay(model, *arguments)
+                self.phase = "reference"
+                self._encode(inputs["prompts"])
+                with self._reference(model) as reference:
+                    replay(reference, *arguments)
+            self.phase = "training"
+            self._encode(inputs["prompts"])
+        self.phase = "training"
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def _timed_class(pipeline_class: type, trainer: MeasuredTrainer) -> type:
+    """The pipeline's class under the same name, whose call is a section of the stopwatch."""
+
+    def call(self, *args, **kwargs):
+        with trainer.watch.section("rollout: diffusers' pipeline"):
+            return pipeline_class.__call__(self, *args, **kwargs)
+
+    names = {"__call__": call, "__module__": pipeline_class.__module__}
+    return type(pipeline_class.__name__, (pipeline_class,), names)
+
+
+class _RoundCallback(TrainerCallback):
+    def __init__(self, trainer: MeasuredTrainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.watch.enter(f"training: {OPTIMIZER[0]}")
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.watch.leave()  # after the trainer's own callback, which takes the average
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.trainer.end_round()
+
+
+def reset_peak_memory(device: str) -> float:
+    """Begins to look for a peak; MiB in use."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).malloc_trim(0)  # what the last round has freed
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM, see proc(5)
+    return _proc_status("VmRSS")
+
+
+def peak_memory(device: str) -> float:
+    """MiB at the peak: on the accelerator, or resident in memory."""
+    return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else _proc_status("VmHWM")
+
+
+def _proc_status(name: str) -> float:
+    if platform.system() != "Linux":
+        return float("nan")
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def dataset_of(plan: list[tuple[str, int, bool]], num_prompts: int) -> Dataset:
+    """A prompt for each place of the plan's rounds, in their order and with their size; all of them different."""
+    demo = [json.loads(line)["prompt"] for line in demo_prompts_path().read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for _, resolution, _ in plan:
+        for _ in range(num_prompts):
+            prompt = f"{len(rows)}. {demo[len(rows) % len(demo)]}"
+            panels = ["a panel"] * (ROWS * COLS)
+            sizes = {"height": resolution, "width": resolution}
+            rows.append({"prompt": prompt, "rows": ROWS, "cols": COLS, "panels": panels, **sizes})
+    return Dataset.from_list(rows)
+
+
+def measure(
+    args: argparse.Namespace, batch_size: int, backend: str | None, is_compiled: bool, is_checkpointed: bool
+) -> dict:
+    """Trains with one setting, and says what it cost."""
+    # On an accelerator the rounds whose sections are timed wait for it at each of them: their wall is not that of a run
+    modes = [True] if args.device == "cpu" else [True, False]
+    recipes = ["paco_trl", "published"]
+    plan = list(itertools.product(args.resolutions, modes, recipes)) * (args.repeats + 1)
+    plan = [(recipe, resolution, mode) for resolution, mode, recipe in plan]
+    pipeline = build_pipeline(args)
+    if backend is not None:
+        pipeline.transformer.set_attention_backend(backend)
+    if is_compiled:
+        # In place, before the adapter: rollout and replay run the same blocks
+        pipeline.transformer.compile_repeated_blocks(dynamic=False)
+    config = PaCoGRPOConfig(
+        output_dir=tempfile.mkdtemp(dir=args.folder),  # a run does not go on in another's folder
+        use_cpu=args.device == "cpu",
+        bf16=args.torch_dtype == torch.bfloat16,
+        # The untrained replay is compared with the rollout, and reported; in bf16 it is not known before
+        ratio_tolerance=None if args.torch_dtype == torch.float32 and not is_compiled else float("inf"),
+        resolution_scale=1.0,
+        num_inference_steps=args.num_inference_steps,
+        num_generations=args.num_generations,
+        num_prompts_per_generation=args.num_prompts,
+        per_device_train_batch_size=batch_size,
+        gradient_checkpointing=is_checkpointed,
+        max_steps=len(plan) * PaCoGRPOConfig.optimizer_steps_per_generation,
+        shuffle_dataset=False,
+        log_completions=not args.no_contact_sheets,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    rank = SIZES[args.size].lora_rank
+    watch = Stopwatch(args.device)
+    trainer = MeasuredTrainer(
+        watch,
+        plan,
+        model=pipeline,
+        reward_funcs=[redness_reward, panel_similarity_reward],
+        args=config,
+        train_dataset=dataset_of(plan, config.num_prompts_per_generation),
+        peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, init_lora_weights="gaussian"),
+    )
+    trainer.train()
+    measured = trainer.rounds[len(plan) // (args.repeats + 1) :]  # without the first of each kind, which warms up
+    encode_seconds = statistics.median(trainer.encode_seconds)
+    results = {
+        str(resolution): {
+            recipe: summary(args, measured, recipe, resolution, trainer.layout.num_images, encode_seconds)
+            for recipe in recipes
+        }
+        for resolution in args.resolutions
+    }
+    on_policy = [
+        value
+        for entry in trainer.state.log_history
+        for name, value in entry.items()
+        if name.startswith("ratio_deviation_on_policy")
+    ]
+    return {
+        "batch_size": batch_size,
+        "attention_backend": backend or "default",
+        "compiled": is_compiled,
+        "gradient_checkpointing": is_checkpointed,
+        "images in a round": trainer.layout.num_images,
+        "transformer weights": sum(p.numel() for name, p in trainer.model.named_parameters() if "lora_" not in name),
+        "seconds to encode a prompt": round(encode_seconds, 6),
+        "largest mean |ratio - 1| on policy": max(on_policy),
+        "resolutions": results,
+        "time per image / published recipe": {
+            str(resolution): round(time_ratio(measured, resolution, encode_seconds), 3)
+            for resolution in args.resolutions
+        },
+    }
+
+
+def summary(
+    args: argparse.Namespace, rounds: list[Round], recipe: str, resolution: int, num_images: int, encode: float
+) -> dict:
+    """Medians over the rounds of a kind, for an image."""
+    of_kind = [done for done in rounds if (done.recipe, done.resolution) == (recipe, resolution)]
+    timed = [done for done in of_kind if done.is_synchronised]
+    free = [done for done in of_kind if not done.is_synchronised] or timed
+    # The first recipe encodes a prompt once in a run, outside these rounds
+    apart = encode * of_kind[0].num_prompts if recipe == "paco_trl" else 0.0
+    encodes = of_kind[0].num_prompts if recipe == "paco_trl" else of_kind[0].counts["encodes"]
+    sections = {
+        name: statistics.median(done.seconds.get(name, 0.0) for done in timed)
+        for name in sorted({name for done in timed for name in done.seconds})
+    }
+    if apart:
+        sections["encoding, once in a run: text encoders"] = apart
+    forwards = {
+        name.split(": ")[0]: count / num_images
+        for name, count in of_kind[0].counts.items()
+        if name.endswith(": transformer")
+    }
+    recomputed = forwards.pop("recomputed in the backward", 0.0)
+
+    def shares(done: Round) -> dict[str, float]:
+        whole = done.time(encode)
+
+        def share(kinds: tuple[str, ...]) -> float:
+            return sum(seconds for name, seconds in done.seconds.items() if name.split(": ")[1] in kinds) / whole
+
+        found = {
+            "model calls": share(MODEL_CALLS) + apart / whole,
+            "optimizer": share(OPTIMIZER),
+            "diffusers' pipeline": share(PIPELINE),
+        }
+        found["paco_trl, TRL and Trainer"] = 1 - sum(found.values())
+        return {**found, "outside model calls": 1 - found["model calls"]}
+
+    each = [shares(done) for done in timed]
+    seconds = statistics.median(done.time(encode) for done in free)
+    rollout = statistics.median(done.rollout for done in free)
+    rollout_flops = of_kind[0].flops["rollout"]
+    speed = rollout_flops / rollout
+    name = torch.cuda.get_device_name() if args.device == "cuda" else ""
+    peak = next((flops for card, flops in PEAK_FLOPS.items() if card in name), None)
+    return {
+        "transformer forwards per image": {**forwards, "all": sum(forwards.values())},
+        "forwards recomputed in the backward, per image": recomputed,
+        "encodes per image": encodes / num_images,
+        "seconds per image": round(seconds / num_images, 6),
+        "images per second": round(num_images / seconds, 4),
+        "rollout images per second": round(num_images / rollout, 4),
+        "TFLOP of a forward": round(rollout_flops / forwards["rollout"] / num_images / 1e12, 6),
+        "TFLOP/s in rollout": round(speed / 1e12, 4),
+        "TFLOP/s in its forwards": round(rollout_flops / sections["rollout: transformer"] / 1e12, 4),
+        **(
+            {"share of the card's peak in rollout": round(speed / peak, 4)}
+            if peak is not None and args.torch_dtype == torch.bfloat16
+            else {}
+        ),
+        "shares of time": {name: round(statistics.median(found[name] for found in each), 4) for name in each[0]},
+        "seconds of pictures in a round": round(statistics.median(done.pictures for done in timed), 4),
+        "time / wall time": round(statistics.median(done.whole / done.wall for done in free), 3),
+        "peak memory, MiB": round(statistics.median(done.memory_peak for done in of_kind), 1),
+        "above the beginning of the round, MiB": round(
+            statistics.median(done.memory_peak - done.memory_before for done in of_kind), 1
+        ),
+        "milliseconds per image by section": {
+            name: round(seconds / num_images * 1000, 4) for name, seconds in sections.items()
+        },
+    }
+
+
+def time_ratio(rounds: list[Round], resolution: int, encode: float) -> float:
+    """Median of the ratios of neighbouring rounds of the two recipes."""
+    of_size = [done for done in rounds if done.resolution == resolution]
+    free = [done for done in of_size if not done.is_synchronised] or of_size
+    pairs = zip(free[::2], free[1::2], strict=True)
+    return statistics.median(ours.time(encode) / published.time(encode) for ours, published in pairs)
+
+
+def machine(args: argparse.Namespace) -> dict:
+    """In general words."""
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    return {
+        "device": device,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "time": "of the processor" if is_processor_time(args.device) else "on the wall",
+        "load average at the start": round(os.getloadavg()[0], 1),
+        "versions": {
+            "python": platform.python_version(),
+            **{
+                name: importlib.metadata.version(name)
+                for name in ("torch", "diffusers", "transformers", "trl", "peft", "accelerate")
+            },
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="tiny")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--resolutions", type=int, nargs="+", help="pixels per side; the size's own if left out")
+    parser.add_argument("--batch_sizes", type=int, nargs="+", help="images in a micro-batch, one run for each")
+    parser.add_argument("--num_generations", type=int)
+    parser.add_argument("--num_prompts", type=int, help="prompts in a round")
+    parser.add_argument("--num_inference_steps", type=int, default=10)
+    parser.add_argument("--compile", choices=["no", "yes"], nargs="+", default=["no"], help="compile_repeated_blocks")
+    parser.add_argument(
+        "--attention_backends",
+        nargs="+",
+        default=["default"],
+        help="of diffusers: native, _native_cudnn, _flash_3 ...",
+    )
+    parser.add_argument(
+        "--gradient_checkpointing",
+        choices=["no", "yes"],
+        nargs="+",
+        default=["yes"],  # that of TRL's and PaCoGRPOConfig
+        help="recomputes a forward in each backward",
+    )
+    parser.add_argument("--no_contact_sheets", action="store_true", help="as log_completions=False")
+    parser.add_argument("--num_layers", type=int, help="another depth than the size's")
+    parser.add_argument("--num_single_layers", type=int, help="another depth than the size's")
+    parser.add_argument("--num_attention_heads", type=int, help="another width than the size's, 128 a head")
+    parser.add_argument("--encoder_layers", type=int, help="another depth of the T5 than the size's")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of each kind, beside the first, which warms up")
+    parser.add_argument("--folder", default="runs/benchmark")
+    parser.add_argument("--output", default="benchmarks/grpo_step.json")
+    args = parser.parse_args()
+    size = SIZES[args.size]
+    args.resolutions = args.resolutions or list(size.resolutions)
+    args.batch_sizes = args.batch_sizes or [size.batch_size]
+    args.num_generations = args.num_generations or size.num_generations
+    args.num_prompts = args.num_prompts or size.num_prompts
+    report = {
+        "setting": {name: value for name, value in vars(args).items() if name not in ("folder", "output")},
+        "machine": machine(args),
+    }
+    args.torch_dtype = getattr(torch, args.dtype)
+    diffusers_logging.set_verbosity_error()  # the published recipe would say in each round which prompts are cut short
+
+    sweep = (args.attention_backends, args.compile, args.gradient_checkpointing, args.batch_sizes)
+    runs = []
+    for backend, compiled, checkpointed, batch_size in itertools.product(*sweep):
+        gc.collect()
+        torch.compiler.reset()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        setting = (batch_size, None if backend == "default" else backend, compiled == "yes", checkpointed == "yes")
+        try:
+            runs.append(measure(args, *setting))
+        except torch.cuda.OutOfMemoryError:
+            print(f"Out of memory with batch size, attention backend, compiled, checkpointed = {setting}")
+            continue
+        print(json.dumps(runs[-1], indent=2), flush=True)
+        # After each run: what a sweep that breaks off has measured is not lost
+        Path(args.output).write_text(json.dumps(report | results_of(args, runs), indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(results_of(args, runs)["ratios"], indent=2))
+
+
+def results_of(args: argparse.Namespace, runs: list[dict]) -> dict:
+    """All runs, and the ratios of the one with the most images per second at the first resolution."""
+    first = str(args.resolutions[0])
+    best = max(runs, key=lambda run: run["resolutions"][first]["paco_trl"]["images per second"])
+    ours, published = best["resolutions"][first]["paco_trl"], best["resolutions"][first]["published"]
+    forwards = [recipe["transformer forwards per image"]["all"] for recipe in (ours, published)]
+
+    def shares(name: str) -> dict[str, float]:
+        return {size: recipes["paco_trl"]["shares of time"][name] for size, recipes in best["resolutions"].items()}
+
+    return {
+        "best run": {name: best[name] for name in SWEPT},
+        "ratios": {
+            "transformer forwards per image / published recipe": round(forwards[0] / forwards[1], 3),
+            "encodes per image / published recipe": round(
+                ours["encodes per image"] / published["encodes per image"], 4
+            ),
+            "time per image / published recipe": best["time per image / published recipe"],
+            "share of time outside model calls": shares("outside model calls"),
+            "share of time of paco_trl, TRL and Trainer": shares("paco_trl, TRL and Trainer"),
+        },
+        "runs": runs,
+    }
+
+
+if __name__ == "__main__":
+    main()
