@@ -16,15 +16,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate.utils import is_deepspeed_available
 from peft import LoraConfig
+from safetensors import safe_open
 from safetensors.torch import load_file
 
-# Imported by runs in their course; here once for all of them
-import paco_trl.trainer.paco_grpo_trainer  # noqa: F401
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
+from paco_trl.trainer.curves import CurvesCallback
 
+
+if is_deepspeed_available():
+    import deepspeed  # noqa: F401  (Trainer does it, and it takes seconds: here once for all runs)
 
 # 8 optimizer steps, two a round. An epoch of the twelve prompts is three rounds, so checkpoint-6 ends one
 SETTINGS = {
@@ -82,7 +86,9 @@ def make_run(model: str | Path, output: str | Path, **changes) -> PaCoGRPOTraine
     }
     arguments |= {name: changes.pop(name) for name in tuple(arguments) if name in changes}
     args = PaCoGRPOConfig(output_dir=str(output), **{**SETTINGS, **changes})
-    return PaCoGRPOTrainer(model=str(model), args=args, **arguments)
+    trainer = PaCoGRPOTrainer(model=str(model), args=args, **arguments)
+    trainer.remove_callback(CurvesCallback)  # half of the time of a tiny run
+    return trainer
 
 
 # ---- In the process that trains ----
@@ -93,8 +99,8 @@ class _AtSaving:
     Kills its process, or fills its disk, while it saves the checkpoint of a step; or lists what it calls there.
 
     `kill` names a place among the calls of C functions that saving consists of: `{"call": 812}` is the 812th of them,
-    `{"function": "replace", "count": 1, "event": "c_call"}` the moment before the first `os.replace`, `c_return` that
-    after it. Nothing of the package is replaced by something else.
+    `{"function": "posix.replace", "count": 1, "event": "c_call"}` the moment before the first `os.replace`, `c_return`
+    that after it. Nothing of the package is replaced by something else.
     """
 
     def __init__(self, trainer, step, kill=None, file_limit=None):
@@ -118,16 +124,19 @@ class _AtSaving:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
     def _hook(self, frame, event, function):
+        if event not in ("c_call", "c_return"):
+            return
+        # `str.replace` is not what is meant
+        name = f"posix.{function.__name__}" if function.__module__ == "posix" else function.__name__
         if event == "c_call":
-            self.calls.append(function.__name__)
-        if self.kill is None or event not in ("c_call", "c_return"):
+            self.calls.append(name)
+        if self.kill is None:
             return
         if "call" in self.kill:
             is_reached = len(self.calls) >= self.kill["call"]
         else:
-            name = self.kill["function"]
             is_reached = (
-                function.__name__ == name
+                name == self.kill["function"]
                 and event == self.kill.get("event", "c_call")
                 and self.calls.count(name) >= self.kill.get("count", 1)
             )
@@ -145,6 +154,15 @@ def _train(job: dict, rank: int) -> None:
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["processes"]),
             "LOCAL_WORLD_SIZE": str(job["processes"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]),
             "ACCELERATE_USE_CPU": "true",
+        }  # fmt: skip
+    if job["zero3"]:
+        del os.environ["ACCELERATE_USE_CPU"]  # with it accelerate does not see DeepSpeed
+        # What `accelerate launch` makes of examples/accelerate_configs/cpu_zero3.yaml
+        os.environ |= {
+            "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false",
+            "ACCELERATE_MIXED_PRECISION": "no",
         }  # fmt: skip
     result = {"rank": rank}
     try:
@@ -190,9 +208,12 @@ def _state_of(trainer: PaCoGRPOTrainer, job: dict) -> dict:
         state["policy"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
         state["optimizer"] = trainer.optimizer.state_dict()["state"]
     if trainer.accelerator.is_main_process:
-        for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
-            state[name] = (output / name).read_bytes()
-            state[f"tensors of {name}"] = load_file(output / name)
+        state["adapter"] = load_file(output / "adapter_model.safetensors")
+        state["adapter file"] = (output / "adapter_model.safetensors").read_bytes()
+        state["diffusers adapter"] = load_file(output / "pytorch_lora_weights.safetensors")
+        # Not the bytes: safetensors writes several metadata entries in random order
+        with safe_open(output / "pytorch_lora_weights.safetensors", "pt") as file:
+            state["diffusers metadata"] = file.metadata()
     return state
 
 
@@ -242,11 +263,15 @@ class Run:
             Methods of the trainer that do nothing, to show what they are for.
         processes (`int`):
             Processes.
+        zero3 (`bool`):
+            Whether DeepSpeed ZeRO-3 divides the model over them.
         **settings:
             Changed settings.
     """
 
-    def __init__(self, context, model, output, resume=None, saving=None, without=(), processes=1, **settings):
+    def __init__(
+        self, context, model, output, resume=None, saving=None, without=(), processes=1, zero3=False, **settings
+    ):
         self.output = Path(output)
         self.log = f"{self.output}.log-{time.monotonic_ns()}"
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -257,7 +282,7 @@ class Run:
             settings.setdefault("ddp_backend", "gloo")
         job = {
             "model": str(model), "output": str(output), "resume": resume, "saving": saving, "without": without,
-            "processes": processes, "settings": settings, "log": self.log, "port": port,
+            "processes": processes, "zero3": zero3, "settings": settings, "log": self.log, "port": port,
         }  # fmt: skip
         self.started = time.monotonic()
         self.processes = [context.Process(target=_train, args=(job, rank)) for rank in range(processes)]
@@ -323,7 +348,9 @@ def different(a: dict, b: dict, ignore: tuple[str, ...] = ("calls", "best", "ran
 
 
 def copy_run(source: Path, target: Path, steps: list[int]) -> Path:
-    """A copy of some checkpoints of a run."""
+    """A copy of some checkpoints of a run, with its baseline."""
+    if (source / "evaluation").exists():
+        shutil.copytree(source / "evaluation", target / "evaluation", dirs_exist_ok=True)
     for step in steps:
         shutil.copytree(source / f"checkpoint-{step}", target / f"checkpoint-{step}")
     return target

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 # A drawing waits until this many times the duration of the last one has passed: less than 5% of a run's time
 DRAWING_PAUSE = 20
 
+# Seconds from the beginning of a training to the first drawing
+FIRST_DRAWING = 60
+
 # With more points than this a line is noise: its running mean is drawn over it
 MANY_POINTS = 200
 
@@ -158,7 +161,7 @@ class CurvesCallback(TrainerCallback):
 
     Both follow from `state.log_history`, which checkpoints hold: after a resume they are those of an uninterrupted
     run. The picture is drawn anew when a checkpoint is saved, when training ends, and at a log if `DRAWING_PAUSE`
-    times the duration of the last drawing has passed. Nothing is written before the first optimizer step is logged,
+    times the duration of the last drawing has passed (`FIRST_DRAWING` seconds before the first one). Nothing is written before the first optimizer step is logged,
     so that a mere evaluation does not replace the curves of the run in the folder.
 
     A file that cannot be written is warned of once, and tried again at the next log; training goes on.
@@ -167,6 +170,10 @@ class CurvesCallback(TrainerCallback):
     def __init__(self):
         self._not_before = -math.inf  # of the next drawing
         self._failed = set()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        # A short run is drawn once, at its end
+        self._not_before = time.monotonic() + FIRST_DRAWING
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         rows = self._rows(state)
