@@ -337,6 +337,7 @@ class TestValues:
             ({"log_tame_threshold": None}, "`log_tame_threshold` is None"),
             ({"fp16": True}, "`fp16` is set to True.*not reliable in fp16"),
             ({"loss_type": "dapo"}, "`loss_type` is 'dapo'.*'grpo', 'grpo_guard'"),
+            ({"per_device_eval_batch_size": 32}, "`per_device_eval_batch_size` is 32.*one image"),
             ({"ema_decay": 1.0}, "`ema_decay` is 1.0.*between 0 and 1"),
             ({"ema_decay": 0.0}, "`ema_decay` is 0.0.*between 0 and 1"),
             ({"max_excluded_images": 1.5}, "`max_excluded_images` is 1.5.*from 0 to 1"),

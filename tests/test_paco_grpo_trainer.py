@@ -654,6 +654,123 @@ class TestResume:
             assert torch.equal(value, final[name]), name
 
 
+class TestResumeWithOtherSettings:
+    SETTINGS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+
+    def resume(self, make_trainer, tmp_path, step=3, **changed):
+        trainer = make_trainer(**{**self.SETTINGS, **changed})
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{step}"))
+        return trainer
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("per_device_train_batch_size", 2), ("noise_level", 0.3), ("loss_type", "grpo_guard")]
+    )
+    def test_a_pending_round_of_other_settings_is_drawn_again(self, make_trainer, tmp_path, caplog, name, value):
+        make_trainer(**self.SETTINGS).train()
+        assert (tmp_path / "out" / "checkpoint-3" / "rollout_0.pt").exists()
+        trainer = self.resume(make_trainer, tmp_path, **{name: value})
+        assert f"drawn with other values of {name}: it is drawn again" in caplog.text
+        # Old log-probabilities under another noise would deviate by far more
+        assert all(deviation < 0.01 for deviation in logs_with(trainer, "ratio_deviation/step_1"))
+
+    def test_a_pending_round_goes_on_where_a_setting_does_not_matter_to_it(self, make_trainer, tmp_path, caplog):
+        make_trainer(**self.SETTINGS).train()
+        trainer = make_trainer(**{**self.SETTINGS, "epsilon": 1e-3})
+        calls = count_calls(trainer.model)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
+        assert "epsilon: 0.0001, now 0.001" in caplog.text and "drawn again" not in caplog.text
+        assert sum(calls) == 8  # the second half of the round is trained, and nothing drawn
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("learning_rate", 1e-5), ("weight_decay", 0.1), ("optimizer_steps_per_generation", 1), ("num_iterations", 2)],
+    )
+    def test_what_would_have_no_effect_or_shift_the_rounds_is_refused(self, make_trainer, tmp_path, name, value):
+        make_trainer(**self.SETTINGS).train()
+        with pytest.raises(ValueError, match=f"(?s)cannot be continued.*{name}: "):
+            make_trainer(
+                model="/nowhere/tiny-flux",
+                resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"),
+                **{**self.SETTINGS, name: value},
+            )
+
+    def test_an_evaluation_on_start_is_not_repeated(self, make_trainer, tmp_path, prompts):
+        settings = {"eval_dataset": prompts.select(range(2)), "eval_on_start": True, "num_inference_steps_eval": 2}
+        first = make_trainer(**self.SETTINGS, **settings)
+        first.train()
+        assert len(logs_with(first, "eval_reward")) == 1
+        resumed = self.resume(make_trainer, tmp_path, **settings)
+        assert len(logs_with(resumed, "eval_reward")) == 1  # of the history
+        assert resumed.args.eval_on_start
+
+    def test_pictures_of_steps_ahead_are_not_taken(self, make_trainer, tmp_path, prompts):
+        from paco_trl.trainer.model_card import latest_pictures
+
+        settings = {
+            "eval_dataset": prompts.select(range(1)), "eval_strategy": "steps", "eval_steps": 2,
+            "num_inference_steps_eval": 2, "log_completions": True,
+        }  # fmt: skip
+        longer = make_trainer(**settings, max_steps=4)
+        longer.train()
+        names = {name: path.name for name, path in latest_pictures(longer).items()}
+        assert names["contact_sheet.png"] == "round_00001.png" and names["evaluation.png"] == "eval_step_000004.png"
+        shorter = make_trainer(**settings, max_steps=2)
+        shorter.train()
+        names = {name: path.name for name, path in latest_pictures(shorter).items()}
+        assert names["contact_sheet.png"] == "round_00000.png" and names["evaluation.png"] == "eval_step_000002.png"
+
+
+class TestBestCheckpoint:
+    def test_the_card_is_of_the_loaded_step(self, make_trainer, tmp_path, prompts):
+        def falling(prompts, completions, **kwargs):
+            return (
+                [1.0] * len(completions) if completions[0].size == (64, 64) else redness_reward(prompts, completions)
+            )
+
+        trainer = make_trainer(
+            reward_funcs=falling,
+            eval_dataset=prompts.select(range(2)),
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            load_best_model_at_end=True,
+            num_inference_steps_eval=2,
+        )
+        trainer.train()
+        trainer.save_model()
+        # All evaluations are equal, so the first one is the best
+        assert (trainer.state.best_global_step, trainer.state.global_step) == (1, 2)
+        assert "| optimizer steps | 1 |" in (tmp_path / "out" / "README.md").read_text()
+        assert "| optimizer steps | 2 |" in (tmp_path / "out" / "checkpoint-2" / "README.md").read_text()
+
+    def test_a_metric_that_no_dataset_has(self, make_trainer, prompts):
+        datasets = {"a": prompts.select(range(1)), "b": prompts.select(range(1))}
+        settings = {
+            "eval_dataset": datasets, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps",
+            "save_steps": 1, "load_best_model_at_end": True,
+        }  # fmt: skip
+        with pytest.raises(ValueError, match="`metric_for_best_model` is 'reward'.*'a_reward', 'b_reward'"):
+            make_trainer(model="/nowhere/at/all", **settings)
+        with pytest.raises(OSError, match="nowhere"):  # this one exists, so that the model is looked for
+            make_trainer(model="/nowhere/at/all", metric_for_best_model="b_reward", **settings)
+
+    def test_fewer_grid_artefacts_are_better(self, make_trainer):
+        assert make_trainer(metric_for_best_model="grid_artifact").args.greater_is_better is False
+        assert make_trainer(metric_for_best_model="reward").args.greater_is_better is True
+
+    def test_an_evaluation_that_could_not_be_scored(self, make_trainer, prompts):
+        def broken(prompts, completions, **kwargs):
+            return [None] * len(completions)
+
+        trainer = make_trainer(
+            reward_funcs=[redness_reward, broken], eval_dataset=prompts.select(range(2)), num_inference_steps_eval=2
+        )
+        with pytest.raises(RuntimeError, match="2 of 2 evaluation images.*redness_reward 0, broken 2"):
+            trainer.evaluate()
+        assert trainer.model.training
+
+
 class TestBadInput:
     """Errors come before the model is loaded where that is possible: the model named here does not exist."""
 
@@ -679,6 +796,16 @@ class TestBadInput:
     def test_size_that_the_pipeline_does_not_take(self, make_trainer):
         with pytest.raises(ValueError, match="height of row 0 of the dataset is 62.*60 or 64"):
             make_trainer(height=62)
+
+    @pytest.mark.parametrize("settings", [{"eval_on_start": True}, {"eval_strategy": "steps", "eval_steps": 1}])
+    def test_evaluation_without_a_dataset(self, make_trainer, settings):
+        with pytest.raises(ValueError, match="no `eval_dataset` to evaluate on"):
+            make_trainer(model=self.NOWHERE, **settings)
+
+    @pytest.mark.parametrize("kind", ["pissa", "olora"])
+    def test_an_adapter_that_changes_the_base_weights(self, make_trainer, kind):
+        with pytest.raises(ValueError, match=f"`init_lora_weights` is '{kind}'"):
+            make_trainer(model=self.NOWHERE, peft_config=LoraConfig(r=4, init_lora_weights=kind))
 
     def test_reward_weights(self, make_trainer):
         with pytest.raises(ValueError, match="`reward_weights` has 2 entries"):

@@ -28,6 +28,9 @@ POLICY_WEIGHTS = "policy.safetensors"  # what is trained; under DeepSpeed its ow
 EMA_WEIGHTS = "ema.safetensors"
 STATE = "trainer_state.json"  # TRAINER_STATE_NAME of transformers
 
+# Settings that a round which has been drawn and scored does not depend on
+AFTER_DRAWING = ("epsilon", "epsilon_high", "beta", "ema_decay", "max_grad_norm", "max_steps", "warmup_steps")
+
 
 def write_checkpoint(trainer: "PaCoGRPOTrainer") -> Path:
     """
@@ -46,11 +49,10 @@ def write_checkpoint(trainer: "PaCoGRPOTrainer") -> Path:
     args, state = trainer.args, trainer.state
     staged = stage_folder(args.output_dir, state.global_step)
     folder = Path(args.output_dir) / staged.name
-    problem = _attempt(trainer, staged, _write_files)
-    # DeepSpeed waits for all processes while it saves; without it one can fail alone, and the others must not go on
-    _stop_if_any(trainer, staged, problem)
-    problem = _attempt(trainer, staged, _publish)
-    _stop_if_any(trainer, staged, problem)
+    # Each part ends with an exchange of what went wrong: a process that fails must not leave the others in a collective
+    # of the next part. (DeepSpeed's own saving is one part; it can still wait for a process whose disk is full.)
+    for part in (_make_folder, _write_weights, _write_further_weights, _write_state, _publish):
+        _stop_if_any(trainer, staged, _attempt(trainer, staged, part))
     if args.should_save:
         rotate_checkpoints(
             output_dir=args.output_dir,
@@ -84,28 +86,36 @@ def _stop_if_any(trainer: "PaCoGRPOTrainer", staged: Path, problem: Exception | 
     ) from problem
 
 
-def _write_files(trainer: "PaCoGRPOTrainer", staged: Path) -> None:
-    args, state, zero_stage = trainer.args, trainer.state, zero_stage_of(trainer)
-    if args.should_save:
+def _make_folder(trainer: "PaCoGRPOTrainer", staged: Path) -> None:
+    if trainer.args.should_save:
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
-    trainer.accelerator.wait_for_everyone()
 
-    # What users load
-    whole = None
-    if trainer.ema is not None:
-        whole = trainer.ema.whole(keep=args.should_save)
+
+def _write_weights(trainer: "PaCoGRPOTrainer", staged: Path) -> None:
+    keep, zero_stage = trainer.args.should_save, zero_stage_of(trainer)
+    # Everything is gathered before anything is written
+    average = trainer.ema.whole(keep) if trainer.ema is not None else None
     policy = None
-    if zero_stage == 0 or whole is None:
-        policy = gather_whole(trainer.model, shares(trainer.model, zero_stage), zero_stage, keep=args.should_save)
-    if args.should_save:
-        save_trained(trainer, policy if whole is None else whole, staged)
-        # What training goes on with
-        if whole is not None:
-            save_file(whole, staged / EMA_WEIGHTS)
-        if policy is not None:
-            save_file(policy, staged / POLICY_WEIGHTS)
+    if zero_stage == 0 or average is None:
+        policy = gather_whole(trainer.model, shares(trainer.model, zero_stage), zero_stage, keep)
+    if not keep:
+        return
+    # What users load
+    save_trained(trainer, policy if average is None else average, staged)
+    # What training goes on with
+    if average is not None:
+        save_file(average, staged / EMA_WEIGHTS)
+    if policy is not None:
+        save_file(policy, staged / POLICY_WEIGHTS)
+
+
+def _write_further_weights(trainer: "PaCoGRPOTrainer", staged: Path) -> None:
     trainer._save_further_weights(staged)
+
+
+def _write_state(trainer: "PaCoGRPOTrainer", staged: Path) -> None:
+    args, state = trainer.args, trainer.state
     trainer._save_optimizer_and_scheduler(str(staged))
     trainer._save_scaler(str(staged))
     trainer._save_rng_state(str(staged))
@@ -188,6 +198,14 @@ def load_rollout(trainer: "PaCoGRPOTrainer", folder: Path) -> None:
     path = _rollout_file(trainer, folder)
     run = read_run(folder)
     if not path.exists() or run["num_processes"] != trainer.accelerator.num_processes:
+        return
+    course = trainer._course(trainer.args)
+    changed = [name for name in course if name not in AFTER_DRAWING and run["course"].get(name) != course[name]]
+    if changed:
+        logger.warning(
+            f"'{folder}' lies in the middle of a round that was drawn with other values of {', '.join(changed)}: it is "
+            "drawn again."
+        )
         return
     device, is_offloaded = trainer.accelerator.device, trainer.args.offload_embeddings
     # On the device at once, so that what images of a prompt share stays shared

@@ -18,6 +18,8 @@ RUN_FILE = "run.json"
 # A checkpoint is written in here and then renamed, so that a `checkpoint-N` is complete from the moment it exists
 STAGING = ".saving"
 
+_REPLACED = "replaced-"
+
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
@@ -55,6 +57,23 @@ def stage_folder(output_dir: str | Path, step: int) -> Path:
     return Path(output_dir) / STAGING / f"checkpoint-{step}"
 
 
+def recover_replaced(output_dir: str | Path) -> None:
+    """
+    Puts back a checkpoint that a run was replacing by a newer one of the same step when it was killed.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Output folder.
+    """
+    for replaced in (Path(output_dir) / STAGING).glob(f"{_REPLACED}checkpoint-*"):
+        target = Path(output_dir) / replaced.name.removeprefix(_REPLACED)
+        try:
+            if not target.exists():
+                os.replace(replaced, target)
+        except FileNotFoundError:
+            pass  # another process was faster
+
+
 def clear_staging(output_dir: str | Path) -> None:
     """
     Deletes what a run that was killed while saving has left behind.
@@ -63,6 +82,7 @@ def clear_staging(output_dir: str | Path) -> None:
         output_dir (`str` or `Path`):
             Output folder.
     """
+    recover_replaced(output_dir)
     folder = Path(output_dir) / STAGING
     if folder.is_dir():
         unfinished = ", ".join(sorted(path.name for path in folder.iterdir()))
@@ -95,20 +115,29 @@ def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
         json.dump({"run": run, "files": files}, file, indent=2)
     # Onto the disk first: after a power cut a renamed folder may otherwise hold empty files
     for path in [*staged.rglob("*"), staged]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
     target = Path(output_dir) / staged.name
     if target.exists():  # of the same run, which was continued from an earlier checkpoint
-        replaced = staged.with_name(f"replaced-{staged.name}")
+        replaced = staged.with_name(f"{_REPLACED}{staged.name}")
         os.replace(target, replaced)
-        os.replace(staged, target)
+        try:
+            os.replace(staged, target)
+        except OSError:
+            os.replace(replaced, target)
+            raise
         shutil.rmtree(replaced)
     else:
         os.replace(staged, target)
+    _sync(Path(output_dir))  # older checkpoints may be deleted next
     return target
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def incomplete_files(checkpoint: str | Path) -> list[str]:
@@ -171,6 +200,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         resume_from_checkpoint = resume_from_checkpoint.lower() == "true"
     if not resume_from_checkpoint:
         return None
+    recover_replaced(output_dir)
     if resume_from_checkpoint is not True:
         checkpoint = Path(resume_from_checkpoint)
         if not checkpoint.is_dir():
@@ -254,7 +284,8 @@ def check_resumed_run(checkpoint: Path, identity: dict, course: dict, num_proces
         raise ValueError(
             f"'{checkpoint}' cannot be continued: it was made with other settings.\n  "
             + "\n  ".join(different)
-            + "\nGive this run the same ones, or start anew in another `output_dir`."
+            + "\nGive this run the same ones (what belongs to the optimizer is restored with its state), or start anew in "
+            "another `output_dir`: the adapter of a checkpoint can be continued as `peft_config`."
         )
     if saved["num_processes"] != num_processes:
         processes = f"{saved['num_processes']} processes, now {num_processes}"

@@ -161,8 +161,9 @@ class CurvesCallback(TrainerCallback):
 
     Both follow from `state.log_history`, which checkpoints hold: after a resume they are those of an uninterrupted
     run. The picture is drawn anew when a checkpoint is saved, when training ends, and at a log if `DRAWING_PAUSE`
-    times the duration of the last drawing has passed (`FIRST_DRAWING` seconds before the first one). Nothing is written before the first optimizer step is logged,
-    so that a mere evaluation does not replace the curves of the run in the folder.
+    times the duration of the last drawing has passed (`FIRST_DRAWING` seconds before the first one). Nothing is
+    written before the first optimizer step is logged, so that a mere evaluation does not replace the curves of the
+    run in the folder.
 
     A file that cannot be written is warned of once, and tried again at the next log; training goes on.
     """

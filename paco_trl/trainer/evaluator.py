@@ -4,6 +4,8 @@
 import hashlib
 import json
 import math
+import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
 
 
 if TYPE_CHECKING:
+    from .paco_grpo_config import PaCoGRPOConfig
     from .paco_grpo_trainer import PaCoGRPOTrainer
     from .scoring import RewardScorer
 
@@ -153,6 +156,56 @@ def _grid_artifact(image: Image.Image, period: int, row: dict) -> float:
     return score if math.isfinite(score) else math.nan  # an image of nothing but lines has no mean to be part of
 
 
+def check_best_metric(args: "PaCoGRPOConfig", eval_dataset) -> None:
+    """
+    Checks that the metric by which checkpoints are compared will exist, before a model is loaded.
+
+    Args:
+        args ([`PaCoGRPOConfig`]):
+            Settings.
+        eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
+            Evaluation data.
+
+    Raises:
+        ValueError: with several evaluation datasets, the metric of none of them is named.
+    """
+    if not (args.load_best_model_at_end or args.save_strategy == "best") or not isinstance(eval_dataset, dict):
+        return
+    name = args.metric_for_best_model.removeprefix("eval_")
+    if not any(name.startswith(f"{dataset}_") for dataset in eval_dataset):
+        metrics = ", ".join(f"'{dataset}_{name}'" for dataset in eval_dataset)
+        raise ValueError(
+            f"`metric_for_best_model` is '{args.metric_for_best_model}', but there are {len(eval_dataset)} evaluation "
+            f"datasets, and each has its own. Choose one of {metrics}."
+        )
+
+
+def check_scored(evaluation: Evaluation, names: list[str], ceiling: float) -> None:
+    """
+    Stops where too much of an evaluation could not be scored: a mean of the rest would pass for the model's.
+
+    Args:
+        evaluation ([`Evaluation`]):
+            Evaluation.
+        names (`list[str]`):
+            Names of the rewards.
+        ceiling (`float`):
+            Largest share of images without a total (`max_excluded_images`).
+
+    Raises:
+        RuntimeError: there are more, or all are.
+    """
+    missing = torch.isnan(evaluation.total)
+    if not missing.all() and missing.float().mean().item() <= ceiling:
+        return
+    counts = zip(names, torch.isnan(evaluation.rewards).sum(dim=0).tolist(), strict=True)
+    raise RuntimeError(
+        f"{missing.sum().item()} of {len(missing)} evaluation images could not be scored, more than "
+        f"`max_excluded_images` = {ceiling:g} allows. Images without a value (None), by reward: "
+        f"{', '.join(f'{name} {count}' for name, count in counts)}. Look at why None is returned."
+    )
+
+
 def evaluation_metrics(
     names: list[str], generations: int, after: Evaluation, before: Evaluation | None
 ) -> dict[str, float]:
@@ -192,7 +245,7 @@ def evaluation_metrics(
             _add_mean(metrics, prefix + "gain", prefix + "gain_ci", values - baseline, generations)
     for k, name in enumerate(names):
         metrics[f"rewards/{name}/missing"] = torch.isnan(after.rewards[:, k]).sum().item()
-    return metrics | after.logged
+    return after.logged | metrics
 
 
 def _add_mean(
@@ -235,12 +288,10 @@ def baseline_key(trainer: "PaCoGRPOTrainer", names: list[str], rows: list[dict])
         args.guidance_scale,
         args.vae_tiling,
         str(trainer.compute_dtype),
-        [
-            (row["prompt"], row["rows"], row["cols"], *size)
-            for row, size in zip(rows, inference_sizes(trainer, rows), strict=True)
-        ],
+        inference_sizes(trainer, rows),
+        rows,  # rewards read any of their columns
     ]
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]
 
 
 def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:
@@ -255,9 +306,12 @@ def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:
         baseline ([`Evaluation`]):
             Baseline.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    # Under another name first: where all weights are trained, a baseline that is cut short cannot be drawn again
+    staged = folder.with_name(f"{folder.name}.saving")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
     for number, picture in baseline.pictures.items():
-        picture.save(folder / f"{number}.png")
+        picture.save(staged / f"{number}.png")
     content = {
         "key": key,
         "rewards": [[None if math.isnan(value) else value for value in row] for row in baseline.rewards.tolist()],
@@ -266,13 +320,15 @@ def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:
         "extra": baseline.extra,
         "pictures": sorted(baseline.pictures),
     }
-    # Last, so that what it names is there
-    (folder / "scores.json").write_text(json.dumps(content, default=str), encoding="utf-8")
+    (staged / "scores.json").write_text(json.dumps(content, default=str), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(staged, folder)
 
 
 def load_baseline(folder: Path, key: str) -> Evaluation | None:
     """
-    Loads a baseline that an earlier part of the run has saved. Every process calls it; the main one reads.
+    Loads a baseline that an earlier part of the run has saved. Every process calls it, and gets what the
+    main one finds.
 
     Args:
         folder (`Path`):
@@ -301,7 +357,7 @@ def load_baseline(folder: Path, key: str) -> Evaluation | None:
                     pictures=pictures,
                 )
             ]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass  # there is none, or it was cut short: it is drawn again
     broadcast_object_list(found)
     return found[0]

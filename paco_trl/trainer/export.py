@@ -104,7 +104,7 @@ def save_trained(trainer: "PaCoGRPOTrainer", state_dict: dict[str, torch.Tensor]
         save_adapter(trainer.model, trainer.pipeline, state_dict, folder)
     else:
         save_transformer(trainer.model, state_dict, folder)
-    for name, picture in latest_pictures(trainer.args.output_dir).items():
+    for name, picture in latest_pictures(trainer).items():
         if picture.resolve() != (folder / name).resolve():
             shutil.copy(picture, folder / name)
     render_model_card(trainer).save(folder / "README.md")

@@ -213,6 +213,12 @@ def check_peft_config(peft_config: LoraConfig) -> None:
             f"`lora_dropout` is {peft_config.lora_dropout}. With dropout the replay scores an image with another "
             "network than the one that drew it, and the probability ratio is noise. Set it to 0."
         )
+    if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        raise ValueError(
+            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, which changes the base weights: without its "
+            "adapter the model would not be the base model, which evaluations and `beta` compare with, and the saved "
+            "adapter would not fit it. Use True or 'gaussian' (paper)."
+        )
     if peft_config.modules_to_save:
         raise ValueError(
             f"`modules_to_save` is {peft_config.modules_to_save}, which diffusers' LoRA format cannot hold: "

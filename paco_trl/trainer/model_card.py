@@ -98,46 +98,67 @@ def render_model_card(
             transformer_class=type(trainer.policy.pipeline.transformer).__name__,
             trained_from=trainer.trained_from,
             compute_dtype=str(trainer.compute_dtype).removeprefix("torch."),
-            global_step=trainer.state.global_step,
+            global_step=saved_step(trainer),
             rewards=rewards,
             has_scores=bool(last),
             evaluations=_evaluations(trainer),
-            pictures=latest_pictures(args.output_dir),
+            pictures=latest_pictures(trainer),
             paper=trainer._paper,
             versions={name: version(name) for name in LIBRARIES},
         )
 
 
-def latest_pictures(output_dir: str | Path) -> dict[str, Path]:
+def latest_pictures(trainer: "PaCoGRPOTrainer") -> dict[str, Path]:
     """
-    The latest pictures that a run has saved, by the name that they have beside the card.
+    The latest pictures of what a trainer holds, by the name that they have beside the card.
 
     Args:
-        output_dir (`str` or `Path`):
-            Output folder of the run.
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer.
 
     Returns:
-        `dict[str, Path]`: without those that do not exist.
+        `dict[str, Path]`: without those that do not exist. Pictures of steps behind the trainer's, of an earlier run
+        in the same folder or of before a resume, are left out.
     """
-    output_dir = Path(output_dir)
-    sheets = output_dir / "contact_sheets"
-    # Numbers are padded with zeros, so that the last name is the latest
-    found = {
-        "contact_sheet.png": max(sheets.glob("round_*.png"), default=None),
-        "evaluation.png": max(sheets.glob("eval*_step_*.png"), default=None, key=lambda path: path.stem[-6:]),
-        "curves.png": output_dir / "curves.png",
-        "resolution_transfer.png": output_dir / "evaluation" / "resolution_transfer.png",
-    }
+    args, step = trainer.args, saved_step(trainer)
+    sheets = Path(args.output_dir) / "contact_sheets"
+
+    def latest(pattern: str, steps_of_one: int, end: int) -> Path | None:
+        numbered = [(int(path.stem.rsplit("_", 1)[1]), path) for path in sheets.glob(pattern)]
+        return max(((n, path) for n, path in numbered if n * steps_of_one < end), default=(None, None))[1]
+
+    steps_per_round = trainer.layout.num_optimizer_steps * args.num_iterations
+    found = {"curves.png": Path(args.output_dir) / "curves.png"}
+    if args.log_completions:
+        found["contact_sheet.png"] = latest("round_*.png", steps_per_round, max(step, 1))
+        found["evaluation.png"] = latest("eval*_step_*.png", 1, step + 1)
+    if args.resolution_transfer_prompts:
+        found["resolution_transfer.png"] = Path(args.output_dir) / "evaluation" / "resolution_transfer.png"
     return {name: path for name, path in found.items() if path is not None and path.is_file()}
+
+
+def saved_step(trainer: "PaCoGRPOTrainer") -> int:
+    """
+    The optimizer step whose weights a trainer holds.
+
+    Args:
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer.
+
+    Returns:
+        `int`: the last one, or that of the best checkpoint once it is loaded.
+    """
+    return trainer.state.global_step if trainer.loaded_step is None else trainer.loaded_step
 
 
 def _evaluations(trainer: "PaCoGRPOTrainer") -> list[dict]:
     """The last evaluation of each dataset, a row for each reward: before, after, and the interval of the gain."""
     datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": None}
+    history = [entry for entry in trainer.state.log_history if entry["step"] <= saved_step(trainer)]
     rows = []
     for dataset in datasets:
         prefix = f"eval_{dataset}_" if dataset else "eval_"
-        entry = next((e for e in reversed(trainer.state.log_history) if f"{prefix}reward" in e), {})
+        entry = next((e for e in reversed(history) if f"{prefix}reward" in e), {})
         for name in trainer.eval_reward_func_names:
             key = f"{prefix}rewards/{name}/"
             if f"{key}mean" in entry:

@@ -103,6 +103,8 @@ REFUSED_FIELDS = {
     "label_smoothing_factor": "there are no labels",
     "neftune_noise_alpha": "there are no token embeddings to add noise to",
     "fsdp": _FSDP,
+    "auto_find_batch_size": "the batch is part of the arithmetic of a round, and of what the replay must repeat",
+    "save_only_model": "a checkpoint without the optimizer's state cannot be continued exactly",
     "fp16_full_eval": _EVAL_DTYPE,
     "bf16_full_eval": _EVAL_DTYPE,
     "fp16": "log-probabilities of flow-matching models are not reliable in fp16; use bf16 or float32",
@@ -437,9 +439,11 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`hub_strategy` is {self.hub_strategy!r}, which would upload whole checkpoints: optimizer states and "
                 "other pickles. Use 'every_save' or 'end', which upload the adapter and its card."
             )
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
+        if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:
             # Trainer's default is a loss, which an evaluation of images has not
             self.metric_for_best_model = "reward"
+        if (self.metric_for_best_model or "").endswith("grid_artifact") and self.greater_is_better is None:
+            self.greater_is_better = False
         if self.num_generations_eval is None:  # TRL's default: as many as in training
             self.num_generations_eval = self.num_generations
         # TRL wants it to hold whole groups; `evaluate()` draws one image at a time on each process
@@ -451,7 +455,7 @@ class PaCoGRPOConfig(GRPOConfig):
         # launchers say the number of processes in WORLD_SIZE
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
         if self.ddp_find_unused_parameters is None:
-            # Every adapted layer takes part in every forward: no need to walk the graph for those that do not
+            # Every layer that is trained takes part in every forward: no need to walk the graph for those that do not
             self.ddp_find_unused_parameters = False
         # TRL sets `gradient_checkpointing`, which transformers has renamed and warns of
         if self.activation_checkpointing is None:
@@ -604,6 +608,12 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}: TRL's other "
                 "losses are defined on tokens, and DiffusionNFT ('nft') has no ratio and is a trainer of its own, "
                 "`PaCoNFTTrainer`."
+            )
+        default = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}["per_device_eval_batch_size"]
+        if self.per_device_eval_batch_size not in (default, self.num_generations_eval or self.num_generations):
+            raise ValueError(
+                f"`per_device_eval_batch_size` is {self.per_device_eval_batch_size}, but `evaluate()` draws one image "
+                "at a time on each process. Unset it; `num_generations_eval` is the number of images for each prompt."
             )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(

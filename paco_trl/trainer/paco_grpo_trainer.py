@@ -45,6 +45,8 @@ from .ema import EMA
 from .evaluator import (
     Evaluation,
     baseline_key,
+    check_best_metric,
+    check_scored,
     draw_evaluation,
     evaluation_metrics,
     load_baseline,
@@ -195,6 +197,12 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self._check_train_dataset(train_dataset, args)
         eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
         eval_datasets = {name: dataset for name, dataset in eval_datasets.items() if dataset is not None}
+        if not eval_datasets and (args.eval_strategy != "no" or args.eval_on_start):
+            raise ValueError(
+                f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}, but there "
+                "is no `eval_dataset` to evaluate on. Pass one, or switch them off."
+            )
+        check_best_metric(args, eval_dataset)
         for name, dataset in eval_datasets.items():
             check_image_set_columns(dataset)
             check_panel_sizes(dataset, args, f"the dataset '{name}'")
@@ -206,6 +214,22 @@ class PaCoGRPOTrainer(GRPOTrainer):
             "adapter": adapter_digest(peft_config),
             "dataset_size": len(train_dataset),
             "dataset": dataset_digest(train_dataset),
+            # Which round a step belongs to
+            "optimizer_steps_per_generation": self.layout.num_optimizer_steps,
+            "num_iterations": args.num_iterations,
+            # Restored with the optimizer's state, so that other values would have no effect
+            **{
+                name: str(getattr(args, name))
+                for name in (
+                    "learning_rate",
+                    "lr_scheduler_type",
+                    "weight_decay",
+                    "optim",
+                    "adam_beta1",
+                    "adam_beta2",
+                    "adam_epsilon",
+                )
+            },
         }
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
         if self._checked is not None:
@@ -315,6 +339,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.ema: EMA | None = None  # from the beginning of `train()`
         self._baselines: dict[str, Evaluation] = {}
         self._resumed_from: Path | None = None
+        self.loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
         self._statistics = StepStatistics(self.accelerator)
         self._buffered_round: int | None = None
         self._buffer_global_step: int | None = None
@@ -350,17 +375,18 @@ class PaCoGRPOTrainer(GRPOTrainer):
         """What decides how a run goes on: with other values it goes on, but not as it would have."""
         layout = self.layout
         names = (
-            "seed", "per_device_train_batch_size", "num_iterations", "height", "width", "resolution_scale",
+            "seed", "per_device_train_batch_size", "height", "width", "resolution_scale",
             "num_inference_steps", "guidance_scale", "sde_type", "sde_steps", "num_sde_steps", "noise_level",
-            "learning_rate", "weight_decay", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
+            "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
             "multi_objective_aggregation", "log_tame_threshold", "scale_rewards", "advantage_clip",
-            "shuffle_dataset", "bf16",
+            "shuffle_dataset", "bf16", "max_grad_norm", "warmup_steps",
         )  # fmt: skip
         return {
             "num_prompts_per_generation": layout.num_prompts,
             "num_generations": layout.num_generations,
-            "optimizer_steps_per_generation": layout.num_optimizer_steps,
             **{name: getattr(args, name) for name in names},
+            # A schedule that ends depends on where
+            "max_steps": None if args.lr_scheduler_type == "constant" else args.max_steps,
             "rewards": self.reward_func_names,
             "reward_weights": self.reward_weights.tolist(),
         }
@@ -512,7 +538,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self._check_excluded(round_index, scores.rewards, is_valid)
 
         # 5. What is logged with each optimizer step of the round
-        metrics = self._reward_metrics(scores.rewards, aggregated) | scores.metrics
+        metrics = scores.metrics | self._reward_metrics(scores.rewards, aggregated)
         for name, h, tamed in zip(
             self.reward_func_names, details.coefficient_of_variation, details.tamed, strict=True
         ):
@@ -862,6 +888,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.model.eval()
         try:
             before, after = self._draw_before_and_after(rows, metric_key_prefix)
+            check_scored(after, self.eval_reward_func_names, self.args.max_excluded_images)
             metrics = evaluation_metrics(self.eval_reward_func_names, self.args.num_generations_eval, after, before)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
             start_trackers(self)
@@ -958,8 +985,13 @@ class PaCoGRPOTrainer(GRPOTrainer):
             self._check_resumed_run(checkpoint, self.args)
         if self.args.should_save:
             clear_staging(self.args.output_dir)
-        self._resumed_from = checkpoint
-        return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+        self._resumed_from, self.loaded_step = checkpoint, None
+        eval_on_start = self.args.eval_on_start
+        self.args.eval_on_start = eval_on_start and checkpoint is None  # a resumed run had its start
+        try:
+            return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+        finally:
+            self.args.eval_on_start = eval_on_start
 
     def _begin_run(self) -> None:
         """What needs the weights in their place: called when training begins, before the first step."""
@@ -993,6 +1025,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         load_whole(self.model, whole, zero_stage_of(self))
         if self.ema is not None:
             self.ema.load(whole)
+        self.loaded_step = self.state.best_global_step
 
     def _save_checkpoint(self, model, trial) -> None:
         """A checkpoint is written beside the others and appears when it is complete."""
@@ -1018,6 +1051,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
         else:
             whole = gather_whole(self.model, shares(self.model, zero_stage), zero_stage, keep)
         if self.args.should_save:
+            if Path(folder) == Path(self.args.output_dir):
+                clear_staging(folder)  # `push_to_hub` uploads the folder
             save_trained(self, whole, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -47,7 +47,7 @@ def push_checkpoint(trainer: "Trainer", checkpoint_folder: str, published_files:
         commit_message=f"Training in progress, step {trainer.state.global_step}",
         token=args.hub_token,
         allow_patterns=published_files,
-        ignore_patterns=["checkpoint-*", "contact_sheets/*", "evaluation/*"],
+        ignore_patterns=["checkpoint-*", ".saving/*", "contact_sheets/*", "evaluation/*"],
         revision=args.hub_revision,
         run_as_future=True,
     )

@@ -54,8 +54,8 @@ class RewardScorer:
     """
     Calls a set of rewards on images as they are drawn.
 
-    The rewards are called with `IMAGES_PER_CALL` images at a time (the last call of a round with the rest), in the order in which the images were added, one
-    call after the other, on one thread beside the one that draws. Which images share a call does not depend on time,
+    The rewards are called with `IMAGES_PER_CALL` images at a time (the last call of a round with the rest), in the
+    order in which the images were added, one call after the other, on one thread beside the one that draws. Which images share a call does not depend on time,
     so that a reward whose rounding depends on its batch gives the same values in a resumed run.
 
     Args:
@@ -80,12 +80,13 @@ class RewardScorer:
         self._clear()
 
     def _clear(self) -> None:
+        # New objects: a call of a set that was broken off may still be running, and writes into the old ones
         self._waiting: list[tuple[dict, Image.Image]] = []
         self._calls: list[Future] = []
         self._extra: dict[str, list] = defaultdict(list)
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._count = 0
-        self._busy = 0.0
+        self._seconds: list[float] = []
 
     def start(self) -> None:
         """Begins a new set of images; what an earlier one left behind, because it was broken off, is dropped."""
@@ -112,8 +113,9 @@ class RewardScorer:
         while len(self._waiting) >= IMAGES_PER_CALL:
             self._submit(IMAGES_PER_CALL, state)
         for call in self._calls:
-            if call.done():
-                call.result()  # a failed reward stops the drawing
+            if call.done() and call.exception() is not None:  # a failed reward stops the drawing
+                self.start()  # what waits in line is not computed
+                raise call.exception()
 
     def finish(self, order: np.ndarray, state: TrainerState) -> Scores:
         """
@@ -135,8 +137,17 @@ class RewardScorer:
         if self._waiting:
             self._submit(len(self._waiting), state)
         started = time.perf_counter()
-        rewards = torch.cat([call.result() for call in self._calls])  # (images of this process, rewards)
+        problem = next((call.exception() for call in self._calls if call.exception() is not None), None)
         waited = time.perf_counter() - started
+        problems = [] if problem is None else [f"process {self.accelerator.process_index}: {problem}"]
+        if self.accelerator.num_processes > 1:
+            problems = gather_object(problems)  # all stop with the reason, or none does
+        if problem is not None:
+            self.start()  # what waits in line is not computed
+            raise problem
+        if problems:
+            raise RuntimeError(f"A reward failed on {'; '.join(problems)}")
+        rewards = torch.cat([call.result() for call in self._calls])  # (images of this process, rewards)
         for column, values in self._extra.items():
             if len(values) != self._count:
                 raise ValueError(
@@ -156,7 +167,9 @@ class RewardScorer:
             local = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=self.accelerator.device)
             total, count = self.accelerator.gather(local).view(-1, 2).sum(dim=0).tolist()
             metrics[name] = total / count
-        scores = Scores(gathered[torch.from_numpy(first)], extra, metrics, waited, max(self._busy - waited, 0.0))
+        scores = Scores(
+            gathered[torch.from_numpy(first)], extra, metrics, waited, max(sum(self._seconds) - waited, 0.0)
+        )
         self._clear()
         return scores
 
@@ -166,10 +179,19 @@ class RewardScorer:
         rows, images = [row for row, _ in batch], [image for _, image in batch]
         # The device of a new thread is the first one, not that of this process
         device = torch.cuda.current_device() if self.accelerator.device.type == "cuda" else None
-        self._calls.append(self._executor.submit(self._call, rows, images, state, device))
+        logs = (self._extra, self._metrics, self._seconds)
+        self._calls.append(self._executor.submit(self._call, rows, images, state, device, *logs))
 
+    @torch.no_grad()
     def _call(
-        self, rows: list[dict], images: list[Image.Image], state: TrainerState, device: int | None
+        self,
+        rows: list[dict],
+        images: list[Image.Image],
+        state: TrainerState,
+        device: int | None,
+        extra: dict[str, list],
+        metrics: dict[str, list[float]],
+        seconds: list[float],
     ) -> torch.Tensor:
         """Calls all rewards on some images; runs on the scorer's thread."""
         started = time.perf_counter()
@@ -185,8 +207,8 @@ class RewardScorer:
                 split_grid(image, row["rows"], row["cols"]) for row, image in zip(rows, images, strict=True)
             ],
             "trainer_state": state,
-            "log_extra": lambda column, values: self._extra[column].extend(values),
-            "log_metric": lambda name, value: self._metrics[name].append(value),
+            "log_extra": lambda column, values: extra[column].extend(values),
+            "log_metric": lambda name, value: metrics[name].append(value),
         }
         values: list[list[float | None]] = [None] * len(self.reward_funcs)
         is_async = [is_async_callable(function) for function in self.reward_funcs]
@@ -196,12 +218,13 @@ class RewardScorer:
         if any(is_async):
 
             async def call_all() -> list[list[float | None]]:
-                return await asyncio.gather(
-                    *(function(**arguments) for index, function in enumerate(self.reward_funcs) if is_async[index])
-                )
+                with torch.no_grad():  # it is a matter of the thread, and the loop has one of its own
+                    return await asyncio.gather(
+                        *(function(**arguments) for index, function in enumerate(self.reward_funcs) if is_async[index])
+                    )
 
             results = iter(asyncio.run_coroutine_threadsafe(call_all(), self._loop).result())
             values = [next(results) if is_async[index] else value for index, value in enumerate(values)]
-        self._busy += time.perf_counter() - started
+        seconds.append(time.perf_counter() - started)
         rewards = [[torch.nan if reward is None else reward for reward in column] for column in values]
         return torch.tensor(rewards, dtype=torch.float32).T  # (images, rewards)
