@@ -183,7 +183,8 @@ class TestCommandLine:
         assert [name for name, _, _ in documented] == list(fields)
         for name, _, default in documented:
             value = getattr(ScriptArguments(), name)
-            assert default == ("" if value is None else json.dumps(value)), name
+            shown = repr(value) if isinstance(value, bool) else json.dumps(value)
+            assert default == ("" if value is None else shown), name
             assert fields[name].metadata["help"]
 
 

@@ -196,7 +196,7 @@ def test_micro_batches_equal_one_batch(make_trainer, loss_type, is_full):
         torch.cat([(value - before[name]).flatten() for name, value in weights_of(trainer).items()])
         for trainer in (one, four)
     ]
-    assert updates[0].abs().max() > 1e-3
+    assert updates[0].abs().max() > 5e-4
     assert (updates[0] - updates[1]).abs().max() < 1e-5
     assert (updates[0] - updates[1]).norm() < 2e-3 * updates[0].norm()
 
