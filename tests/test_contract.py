@@ -6,9 +6,10 @@ import inspect
 import re
 
 import pytest
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import ConfigMixin, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from PIL import Image
-from transformers import AutoProcessor, Trainer
+from transformers import AutoProcessor, Trainer, trainer_callback, trainer_utils
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from trl import GRPOTrainer
 from trl.models import utils as trl_model_utils
 from trl.trainer import utils as trl_utils
@@ -105,6 +106,60 @@ def test_diffusers():
     assert "self.scheduler.step(noise_pred, t, latents, return_dict=False)" in source
     assert "metadata" in str(inspect.signature(FluxPipeline.save_lora_weights))
     assert "hidden_states" in inspect.signature(FluxTransformer2DModel.forward).parameters
+
+
+class TestLongRuns:
+    """What saving, resuming, the moving average and the trackers take beyond the documentation."""
+
+    def test_checkpoints_of_trainer(self):
+        saving = inspect.getsource(Trainer._save_checkpoint)
+        # `write_checkpoint` does the same, in its own order
+        for name in (
+            "_save_optimizer_and_scheduler",
+            "_save_scaler",
+            "_save_rng_state",
+            "ExportableState",
+            "stateful_callbacks",
+            "state.save_to_json",
+            "state.best_global_step",
+            "state.best_model_checkpoint",
+            "rotate_checkpoints",
+        ):
+            assert name in saving, name
+        parameters = inspect.signature(trainer_utils.rotate_checkpoints).parameters
+        assert {"output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"} <= set(parameters)
+        assert trainer_callback.ExportableState
+        # The best checkpoint is loaded by every process that knows it
+        assert "self.state.best_model_checkpoint is not None" in inspect.getsource(Trainer._finalize_training)
+        assert "args.eval_on_start" in inspect.getsource(Trainer._inner_training_loop)
+
+    def test_trackers(self):
+        assert list(inspect.signature(TensorBoardCallback._init_summary_writer).parameters) == ["self", "args"]
+        assert TensorBoardCallback().tb_writer is None
+        for callback in (WandbCallback, TrackioCallback):
+            assert list(inspect.signature(callback.setup).parameters)[:4] == ["self", "args", "state", "model"]
+            assert "self._initialized = False" in inspect.getsource(callback.__init__)
+
+    def test_diffusers_config(self):
+        # `prepare_transformer` replaces it: the property has no setter
+        assert "_internal_dict" in inspect.getsource(ConfigMixin.config.fget)
+        assert ConfigMixin.config.fset is None
+
+    def test_deepspeed(self):
+        pytest.importorskip("deepspeed")
+        import deepspeed.utils as deepspeed_utils
+        from deepspeed.runtime.zero import partition_parameters
+
+        source = inspect.getsource(partition_parameters)
+        for name in ("ds_tensor", "ds_numel", "ds_shape", "ds_process_group", "ds_status"):
+            assert f"param.{name} = " in source, name
+        assert "def all_gather(param_list=None" in source and "def partition(param_list=None" in source
+        assert partition_parameters.ZeroParamStatus.AVAILABLE
+        for name in ("safe_get_local_fp32_param", "safe_get_full_fp32_param"):
+            assert list(inspect.signature(getattr(deepspeed_utils, name)).parameters) == ["param"]
+        for name in ("safe_set_local_fp32_param", "safe_set_full_fp32_param"):
+            assert list(inspect.signature(getattr(deepspeed_utils, name)).parameters) == ["param", "value"]
+        assert list(inspect.signature(trl_model_utils.prepare_deepspeed).parameters) == ["model", "accelerator"]
 
 
 class TestRewardTrainer:

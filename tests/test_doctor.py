@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl doctor` on the tiny FLUX: a healthy run has nothing but "ok", and each planted fault is found in its row."""
+"""`paco-trl doctor` on the tiny FLUX: a healthy run has only "ok", and each planted fault is found in its row."""
 
 import configparser
 import dataclasses
@@ -52,13 +52,14 @@ SETTINGS = {
 HEALTHY = {
     "versions": "ok",
     "configuration": "ok",
+    "output folder": "ok",
     "data": "ok",
     "rewards": "ok",
     "model and adapter": "ok",
     "memory": "ok",
     "noise-free image": "ok",
     "ratio": "ok",
-    "adapter files": "ok",
+    "saved files": "ok",
     "reward redness_reward": "ok",
     "reward panel_similarity_reward": "ok",
 }
@@ -123,7 +124,7 @@ def test_the_command(make_arguments, tmp_path):
     assert "Traceback" not in done.stderr
     for name in HEALTHY:
         assert re.search(rf"{re.escape(name)}: ok", done.stdout), name  # progress
-    assert "11 ok" in done.stdout
+    assert "12 ok" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if line[:1] in ("┃", "│")) == 100
     assert not (tmp_path / "out").exists()
 
@@ -202,9 +203,9 @@ class TestHealthy:
         assert "Trained at 32 x 32, 16 x 32 (multiples of 4 pixels)" in finding["model and adapter"]
         assert "differ by 0 (" in finding["noise-free image"]
         assert "max |ratio - 1| before the first update 0 (step 1: 0, step 2: 0)" in finding["ratio"]
-        effect = float(re.search(r"change the last latents by (\d\S*)\. ", finding["adapter files"])[1])
+        effect = float(re.search(r"change the last latents by (\d\S*)\. ", finding["saved files"])[1])
         assert effect > 1e-3
-        assert "0 with `PeftModel.from_pretrained` and 0 with `pipe.load_lora_weights`" in finding["adapter files"]
+        assert "0 with `PeftModel.from_pretrained` and 0 with `pipe.load_lora_weights`" in finding["saved files"]
         assert "0 None" in finding["reward redness_reward"]
 
     def test_bf16(self, examine):
@@ -265,7 +266,7 @@ class TestFaults:
                 save_file(load_file(path), path, {"format": "pt"})  # without the metadata
 
         monkeypatch.setattr(doctor, "save_adapter", save_wrong)
-        assert verdicts(examine()) == HEALTHY | {"adapter files": "failed"}
+        assert verdicts(examine()) == HEALTHY | {"saved files": "failed"}
 
     @pytest.mark.parametrize(
         "values, verdict, message",
@@ -353,10 +354,10 @@ class TestFaults:
         rows = examine(model_name_or_path=str(tmp_path / "nothing"))
         assert rows["data"].verdict == "ok"
         assert rows["model and adapter"].verdict == "failed"
-        assert rows["adapter files"].finding == "needs: model and adapter"
+        assert rows["saved files"].finding == "needs: model and adapter"
 
     def test_an_outdated_version(self, monkeypatch):
-        patient = doctor.Patient(parse=None, output_dir="")
+        patient = doctor.Patient(parse=None, temporary_dir="")
         assert doctor.check_versions(patient).verdict == "ok"
         version = importlib.metadata.version
         monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.20.9" if name == "peft" else version(name))
@@ -373,14 +374,223 @@ class TestFaults:
             return [*requires(name), "no-such-package>=1.0", *extras]
 
         monkeypatch.setattr(importlib.metadata, "requires", with_another)
-        row = doctor.check_versions(doctor.Patient(parse=None, output_dir=""))
+        row = doctor.check_versions(doctor.Patient(parse=None, temporary_dir=""))
         assert row.verdict == "warning"
         assert "no-such-package is missing" in row.finding
         assert "no-such-extra" not in row.finding
         assert "pytest" not in row.finding
 
 
+class TestAllWeights:
+    """`--use_peft False`: the trainer's model is the transformer itself."""
+
+    @pytest.mark.parametrize("bf16, beta", [(False, 0.0), (True, 0.01)])
+    def test_every_row_is_ok(self, examine, bf16, beta):
+        rows = examine(use_peft=False, bf16=bf16, beta=beta, ema_decay=0.9)
+        assert verdicts(rows) == HEALTHY
+        finding = {name: row.finding for name, row in rows.items()}
+        number = re.search(r"all weights of the transformer are trained, (\S+) ", finding["model and adapter"])[1]
+        assert int(number.replace(",", "")) > 10_000
+        assert "parameters in torch.float32" in finding["model and adapter"]
+        effect = float(re.search(r"change the last latents by (\d\S*)\. ", finding["saved files"])[1])
+        assert effect > 1e-3
+        assert "differ by 0 with `FluxTransformer2DModel.from_pretrained`" in finding["saved files"]
+        assert "trained weights" in finding["memory"]
+        assert "average" in finding["memory"]
+        assert ("reference (`beta` > 0)" in finding["memory"]) == (beta > 0)
+        assert ("bfloat16 copies under autocast" in finding["memory"]) == bf16
+
+    def test_files_that_are_not_what_was_trained(self, examine, monkeypatch):
+        save = doctor.save_transformer
+
+        def save_wrong(transformer, state_dict, folder):
+            name = next(name for name in state_dict if name.endswith("attn.to_q.weight"))
+            save(transformer, state_dict | {name: 0.9 * state_dict[name]}, folder)
+
+        monkeypatch.setattr(doctor, "save_transformer", save_wrong)
+        assert verdicts(examine(use_peft=False)) == HEALTHY | {"saved files": "failed"}
+
+    def test_weights_are_as_they_were_after_it(self, make_trainer, monkeypatch):
+        trainer = make_trainer(peft_config=None, gradient_checkpointing=False)
+        before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        patient = doctor.Patient(parse=None, temporary_dir="", args=trainer.args, trainer=trainer)
+        patient.studio = doctor.Studio(trainer)
+        patient.studio.prepare()
+
+        def check_they_are_restored():
+            after = trainer.model.state_dict()
+            assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+        assert doctor.check_round_trip(patient).verdict == "ok"
+        check_they_are_restored()
+        monkeypatch.setattr(doctor, "save_transformer", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            doctor.check_round_trip(patient)
+        check_they_are_restored()
+
+
+class TestExistingAdapter:
+    @pytest.mark.parametrize("targets", [["attn.to_q", "attn.to_v"], r".*\.attn\.to_(q|v)"])
+    def test_it_is_continued(self, make_trainer, examine, tmp_path, targets):
+        trainer = make_trainer(peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+        folder = tmp_path / "adapter"
+        # Not the identity, as a trained one is not
+        trained = {name: torch.full_like(p, 0.02) for name, p in trainer.model.named_parameters() if p.requires_grad}
+        doctor.save_adapter(trainer.model, trainer.pipeline, trained, folder)
+        saved = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+        assert isinstance(saved, str) == isinstance(targets, str)
+        rows = examine(adapter_name_or_path=str(folder))
+        assert verdicts(rows) == HEALTHY
+        assert f"continued from '{folder}'" in rows["model and adapter"].finding
+        assert "differ by 0 (" in rows["noise-free image"].finding
+
+        (folder / "adapter_model.safetensors").unlink()
+        rows = examine(adapter_name_or_path=str(folder))
+        assert rows["model and adapter"].verdict == "failed"
+        assert "adapter_model.safetensors" in rows["model and adapter"].finding
+
+
+class TestEvaluation:
+    def test_rewards_of_the_evaluation(self, examine, monkeypatch):
+        trainers = []
+
+        class Trainer(doctor.PaCoGRPOTrainer):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                trainers.append(self)
+
+        def judge(prompts, completions, **kwargs):
+            return [index if is_able else None for index in range(len(completions))]
+
+        load = doctor.load_reward
+        loaded = []
+
+        def load_counted(name, script_args):
+            loaded.append(name)
+            return judge if name == "judge" else load(name, script_args)
+
+        monkeypatch.setattr(doctor, "load_reward", load_counted)
+        monkeypatch.setattr(doctor, "PaCoGRPOTrainer", Trainer)
+        is_able = True
+        rows = examine(eval_split="train", eval_rewards=["redness", "judge"])
+        assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "ok"}
+        assert "Evaluation: redness_reward, judge." in rows["rewards"].finding
+        assert loaded == ["redness", "panel_similarity", "judge"]
+        assert trainers[0].reward_func_names == ["redness_reward", "panel_similarity_reward"]
+        assert trainers[0].eval_reward_func_names == ["redness_reward", "judge"]
+        is_able = False
+        rows = examine(eval_split="train", eval_rewards=["redness", "judge"])
+        assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "failed"}
+
+    def test_a_reward_of_the_evaluation_that_does_not_exist(self, examine):
+        rows = examine(eval_split="train", eval_rewards=["rednes"])
+        assert verdicts(rows) == HEALTHY | {"rewards": "failed"}
+        assert "'rednes'" in rows["rewards"].finding
+
+    def test_without_a_split(self, examine):
+        for setting in ({"eval_strategy": "steps", "eval_steps": 2}, {"eval_on_start": True}):
+            rows = examine(**setting)
+            assert verdicts(rows) == HEALTHY | {"data": "failed"}
+            assert "`--eval_split`" in rows["data"].advice
+        assert verdicts(examine(**setting, eval_strategy="steps", eval_steps=2, eval_split="train")) == HEALTHY
+
+
+class TestOutputFolder:
+    @pytest.fixture
+    def add_checkpoint(self, tmp_path):
+        def add(step: int, is_complete: bool = True) -> Path:
+            folder = tmp_path / "out" / f"checkpoint-{step}"
+            folder.mkdir(parents=True)
+            if is_complete:
+                (folder / "run.json").write_text(json.dumps({"run": {}, "files": {}}))
+            return folder
+
+        return add
+
+    @pytest.fixture
+    def find(self, make_arguments):
+        """The row, without the checks that follow."""
+
+        def run(**changes) -> doctor.Row:
+            parse = doctor._parser().parse_args_and_config
+            patient = doctor.Patient(lambda: parse(make_arguments(**changes)), "elsewhere")
+            assert doctor.check_configuration(patient).verdict == "ok"
+            rows = doctor._make(doctor.Check("output folder", doctor.check_output_folder, ("args",)), patient)
+            assert (patient.args.output_dir, patient.args.resume_from_checkpoint) == ("elsewhere", None)
+            return rows[0]
+
+        return run
+
+    def test_resuming(self, find, add_checkpoint, tmp_path):
+        row = find(resume_from_checkpoint=True)
+        assert row.verdict == "failed"
+        assert f"'{tmp_path / 'out'}' has no complete checkpoint" in row.finding
+        add_checkpoint(9)
+        latest = add_checkpoint(10)
+        for value in (True, "true", str(latest)):
+            row = find(resume_from_checkpoint=value)
+            assert (row.verdict, row.advice) == ("ok", "")
+            assert str(latest) in row.finding
+        cut_short = add_checkpoint(11, is_complete=False)
+        row = find(resume_from_checkpoint=True)
+        assert row.verdict == "warning"
+        assert str(latest) in row.finding
+        assert str(cut_short) in row.advice
+        assert find(resume_from_checkpoint=str(cut_short)).verdict == "failed"
+        assert find(resume_from_checkpoint=str(tmp_path / "nothing")).verdict == "failed"
+
+    def test_from_the_beginning(self, find, add_checkpoint):
+        assert find().verdict == "ok"
+        add_checkpoint(9)
+        add_checkpoint(10)
+        row = find()
+        assert row.verdict == "warning"
+        assert "2 checkpoint(s), the latest 'checkpoint-10'" in row.finding
+
+    def test_the_other_rows_do_not_depend_on_it(self, examine, add_checkpoint, tmp_path):
+        assert verdicts(examine(resume_from_checkpoint=True)) == HEALTHY | {"output folder": "failed"}
+        checkpoint = add_checkpoint(2)
+        assert verdicts(examine(resume_from_checkpoint=True)) == HEALTHY
+        files = sorted(path.name for path in (tmp_path / "out").rglob("*"))
+        assert files == [checkpoint.name, "run.json"]
+
+
 class TestMemory:
+    def test_all_weights(self):
+        # Only buffers are frozen
+        estimate = estimate_memory(8, 1000, 500, 200, 70, has_ema=True, reference_bytes=2008, autocasts_weights=True)
+        assert (estimate.transformer, estimate.trained, estimate.reference, estimate.autocast) == (8, 4000, 2008, 2000)
+        always = 8 + 4000 + 2008 + 8000 + 4000 + 70
+        assert estimate.training == always + 4000 + 2000
+        assert estimate.drawing == always + 2000 + 200
+        assert estimate.encoding == always + 500
+        # bf16 with float32 masters
+        divided = estimate_memory(
+            8, 1000, 500, 200, 70, num_processes=2, zero_stage=3, trained_element_size=2, reference_bytes=2008
+        )
+        assert (divided.transformer, divided.trained, divided.reference) == (4, 1000 + 2000, 1004)
+        assert (divided.gradients, divided.optimizer, divided.gathered) == (2000, 4000, 8 + 2000)
+
+    @pytest.mark.parametrize(
+        "optim, expected, is_8bit",
+        [
+            ("adamw_torch_fused", "AdamW", False),
+            ("adafactor", "counted as AdamW", False),
+            ("adamw_bnb_8bit", "counted as AdamW", True),
+            ("paged_lion_8bit", "counted as AdamW", True),
+        ],
+    )
+    def test_what_the_optimizer_is_counted_as(self, optim, expected, is_8bit):
+        text = doctor._describe_optimizer(optim)
+        assert expected in text
+        assert (optim in text) == (text != "AdamW")
+        assert ("8-bit: a quarter of the states" in text) == is_8bit
+
+    def test_the_row_names_the_optimizer(self, examine):
+        rows = examine(optim="adafactor")
+        assert verdicts(rows) == HEALTHY
+        assert "optimizer (`adafactor`, counted as AdamW in float32) " in rows["memory"].finding
+
     def test_weights(self):
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).to(torch.bfloat16)
         model[1].requires_grad_(False)
@@ -391,7 +601,7 @@ class TestMemory:
 
     def test_without_deepspeed(self):
         estimate = estimate_memory(1000, 10, 500, 200, 70)
-        assert (estimate.transformer, estimate.adapter, estimate.gradients, estimate.optimizer) == (1000, 40, 40, 80)
+        assert (estimate.transformer, estimate.trained, estimate.gradients, estimate.optimizer) == (1000, 40, 40, 80)
         assert estimate.training == 1000 + 40 + 40 + 80 + 70
         assert estimate.drawing == 1000 + 40 + 80 + 70 + 200
         assert estimate.encoding == 1000 + 40 + 80 + 70 + 500
@@ -413,9 +623,9 @@ class TestMemory:
         ],
     )
     def test_deepspeed_divides_by_stage(self, stage, transformer, adapter, gradients, optimizer, gathered):
-        settings = {"num_processes": 2, "zero_stage": stage, "adapter_element_size": 2}
+        settings = {"num_processes": 2, "zero_stage": stage, "trained_element_size": 2}
         estimate = estimate_memory(1000, 10, 0, 0, 0, **settings)
-        assert (estimate.transformer, estimate.adapter) == (transformer, adapter)
+        assert (estimate.transformer, estimate.trained) == (transformer, adapter)
         assert (estimate.gradients, estimate.optimizer, estimate.gathered) == (gradients, optimizer, gathered)
         assert estimate_memory(1000, 10, 0, 0, 0, **settings, gathers_for_rollout=False).gathered == 0
         averaged = estimate_memory(1000, 10, 0, 0, 0, **settings, has_ema=True)

@@ -2,7 +2,6 @@
 """`paco-trl doctor`: what would go wrong in a training run, found out in minutes and without training."""
 
 import asyncio
-import functools
 import importlib.metadata
 import inspect
 import logging
@@ -16,34 +15,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import diffusers
 import torch
 from datasets import Dataset
 from packaging.requirements import Requirement
 from peft import PeftModel
 from PIL import Image
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from torch import nn
+from transformers.trainer_utils import IntervalStrategy
 from trl import TrlParser
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer
 from ..data import check_image_set_columns, load_image_set_prompts, panel_size, split_grid
-from ..rollout import RecordedStep, SDESettings, replay
-from ..rollout.noise import keyed_generator
-from ..trainer.export import save_adapter
-from ..trainer.resolution import training_size
+from ..trainer.checkpoints import checkpoints_of, find_checkpoint
+from ..trainer.export import save_adapter, save_transformer
 from ..trainer.reward_calls import check_reward_functions, check_reward_weights
 from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
+from .report import COLOURS, FAILED, OK, SKIPPED, WARNING, Row, coloured, report
 from .script_arguments import ScriptArguments, get_peft_config, load_reward
+from .studio import Drawing, Studio
 
-
-OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
-_COLOURS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
 
 # Standard deviation that the round trip gives to the adapter's B matrices, which are 0 in a new adapter
 _ADAPTER_STD = 0.02
+# Noise that the round trip adds to weights that are trained themselves, as a part of each one's root mean square
+_WEIGHT_NOISE = 0.02
 # How far two ways of loading an adapter may be apart, as a part of what the adapter changes. A wrong `lora_alpha`
 # changes the adapter by a factor, so by about 1 on this scale.
 _ROUND_TRIP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
@@ -58,28 +53,6 @@ _VERSIONS = ("trl", "transformers", "diffusers", "peft", "accelerate", "datasets
 
 
 @dataclass
-class Row:
-    """
-    What a check found.
-
-    Attributes:
-        check (`str`):
-            Name of the check.
-        verdict (`str`):
-            `"ok"`, `"warning"`, `"failed"` or `"skipped"`.
-        finding (`str`):
-            What was found, with its numbers.
-        advice (`str`):
-            What to do about it; empty if nothing is to be done.
-    """
-
-    check: str
-    verdict: str
-    finding: str
-    advice: str = ""
-
-
-@dataclass
 class Patient:
     """
     What is examined, as far as it is known: each check adds what later ones need.
@@ -87,174 +60,26 @@ class Patient:
     Attributes:
         parse (`Callable`):
             Makes the arguments, or raises what is wrong with them.
-        output_dir (`str`):
-            Temporary folder that stands in for the run's output folder.
+        temporary_dir (`str`):
+            Folder that stands in for the run's output folder.
+        output_dir (`str`), resume_from_checkpoint (`str` or `bool`, *optional*):
+            Where the run will write, and what it will continue. Not in `args`: the doctor does neither.
     """
 
     parse: Callable[[], tuple[ScriptArguments, PaCoGRPOConfig]]
-    output_dir: str
+    temporary_dir: str
+    output_dir: str | None = None
+    resume_from_checkpoint: str | bool | None = None
     script_args: ScriptArguments | None = None
     args: PaCoGRPOConfig | None = None
     train_dataset: Dataset | None = None
     eval_dataset: Dataset | None = None
     reward_funcs: list[Callable] | None = None
+    eval_reward_funcs: list[Callable] | None = None
     rewards: dict[str, Callable] = field(default_factory=dict)
     trainer: PaCoGRPOTrainer | None = None
-    studio: "Studio | None" = None
+    studio: Studio | None = None
     images: list[Image.Image] = field(default_factory=list)
-
-
-class Drawing(NamedTuple):
-    """Images of one prompt, their last latents (B, ...), and the recorded stochastic steps."""
-
-    images: list[Image.Image]
-    latents: torch.Tensor
-    records: list[RecordedStep]
-
-
-class Studio:
-    """
-    The trainer, ready to draw one of its prompts as in training.
-
-    The prompt is the first one of the smallest training size.
-
-    Args:
-        trainer ([`PaCoGRPOTrainer`]):
-            Trainer, before training.
-    """
-
-    def __init__(self, trainer: PaCoGRPOTrainer):
-        self.trainer, self.args, self.pipeline = trainer, trainer.args, trainer.pipeline
-        dataset = trainer.train_dataset
-        columns = [name for name in ("rows", "cols", "height", "width") if name in dataset.column_names]
-        sizes = [self._training_size(row) for row in dataset.select_columns(columns)]
-        self.sizes = Counter(sizes)
-        self.height, self.width = min(self.sizes, key=math.prod)
-        self.row = dataset[sizes.index((self.height, self.width))]
-
-    def _training_size(self, row: dict) -> tuple[int, int]:
-        return training_size(
-            row.get("height") or self.args.height,
-            row.get("width") or self.args.width,
-            row["rows"],
-            row["cols"],
-            self.args.resolution_scale,
-            self.trainer.size_multiple,
-        )
-
-    def prepare(self) -> None:
-        """Wraps the model as training does: train mode, checkpointing, autocast, DDP."""
-        self.trainer.model.train()
-        if self.args.activation_checkpointing:
-            self.trainer.model.activation_checkpointing_enable()
-        self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
-
-    def encode(self) -> dict[str, torch.Tensor]:
-        """Encodes the prompt, the first time; returns its embeddings, batch dimension 1."""
-        self.trainer.prompt_encoder.encode([self.row["prompt"]])
-        return self.trainer.prompt_encoder.fetch([self.row["prompt"]])[self.row["prompt"]]
-
-    def draw(self, count: int = 1, sde: SDESettings | None = None) -> Drawing:
-        """Draws images of the prompt with the policy."""
-
-        def with_policy(prompt_arguments: dict, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
-            return self.trainer.policy.draw(
-                prompt_arguments,
-                self.height,
-                self.width,
-                self.args.num_inference_steps,
-                self.args.guidance_scale,
-                noise_keys,
-                sde,
-            )
-
-        return self._draw(count, with_policy)
-
-    def draw_untouched(self) -> Drawing:
-        """Draws the prompt with the pipeline as it was loaded: its own scheduler, the adapter switched off."""
-        _, class_name = self.pipeline.config["scheduler"]
-        where = {
-            name: value
-            for name, value in (self.args.model_init_kwargs or {}).items()
-            if name in ("revision", "cache_dir", "token")
-        }
-        own = getattr(diffusers, class_name).from_pretrained(
-            self.pipeline.name_or_path, subfolder="scheduler", **where
-        )
-
-        def with_own_scheduler(prompt_arguments: dict, noise_keys: list) -> tuple[list[Image.Image], list]:
-            images = self.pipeline(
-                **prompt_arguments,
-                height=self.height,
-                width=self.width,
-                num_inference_steps=self.args.num_inference_steps,
-                generator=[keyed_generator(*key, 0) for key in noise_keys],
-                **self.trainer.family.call_arguments(self.args.guidance_scale),
-            ).images
-            return images, []
-
-        with self._component("scheduler", own), self.trainer.model.disable_adapter():
-            return self._draw(1, with_own_scheduler)
-
-    def draw_with(self, transformer: nn.Module) -> Drawing:
-        """Draws the prompt with another transformer."""
-        with self._component("transformer", transformer):
-            return self.draw()
-
-    def sde_settings(self, noise_level: float) -> SDESettings:
-        """All steps that may be stochastic in a round."""
-        return SDESettings(tuple(sorted(self.args.sde_steps)), noise_level, self.args.sde_type)
-
-    def replay(self, record: RecordedStep) -> torch.Tensor:
-        """Log-probability of a recorded step, with gradient, as in the training step."""
-        sde = self.sde_settings(self.args.noise_level)
-        with self.trainer.compute_loss_context_manager():
-            log_prob, _, _ = replay(self.model, record, self.trainer.family, self.args.guidance_scale, sde)
-        return log_prob  # (B,)
-
-    def _draw(self, count: int, call: Callable) -> Drawing:
-        # The same noise in every drawing; generations beyond the first are further images of the group
-        noise_keys = [(self.args.seed, generation) for generation in range(count)]
-        # Float32, which makes the pipeline keep its latents in float32, as in training
-        prompt_arguments = {
-            name: tensor.to(
-                self.trainer.accelerator.device, torch.float32 if tensor.is_floating_point() else None
-            ).expand(count, *tensor.shape[1:])
-            for name, tensor in self.encode().items()
-        }  # (B, ...)
-        # The one thing that is not public: the VAE on the device, and the autocast of training
-        with self.trainer._rollout_components(), _last_sample(self.pipeline.scheduler) as samples:
-            images, records = call(prompt_arguments, noise_keys)
-        return Drawing(images, samples[0].float(), records)
-
-    @contextmanager
-    def _component(self, name: str, component) -> Iterator[None]:
-        # Past DiffusionPipeline.__setattr__, as the policy does it
-        replaced = getattr(self.pipeline, name)
-        object.__setattr__(self.pipeline, name, component)
-        try:
-            yield
-        finally:
-            object.__setattr__(self.pipeline, name, replaced)
-
-
-@contextmanager
-def _last_sample(scheduler) -> Iterator[list[torch.Tensor]]:
-    """Keeps what the last step of the scheduler returned: a picture has 8 bits a channel, which hide differences."""
-    samples = []
-    step = scheduler.step
-
-    @functools.wraps(step)  # pipelines look for options in its signature
-    def keeping(*args, **kwargs):
-        output = step(*args, **kwargs)
-        samples[:] = [output[0]]
-        return output
-
-    scheduler.step = keeping
-    try:
-        yield samples
-    finally:
-        del scheduler.step
 
 
 # ---- Checks ----
@@ -307,8 +132,10 @@ def check_configuration(patient: Patient) -> Row:
     """The settings, and how a round divides."""
     with _warnings_of(_PACKAGE) as warned:
         patient.script_args, args = patient.parse()
+    patient.output_dir, patient.resume_from_checkpoint = args.output_dir, args.resume_from_checkpoint
     # Nothing of the examination is left behind, here or on the Hub
-    args.output_dir, args.push_to_hub = patient.output_dir, False
+    args.output_dir, args.push_to_hub = patient.temporary_dir, False
+    args.resume_from_checkpoint = None
     layout = args.round_layout
     finding = layout.describe()
     if args.num_iterations > 1:
@@ -318,6 +145,25 @@ def check_configuration(patient: Patient) -> Row:
     if warned:
         return Row("", WARNING, finding, " ".join(warned))
     return Row("", OK, finding)
+
+
+def check_output_folder(patient: Patient) -> Row:
+    """What is in the real output folder: the checkpoint to continue from, or what is in the way."""
+    with _warnings_of(_PACKAGE) as warned:
+        checkpoint = find_checkpoint(patient.output_dir, patient.resume_from_checkpoint)
+    if checkpoint is not None:
+        return Row("", WARNING if warned else OK, f"The run continues from '{checkpoint}'.", " ".join(warned))
+    found = checkpoints_of(patient.output_dir)
+    if found:
+        return Row(
+            "",
+            WARNING,
+            f"'{patient.output_dir}' has {len(found)} checkpoint(s), the latest '{found[0].name}', and the run starts "
+            "from the beginning.",
+            "To continue, set `resume_from_checkpoint` to true. Otherwise choose another folder: the run refuses one "
+            "with checkpoints of other settings, and replaces those of its own.",
+        )
+    return Row("", OK, f"'{patient.output_dir}' has no checkpoints; the run starts from the beginning.")
 
 
 def check_data(patient: Patient) -> Row:
@@ -330,20 +176,29 @@ def check_data(patient: Patient) -> Row:
     if script_args.eval_split is not None:
         patient.eval_dataset = load_image_set_prompts(script_args.dataset_name, script_args.eval_split)
         findings.append("Evaluation: " + _examine_prompts(patient.eval_dataset, args, "the evaluation dataset"))
+    faults, remedies = [], []
+    if patient.eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+        faults.append(
+            f"`eval_strategy` is '{args.eval_strategy.value}' and `eval_on_start` {args.eval_on_start}, but there are "
+            "no prompts to evaluate on."
+        )
+        remedies.append(
+            "Name a split of the dataset with `--eval_split`, or set `eval_strategy` to 'no' and `eval_on_start` to "
+            "false."
+        )
+        # The checks that follow do not evaluate: they can be made all the same
+        args.eval_strategy, args.eval_on_start, args.load_best_model_at_end = IntervalStrategy.NO, False, False
 
     layout = args.round_layout
     rounds = len(dataset) // layout.num_prompts
     if rounds == 0:
+        faults.append(f"A round takes {layout.num_prompts} different prompts.")
+        remedies.append(f"Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts.")
         # The checks that follow draw a single prompt: they can be made all the same
-        repeated = [index % len(dataset) for index in range(layout.num_prompts)]
-        patient.train_dataset = dataset.select(repeated)
-        return Row(
-            "",
-            FAILED,
-            f"{findings[0]} A round takes {layout.num_prompts} different prompts.",
-            f"Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts.",
-        )
+        dataset = dataset.select([index % len(dataset) for index in range(layout.num_prompts)])
     patient.train_dataset = dataset
+    if faults:
+        return Row("", FAILED, " ".join([*findings, *faults]), " ".join(remedies))
     steps_per_round = layout.num_optimizer_steps * args.num_iterations
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rounds * steps_per_round)
     findings.append(
@@ -376,20 +231,33 @@ def _examine_prompts(dataset: Dataset, args: PaCoGRPOConfig, where: str) -> str:
         layouts[row["rows"], row["cols"]] += 1
         sizes[height, width] += 1
     return (
-        f"{len(dataset)} prompts (columns: {', '.join(dataset.column_names)}); panels {_listed(layouts, with_counts=True)}; sizes "
-        f"{_listed(sizes, with_counts=True)}, drawn in training at {args.resolution_scale:g} of it."
+        f"{len(dataset)} prompts (columns: {', '.join(dataset.column_names)}); panels "
+        f"{_listed(layouts, with_counts=True)}; sizes {_listed(sizes, with_counts=True)}, drawn in training at "
+        f"{args.resolution_scale:g} of it."
     )
 
 
 def check_rewards_load(patient: Patient) -> Row:
     """The rewards and their weights, before a model is loaded."""
     script_args, args = patient.script_args, patient.args
-    functions = [load_reward(name, script_args) for name in script_args.rewards]
+    loaded = {name: load_reward(name, script_args) for name in script_args.rewards}
+    functions = [loaded[name] for name in script_args.rewards]
     checked, names = check_reward_functions(functions)
     weights = check_reward_weights(args.reward_weights, names, args.multi_objective_aggregation)
-    patient.reward_funcs, patient.rewards = functions, dict(zip(names, checked, strict=True))
+    patient.reward_funcs = functions
+    patient.rewards = {f"reward {name}": function for name, function in zip(names, checked, strict=True)}
     described = [f"{name} (weight {weight:g})" for name, weight in zip(names, weights.tolist(), strict=True)]
-    return Row("", OK, f"{', '.join(described)}; {args.multi_objective_aggregation}.")
+    finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
+    if script_args.eval_rewards is not None:
+        # One that is in both is loaded and examined once
+        functions = [loaded.get(name) or load_reward(name, script_args) for name in script_args.eval_rewards]
+        checked, names = check_reward_functions(functions)
+        patient.eval_reward_funcs = functions
+        for name, cli_name, function in zip(names, script_args.eval_rewards, checked, strict=True):
+            if cli_name not in loaded:
+                patient.rewards[f"evaluation reward {name}"] = function
+        finding += f" Evaluation: {', '.join(names)}."
+    return Row("", OK, finding)
 
 
 def check_model(patient: Patient) -> Row:
@@ -399,35 +267,43 @@ def check_model(patient: Patient) -> Row:
     if reward_funcs is None:
         # That row has failed; the model can be examined without
         reward_funcs, args.reward_weights = [_no_reward], None
-    peft_config = get_peft_config(script_args)
     trainer = PaCoGRPOTrainer(
         model=script_args.model_name_or_path,
         reward_funcs=reward_funcs,
         args=args,
         train_dataset=patient.train_dataset,
         eval_dataset=patient.eval_dataset,
-        peft_config=peft_config,
+        eval_reward_funcs=patient.eval_reward_funcs,
+        peft_config=get_peft_config(script_args),
     )
     studio = Studio(trainer)
     if args.deepspeed_plugin is None:
         studio.prepare()
     patient.trainer = trainer
-    adapter = trainer.model.peft_config[trainer.model.active_adapter]
-    layers = trainer.model.base_model.targeted_module_names
-    num_trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    num_frozen = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
+    patient.studio = studio
+    parameters = list(trainer.model.parameters())
+    num_trained = sum(p.numel() for p in parameters if p.requires_grad)
+    num_frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    if isinstance(trainer.model, PeftModel):
+        adapter = trainer.model.peft_config[trainer.model.active_adapter]
+        layers = trainer.model.base_model.targeted_module_names
+        existing = script_args.adapter_name_or_path
+        origin = f", continued from '{existing}'" if existing is not None else ""
+        trained = (
+            f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers{origin}: {num_trained:,} "
+            f"parameters trained, {num_frozen:,} frozen."
+        )
+        missing = _missing_targets(adapter.target_modules, layers)
+    else:
+        dtype = next(p.dtype for p in parameters if p.requires_grad)
+        trained = f"no adapter: all weights of the transformer are trained, {num_trained:,} parameters in {dtype}"
+        trained += f", {num_frozen:,} frozen." if num_frozen else "."
+        missing = []
     finding = (
         f"{type(trainer.pipeline).__name__} ({type(trainer.family).__name__}) on {trainer.accelerator.device}, "
-        f"{trainer.compute_dtype}; LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers: "
-        f"{num_trainable:,} parameters trained, {num_frozen:,} frozen. Trained at {_listed(studio.sizes)} "
-        f"(multiples of {trainer.size_multiple} pixels)."
+        f"{trainer.compute_dtype}; {trained} Trained at {_listed(studio.sizes)} (multiples of "
+        f"{trainer.size_multiple} pixels)."
     )
-    patient.studio = studio
-    missing = [
-        target
-        for target in sorted(adapter.target_modules)
-        if not any(layer == target or layer.endswith(f".{target}") for layer in layers)
-    ]
     if missing:
         return Row(
             "",
@@ -437,6 +313,17 @@ def check_model(patient: Patient) -> Row:
             f"{', '.join(trainer.family.lora_target_modules)}.",
         )
     return Row("", OK, finding)
+
+
+def _missing_targets(target_modules: list[str] | set[str] | str, layers: list[str]) -> list[str]:
+    """Names of `target_modules` that no layer has. A pattern names none, and PEFT refuses one that fits nothing."""
+    if isinstance(target_modules, str):
+        return []
+    return [
+        target
+        for target in sorted(target_modules)
+        if not any(layer == target or layer.endswith(f".{target}") for layer in layers)
+    ]
 
 
 def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:
@@ -465,6 +352,7 @@ def check_memory(patient: Patient) -> Row:
         latents_per_step=3 if args.loss_type == "grpo_guard" else 2,
     )
     zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin is not None else None
+    is_full = not isinstance(trainer.model, PeftModel)
     encoders = {name: weights_bytes(getattr(pipeline, name)) for name in trainer.family.text_encoders}
     estimate = estimate_memory(
         weights_bytes(trainer.model, trainable=False),
@@ -477,13 +365,23 @@ def check_memory(patient: Patient) -> Row:
         next(p.element_size() for p in trainer.model.parameters() if p.requires_grad),
         args.ds3_gather_for_generation,
         has_ema=getattr(args, "ema_decay", None) is not None and not args.ema_offload,
+        reference_bytes=0 if trainer.ref_model is None else weights_bytes(trainer.ref_model),
+        autocasts_weights=is_full and trainer.compute_dtype != torch.float32 and zero_stage is None,
     )
+    parts = {
+        "frozen weights and buffers" if is_full else "transformer": estimate.transformer,
+        "reference (`beta` > 0)": estimate.reference,
+        "trained weights" if is_full else "adapter": estimate.trained,
+        f"their {trainer.compute_dtype} copies under autocast".replace("torch.", ""): estimate.autocast,
+        "gradients": estimate.gradients,
+        _describe_optimizer(args.optim): estimate.optimizer,
+        "average": estimate.ema,
+        "round": estimate.buffer,
+    }
     lines = [
         f"{_size(estimate.peak)} on the device of each process, without activations and the models of rewards:",
-        f"training {_size(estimate.training)}: transformer {_size(estimate.transformer)}, adapter "
-        f"{_size(estimate.adapter)}, gradients {_size(estimate.gradients)}, AdamW {_size(estimate.optimizer)}"
-        + (f", average {_size(estimate.ema)}" if estimate.ema else "")
-        + f", round {_size(estimate.buffer)}",
+        f"training {_size(estimate.training)}: "
+        + ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size),
         f"drawing {_size(estimate.drawing)}: without gradients, with the VAE {_size(estimate.vae)}"
         + (f", gathered weights {_size(estimate.gathered)}" if estimate.gathered else ""),
         f"encoding {_size(estimate.encoding)}: without gradients, with "
@@ -492,15 +390,28 @@ def check_memory(patient: Patient) -> Row:
     device = trainer.accelerator.device
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     lines.append("No CUDA device to compare with." if total is None else f"The device has {_size(total)}.")
-    verdict, advice = _fits(estimate, total)
+    verdict, advice = _fits(estimate, total, is_full)
     return Row("", verdict, "\n".join(lines), advice)
 
 
-def _fits(estimate: MemoryEstimate, total: int | None) -> tuple[str, str]:
+def _describe_optimizer(optim: str) -> str:
+    """Whose states are counted: those of AdamW in float32, whatever `optim` is."""
+    name = getattr(optim, "value", optim)
+    if "8bit" in name:
+        return f"optimizer (`{name}`, counted as AdamW in float32; 8-bit: a quarter of the states)"
+    return (
+        "AdamW"
+        if name.startswith("adamw_torch") and "4bit" not in name
+        else f"optimizer (`{name}`, counted as AdamW in float32)"
+    )
+
+
+def _fits(estimate: MemoryEstimate, total: int | None, is_full: bool = False) -> tuple[str, str]:
     """Verdict and advice for a device with so many bytes."""
+    smaller = "an adapter instead of all weights (`--use_peft True`)" if is_full else "a smaller `lora_r`"
     remedy = (
-        "Use DeepSpeed ZeRO-3 on several GPUs (`examples/accelerate_configs/zero3.yaml`), a smaller `lora_r`, or fewer "
-        "images a round."
+        f"Use DeepSpeed ZeRO-3 on several GPUs (`examples/accelerate_configs/zero3.yaml`), {smaller}, or fewer images "
+        "a round."
     )
     if total is None:
         return OK, ""
@@ -523,8 +434,8 @@ def check_noise_free(patient: Patient) -> Row:
     tolerance = _NOISE_FREE_TOLERANCE[trainer.compute_dtype]
     finding = (
         f"{studio.height} x {studio.width} pixels, {patient.args.num_inference_steps} steps: the last latents of the "
-        f"untouched pipeline and of the policy at noise level 0 differ by {difference:.3g} (largest number {scale:.3g}, "
-        f"accepted {tolerance * scale:.3g})."
+        f"untouched pipeline and of the policy at noise level 0 differ by {difference:.3g} (largest number "
+        f"{scale:.3g}, accepted {tolerance * scale:.3g})."
     )
     # `not <=` instead of `>`: it finds NaN as well
     if not difference <= tolerance * scale:
@@ -561,7 +472,7 @@ def check_ratio(patient: Patient) -> Row:
     )
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-        finding += f" Forward and backward took {_size(peak)} on the device, without AdamW's states."
+        finding += f" Forward and backward took {_size(peak)} on the device, without the optimizer's states."
     if not worst <= args.ratio_tolerance:
         return Row(
             "",
@@ -573,13 +484,21 @@ def check_ratio(patient: Patient) -> Row:
         )
     if not any(gradients):
         return Row(
-            "", FAILED, f"{finding} The adapter gets no gradient.", "Look at what cuts the graph in the transformer."
+            "",
+            FAILED,
+            f"{finding} What is trained gets no gradient.",
+            "Look at what cuts the graph in the transformer.",
         )
     return Row("", OK, finding)
 
 
 def check_round_trip(patient: Patient) -> Row:
-    """A saved adapter draws the same image again, loaded as PEFT adapter and as diffusers LoRA."""
+    """What is saved draws the same image again: an adapter in both formats, or the transformer."""
+    trip = _adapter_round_trip if isinstance(patient.trainer.model, PeftModel) else _transformer_round_trip
+    return trip(patient)
+
+
+def _adapter_round_trip(patient: Patient) -> Row:
     studio, trainer = patient.studio, patient.trainer
     model, pipeline = trainer.model, trainer.pipeline
     generator = torch.Generator().manual_seed(patient.args.seed)
@@ -591,11 +510,9 @@ def check_round_trip(patient: Patient) -> Row:
     with model.disable_adapter():
         base = studio.draw()
     drawn = studio.draw()
-    effect = (drawn.latents - base.latents).abs().max().item()
 
     # The same weights serve all three ways, as a second copy of a large model may not fit: the adapter's layers are
     # taken out of the transformer, and read back in from the files
-    differences = {}
     with tempfile.TemporaryDirectory() as folder:
         trained = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
         save_adapter(model, pipeline, trained, folder)
@@ -606,24 +523,81 @@ def check_round_trip(patient: Patient) -> Row:
         object.__setattr__(pipeline, "transformer", transformer)  # `load_lora_weights` changes it in place
         pipeline.load_lora_weights(folder)
         with_diffusers = studio.draw()
-    for name, other in (("PeftModel.from_pretrained", with_peft), ("pipe.load_lora_weights", with_diffusers)):
-        differences[name] = (other.latents - drawn.latents).abs().max().item()
-    tolerance = _ROUND_TRIP_TOLERANCE[trainer.compute_dtype]
+    return _compare_loaded(
+        trainer.compute_dtype,
+        base,
+        drawn,
+        {"PeftModel.from_pretrained": with_peft, "pipe.load_lora_weights": with_diffusers},
+        "Random weights in the adapter",
+        "The adapter has no effect on the image: look at `lora_target_modules`.",
+        "The saved files do not hold the adapter that was trained: checkpoints of this run would draw something else. "
+        "Check the versions of peft and diffusers (first row), and that `lora_alpha` is in the files.",
+    )
+
+
+def _transformer_round_trip(patient: Patient) -> Row:
+    studio, trainer = patient.studio, patient.trainer
+    model, device = trainer.model, trainer.accelerator.device
+    generator = torch.Generator().manual_seed(patient.args.seed)
+    base = studio.draw()
+    originals = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in originals:
+                    scale = _WEIGHT_NOISE * parameter.float().square().mean().sqrt().item()
+                    noise = torch.randn(parameter.shape, generator=generator) * scale
+                    parameter.add_(noise.to(parameter.device, parameter.dtype))
+        drawn = studio.draw()
+        with tempfile.TemporaryDirectory() as folder:
+            trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+            save_transformer(model, trained, folder)
+            loaded = type(model).from_pretrained(folder, subfolder="transformer")
+            # A second copy of a large model may not fit on the device: the one that is trained makes room
+            model.to("cpu")
+            reloaded = studio.draw_with(loaded.to(device).train(model.training))
+    finally:
+        loaded = None
+        model.to(device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in originals:
+                    parameter.copy_(originals[name])
+    return _compare_loaded(
+        trainer.compute_dtype,
+        base,
+        drawn,
+        {f"{type(model).__name__}.from_pretrained": reloaded},
+        "Noise in the transformer's weights",
+        "The weights have no effect on the image: look at what the pipeline draws with.",
+        "The saved files do not hold the transformer that was trained: checkpoints of this run would draw something "
+        "else. Check the version of diffusers (first row), and that the transformer's config and weights can be "
+        "saved.",
+    )
+
+
+def _compare_loaded(
+    dtype: torch.dtype,
+    base: Drawing,
+    drawn: Drawing,
+    loaded: dict[str, Drawing],
+    change: str,
+    without_effect: str,
+    with_difference: str,
+) -> Row:
+    """The verdict on what was loaded again, by the function that loaded it; and the advice for both faults."""
+    effect = (drawn.latents - base.latents).abs().max().item()
+    differences = {name: (other.latents - drawn.latents).abs().max().item() for name, other in loaded.items()}
+    tolerance = _ROUND_TRIP_TOLERANCE[dtype]
     finding = (
-        f"Random weights in the adapter change the last latents by {effect:.3g}. Saved and loaded again they differ by "
+        f"{change} change the last latents by {effect:.3g}. Saved and loaded again they differ by "
         + " and ".join(f"{value:.3g} with `{name}`" for name, value in differences.items())
         + f" (accepted {tolerance * effect:.3g})."
     )
     if not (math.isfinite(effect) and effect > 0):
-        return Row("", FAILED, finding, "The adapter has no effect on the image: look at `lora_target_modules`.")
+        return Row("", FAILED, finding, without_effect)
     if not all(value <= tolerance * effect for value in differences.values()):
-        return Row(
-            "",
-            FAILED,
-            finding,
-            "The saved files do not hold the adapter that was trained: checkpoints of this run would draw something "
-            "else. Check the versions of peft and diffusers (first row), and that `lora_alpha` is in the files.",
-        )
+        return Row("", FAILED, finding, with_difference)
     return Row("", OK, finding)
 
 
@@ -642,8 +616,7 @@ def check_reward_values(patient: Patient) -> list[Row]:
         "log_metric": lambda name, value: None,
     }
     rows = []
-    for name, function in patient.rewards.items():
-        title = f"reward {name}"
+    for title, function in patient.rewards.items():
         try:
             values = function(**arguments)
             if inspect.isawaitable(values):
@@ -684,13 +657,14 @@ class Check(NamedTuple):
 CHECKS = (
     Check("versions", check_versions),
     Check("configuration", check_configuration),
+    Check("output folder", check_output_folder, ("args",)),
     Check("data", check_data, ("args",)),
     Check("rewards", check_rewards_load, ("args",)),
     Check("model and adapter", check_model, ("args", "train_dataset")),
     Check("memory", check_memory, ("studio",)),
     Check("noise-free image", check_noise_free, ("studio",)),
     Check("ratio", check_ratio, ("studio",)),
-    Check("adapter files", check_round_trip, ("studio",)),
+    Check("saved files", check_round_trip, ("studio",)),
     Check("reward values", check_reward_values, ("studio", "images", "rewards")),
 )
 # The check that an attribute comes from
@@ -719,8 +693,8 @@ def examine(arguments: list[str], console: Console) -> list[Row]:
         `list[Row]`.
     """
     rows = []
-    with tempfile.TemporaryDirectory() as output_dir:
-        patient = Patient(lambda: _parser().parse_args_and_config(arguments), output_dir)
+    with tempfile.TemporaryDirectory() as temporary_dir:
+        patient = Patient(lambda: _parser().parse_args_and_config(arguments), temporary_dir)
         for number, check in enumerate(CHECKS, start=1):
             console.print(f"\\[{number}/{len(CHECKS)}] {check.name} ...", highlight=False)
             started = time.perf_counter()
@@ -728,7 +702,7 @@ def examine(arguments: list[str], console: Console) -> list[Row]:
             for row in found:
                 row.check = row.check or check.name
                 seconds = time.perf_counter() - started
-                console.print(f"      {row.check}: {_coloured(row.verdict)}, {seconds:.1f} s", highlight=False)
+                console.print(f"      {row.check}: {coloured(row.verdict)}, {seconds:.1f} s", highlight=False)
             rows.extend(found)
         if patient.trainer is not None:
             patient.trainer.accelerator.end_training()
@@ -794,31 +768,6 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**10:.1f} KiB"
 
 
-def _coloured(verdict: str) -> str:
-    return f"[{_COLOURS[verdict]}]{verdict}[/]"
-
-
-def report(rows: list[Row]) -> Table:
-    """
-    The table of what was found.
-
-    Args:
-        rows (`list[Row]`):
-            From [`examine`].
-
-    Returns:
-        [`~rich.table.Table`].
-    """
-    table = Table(title="paco-trl doctor", show_lines=True)
-    table.add_column("check", max_width=16, overflow="fold")
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("finding, and what to do", overflow="fold")
-    for row in rows:
-        text = escape(row.finding) + (f"\n[bold]->[/] {escape(row.advice)}" if row.advice else "")
-        table.add_row(escape(row.check), _coloured(row.verdict), text)
-    return table
-
-
 def main(arguments: list[str]) -> int:
     """
     Runs the command.
@@ -838,5 +787,5 @@ def main(arguments: list[str]) -> int:
     rows = examine(arguments, console)
     console.print(report(rows))
     verdicts = Counter(row.verdict for row in rows)
-    console.print(", ".join(f"{verdicts[name]} {_coloured(name)}" for name in _COLOURS if verdicts[name]))
+    console.print(", ".join(f"{verdicts[name]} {coloured(name)}" for name in COLOURS if verdicts[name]))
     return 1 if verdicts[FAILED] else 0

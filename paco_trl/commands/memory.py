@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 
-_FLOAT32 = 4
+_FLOAT32, _HALF = 4, 2
 
 
 def weights_bytes(module: nn.Module, trainable: bool | None = None) -> int:
@@ -86,15 +86,15 @@ class MemoryEstimate:
 
     Attributes:
         transformer (`int`):
-            Frozen weights of the transformer.
-        adapter (`int`):
-            Weights of the adapter, with float32 masters where DeepSpeed keeps them.
+            Frozen weights of the transformer, and its buffers.
+        trained (`int`):
+            Weights that are trained, those of the adapter or all, with float32 masters where DeepSpeed keeps them.
         gradients (`int`):
-            Gradients of the adapter, float32.
+            Their gradients, float32.
         optimizer (`int`):
             AdamW's two averages, float32.
         ema (`int`):
-            Moving average of the adapter, float32.
+            Moving average of what is trained, float32.
         buffer (`int`):
             What is kept of a round.
         text_encoders (`int`):
@@ -103,10 +103,14 @@ class MemoryEstimate:
             There while images are drawn only.
         gathered (`int`):
             Weights that ZeRO-3 gathers for the time in which images are drawn.
+        reference (`int`):
+            Copy of the transformer that the KL divergence is measured from, where all weights are trained.
+        autocast (`int`):
+            Copies of float32 weights in half precision, which autocast keeps during a forward.
     """
 
     transformer: int
-    adapter: int
+    trained: int
     gradients: int
     optimizer: int
     ema: int
@@ -114,15 +118,17 @@ class MemoryEstimate:
     text_encoders: int
     vae: int
     gathered: int = 0
+    reference: int = 0
+    autocast: int = 0
 
     @property
     def _always(self) -> int:
-        return self.transformer + self.adapter + self.optimizer + self.ema + self.buffer
+        return self.transformer + self.reference + self.trained + self.optimizer + self.ema + self.buffer
 
     @property
     def training(self) -> int:
         """While the loss is computed."""
-        return self._always + self.gradients
+        return self._always + self.gradients + self.autocast
 
     @property
     def encoding(self) -> int:
@@ -132,7 +138,7 @@ class MemoryEstimate:
     @property
     def drawing(self) -> int:
         """While images are drawn, when gradients have been dropped."""
-        return self._always + self.gathered + self.vae
+        return self._always + self.gathered + self.autocast + self.vae
 
     @property
     def peak(self) -> int:
@@ -148,22 +154,24 @@ def estimate_memory(
     buffer_bytes: int,
     num_processes: int = 1,
     zero_stage: int | None = None,
-    adapter_element_size: int = _FLOAT32,
+    trained_element_size: int = _FLOAT32,
     gathers_for_rollout: bool = True,
     has_ema: bool = False,
+    reference_bytes: int = 0,
+    autocasts_weights: bool = False,
 ) -> MemoryEstimate:
     """
     Memory of one process on its device.
 
     Without DeepSpeed, and with DDP, each process has all of the weights. DeepSpeed keeps float32 masters beside the
-    adapter's weights; ZeRO divides the optimizer's states (and masters) from stage 1, gradients from stage 2, weights
+    trained weights; ZeRO divides the optimizer's states (and masters) from stage 1, gradients from stage 2, weights
     from stage 3.
 
     Args:
         transformer_bytes (`int`):
-            Frozen weights of the transformer.
+            Frozen weights of the transformer, and its buffers.
         num_trainable (`int`):
-            Trained numbers, those of the adapter.
+            Trained numbers: those of the adapter, or of the whole transformer.
         text_encoders_bytes (`int`), vae_bytes (`int`):
             Weights of the other components.
         buffer_bytes (`int`):
@@ -172,12 +180,16 @@ def estimate_memory(
             Processes of the run.
         zero_stage (`int`, *optional*):
             Stage of DeepSpeed ZeRO. If `None`, there is no DeepSpeed.
-        adapter_element_size (`int`, *optional*, defaults to `4`):
-            Bytes of one weight of the adapter.
+        trained_element_size (`int`, *optional*, defaults to `4`):
+            Bytes of one weight that is trained.
         gathers_for_rollout (`bool`, *optional*, defaults to `True`):
             Whether ZeRO-3 gathers the weights for the rollout (`ds3_gather_for_generation`).
         has_ema (`bool`, *optional*, defaults to `False`):
-            Whether a moving average of the adapter is kept on the device.
+            Whether a moving average of what is trained is kept on the device.
+        reference_bytes (`int`, *optional*, defaults to `0`):
+            Weights of the reference model; 0 if there is none, or it is the model without its adapter.
+        autocasts_weights (`bool`, *optional*, defaults to `False`):
+            Whether autocast makes half-precision copies of the trained weights. An adapter's are too small to count.
 
     Returns:
         [`MemoryEstimate`].
@@ -186,16 +198,18 @@ def estimate_memory(
     by_stage = [num_processes if stage >= divided_from else 1 for divided_from in (1, 2, 3)]
     optimizer_share, gradient_share, weight_share = by_stage
     masters = _FLOAT32 * num_trainable if zero_stage is not None else 0
-    adapter_bytes = adapter_element_size * num_trainable
+    trained_bytes = trained_element_size * num_trainable
     is_gathered = weight_share > 1 and gathers_for_rollout
     return MemoryEstimate(
         transformer=transformer_bytes // weight_share,
-        adapter=adapter_bytes // weight_share + masters // optimizer_share,
+        trained=trained_bytes // weight_share + masters // optimizer_share,
         gradients=_FLOAT32 * num_trainable // gradient_share,
         optimizer=2 * _FLOAT32 * num_trainable // optimizer_share,
         ema=_FLOAT32 * num_trainable // weight_share if has_ema else 0,
         buffer=buffer_bytes,
         text_encoders=text_encoders_bytes,
         vae=vae_bytes,
-        gathered=transformer_bytes + adapter_bytes if is_gathered else 0,
+        gathered=transformer_bytes + trained_bytes if is_gathered else 0,
+        reference=reference_bytes // weight_share,
+        autocast=_HALF * num_trainable if autocasts_weights else 0,
     )
