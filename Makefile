@@ -32,8 +32,9 @@ help:
 demo: .venv/.installed
 	@$(BIN)/python examples/demo.py
 
+# Two processes, each with whole files: the models that a file's tests share are built once
 test: .venv/.installed
-	$(BIN)/python -m pytest -m "not slow" tests
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests
 
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow tests
@@ -41,7 +42,7 @@ test-slow: .venv/.installed
 test-lowest: | $(filter .venv-uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-lowest
 	$(UV) pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e ".[test]"
-	.venv-lowest/bin/python -m pytest -m "not slow" tests
+	.venv-lowest/bin/python -m pytest -m "not slow" -n 2 --dist loadfile tests
 
 quality: .venv/.installed
 	$(BIN)/ruff check $(LINTED)
