@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
 
-from .checkpoints import publish, read_run, stage_folder
+from .checkpoints import checkpoints_of, incomplete_files, publish, read_run, stage_folder
 from .export import save_trained
 from .weights import gather_whole, shares, zero_stage_of
 
@@ -54,6 +54,11 @@ def write_checkpoint(trainer: "PaCoGRPOTrainer") -> Path:
     for part in (_make_folder, _write_weights, _write_further_weights, _write_state, _publish):
         _stop_if_any(trainer, staged, _attempt(trainer, staged, part))
     if args.should_save:
+        if args.save_total_limit:
+            # What a run left that was killed while it deleted them: it would count, and whole ones go in its place
+            for checkpoint in checkpoints_of(args.output_dir):
+                if incomplete_files(checkpoint):
+                    shutil.rmtree(checkpoint, ignore_errors=True)
         rotate_checkpoints(
             output_dir=args.output_dir,
             save_total_limit=args.save_total_limit,
@@ -209,7 +214,9 @@ def load_rollout(trainer: "PaCoGRPOTrainer", folder: Path) -> None:
         return
     device, is_offloaded = trainer.accelerator.device, trainer.args.offload_embeddings
     # On the device at once, so that what images of a prompt share stays shared
-    saved = torch.load(path, map_location="cpu" if is_offloaded else device, weights_only=True)
+    # torch does not load to "cpu:0", which the device is called in several processes on CPU
+    location = "cpu" if is_offloaded or device.type == "cpu" else device
+    saved = torch.load(path, map_location=location, weights_only=True)
     sde = trainer._sde_settings(saved["round"])
     trainer._buffered_inputs = []
     for entry in saved["entries"]:

@@ -29,6 +29,7 @@ from trl.trainer.utils import identity
 from ..data import check_image_set_columns
 from ..rewards import aggregate_rewards
 from ..rollout import PipelinePolicy, RecordedStep, SDESettings, cast_floating_inputs, family_of, replay
+from ..utils.random_state import kept_random_state
 from .advantages import group_advantages
 from .checkpoint_files import EMA_WEIGHTS, POLICY_WEIGHTS, load_rollout, write_checkpoint
 from .checkpoints import (
@@ -944,7 +945,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
                         "no baseline to compare with. Set `eval_on_start=True`, or `eval_strategy`."
                     )
                     return None
-                with weights:
+                # As if nothing had been drawn: a resumed run finds the baseline in the folder and does not draw it
+                with weights, kept_random_state(self.accelerator.device):
                     baseline = self._draw_evaluation(rows, "Drawing the baseline")
                 if self.accelerator.is_main_process:
                     save_baseline(folder, key, baseline)

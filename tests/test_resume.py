@@ -1,0 +1,649 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact resume: a run that is killed at any moment, also while saving, ends with the bits of one that was not."""
+
+import json
+import os
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import concatenate_datasets
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from kill_runs import SETTINGS, Run, copy_run, different, fork_server, make_run, square_prompts
+from paco_trl.rewards import redness_reward
+from paco_trl.trainer.checkpoints import STAGING, checkpoints_of, incomplete_files
+
+
+ADAPTER = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def context():
+    with fork_server() as context:
+        yield context
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(context, tiny_flux, tmp_path_factory) -> Run:
+    """A run of 8 steps with all its checkpoints. Not to be written to."""
+    run = Run(context, tiny_flux, tmp_path_factory.mktemp("uninterrupted") / "out", saving={"step": 4})
+    state = run.state()
+    assert state["global_step"] == 8
+    assert [step_of(path) for path in checkpoints_of(run.output)] == [8, 7, 6, 5, 4, 3, 2, 1]
+    # What is compared below has something to say: everything moved, at a rate that changes from step to step
+    assert all(value.abs().max() > 1e-3 for name, value in state["policy"].items() if "lora_B" in name)
+    assert any(not torch.equal(value, state["policy"][name]) for name, value in state["ema"].items())
+    rates = [entry["learning_rate"] for entry in state["history"] if "learning_rate" in entry]
+    assert len(rates) == len(set(rates)) + 1 == 8  # warm-up and cosine pass the middle twice
+    assert len({sde_step(entry) for entry in state["history"] if "loss" in entry}) > 1
+    return run
+
+
+def sde_step(entry: dict) -> str:
+    return next(name.split("/")[1] for name in entry if name.startswith("ratio_deviation"))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def rewrite_run(checkpoint: Path, files: dict | None = None, **run) -> None:
+    """Changes `run.json`."""
+    content = json.loads((checkpoint / "run.json").read_text())
+    content["run"] |= run
+    content["files"] = files if files is not None else content["files"]
+    (checkpoint / "run.json").write_text(json.dumps(content))
+
+
+def remove_from(checkpoint: Path, pattern: str) -> None:
+    """Takes files out of a checkpoint, which then does not know of them."""
+    files = json.loads((checkpoint / "run.json").read_text())["files"]
+    paths = list(checkpoint.glob(pattern))
+    assert paths
+    for path in paths:
+        del files[path.name]
+        path.unlink()
+    rewrite_run(checkpoint, files)
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+def found_after_kill(output: Path) -> dict:
+    """What a killed run has left: its latest checkpoint, and whether there is an unfinished one. None is broken."""
+    checkpoints = checkpoints_of(output)
+    for checkpoint in checkpoints:
+        assert incomplete_files(checkpoint) == [], checkpoint
+    staging = output / STAGING
+    return {
+        "latest": step_of(checkpoints[0]) if checkpoints else None,
+        "unfinished": sorted(path.name for path in staging.iterdir()) if staging.is_dir() else [],
+    }
+
+
+class TestKillsInOneProcess:
+    # Inside of saving; the rest of the kills are at times
+    PLACES = [
+        {"step": 1, "kill": {"function": "serialize_file"}},  # before the first checkpoint
+        {"step": 3, "kill": {"function": "posix.replace"}},  # all is written, and not yet visible
+        {"step": 3, "kill": {"function": "posix.replace", "event": "c_return"}},  # just visible, in a round
+        {"step": 4, "kill": {"call": 0.3}},
+        {"step": 6, "kill": {"call": 0.7}},
+        {"step": 7, "kill": {"function": "posix.fsync", "count": 3}},  # the one before ends an epoch
+    ]
+
+    def kill_and_resume(self, context, model, output: Path, case, duration: float, num_calls: int) -> dict:
+        if isinstance(case, dict):
+            kill = case["kill"]
+            if "call" in kill:
+                kill = {"call": int(kill["call"] * num_calls)}
+            run = Run(context, model, output, saving={"step": case["step"], "kill": kill})
+            run.wait()
+            assert run.was_killed == [True], run.output_text()[-3000:]
+        else:
+            run = Run(context, model, output)
+            run.processes[0].join(case * duration)
+            run.kill()
+        outcome = found_after_kill(output)
+        resumed = Run(context, model, output, resume=None if outcome["latest"] is None else True)
+        state = resumed.state()
+        warning = "An earlier run was stopped while it saved"
+        assert (warning in resumed.output_text()) == bool(outcome["unfinished"])
+        assert not found_after_kill(output)["unfinished"]
+        return outcome | {"case": case, "killed": run.was_killed == [True], "state": state}
+
+    def test_ten_kills(self, context, tiny_flux, uninterrupted, tmp_path):
+        reference = uninterrupted.state()
+        duration, num_calls = 4.0, len(reference["calls"])
+        assert num_calls > 10_000
+        generator = random.Random(0)
+        times = [(quarter + generator.random()) / 4 for quarter in range(4)]
+        cases = [*self.PLACES, *times]
+        assert len(cases) == 10
+        with ThreadPoolExecutor(2) as pool:
+            outcomes = list(
+                pool.map(
+                    lambda numbered: self.kill_and_resume(
+                        context, tiny_flux, tmp_path / f"{numbered[0]}", numbered[1], duration, num_calls
+                    ),
+                    enumerate(cases),
+                )
+            )
+        latest = [outcome["latest"] for outcome in outcomes]
+        unfinished = [outcome["unfinished"] for outcome in outcomes]
+        assert sum(outcome["killed"] for outcome in outcomes) == 10
+        # Where the kills at places must have hit
+        assert latest[:6] == [None, 2, 3, 3, 5, 6]
+        assert unfinished[:6] == [["checkpoint-1"], ["checkpoint-3"], [], *([f"checkpoint-{n}"] for n in (4, 6, 7))]
+        for outcome in outcomes:
+            wrong = different(reference, outcome["state"])
+            assert not wrong, (outcome["case"], outcome["latest"], outcome["unfinished"], wrong)
+
+    @pytest.mark.parametrize(
+        ("part", "changed"),
+        [
+            ("ema.safetensors", {"ema", "adapter", "adapter file", "diffusers adapter"}),
+            ("optimizer.pt", {"policy", "optimizer"}),
+            ("scheduler.pt", {"policy", "scheduler"}),
+            ("rng_state.pth", {"policy", "python", "numpy", "torch"}),
+            ("rollout_0.pt", {"policy", "history"}),
+            ("nothing", set()),
+        ],
+    )
+    def test_each_part_of_a_checkpoint_decides_the_result(
+        self, context, tiny_flux, uninterrupted, tmp_path, part, changed
+    ):
+        output = copy_run(uninterrupted.output, tmp_path / "out", [5])
+        if part != "nothing":
+            remove_from(output / "checkpoint-5", part)
+        run = Run(context, tiny_flux, output, resume=True)
+        wrong = set(different(uninterrupted.state(), run.state()))
+        assert changed <= wrong
+        if not changed:
+            assert not wrong
+        assert ("are not in the checkpoint" in run.output_text()) == (part == "rollout_0.pt")
+
+    def test_the_disk_has_everything_before_a_checkpoint_is_visible(self, uninterrupted):
+        calls = uninterrupted.state()["calls"]
+        assert calls.count("posix.replace") == 1
+        before = calls[: calls.index("posix.replace")]
+        paths = list((uninterrupted.output / "checkpoint-4").rglob("*"))
+        assert len(paths) > 8
+        # Every file, and the folder
+        assert before.count("posix.fsync") == len(paths) + 1
+        last_write = max(index for index, name in enumerate(before) if name in ("write_record", "serialize_file"))
+        assert last_write < before.index("posix.fsync")
+
+    @pytest.mark.parametrize("count", [slow(1), 2])
+    def test_kill_while_a_checkpoint_of_the_same_step_is_replaced(
+        self, context, tiny_flux, uninterrupted, tmp_path, count
+    ):
+        # Continued from an earlier one: what comes after is written anew
+        output = copy_run(uninterrupted.output, tmp_path / "out", [5, 6])
+        kill = {"function": "posix.replace", "event": "c_return", "count": count}
+        run = Run(context, tiny_flux, output, resume=str(output / "checkpoint-5"), saving={"step": 6, "kill": kill})
+        run.wait()
+        assert run.was_killed == [True]
+        # After the first of the two renamings there is none of step 6
+        assert found_after_kill(output)["latest"] == 4 + count
+        assert "replaced-checkpoint-6" in found_after_kill(output)["unfinished"]
+        resumed = Run(context, tiny_flux, output, resume=True)
+        assert not different(uninterrupted.state(), resumed.state())
+
+    def test_kill_while_an_old_checkpoint_is_deleted(self, context, tiny_flux, uninterrupted, tmp_path):
+        output = copy_run(uninterrupted.output, tmp_path / "out", [5])
+        settings = {"save_total_limit": 1}
+        kill = {"function": "posix.unlink", "count": 3}
+        run = Run(context, tiny_flux, output, resume=True, saving={"step": 6, "kill": kill}, **settings)
+        run.wait()
+        assert run.was_killed == [True]
+        broken = [path.name for path in checkpoints_of(output) if incomplete_files(path)]
+        assert broken in ([], ["checkpoint-5"])  # half of it is there, or it was put aside first
+        assert not incomplete_files(output / "checkpoint-6")
+        resumed = Run(context, tiny_flux, output, resume=True, **settings)
+        assert not different(uninterrupted.state(), resumed.state())
+        assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-8"]
+
+
+class TestFullDisk:
+    # The largest file that can be written, in bytes: what fails is the adapter's config, the weights by safetensors,
+    # the optimizer's state and the buffer by torch
+    @pytest.mark.parametrize("limit", [slow(1_000), 20_000, slow(50_000), 100_000])
+    def test_full_disk(self, context, tiny_flux, uninterrupted, tmp_path, limit):
+        sizes = [path.stat().st_size for path in (uninterrupted.output / "checkpoint-5").iterdir()]
+        assert max(sizes) > limit
+        output = copy_run(uninterrupted.output, tmp_path / "out", [3, 4])
+        run = Run(context, tiny_flux, output, resume=True, saving={"step": 5, "file_limit": limit})
+        error = run.result()["error"]
+        assert error.startswith("RuntimeError: The checkpoint of step 5 could not be written")
+        assert f"'{output}'" in error
+        assert "resume_from_checkpoint=True" in error
+        assert not (output / STAGING).exists()
+        assert found_after_kill(output)["latest"] == 4
+        assert len(checkpoints_of(output)) == 2
+        assert not different(uninterrupted.state(), Run(context, tiny_flux, output, resume=True).state())
+
+    def test_a_disk_with_room(self, context, tiny_flux, uninterrupted, tmp_path):
+        output = copy_run(uninterrupted.output, tmp_path / "out", [4])
+        run = Run(context, tiny_flux, output, resume=True, saving={"step": 5, "file_limit": 10_000_000})
+        assert not different(uninterrupted.state(), run.state())
+
+    def test_a_folder_that_cannot_be_made(self, context, tiny_flux, uninterrupted, tmp_path):
+        output = copy_run(uninterrupted.output, tmp_path / "out", [4])
+        (output / STAGING).write_text("a file where a folder should be")
+        run = Run(context, tiny_flux, output, resume=True)
+        assert "The checkpoint of step 5 could not be written" in run.result()["error"]
+        (output / STAGING).unlink()
+        assert not different(uninterrupted.state(), Run(context, tiny_flux, output, resume=True).state())
+
+
+def truncate(checkpoint: Path) -> str:
+    path = checkpoint / "optimizer.pt"
+    os.truncate(path, path.stat().st_size // 2)
+    return path.name
+
+
+def delete(checkpoint: Path) -> str:
+    (checkpoint / "rng_state.pth").unlink()
+    return "rng_state.pth"
+
+
+def delete_list(checkpoint: Path) -> str:
+    (checkpoint / "run.json").unlink()
+    return "run.json"
+
+
+def truncate_list(checkpoint: Path) -> str:
+    path = checkpoint / "run.json"
+    os.truncate(path, path.stat().st_size // 2)
+    return path.name
+
+
+class TestHalfWritten:
+    @pytest.mark.parametrize("damage", [truncate, slow(delete), slow(delete_list), slow(truncate_list)])
+    def test_skipped_and_named(self, context, tiny_flux, uninterrupted, tmp_path, damage):
+        output = copy_run(uninterrupted.output, tmp_path / "out", [6, 7])
+        name = damage(output / "checkpoint-7")
+        run = Run(context, tiny_flux, output, resume=True, resume_from_checkpoint="True")
+        assert not different(uninterrupted.state(), run.state())
+        assert f"The checkpoint '{output / 'checkpoint-7'}' is skipped: {name} is missing or cut short." in (
+            run.output_text()
+        )
+        assert not incomplete_files(output / "checkpoint-7")  # written anew
+
+    def test_a_whole_one_is_not_skipped(self, context, tiny_flux, uninterrupted, tmp_path):
+        output = copy_run(uninterrupted.output, tmp_path / "out", [6, 7])
+        run = Run(context, tiny_flux, output, resume=True)
+        assert not different(uninterrupted.state(), run.state())
+        assert "is skipped" not in run.output_text()
+
+    @pytest.mark.parametrize("damage", [truncate, delete, delete_list, truncate_list])
+    def test_named_explicitly(self, uninterrupted, tmp_path, damage):
+        checkpoint = copy_run(uninterrupted.output, tmp_path / "out", [6, 7]) / "checkpoint-7"
+        name = damage(checkpoint)
+        with pytest.raises(ValueError, match=rf"'{checkpoint}' is incomplete: {name} is missing or cut short"):
+            make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=str(checkpoint))
+
+    def test_nothing_is_complete(self, uninterrupted, tmp_path):
+        output = copy_run(uninterrupted.output, tmp_path / "out", [6, 7])
+        for step in (6, 7):
+            truncate(output / f"checkpoint-{step}")
+        with pytest.raises(ValueError, match=f"'{output}' has no complete checkpoint"):
+            make_run("/nowhere/at/all", output, resume_from_checkpoint=True)
+
+    def test_there_is_nothing(self, tmp_path):
+        with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}' has no complete checkpoint"):
+            make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=True)
+        with pytest.raises(ValueError, match="checkpoint-3', which is no folder"):
+            make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+@pytest.fixture
+def nowhere(tiny_flux, tmp_path) -> Path:
+    """A folder with the base model's name and nothing in it: who gets as far as loading the model, fails."""
+    folder = tmp_path / "nowhere" / tiny_flux.name
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def earlier(uninterrupted, tmp_path) -> Path:
+    """The output folder of a run that has made 6 steps."""
+    return copy_run(uninterrupted.output, tmp_path / "earlier", [5, 6])
+
+
+OTHERS = {
+    "learning_rate": {"learning_rate": 2e-2},  # restored with the optimizer's state: another one would have no effect
+    "r": {"peft_config": LoraConfig(r=2, lora_alpha=8, init_lora_weights="gaussian")},
+    "lora_alpha": {"peft_config": LoraConfig(r=4, lora_alpha=4, init_lora_weights="gaussian")},
+    "no adapter": {"peft_config": None},
+    "dataset_size": {"train_dataset": concatenate_datasets([square_prompts(), square_prompts().select([0])])},
+    "prompts": {"train_dataset": square_prompts().select([*range(11), 0])},
+}
+SAID = {
+    "learning_rate": "learning_rate: '0.01', now '0.02'",
+    "r": r"adapter: \{'r': 4, .*, now \{'r': 2, ",
+    "lora_alpha": r"adapter: \{'r': 4, 'lora_alpha': 8, .*, now \{'r': 4, 'lora_alpha': 4, ",
+    "no adapter": r"adapter: \{'r': 4, .*, now 'none, all weights of the transformer are trained'",
+    "dataset_size": "dataset_size: 12, now 13",
+    "prompts": r"dataset: '\w{16}', now '\w{16}'",
+}
+
+
+class TestIdentity:
+    def test_the_same_run_goes_on_to_load_its_model(self, nowhere, earlier):
+        for resume in (None, "True"):
+            with pytest.raises(OSError, match="model_index.json"):
+                make_run(nowhere, earlier, resume_from_checkpoint=resume)
+
+    @pytest.mark.parametrize("other", OTHERS)
+    def test_another_run_before_its_model_loads(self, nowhere, earlier, other):
+        for resume in ("True", str(earlier / "checkpoint-5")):
+            with pytest.raises(ValueError, match=SAID[other]) as error:
+                make_run(nowhere, earlier, resume_from_checkpoint=resume, **OTHERS[other])
+            assert "cannot be continued: it was made with other settings" in str(error.value)
+            assert ("dataset_size" in str(error.value)) == (other == "dataset_size")
+        # Started anew in its folder
+        with pytest.raises(ValueError, match=SAID[other]) as error:
+            make_run(nowhere, earlier, **OTHERS[other])
+        assert "has 'checkpoint-6' of another run" in str(error.value)
+
+    def test_another_base_model_before_it_loads(self, nowhere, earlier):
+        other = nowhere.rename(nowhere.with_name("another-flux"))
+        for resume in (None, "True"):
+            with pytest.raises(ValueError, match="base_model: 'tiny-flux', now 'another-flux'"):
+                make_run(other, earlier, resume_from_checkpoint=resume)
+
+    @pytest.mark.parametrize("other", ["r", "prompts"])
+    def test_by_the_argument_of_train(self, tiny_flux, earlier, tmp_path, other):
+        trainer = make_run(tiny_flux, tmp_path / "fresh", **OTHERS[other])
+        with pytest.raises(ValueError, match=SAID[other]):
+            trainer.train(resume_from_checkpoint=str(earlier / "checkpoint-6"))
+        assert trainer.state.global_step == 0
+
+    @pytest.mark.parametrize(
+        ("name", "value", "said"),
+        [
+            ("warmup_steps", 4, "warmup_steps: 2, now 4"),
+            ("seed", 7, "seed: 42, now 7"),
+            ("noise_level", 0.5, "noise_level: 0.7, now 0.5"),
+            ("ema_decay", None, "ema_decay: 0.9, now None"),
+            ("reward_funcs", redness_reward, r"rewards: \['noisy_redness'\], now \['redness_reward'\]"),
+        ],
+    )
+    def test_another_setting(self, tiny_flux, nowhere, earlier, caplog, name, value, said):
+        with pytest.raises(OSError, match="model_index.json"):
+            make_run(nowhere, earlier, resume_from_checkpoint="True", **{name: value})
+        assert "is continued with other settings" in caplog.text
+        line = said.replace("\\", "")
+        assert line in caplog.text
+        # Only what differs is named
+        assert caplog.text.count(", now ") == 1
+        # Started anew, the checkpoints of both would be mixed
+        trainer = make_run(tiny_flux, earlier, **{name: value})
+        with pytest.raises(ValueError, match=said):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+    def test_the_same_settings(self, context, tiny_flux, nowhere, uninterrupted, earlier, caplog):
+        with pytest.raises(OSError, match="model_index.json"):
+            make_run(nowhere, earlier, resume_from_checkpoint="True")
+        assert "other settings" not in caplog.text
+        # Started anew in its own folder: it is said, and goes on
+        run = Run(context, tiny_flux, earlier, save_strategy="no", eval_strategy="no")
+        assert run.state()["global_step"] == 8
+        assert "has checkpoints of this very run, the latest 'checkpoint-6'" in run.output_text()
+        assert "other settings" not in run.output_text()
+
+    def test_a_folder_without_checkpoints(self, context, tiny_flux, tmp_path):
+        run = Run(context, tiny_flux, tmp_path / "out", max_steps=1, save_strategy="no", eval_strategy="no")
+        assert run.state()["global_step"] == 1
+        assert "checkpoints of this very run" not in run.output_text()
+
+
+# Rewards that draw nothing: the generators of other processes are others
+WITHOUT_CHANCE = {"reward_funcs": redness_reward, "eval_strategy": "no", "max_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def alone(context, tiny_flux, tmp_path_factory) -> Run:
+    run = Run(context, tiny_flux, tmp_path_factory.mktemp("alone") / "out", **WITHOUT_CHANCE)
+    assert run.state()["global_step"] == 6
+    return run
+
+
+class TestOtherNumberOfProcesses:
+    @staticmethod
+    def distance(run: Run, reference: Run) -> float:
+        a, b = run.state()["adapter"], load_file(reference.output / ADAPTER)
+        assert a.keys() == b.keys()
+        return max((a[name] - b[name]).abs().max().item() for name in b)
+
+    def test_at_the_end_of_a_round(self, context, tiny_flux, alone, tmp_path):
+        before = load_file(alone.output / "checkpoint-4" / ADAPTER)
+        after = load_file(alone.output / ADAPTER)
+        assert max((after[name] - before[name]).abs().max().item() for name in before) > 1e-4
+        output = copy_run(alone.output, tmp_path / "out", [4])
+        run = Run(context, tiny_flux, output, resume=True, processes=2, **WITHOUT_CHANCE)
+        assert self.distance(run, alone) < 1e-6
+        assert "made by 1 processes, now 2: the same images are drawn and trained" in run.output_text()
+        assert "drawn again" not in run.output_text()
+
+    @pytest.mark.slow
+    def test_in_the_middle_of_a_round(self, context, tiny_flux, alone, tmp_path):
+        output = copy_run(alone.output, tmp_path / "out", [5])
+        run = Run(context, tiny_flux, output, resume=True, processes=2, **WITHOUT_CHANCE)
+        assert run.state()["global_step"] == 6
+        assert "made by 1 processes, now 2. It lies in the middle of a round" in run.output_text()
+        assert self.distance(run, alone) > 0
+
+    def test_deepspeed_is_another_matter(self, nowhere, earlier):
+        rewrite_run(earlier / "checkpoint-6", num_processes=2, is_deepspeed=True)
+        with pytest.raises(ValueError, match="2 processes, now 1.*DeepSpeed has divided"):
+            make_run(nowhere, earlier, resume_from_checkpoint="True")
+        rewrite_run(earlier / "checkpoint-6", num_processes=1, is_deepspeed=True)
+        with pytest.raises(ValueError, match="was saved with DeepSpeed, and this run is without it"):
+            make_run(nowhere, earlier, resume_from_checkpoint="True")
+
+
+def falling_reward(prompts, completions, trainer_state, **kwargs):
+    """Best in the first evaluation."""
+    return [10 + value - trainer_state.global_step for value in redness_reward(prompts, completions)]
+
+
+def rising_reward(prompts, completions, trainer_state, **kwargs):
+    """Best in the last evaluation."""
+    return [value + trainer_state.global_step for value in redness_reward(prompts, completions)]
+
+
+class TestOutputFolder:
+    SETTINGS = {
+        "max_steps": 5,
+        "eval_steps": 1,
+        "save_total_limit": 2,
+        "metric_for_best_model": "reward",
+        "greater_is_better": True,
+    }
+
+    @pytest.mark.parametrize(("reward", "best", "kept"), [(falling_reward, 1, {1, 5}), (rising_reward, 5, {4, 5})])
+    def test_the_best_checkpoint_is_kept(self, context, tiny_flux, tmp_path, reward, best, kept):
+        run = Run(context, tiny_flux, tmp_path / "out", reward_funcs=reward, **self.SETTINGS)
+        assert run.state()["best"] == str(run.output / f"checkpoint-{best}")
+        assert {step_of(path) for path in checkpoints_of(run.output)} == kept
+        saved = json.loads((run.output / "checkpoint-5" / "trainer_state.json").read_text())
+        assert saved["best_model_checkpoint"] == str(run.output / f"checkpoint-{best}")
+        # The folder is that of the checkpoint and not the one that it was written in
+        own = json.loads((run.output / f"checkpoint-{best}" / "trainer_state.json").read_text())
+        assert own["best_model_checkpoint"] == str(run.output / f"checkpoint-{best}")
+        assert not found_after_kill(run.output)["unfinished"]
+
+    @pytest.mark.slow
+    def test_the_best_weights_at_the_end_after_a_resume(self, context, tiny_flux, tmp_path):
+        settings = {**self.SETTINGS, "reward_funcs": falling_reward, "load_best_model_at_end": True}
+        whole = Run(context, tiny_flux, tmp_path / "a", **settings)
+        state = whole.state()
+        best = load_file(whole.output / "checkpoint-1" / ADAPTER)
+        for name, value in load_file(whole.output / ADAPTER).items():
+            assert torch.equal(value, best[name]), name
+        last = load_file(whole.output / "checkpoint-5" / ADAPTER)
+        assert any(not torch.equal(value, best[name]) for name, value in last.items())
+        kill = {"function": "posix.fsync"}
+        killed = Run(context, tiny_flux, tmp_path / "b", saving={"step": 4, "kill": kill}, **settings)
+        killed.wait()
+        assert killed.was_killed == [True]
+        assert found_after_kill(killed.output) == {"latest": 3, "unfinished": ["checkpoint-4"]}
+        resumed = Run(context, tiny_flux, tmp_path / "b", resume=True, **settings)
+        wrong = different(state, resumed.state())
+        assert not wrong
+        assert resumed.state()["best"] == str(tmp_path / "b" / "checkpoint-1")
+
+    def test_leftovers_are_deleted_and_named(self, context, tiny_flux, uninterrupted, tmp_path):
+        output = copy_run(uninterrupted.output, tmp_path / "out", [7])
+        shutil.copytree(output / "checkpoint-7", output / STAGING / "checkpoint-8")
+        delete(output / STAGING / "checkpoint-8")
+        run = Run(context, tiny_flux, output, resume=True)
+        assert not different(uninterrupted.state(), run.state())
+        assert "stopped while it saved checkpoint-8: the unfinished files are deleted" in run.output_text()
+        assert (output / "checkpoint-8" / "rng_state.pth").exists()
+        assert not found_after_kill(output)["unfinished"]
+
+    def test_a_half_deleted_checkpoint_takes_no_place_of_a_whole_one(
+        self, context, tiny_flux, uninterrupted, tmp_path
+    ):
+        output = copy_run(uninterrupted.output, tmp_path / "out", [4, 5, 6])
+        # Killed while checkpoint-4 was deleted: that has made its folder the one that was changed last
+        delete_list(output / "checkpoint-4")
+        now = (output / "checkpoint-6").stat().st_mtime
+        for step, age in ((5, 200), (6, 100), (4, 50)):
+            os.utime(output / f"checkpoint-{step}", (now - age, now - age))
+        run = Run(context, tiny_flux, output, resume=True, save_total_limit=2, max_steps=7)
+        assert run.state()["global_step"] == 7
+        assert {step_of(path) for path in checkpoints_of(output) if not incomplete_files(path)} == {6, 7}
+
+
+@pytest.fixture(scope="module")
+def reference(context, tiny_flux, tmp_path_factory) -> Run:
+    """A run in two processes that was not interrupted."""
+    run = Run(context, tiny_flux, tmp_path_factory.mktemp("two") / "out", processes=2)
+    assert run.state()["global_step"] == run.state(1)["global_step"] == 8
+    # Each process has generators of its own, and its own part of the round in the middle of one
+    assert {path.name for path in (run.output / "checkpoint-3").glob("r*_*")} >= {
+        "rng_state_0.pth", "rng_state_1.pth", "rollout_0.pt", "rollout_1.pt",
+    }  # fmt: skip
+    assert not list((run.output / "checkpoint-4").glob("rollout_*"))
+    return run
+
+
+@pytest.mark.slow
+class TestTwoProcesses:
+    def assert_equal(self, run: Run, reference: Run) -> None:
+        for rank in range(2):
+            assert not different(reference.state(rank), run.state(rank)), rank
+
+    def test_all_are_killed(self, context, tiny_flux, reference, tmp_path):
+        output = tmp_path / "out"
+        run = Run(context, tiny_flux, output, processes=2)
+        while not (output / "checkpoint-3").exists():
+            assert run.is_running(), run.output_text()[-3000:]
+            run.processes[0].join(0.01)
+        run.processes[0].join(random.Random(1).uniform(0, 0.5))
+        run.kill()
+        assert run.was_killed == [True, True]
+        outcome = found_after_kill(output)
+        assert outcome["latest"] >= 3
+        self.assert_equal(Run(context, tiny_flux, output, resume=True, processes=2), reference)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_one_is_killed_while_it_saves(self, context, tiny_flux, reference, tmp_path, rank):
+        output = tmp_path / "out"
+        kill = {"function": "write_record", "count": 1}
+        run = Run(context, tiny_flux, output, processes=2, saving={"rank": rank, "step": 5, "kill": kill})
+        run.processes[rank].join(120)
+        run.processes[1 - rank].join(3)
+        if run.is_running():  # it waits for the other
+            run.kill()
+        assert run.was_killed[rank]
+        assert found_after_kill(output)["latest"] == 4
+        self.assert_equal(Run(context, tiny_flux, output, resume=True, processes=2), reference)
+
+    def test_one_has_a_full_disk(self, context, tiny_flux, reference, tmp_path):
+        output = copy_run(reference.output, tmp_path / "out", [4])
+        # Its generators' state fits, its part of the round does not
+        saving = {"rank": 1, "step": 5, "file_limit": 20_000}
+        run = Run(context, tiny_flux, output, processes=2, resume=True, saving=saving)
+        for rank in range(2):
+            error = run.result(rank)["error"]
+            assert "The checkpoint of step 5 could not be written" in error
+            assert "process 1: " in error
+            assert "process 0: " not in error
+        assert not (output / STAGING).exists()
+        assert found_after_kill(output)["latest"] == 4
+        self.assert_equal(Run(context, tiny_flux, output, resume=True, processes=2), reference)
+
+    def test_a_folder_that_cannot_be_made(self, context, tiny_flux, reference, tmp_path):
+        output = copy_run(reference.output, tmp_path / "out", [4])
+        (output / STAGING).write_text("a file where a folder should be")
+        run = Run(context, tiny_flux, output, processes=2, resume=True)
+        run.wait(60)
+        for rank in range(2):
+            assert "The checkpoint of step 5 could not be written" in run.result(rank)["error"]
+
+    def test_two_become_one(self, context, tiny_flux, tmp_path):
+        settings = WITHOUT_CHANCE
+        two = Run(context, tiny_flux, tmp_path / "two", processes=2, **settings)
+        assert two.state()["global_step"] == 6
+        output = copy_run(two.output, tmp_path / "out", [4])
+        one = Run(context, tiny_flux, output, resume=True, **settings)
+        assert TestOtherNumberOfProcesses.distance(one, two) < 1e-6
+        assert "made by 2 processes, now 1: the same images are drawn and trained" in one.output_text()
+
+
+@pytest.fixture(scope="module")
+def zero3(context, tiny_flux, tmp_path_factory) -> Run:
+    """A run with ZeRO-3 that was not interrupted."""
+    run = Run(context, tiny_flux, tmp_path_factory.mktemp("zero3") / "out", **TestZero3.SETTINGS)
+    assert run.state()["global_step"] == 6
+    moved = load_file(run.output / ADAPTER)
+    assert all(value.abs().max() > 1e-3 for name, value in moved.items() if "lora_B" in name)
+    assert list((run.output / "checkpoint-3").rglob("*zero_pp_rank_1*optim_states.pt"))
+    return run
+
+
+@pytest.mark.slow
+class TestZero3:
+    SETTINGS = {"max_steps": 6, "processes": 2, "zero3": True}
+
+    def test_killed(self, context, tiny_flux, zero3, tmp_path):
+        output = tmp_path / "out"
+        kill = {"function": "write_record", "count": 1}
+        run = Run(context, tiny_flux, output, saving={"rank": 1, "step": 4, "kill": kill}, **self.SETTINGS)
+        run.processes[1].join(200)
+        run.processes[0].join(3)
+        run.kill()
+        assert run.was_killed[1]
+        assert found_after_kill(output)["latest"] == 3  # in the middle of a round
+        resumed = Run(context, tiny_flux, output, resume=True, **self.SETTINGS)
+        for rank in range(2):
+            assert not different(zero3.state(rank), resumed.state(rank)), rank
+
+    def test_full_disk(self, context, tiny_flux, zero3, tmp_path):
+        output = copy_run(zero3.output, tmp_path / "out", [4])
+        # What process 0 writes alone fails first: the other must not wait for it in DeepSpeed's part
+        saving = {"rank": 0, "step": 5, "file_limit": 20_000}
+        run = Run(context, tiny_flux, output, resume=True, saving=saving, **self.SETTINGS)
+        run.wait(60)
+        for rank in range(2):
+            assert "The checkpoint of step 5 could not be written" in run.result(rank)["error"]
+        assert found_after_kill(output) == {"latest": 4, "unfinished": []}
+
+
+def test_settings_are_those_of_the_requirement():
+    assert SETTINGS["lr_scheduler_type"] == "cosine" and SETTINGS["warmup_steps"] > 0
+    assert SETTINGS["num_sde_steps"] < len(SETTINGS["sde_steps"])
+    assert SETTINGS["ema_decay"] and SETTINGS["eval_steps"] < SETTINGS["max_steps"]
