@@ -76,6 +76,7 @@ def test_methods_that_are_overridden_exist():
         "_save_checkpoint",
         "_load_from_checkpoint",
         "_load_best_model",
+        "_run_epoch",
     ):
         assert hasattr(GRPOTrainer, name), name
     for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):

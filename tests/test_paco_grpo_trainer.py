@@ -654,6 +654,27 @@ class TestResume:
             assert torch.equal(value, final[name]), name
 
 
+    def test_a_run_that_was_killed_after_its_last_step(self, make_trainer, tmp_path):
+        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}  # an epoch has 6 steps
+        first = make_trainer(**settings)
+        first.train()
+        resumed = make_trainer(**settings)
+        calls = count_calls(resumed.model)
+        resumed.train(resume_from_checkpoint=True)
+        assert (resumed.state.global_step, len(calls)) == (4, 0)
+        for name, value in adapter_of(first).items():
+            assert torch.equal(adapter_of(resumed)[name], value), name
+
+    def test_training_again_from_an_earlier_round(self, make_trainer, tmp_path):
+        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        trainer = make_trainer(**settings)
+        trainer.train()
+        other = make_trainer(**settings)
+        other.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+        other.train()  # from round 0, whose prompts were not needed before
+        assert other.state.global_step == 4
+
+
 class TestResumeWithOtherSettings:
     SETTINGS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
 

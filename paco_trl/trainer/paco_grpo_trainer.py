@@ -411,6 +411,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self._buffered_inputs = None
         self._statistics.clear()
         self._step, self._train_time = 0, 0.0
+        self._encoded_for_max_steps = None  # this training may begin at an earlier round
         rounds = len(self.train_dataset) // self.layout.num_prompts
         return DataLoader(
             range(rounds * self.layout.steps_per_generation * self.num_iterations), batch_size=1, collate_fn=identity
@@ -994,6 +995,13 @@ class PaCoGRPOTrainer(GRPOTrainer):
             return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
         finally:
             self.args.eval_on_start = eval_on_start
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """As in Trainer, which makes a step too many when a run is resumed that was killed after its last one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def _begin_run(self) -> None:
         """What needs the weights in their place: called when training begins, before the first step."""
