@@ -653,7 +653,6 @@ class TestResume:
         for name, value in adapter_of(resumed).items():
             assert torch.equal(value, final[name]), name
 
-
     def test_a_run_that_was_killed_after_its_last_step(self, make_trainer, tmp_path):
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}  # an epoch has 6 steps
         first = make_trainer(**settings)

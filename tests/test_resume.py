@@ -98,7 +98,7 @@ class TestKillsInOneProcess:
         {"step": 7, "kill": {"function": "posix.fsync", "count": 3}},  # the one before ends an epoch
     ]
 
-    def kill_and_resume(self, context, model, output: Path, case, duration: float, num_calls: int) -> dict:
+    def kill_and_resume(self, context, model, output: Path, case, num_calls: int) -> dict:
         if isinstance(case, dict):
             kill = case["kill"]
             if "call" in kill:
@@ -107,8 +107,12 @@ class TestKillsInOneProcess:
             run.wait()
             assert run.was_killed == [True], run.output_text()[-3000:]
         else:
+            step, delay = case
             run = Run(context, model, output)
-            run.processes[0].join(case * duration)
+            while step > 0 and not (output / f"checkpoint-{step}").exists():
+                run.processes[0].join(0.01)
+                assert run.is_running(), run.output_text()[-3000:]
+            run.processes[0].join(delay)
             run.kill()
         outcome = found_after_kill(output)
         resumed = Run(context, model, output, resume=None if outcome["latest"] is None else True)
@@ -120,17 +124,18 @@ class TestKillsInOneProcess:
 
     def test_ten_kills(self, context, tiny_flux, uninterrupted, tmp_path):
         reference = uninterrupted.state()
-        duration, num_calls = 4.0, len(reference["calls"])
+        num_calls = len(reference["calls"])
         assert num_calls > 10_000
         generator = random.Random(0)
-        times = [(quarter + generator.random()) / 4 for quarter in range(4)]
-        cases = [*self.PLACES, *times]
+        # At a random moment after a checkpoint has appeared, with at least three steps to go
+        moments = [(step, 0.3 * generator.random()) for step in (0, 1, 3, 5)]
+        cases = [*self.PLACES, *moments]
         assert len(cases) == 10
         with ThreadPoolExecutor(2) as pool:
             outcomes = list(
                 pool.map(
                     lambda numbered: self.kill_and_resume(
-                        context, tiny_flux, tmp_path / f"{numbered[0]}", numbered[1], duration, num_calls
+                        context, tiny_flux, tmp_path / f"{numbered[0]}", numbered[1], num_calls
                     ),
                     enumerate(cases),
                 )
