@@ -790,6 +790,25 @@ class TestBestCheckpoint:
             trainer.evaluate()
         assert trainer.model.training
 
+    def test_a_baseline_that_could_not_be_scored_is_not_kept(self, make_trainer, prompts, tmp_path):
+        is_down = True
+
+        def judge(prompts, completions, **kwargs):
+            return [None] * len(completions) if is_down else redness_reward(prompts, completions)
+
+        trainer = make_trainer(reward_funcs=judge, eval_dataset=prompts.select(range(2)), num_inference_steps_eval=2)
+        for name, value in adapter_of(trainer).items():  # not the base model: the baseline is drawn apart
+            if "lora_B" in name:
+                torch.nn.init.normal_(value, std=0.1)
+        trainer.model.load_state_dict(adapter_of(trainer), strict=False)
+        with pytest.raises(RuntimeError, match="judge 2"):
+            trainer.evaluate()
+        folder = tmp_path / "out" / "evaluation" / "eval_baseline"
+        assert not folder.exists()
+        is_down = False
+        assert "eval_rewards/judge/baseline" in trainer.evaluate()
+        assert folder.exists()
+
 
 class TestBadInput:
     """Errors come before the model is loaded where that is possible: the model named here does not exist."""

@@ -890,7 +890,6 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.model.eval()
         try:
             before, after = self._draw_before_and_after(rows, metric_key_prefix)
-            check_scored(after, self.eval_reward_func_names, self.args.max_excluded_images)
             metrics = evaluation_metrics(self.eval_reward_func_names, self.args.num_generations_eval, after, before)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
             start_trackers(self)
@@ -920,7 +919,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
             return before, self._draw_evaluation(rows, "Evaluating")
 
     def _draw_evaluation(self, rows: list[dict], description: str) -> Evaluation:
-        return draw_evaluation(self, self.eval_scorer, self.eval_reward_weights, rows, description)
+        evaluation = draw_evaluation(self, self.eval_scorer, self.eval_reward_weights, rows, description)
+        # Here, so that a baseline that could not be scored is neither kept nor compared with
+        check_scored(evaluation, self.eval_reward_func_names, self.args.max_excluded_images)
+        return evaluation
 
     def _shown(self, evaluation: Evaluation) -> ScoredImages:
         return ScoredImages(
