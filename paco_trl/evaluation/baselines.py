@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from PIL import Image
-from transformers import CLIPModel, CLIPProcessor
 
-from ..utils.deepspeed import without_zero3_init
+from ..rewards.clip import ClipEmbedder
+from ..utils.images import to_rgb
 
 
-class ClipIScorer:
+class ClipIScorer(ClipEmbedder):
     """
     CLIP-I: cosine similarity of the CLIP embeddings of two images, in [-1, 1]. The questions are not read.
 
@@ -46,15 +46,8 @@ class ClipIScorer:
         dtype: torch.dtype | None = None,
         batch_size: int = 32,
     ):
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
+        super().__init__(model, device=device, dtype=dtype, batch_size=batch_size)
         self.name = f"CLIP-I ({model})"
-        self.device = device
-        self.batch_size = batch_size
-        with without_zero3_init():
-            self.model = CLIPModel.from_pretrained(model, dtype=dtype or torch.float32, use_safetensors=True)
-        self.model.eval().requires_grad_(False)
-        self.processor = CLIPProcessor.from_pretrained(model)
 
     def score(self, images: list[tuple[Image.Image, Image.Image]], prompts: list[str]) -> list[float]:
         """
@@ -70,29 +63,14 @@ class ClipIScorer:
             `list[float]`: one cosine per pair.
 
         Raises:
-            ValueError: If a cosine is not finite.
+            ValueError: If an image cannot be converted to RGB, or a cosine is not finite.
         """
         if not images:
             return []
-        device = torch.device(self.device) if self.device is not None else PartialState().device
-        self.model.to(device)
-        objects = _distinct(images)
-        # A surrounding autocast would change the scores with the place they are computed in.
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            embeds = torch.cat(
-                [self._embed(batch) for batch in _split(list(objects.values()), self.batch_size)]
-            )  # (M, D)
-        embeds = torch.nn.functional.normalize(embeds.float(), dim=-1)  # (M, D)
-        row = {key: number for number, key in enumerate(objects)}
-        firsts = embeds[[row[id(first)] for first, _ in images]]  # (N, D)
-        seconds = embeds[[row[id(second)] for _, second in images]]  # (N, D)
+        names = [f"An image of pair {index}" for index in range(len(images)) for _ in range(2)]
+        embeds = self.embed_images([image for pair in images for image in pair], names)  # (2N, D)
+        firsts, seconds = embeds[0::2], embeds[1::2]  # (N, D)
         return _finite((firsts * seconds).sum(dim=-1).tolist(), self.name)
-
-    def _embed(self, images):
-        inputs = self.processor.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
-        pixel_values = inputs["pixel_values"].to(self.model.device, self.model.dtype)  # (B, 3, H, W)
-        # Since transformers 5 a model output whose pooler_output is the projected embedding.
-        return self.model.get_image_features(pixel_values=pixel_values).pooler_output  # (B, D)
 
 
 class DreamSimScorer:
@@ -149,9 +127,13 @@ class DreamSimScorer:
             `list[float]`: 1 - distance, one per pair.
 
         Raises:
-            ValueError: If a distance is not finite.
+            ValueError: If an image cannot be converted to RGB, or a distance is not finite.
         """
-        inputs = {key: self.preprocess(image.convert("RGB")) for key, image in _distinct(images).items()}
+        inputs = {}  # by the id of the image object, each once
+        for index, pair in enumerate(images):
+            for image in pair:
+                if id(image) not in inputs:
+                    inputs[id(image)] = self.preprocess(to_rgb(image, f"An image of pair {index}"))
         similarities = []
         for batch in _split(images, self.batch_size):
             firsts = torch.cat([inputs[id(first)] for first, _ in batch]).to(self.device)  # (B, 3, H, W)
@@ -176,11 +158,6 @@ def _load_dreamsim(device):
     cache_dir = Path(HF_HOME) / "dreamsim"
     cache_dir.mkdir(parents=True, exist_ok=True)
     return dreamsim(pretrained=True, device=str(device), cache_dir=str(cache_dir))
-
-
-def _distinct(pairs) -> dict[int, Image.Image]:
-    """Image objects by their id, each once, in the order of their first use."""
-    return {id(image): image for pair in pairs for image in pair}
 
 
 def _split(items: list, size: int) -> list[list]:

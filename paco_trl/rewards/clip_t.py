@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """CLIP-T: does each panel show what its prompt says?"""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from PIL import Image
-from transformers import CLIPModel, CLIPProcessor
 
-from ..utils.deepspeed import without_zero3_init
+from .clip import ClipEmbedder, check_panels, score_texts
 
 
-class ClipTReward:
+class ClipTReward(ClipEmbedder):
     """
     CLIP-T reward: cosine similarity of each panel's image and text embedding, averaged over the panels of a grid.
 
-    This is the prompt-following reward of PaCo-GRPO on text-to-image-set generation
-    ([PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3), in [-1, 1]; with real CLIP weights the values lie
-    around 0.2 to 0.3. Similarities are not scaled by CLIP's `logit_scale`.
+    This is the prompt-following reward of PaCo-GRPO on text-to-image-set generation.
+
+    - Range: [-1, 1]; with real CLIP weights the values lie around 0.2 to 0.3. Similarities are not scaled by CLIP's
+      `logit_scale`.
+    - Cost: for each panel one forward pass of the vision tower (by default a ViT-L/14 at 224 x 224 pixels), and for
+      each distinct text one of the text encoder.
+    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3; the model is that of
+      [CLIP](https://arxiv.org/abs/2103.00020).
+    - Licence of the weights: see the model card.
 
     The model is loaded at construction, frozen and in eval mode, and stays on the CPU until the first call.
 
@@ -56,15 +59,8 @@ class ClipTReward:
         dtype: torch.dtype | None = None,
         batch_size: int = 32,
     ):
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
+        super().__init__(model, device=device, dtype=dtype, batch_size=batch_size)
         self.__name__ = "clip_t"  # TRL takes it for the metric names, `rewards/clip_t/mean`
-        self.device = device
-        self.batch_size = batch_size
-        with without_zero3_init():
-            self.model = CLIPModel.from_pretrained(model, dtype=dtype or torch.float32, use_safetensors=True)
-        self.model.eval().requires_grad_(False)
-        self.processor = CLIPProcessor.from_pretrained(model)
 
     def __call__(
         self,
@@ -95,84 +91,8 @@ class ClipTReward:
             `list[float]`: one score per completion, the mean over its panels.
 
         Raises:
-            ValueError: If a completion has no panel texts, an empty one, or not one per panel image, or if a score is
-                not finite.
+            ValueError: If a completion has no panel texts, an empty one, or not one per panel image, if an image cannot
+                be converted to RGB, or if a score is not finite.
         """
-        self._check_panels(completions, panels, panel_images)
-        # Without an explicit device this is the process's own, known to accelerate in every kind of launch.
-        device = torch.device(self.device) if self.device is not None else PartialState().device
-        self.model.to(device)
-
-        images = [image for row in panel_images for image in row]
-        texts = [text for row in panels for text in row]
-        # The generations of a group share their texts: each distinct text is encoded once.
-        text_rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        if log_metric is not None and text_rows:
-            lengths = [len(ids) for ids in self.processor.tokenizer(list(text_rows))["input_ids"]]
-            limit = self.model.config.text_config.max_position_embeddings
-            log_metric("clip_t/truncated_texts", sum(length > limit for length in lengths) / len(lengths))
-        # A surrounding autocast would change the scores with the place they are computed in.
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            image_embeds = self._embed(images, self._image_features)  # (panels, D)
-            text_embeds = self._embed(list(text_rows), self._text_features)  # (distinct texts, D)
-        text_embeds = text_embeds[[text_rows[text] for text in texts]]  # (panels, D)
-        similarities = (image_embeds * text_embeds).sum(dim=-1)  # (panels,)
-
-        scores = [row.mean().item() for row in similarities.split([len(row) for row in panels])]
-        for index, score in enumerate(scores):
-            if not math.isfinite(score):
-                raise ValueError(
-                    f"The CLIP-T score of completion {index} is {score}: the weights of the model are not finite, or "
-                    f"overflow in `dtype` {self.model.dtype}. Use `dtype=torch.float32` or check the weights."
-                )
-        return scores
-
-    def _check_panels(self, completions, panels, panel_images):
-        for name, column in (("panels", panels), ("panel_images", panel_images)):
-            if column is None:
-                raise ValueError(
-                    f"CLIP-T compares each panel with its text, but got no `{name}`. `panels` (list of str) is a "
-                    "column of the dataset; `panel_images` comes from the trainer, or from `paco_trl.data.split_grid`."
-                )
-            if len(column) != len(completions):
-                raise ValueError(
-                    f"`{name}` has {len(column)} entries for {len(completions)} completions. Pass one per completion."
-                )
-        for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
-            if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-                raise ValueError(
-                    f"`panels` of completion {index} is {texts!r}, but CLIP-T needs a text for each panel. Fill the "
-                    "column `panels` in the dataset."
-                )
-            if not images or len(images) != len(texts):
-                raise ValueError(
-                    f"Completion {index} has {len(images or [])} panel images and {len(texts)} panel texts. Check "
-                    "`rows`, `cols` and `panels` in the dataset."
-                )
-
-    def _embed(self, items, features):
-        """Embed items in batches and give unit vectors, float32, of shape (len(items), D)."""
-        batches = [items[start : start + self.batch_size] for start in range(0, len(items), self.batch_size)]
-        embeds = [features(batch) for batch in batches]
-        # An empty list of completions has no batches.
-        embeds = torch.cat(embeds).float() if embeds else torch.empty(0, self.model.config.projection_dim)
-        return torch.nn.functional.normalize(embeds, dim=-1)
-
-    def _image_features(self, images):
-        inputs = self.processor.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
-        pixel_values = inputs["pixel_values"].to(self.model.device, self.model.dtype)  # (B, 3, H, W)
-        # Since transformers 5 a model output whose pooler_output is the projected embedding.
-        return self.model.get_image_features(pixel_values=pixel_values).pooler_output  # (B, D)
-
-    def _text_features(self, texts):
-        inputs = self.processor.tokenizer(
-            texts,
-            padding=True,
-            truncation=True,
-            # From the model, because a tokenizer saved without a length claims 1e30.
-            max_length=self.model.config.text_config.max_position_embeddings,
-            return_tensors="pt",
-        ).to(self.model.device)
-        return self.model.get_text_features(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
-        ).pooler_output  # (B, D)
+        check_panels("CLIP-T", completions, panels, panel_images)
+        return score_texts(self, "CLIP-T", panel_images, panels, log_metric=log_metric)
