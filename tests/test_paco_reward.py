@@ -54,7 +54,7 @@ from paco_trl.rewards.decision import decision_token_ids
 from paco_trl.rewards.paco_reward import _Images
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.tiny.qwen2_5_vl import SPECIAL_TOKENS
-from paco_trl.utils.images import limit_pixels, load_image, pixel_limit
+from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
 
 
 SHORT, LONG = "Alike?", theme_question("A fox through the four seasons, in the style of a woodcut")
@@ -131,7 +131,9 @@ def patches_of(judge):
 def num_patches(judge, *images):
     """Patches of images, each by itself."""
     processor = judge.processor
-    grids = [processor.image_processor([load_image(i, processor, "")])["image_grid_thw"][0] for i in images]
+    grids = [
+        processor.image_processor([load_image(i, patch_size_of(processor), "")])["image_grid_thw"][0] for i in images
+    ]
     return sum(int(grid.prod()) for grid in grids)
 
 
@@ -589,7 +591,7 @@ class TestExplain:
         monkeypatch.setattr(judge.model, "generation_config", config)
 
         # The config has an effect: without the judge's own settings the answers differ from draw to draw
-        images = [load_image(image, judge.processor, "") for image in pair]
+        images = [load_image(image, patch_size_of(judge.processor), "") for image in pair]
         drawn = set()
         for seed in range(3):
             torch.manual_seed(seed)
@@ -608,7 +610,7 @@ class TestExplain:
         config = copy.deepcopy(judge.model.generation_config)
         config.update(forced_eos_token_id=judge.processor.tokenizer.convert_tokens_to_ids("<|im_end|>"))
         monkeypatch.setattr(judge.model, "generation_config", config)
-        images = [load_image(image, judge.processor, "") for image in pair]
+        images = [load_image(image, patch_size_of(judge.processor), "") for image in pair]
         ids = judge.model.generate(**judge._inputs([SHORT], images), max_new_tokens=4)
         assert judge.processor.batch_decode(ids)[0].endswith("<|im_end|>")
         assert judge.explain([pair], SHORT, max_new_tokens=4) == expected
@@ -1200,7 +1202,7 @@ class TestLoadImage:
         ("size", "loaded"), [((56, 56), (56, 56)), ((90, 61), (84, 56)), ((300, 199), (308, 196)), ((5, 5), (56, 56))]
     )
     def test_sides_are_multiples_of_a_merged_patch(self, reference, size, loaded):
-        image = load_image(noise(0, size), reference[1], "")
+        image = load_image(noise(0, size), patch_size_of(reference[1]), "")
         assert image.size == loaded and image.mode == "RGB"
         expected, _ = process_vision_info([{"role": "user", "content": [{"type": "image", "image": noise(0, size)}]}])
         assert np.array_equal(np.asarray(image), np.asarray(expected[0]))
@@ -1208,12 +1210,12 @@ class TestLoadImage:
     def test_the_size_of_a_patch_is_the_processors(self, reference, tmp_path):
         processor = copy.deepcopy(reference[1])
         processor.image_processor = Qwen2VLImageProcessor(patch_size=16)
-        assert load_image(noise(0, (90, 70)), processor, "").size == (96, 64)
-        assert load_image(noise(0, (90, 70)), reference[1], "").size == (84, 56)
+        assert load_image(noise(0, (90, 70)), patch_size_of(processor), "").size == (96, 64)
+        assert load_image(noise(0, (90, 70)), patch_size_of(reference[1]), "").size == (84, 56)
         # 14 where the processor has none
         clip = CLIPProcessor.from_pretrained(build_tiny_clip(tmp_path))
         assert not hasattr(clip.image_processor, "patch_size")
-        assert load_image(noise(0, (90, 70)), clip, "").size == (84, 56)
+        assert load_image(noise(0, (90, 70)), patch_size_of(clip), "").size == (84, 56)
 
     def test_rows_of_a_dataset(self, reference, tmp_path):
         noise(0).save(tmp_path / "a.png")
@@ -1224,7 +1226,7 @@ class TestLoadImage:
             {"bytes": None, "path": str(tmp_path / "a.png")},
             {"bytes": png(noise(0)), "path": "elsewhere.png"},  # as they travel: the name is only a name
         ):
-            assert np.array_equal(np.asarray(load_image(row, reference[1], "")), expected)
+            assert np.array_equal(np.asarray(load_image(row, patch_size_of(reference[1]), "")), expected)
 
     @pytest.mark.parametrize(
         ("row", "message"),
@@ -1239,12 +1241,12 @@ class TestLoadImage:
     )
     def test_rows_that_are_no_image(self, reference, row, message):
         with pytest.raises(ValueError, match=message):
-            load_image(row, reference[1], "Here")
+            load_image(row, patch_size_of(reference[1]), "Here")
 
     def test_the_image_is_left_as_it_is(self, reference):
         image = noise(0, (90, 61), "RGBA")
         before = image.tobytes()
-        load_image(image, reference[1], "")
+        load_image(image, patch_size_of(reference[1]), "")
         assert image.tobytes() == before and image.size == (90, 61) and image.mode == "RGBA"
 
 

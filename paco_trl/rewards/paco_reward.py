@@ -21,8 +21,9 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.images import check_text, find_control_tokens, load_image
+from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of
 from .decision import decision_direction, decision_token_ids, scales_logits
+from .judge import ImagePair, ImageSource
 from .prefix_sharing import share_prefixes
 
 
@@ -33,11 +34,6 @@ _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
 _PEFT_PREFIX = "base_model.model."
 # Names of layers before transformers 4.52, which adapters of that time have, and what they became
 _OLD_LAYERS = {r"^model\.layers": "model.language_model.layers", r"^visual": "model.visual"}
-
-# An image in one of the forms that `score` takes
-ImageSource = Image.Image | str | Path | bytes
-ImagePair = tuple[ImageSource, ImageSource]
-
 
 class PaCoReward:
     """
@@ -277,7 +273,7 @@ class PaCoReward:
         answers = []
         for batch in batches:
             loaded = [
-                load_image(image, self.processor, f"{place} image of pair {index}")
+                load_image(image, patch_size_of(self.processor), f"{place} image of pair {index}")
                 for index in batch
                 for place, image in zip(("First", "Second"), pairs[index], strict=True)
             ]
@@ -419,7 +415,8 @@ class _Images:
                 key = _key(image)
                 keys.append(key)
                 if key not in self.ready and key not in missing:
-                    missing[key] = load_image(image, self.judge.processor, f"{place} image of pair {index}")
+                    patch_size = patch_size_of(self.judge.processor)
+                    missing[key] = load_image(image, patch_size, f"{place} image of pair {index}")
         if missing:
             images = list(missing.values())
             self.ready.update(

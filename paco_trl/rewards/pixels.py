@@ -5,6 +5,8 @@ from itertools import combinations
 
 from PIL import Image, ImageChops, ImageStat
 
+from ..utils.images import to_rgb
+
 
 THUMBNAIL_SIZE = (8, 8)
 
@@ -24,8 +26,8 @@ def redness_reward(prompts: list[str], completions: list[Image.Image], **kwargs)
         blue).
     """
     scores = []
-    for image in completions:
-        red, green, blue = ImageStat.Stat(image.convert("RGB")).mean
+    for index, image in enumerate(completions):
+        red, green, blue = ImageStat.Stat(to_rgb(image, f"Completion {index}")).mean
         scores.append((red - (green + blue) / 2) / 255)
     return scores
 
@@ -52,8 +54,9 @@ def panel_similarity_reward(
         white panel. `None` for a single panel, which has no pair.
     """
     scores = []
-    for panels in panel_images:
-        thumbnails = [panel.convert("RGB").resize(THUMBNAIL_SIZE, Image.Resampling.BOX) for panel in panels]
+    for index, panels in enumerate(panel_images):
+        panels = [to_rgb(panel, f"Panel {number} of completion {index}") for number, panel in enumerate(panels)]
+        thumbnails = [panel.resize(THUMBNAIL_SIZE, Image.Resampling.BOX) for panel in panels]
         differences = [_mean_absolute_difference(first, second) for first, second in combinations(thumbnails, 2)]
         scores.append(1 - sum(differences) / len(differences) if differences else None)
     return scores

@@ -30,7 +30,7 @@ from ..data.pairs import content_text, iter_texts
 from ..evaluation import auroc, expected_calibration_error
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.deepspeed import without_zero3_init
-from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image
+from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image, patch_size_of
 from .contact_sheet import send_to_trackers
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_card import PAPER
@@ -197,7 +197,8 @@ class PaCoRewardTrainer(SFTTrainer):
         if args.max_pixels is not None:
             limit_pixels(processing_class, args.max_pixels)
         for place, image in zip(("First", "Second"), PairRows(train_dataset)[0]["images"], strict=True):
-            load_image(image, processing_class, f"{place} image of row 0")  # SFTTrainer decodes this row
+            # SFTTrainer decodes this row
+            load_image(image, patch_size_of(processing_class), f"{place} image of row 0")
         for key, dataset in {"train_dataset": train_dataset, **eval_datasets}.items():
             if dataset is not None:
                 _check_texts(dataset, key, processing_class)

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..utils.images import load_image
+from ..utils.images import load_image, patch_size_of
 
 
 # Tensors of shape (batch, tokens) in a batch of TRL's collator
@@ -69,7 +69,7 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
         pairs = [
             {
                 "images": [
-                    load_image(image, self.processor, f"{place} image of row {example['row']}")
+                    load_image(image, patch_size_of(self.processor), f"{place} image of row {example['row']}")
                     for place, image in zip(("First", "Second"), example["images"], strict=True)
                 ],
                 "prompt": example["prompt"],

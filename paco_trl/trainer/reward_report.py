@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import ProcessorMixin
 
 from ..evaluation import calibration_bins
-from ..utils.images import load_image
+from ..utils.images import load_image, patch_size_of
 from .contact_sheet import thumbnail
 from .pair_collator import PairRows
 
@@ -106,7 +106,8 @@ def draw_wrong_pairs(
         cell = grid[place // 2, place % 2].subgridspec(2, 2, height_ratios=[2.0, 0.75], wspace=0.03, hspace=0.02)
         for side, image in enumerate(row["images"]):
             axes = figure.add_subplot(cell[0, side])
-            opened = thumbnail(load_image(image, processor, f"Image {side + 1} of row {rows[index]}"))
+            where = f"Image {side + 1} of row {rows[index]}"
+            opened = thumbnail(load_image(image, patch_size_of(processor), where))
             axes.imshow(opened, interpolation="nearest" if opened.width < 128 else "antialiased")
             axes.set_axis_off()
         says, label = ("Yes" if p_yes[index] > 0.5 else "No"), ("Yes" if is_yes[index] == 1 else "No")

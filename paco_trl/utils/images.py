@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images on their way into a vision-language model: one way for training and scoring."""
 
+from base64 import b64decode
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import requests
 from PIL import Image
 
@@ -15,21 +17,84 @@ if TYPE_CHECKING:
 # Seconds to wait for an image behind a URL
 _TIMEOUT = 30.0
 
+# Largest value of 16 bits: 257 * 255
+_MAX_16_BITS = 65535
 
-def load_image(image, processor: "ProcessorMixin", where: str) -> Image.Image:
+
+def to_rgb(image: Image.Image, where: str) -> Image.Image:
+    """
+    Converts an image of any mode to RGB.
+
+    Pillow's own conversion drops transparency, and cuts off what is above 255, which makes nearly all of a 16-bit image
+    white. Here transparency is put on white, as `qwen_vl_utils` does, and 16 bits are scaled to 8.
+
+    Args:
+        image (`PIL.Image.Image`):
+            Image.
+        where (`str`):
+            Where the image comes from, for the error.
+
+    Returns:
+        `PIL.Image.Image`: in RGB; the same object, not a copy, if it already is and has no transparent colour.
+
+    Raises:
+        ValueError: The image has no pixels, or a mode whose values have no fixed range: `F`, or `I` beyond 16 bits.
+    """
+    if image.width == 0 or image.height == 0:
+        raise ValueError(
+            f"{where} has {image.width} x {image.height} pixels (width x height), so there is nothing to see. Check "
+            "how it was cut or resized, or leave it out."
+        )
+    if image.mode == "F" or image.mode.startswith("I"):
+        return _grey_16_to_rgb(image, where)
+    try:
+        if image.has_transparency_data:
+            white = Image.new("RGB", image.size, (255, 255, 255))
+            image = image.convert("RGBA")
+            white.paste(image, mask=image.getchannel("A"))
+            return white
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except ValueError as error:  # Pillow opens a few modes that it does not convert
+        raise ValueError(
+            f"{where} has the mode {image.mode!r}, which Pillow does not convert ({error}). Save it in RGB."
+        ) from error
+
+
+def _grey_16_to_rgb(image: Image.Image, where: str) -> Image.Image:
+    values = np.asarray(image)  # (height, width)
+    if image.mode == "F" or values.min() < 0 or values.max() > _MAX_16_BITS:
+        raise ValueError(
+            f"{where} has the mode {image.mode!r} with values from {values.min()} to {values.max()}, and nothing says "
+            "which of them are black and white. Scale it to 0..255 and convert it to 'L' or 'RGB'."
+        )
+    transparent = image.info.get("transparency")  # PNG names one grey value
+    if transparent is not None:
+        values = np.where(values == transparent, _MAX_16_BITS, values)
+    grey = np.rint(values / (_MAX_16_BITS / 255)).astype(np.uint8)
+    return Image.fromarray(grey).convert("RGB")
+
+
+def patch_size_of(processor: "ProcessorMixin") -> int:
+    """Side in pixels of the patches that the processor cuts."""
+    # Not every image processor cuts patches; 14 is the default of qwen_vl_utils
+    patch_size = getattr(processor.image_processor, "patch_size", None) or 14
+    return patch_size if isinstance(patch_size, int) else patch_size["height"]
+
+
+def load_image(image, patch_size: int, where: str) -> Image.Image:
     """
     Opens an image and brings it to the size that the vision tower cuts into whole patches.
 
-    It goes through `qwen_vl_utils.process_vision_info`, as in the usage example of the published judge: transparency
-    on white, sides rounded to multiples of a merged patch (28 pixels for Qwen2.5-VL). The judge's scores and its
-    training see the same pixels because both come here.
+    It goes through [`to_rgb`] and `qwen_vl_utils.process_vision_info`, as in the usage example of the published judge:
+    transparency on white, sides rounded to multiples of a merged patch (28 pixels for Qwen2.5-VL). The judge's scores
+    and its training see the same pixels because both come here.
 
     Args:
         image (`PIL.Image.Image`, `str`, `Path`, `bytes` or `dict`):
             Image, its path, its URL (`http`, `https`, `file` or `data`), the bytes of its file, or the undecoded row of
             [`~datasets.Image`], a `dict` of `bytes` and `path`.
-        processor ([`~transformers.ProcessorMixin`]):
-            Processor of the model; its patch size is read.
+        patch_size (`int`):
+            Side of a patch in pixels, as [`patch_size_of`] reads it from the model's processor.
         where (`str`):
             Where the image comes from, for the error.
 
@@ -37,13 +102,10 @@ def load_image(image, processor: "ProcessorMixin", where: str) -> Image.Image:
         `PIL.Image.Image`: in RGB.
 
     Raises:
-        ValueError: The image cannot be read: it is missing, no image, or cut short.
+        ValueError: The image cannot be read: it is missing, no image, cut short, or refused by [`to_rgb`].
     """
     from qwen_vl_utils import process_vision_info
 
-    # Not every image processor cuts patches; 14 is the library's own default
-    patch_size = getattr(processor.image_processor, "patch_size", None) or 14
-    patch_size = patch_size if isinstance(patch_size, int) else patch_size["height"]
     source, name = image, None
     if isinstance(image, dict):
         source = image["bytes"] if image.get("bytes") is not None else image.get("path")
@@ -53,16 +115,9 @@ def load_image(image, processor: "ProcessorMixin", where: str) -> Image.Image:
     if isinstance(source, str):
         name = source if len(source) < 300 else source[:40] + "…"  # a data URL is the whole image
     try:
-        if isinstance(source, str) and source.startswith(("http://", "https://")):
-            # The library would wait forever for a server that does not answer
-            response = requests.get(source, timeout=_TIMEOUT)
-            response.raise_for_status()
-            source = response.content
-        if isinstance(source, (bytes, bytearray)):
-            source = Image.open(BytesIO(source))
-        elif not isinstance(source, (str, Image.Image)):
-            raise TypeError(f"an image, a path, a URL or bytes are needed, not {type(source).__name__}")
-        message = {"role": "user", "content": [{"type": "image", "image": source}]}
+        # Not opened by the library, which would convert it in its own way
+        opened = to_rgb(_open(source), "The image")
+        message = {"role": "user", "content": [{"type": "image", "image": opened}]}
         images, _ = process_vision_info([message], image_patch_size=patch_size)
     except Exception as error:  # Pillow raises half a dozen kinds, requests and base64 their own
         raise ValueError(
@@ -70,6 +125,24 @@ def load_image(image, processor: "ProcessorMixin", where: str) -> Image.Image:
             "or leave it out."
         ) from error
     return images[0]
+
+
+def _open(source) -> Image.Image:
+    """Open what `load_image` takes; the rules for a `str` are those of `qwen_vl_utils.fetch_image`."""
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, (bytes, bytearray)):
+        return Image.open(BytesIO(source))
+    if not isinstance(source, str):
+        raise TypeError(f"an image, a path, a URL or bytes are needed, not {type(source).__name__}")
+    if source.startswith(("http://", "https://")):
+        # The library would wait forever for a server that does not answer
+        response = requests.get(source, timeout=_TIMEOUT)
+        response.raise_for_status()
+        return Image.open(BytesIO(response.content))
+    if source.startswith("data:image"):
+        return Image.open(BytesIO(b64decode(source.partition("base64,")[2])))
+    return Image.open(source.removeprefix("file://"))
 
 
 def pixel_limit(processor: "ProcessorMixin") -> int | None:

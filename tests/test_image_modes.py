@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images of every mode on their way to RGB: what is transparent, what has 16 bits, what is refused."""
+
+from base64 import b64encode
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paco_trl.utils.images import load_image, patch_size_of, to_rgb
+
+
+WHITE = (255, 255, 255)
+# A dark ramp, a middle grey and white; Pillow's own conversion makes all but the first white
+GREY_16 = np.array([[0, 257, 514], [25700, 32896, 65535]], dtype=np.uint16)
+GREY_8 = np.array([[0, 1, 2], [100, 128, 255]], dtype=np.uint8)
+
+
+def noise(mode="RGB", size=(56, 56)):
+    values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    image = Image.fromarray(values, "RGBA")
+    return image if mode == "RGBA" else image.convert("RGB").convert(mode)
+
+
+def reopened(image, **options):
+    """As it comes back from a PNG."""
+    buffer = BytesIO()
+    image.save(buffer, "PNG", **options)
+    return Image.open(BytesIO(buffer.getvalue()))
+
+
+def grey_16(mode):
+    data = GREY_16.astype(">u2" if mode == "I;16B" else "<u2").tobytes()
+    return Image.frombytes(mode, (3, 2), data)
+
+
+def pixels(image):
+    """Colours of an image of one row."""
+    return [image.getpixel((x, 0)) for x in range(image.width)]
+
+
+class TestWithoutTransparency:
+    def test_rgb_is_the_same_object(self):
+        image = noise()
+        assert to_rgb(image, "It") is image
+        assert to_rgb(noise("L"), "It") is not image
+
+    @pytest.mark.parametrize("mode", ["L", "1", "P", "CMYK", "YCbCr", "HSV", "RGBX"])
+    def test_other_modes_are_converted_by_pillow(self, mode):
+        image = noise(mode)
+        converted = to_rgb(image, "It")
+        assert image.mode == mode and converted.mode == "RGB"
+        assert np.array_equal(np.asarray(converted), np.asarray(image.convert("RGB")))
+        assert np.asarray(converted).std() > 10
+
+    def test_a_mode_that_pillow_does_not_convert_is_refused(self):
+        with pytest.raises(ValueError, match="^It has the mode 'La', which Pillow does not convert .* Save it in RGB"):
+            to_rgb(noise("LA").convert("La"), "It")
+
+    @pytest.mark.parametrize(("size", "message"), [((0, 3), "0 x 3 pixels"), ((3, 0), "3 x 0 pixels")])
+    @pytest.mark.parametrize("mode", ["RGB", "L", "I;16", "RGBA"])
+    def test_without_pixels(self, size, message, mode):
+        with pytest.raises(ValueError, match=rf"^Panel 1 has {message} \(width x height\)"):
+            to_rgb(Image.new(mode, size), "Panel 1")
+        assert to_rgb(Image.new(mode, (1, 1)), "Panel 1").size == (1, 1)
+
+
+class TestTransparency:
+    """On white, and not the colour that lies hidden behind it."""
+
+    def test_rgba_is_blended_with_white(self):
+        image = Image.new("RGBA", (3, 1))
+        for x, alpha in enumerate([255, 51, 0]):
+            image.putpixel((x, 0), (0, 100, 255, alpha))
+        # A fifth of the colour and four fifths of white: 204, 224, 255
+        assert pixels(to_rgb(image, "It")) == [(0, 100, 255), (204, 224, 255), WHITE]
+        assert image.convert("RGB").getpixel((2, 0)) == (0, 100, 255)  # the effect: Pillow shows the hidden colour
+
+    def test_la_and_pa(self):
+        image = Image.new("LA", (2, 1))
+        image.putpixel((0, 0), (10, 255))
+        image.putpixel((1, 0), (10, 0))
+        assert pixels(to_rgb(image, "It")) == [(10, 10, 10), WHITE]
+        palette = Image.new("PA", (2, 1), (0, 255))
+        palette.putpalette([10, 10, 10])
+        palette.putpixel((1, 0), (0, 0))
+        assert pixels(to_rgb(palette, "It")) == [(10, 10, 10), WHITE]
+
+    @pytest.mark.parametrize(
+        ("mode", "dark", "transparent"), [("P", 0, 1), ("L", 7, 9), ("RGB", (7, 7, 7), (9, 9, 9)), ("1", 1, 0)]
+    )
+    def test_an_entry_that_names_a_colour(self, mode, dark, transparent):
+        image = Image.new(mode, (2, 1), dark)
+        if mode == "P":
+            image.putpalette([7, 7, 7, 9, 9, 9])
+        image.putpixel((1, 0), transparent)
+        plain, named = reopened(image), reopened(image, transparency=transparent)
+        assert "transparency" in named.info and "transparency" not in plain.info
+        first, second = pixels(to_rgb(named, "It"))
+        assert second == WHITE and first == to_rgb(plain, "It").getpixel((0, 0))
+        assert to_rgb(plain, "It").getpixel((1, 0)) == ((9, 9, 9) if mode != "1" else (0, 0, 0))
+
+
+class TestSixteenBits:
+    @pytest.mark.parametrize("mode", ["I;16", "I;16L", "I;16B", "I;16N", "I"])
+    def test_is_scaled_to_eight(self, mode):
+        image = Image.fromarray(GREY_16.astype(np.int32)) if mode == "I" else grey_16(mode)
+        assert image.mode == mode
+        converted = np.asarray(to_rgb(image, "It"))
+        assert np.array_equal(converted, np.repeat(GREY_8[..., None], 3, axis=-1))
+        # The effect: elsewhere all but black would be white
+        assert not np.array_equal(np.asarray(image.convert("RGB"))[..., 0], GREY_8)
+
+    def test_is_rounded(self):
+        image = Image.fromarray(np.array([[128, 129, 65534]], dtype=np.uint16))
+        assert np.asarray(to_rgb(image, "It"))[0, :, 0].tolist() == [0, 1, 255]
+
+    def test_a_png(self):
+        image = reopened(Image.fromarray(GREY_16))
+        assert image.mode in ("I;16", "I")
+        assert np.array_equal(np.asarray(to_rgb(image, "It"))[..., 0], GREY_8)
+
+    def test_a_transparent_grey_is_white(self):
+        image = Image.fromarray(GREY_16)
+        image.info["transparency"] = 514
+        assert np.asarray(to_rgb(image, "It"))[..., 0].tolist() == [[0, 1, 255], [100, 128, 255]]
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            (np.array([[0, 65536]], dtype=np.int32), "'I' with values from 0 to 65536"),
+            (np.array([[-1, 10]], dtype=np.int32), "'I' with values from -1 to 10"),
+            (np.array([[0.0, 0.5]], dtype=np.float32), r"'F' with values from 0\.0 to 0\.5"),
+        ],
+    )
+    def test_a_range_that_is_not_known_is_refused(self, values, message):
+        with pytest.raises(ValueError, match=f"^Panel 3 has the mode {message}.*Scale it to 0..255"):
+            to_rgb(Image.fromarray(values), "Panel 3")
+
+
+class TestLoadImage:
+    def test_sixteen_bits_are_no_longer_white(self):
+        values = np.linspace(0, 65535, 56 * 56).astype(np.uint16).reshape(56, 56)
+        loaded = np.asarray(load_image(Image.fromarray(values), 14, ""))
+        assert np.array_equal(loaded[..., 0], np.rint(values / 257))
+        assert (np.asarray(Image.fromarray(values).convert("RGB")) == 255).mean() > 0.99
+
+    def test_a_transparent_palette_is_on_white(self):
+        image = Image.new("P", (56, 56), 0)
+        image.putpalette([200, 0, 0])
+        assert load_image(reopened(image), 14, "").getpixel((0, 0)) == (200, 0, 0)
+        assert load_image(reopened(image, transparency=0), 14, "").getpixel((0, 0)) == WHITE
+
+    @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "CMYK"])
+    def test_all_sources_give_the_same(self, mode, tmp_path):
+        image, path = noise(mode, (90, 61)), tmp_path / ("a.png" if mode != "CMYK" else "a.tif")
+        image.save(path)
+        data = path.read_bytes()
+        url = "data:image/png;base64," + b64encode(data).decode()
+        expected = np.asarray(load_image(image, 14, ""))
+        assert expected.shape == (56, 84, 3) and expected.std() > 5
+        for source in (path, str(path), f"file://{path}", data, url, {"bytes": data, "path": None}):
+            assert np.array_equal(np.asarray(load_image(source, 14, "")), expected)
+
+    def test_the_patch_size_is_a_number(self):
+        assert load_image(noise(size=(90, 70)), 14, "").size == (84, 56)
+        assert load_image(noise(size=(90, 70)), 16, "").size == (96, 64)
+
+    @pytest.mark.parametrize(("value", "expected"), [(16, 16), ({"height": 12, "width": 12}, 12), (None, 14)])
+    def test_patch_size_of_a_processor(self, value, expected):
+        class Processor:
+            class image_processor:  # noqa: N801
+                patch_size = value
+
+        assert patch_size_of(Processor) == expected
+
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            (Image.new("F", (56, 56)), "Here cannot be read: ValueError: The image has the mode 'F'"),
+            (Image.new("RGB", (0, 56)), "Here cannot be read: ValueError: The image has 0 x 56 pixels"),
+            ("data:image/png,nothing", r"Here cannot be read \(data:image/png,nothing\): UnidentifiedImageError"),
+        ],
+    )
+    def test_what_is_refused(self, source, message):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            load_image(source, 14, "Here")

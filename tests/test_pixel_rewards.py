@@ -1,0 +1,527 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards that look at pixels: copies of panels, lines of the grid, words in the image. On drawings made here."""
+
+import subprocess
+import sys
+from io import BytesIO
+from itertools import permutations
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
+from trl.trainer.utils import get_callable_name
+
+from paco_trl.data import join_grid, split_grid
+from paco_trl.rewards import DuplicateReward, LayoutReward, OcrReward, panel_similarity_reward, redness_reward
+from paco_trl.rewards.duplicates import panel_similarity
+from paco_trl.rewards.layout import WANTED_LINE, edge_profile, layout_score, line_strength
+from paco_trl.rewards.ocr import readability
+
+
+BACKDROPS = ["plain", "night", "sky", "room", "texture"]
+GRIDS = [(1, 2), (2, 1), (2, 2), (2, 3), (3, 3), (1, 4)]
+SIZES = [(256, 256), (512, 512), (1024, 1024), (768, 512), (510, 768)]  # width x height
+
+
+def backdrop(kind, size):
+    width, height = size
+    image = Image.new("RGB", size, {"plain": (240, 240, 235), "night": (30, 35, 60)}.get(kind, (210, 190, 160)))
+    draw = ImageDraw.Draw(image)
+    if kind == "sky":
+        down, across = np.mgrid[:height, :width] / np.array([height, width])[:, None, None]
+        image = Image.fromarray(np.stack([120 + 80 * down, 170 + 50 * down, 230 - 60 * across], -1).astype(np.uint8))
+        ImageDraw.Draw(image).rectangle((0, 0.75 * height, width, height), fill=(90, 140, 60))
+    elif kind == "room":
+        draw.rectangle((0, 0.7 * height, width, height), fill=(120, 80, 50))
+        draw.rectangle((0.1 * width, 0.1 * height, 0.4 * width, 0.45 * height), fill=(150, 200, 240))
+        draw.rectangle((0.7 * width, 0.3 * height, 0.95 * width, 0.8 * height), fill=(80, 50, 30))
+    elif kind == "texture":
+        image = soft_noise(32, size)
+    elif kind == "checker":
+        tiles = Image.fromarray((np.indices((32, 32)).sum(axis=0) % 2 * 200 + 20).astype(np.uint8))
+        image = tiles.resize(size, Image.Resampling.NEAREST).convert("RGB")
+    elif kind == "coloured noise":
+        image = soft_noise((width, height), size)
+    return image
+
+
+def soft_noise(cells, size, seed=7):
+    cols, rows = cells if isinstance(cells, tuple) else (cells, cells)
+    values = np.random.default_rng(seed).integers(60, 200, (rows, cols, 3)).astype(np.uint8)
+    return Image.fromarray(values).resize(size, Image.Resampling.BICUBIC)
+
+
+def character(image, at=(0.5, 0.55), size=0.16, arm=0.0, coat=(200, 60, 50)):
+    """A head with an eye, a body and an arm that is raised by an angle; in shares of the image."""
+    image = image.copy()
+    draw = ImageDraw.Draw(image)
+    x, y, r = at[0] * image.width, at[1] * image.height, size * min(image.size)
+    draw.ellipse((x - 0.8 * r, y - 0.2 * r, x + 0.8 * r, y + 2 * r), fill=coat)
+    draw.ellipse((x - 0.5 * r, y - 1.1 * r, x + 0.5 * r, y - 0.1 * r), fill=(240, 200, 170))
+    draw.ellipse((x + 0.1 * r, y - 0.75 * r, x + 0.3 * r, y - 0.55 * r), fill=(20, 20, 20))
+    hand = (x + (0.6 + 1.1 * np.cos(arm)) * r, y + (0.4 - 1.1 * np.sin(arm)) * r)
+    draw.line((x + 0.6 * r, y + 0.4 * r, *hand), fill=coat, width=max(2, int(0.3 * r)))
+    return image
+
+
+def noisy(image, deviation):
+    values = np.asarray(image) + np.random.default_rng(0).normal(0, deviation, (image.height, image.width, 3))
+    return Image.fromarray(values.clip(0, 255).round().astype(np.uint8))
+
+
+def jpeg(image, quality):
+    buffer = BytesIO()
+    image.save(buffer, "JPEG", quality=quality)
+    return Image.open(BytesIO(buffer.getvalue())).convert("RGB")
+
+
+def shifted(image, right, down):
+    """Shifted; the border is repeated where the image ends."""
+    columns = np.clip(np.arange(image.width) - right, 0, image.width - 1)
+    rows = np.clip(np.arange(image.height) - down, 0, image.height - 1)
+    return Image.fromarray(np.asarray(image)[rows][:, columns])
+
+
+def brightness(image, factor):
+    return ImageEnhance.Brightness(image).enhance(factor)
+
+
+COPIES = {
+    "same": lambda image: image.copy(),
+    "noise": lambda image: noisy(image, 20),
+    "jpeg": lambda image: jpeg(image, 30),
+    "brighter": lambda image: brightness(image, 1.08),
+    "darker": lambda image: brightness(image, 0.92),
+    "one pixel": lambda image: shifted(image, 1, 0),
+    "two pixels": lambda image: shifted(image, 2, -2),
+    "all of it": lambda image: jpeg(brightness(noisy(shifted(image, 2, 1), 8), 1.05), 70),
+    "half the size": lambda image: image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX),
+}
+POSES = {
+    "arm": {"arm": 1.3},
+    "a step": {"at": (0.6, 0.55)},
+    "far": {"at": (0.8, 0.55)},
+    "larger": {"size": 0.24},
+    "coat": {"coat": (40, 80, 200)},
+}
+
+
+def duplicates(*panels):
+    (score,) = DuplicateReward()(["p"], [panels[0]], panel_images=[list(panels)])
+    return score
+
+
+class TestDuplicateReward:
+    @pytest.mark.parametrize("kind", BACKDROPS)
+    @pytest.mark.parametrize("size", [(256, 256), (512, 512)], ids=str)
+    def test_copies_are_found_and_poses_are_not(self, kind, size):
+        image = character(backdrop(kind, size))
+        for name, copy in COPIES.items():
+            changed = copy(image)
+            assert name == "same" or changed.tobytes() != image.tobytes()
+            assert duplicates(image, changed) < 0.1, name
+        for name, pose in POSES.items():
+            assert duplicates(image, character(backdrop(kind, size), **pose)) > 0.9, name
+        # The mean over the panel would not tell them apart: most of it is background
+        (alike,) = panel_similarity_reward(["p"], [image], [[image, character(backdrop(kind, size), arm=1.3)]])
+        assert alike > 0.98
+
+    @pytest.mark.parametrize("size", [(256, 256), (512, 512), (384, 640)], ids=str)
+    def test_the_numbers_of_the_docstring(self, size):
+        copies, poses = {}, {}
+        for kind in [*BACKDROPS, "checker", "coloured noise"]:
+            image = character(backdrop(kind, size))
+            copies[kind] = min(panel_similarity(image, copy(image)) for copy in COPIES.values())
+            for name, pose in POSES.items():
+                similarity = panel_similarity(image, character(backdrop(kind, size), **pose))
+                poses[name] = max(poses.get(name, 0), similarity)
+        assert 0.986 < copies["checker"] == min(copies.values())
+        assert poses["coat"] < 0.42 and poses["a step"] < 0.745 and poses["larger"] < 0.75
+        assert 0.8 < poses["arm"] < (0.905 if size[0] == size[1] else 0.965)
+
+    @pytest.mark.parametrize("kind", BACKDROPS)
+    def test_mirrored_and_another_scene(self, kind):
+        image = character(backdrop(kind, (256, 256)))
+        mirrored = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        assert panel_similarity(image, mirrored) < 0.86 and duplicates(image, mirrored) == 1
+        for other in set(BACKDROPS) - {kind}:
+            assert duplicates(image, character(backdrop(other, (256, 256)))) == 1
+
+    def test_is_graded_in_order(self):
+        scene = backdrop("room", (512, 512))
+        image = character(scene)
+        smiling = image.copy()
+        ImageDraw.Draw(smiling).rectangle((235, 240, 280, 260), fill=(150, 30, 30))
+        others = [image, *(character(scene, arm=arm) for arm in (0.35, 0.45, 0.6)), scene]
+        scores = [duplicates(image, other) for other in others]
+        assert scores[0] == 0 and scores[-1] == 1
+        assert all(second - first > 0.1 for first, second in zip(scores[:-1], scores[1:], strict=True))
+        assert duplicates(image, smiling) > 0.3
+
+    def test_similarity_is_symmetric_and_in_range(self):
+        panels = [character(backdrop(kind, (256, 200))) for kind in BACKDROPS]
+        panels += [Image.new("RGB", (16, 16), color) for color in ("black", "white", "red")]
+        for first, second in permutations(panels, 2):
+            similarity = panel_similarity(first, second)
+            assert 0 <= similarity < 1 and similarity == pytest.approx(panel_similarity(second, first), abs=1e-12)
+        for panel in panels:
+            assert panel_similarity(panel, panel) == 1
+
+    def test_flat_panels(self):
+        red, blue, dark_red = (Image.new("RGB", (64, 64), color) for color in ("red", "blue", (120, 0, 0)))
+        assert duplicates(red, red.resize((32, 48))) == 0
+        assert duplicates(red, blue) == duplicates(red, dark_red) == 1
+
+    def test_is_the_mean_over_all_pairs(self):
+        scene = backdrop("plain", (128, 128))
+        first, second = character(scene), character(scene, at=(0.8, 0.5))
+        assert duplicates(first, second) == 1 and duplicates(first, first, first) == 0
+        assert duplicates(first, first, second) == pytest.approx(2 / 3)
+        assert duplicates(first, first, second, second) == pytest.approx(4 / 6)
+
+    def test_each_completion_is_scored_by_itself(self):
+        scene = backdrop("sky", (128, 128))
+        copies, poses = [character(scene)] * 2, [character(scene), character(scene, at=(0.8, 0.5))]
+        reward = DuplicateReward()
+        assert reward(["p"] * 3, [scene] * 3, panel_images=[copies, poses, copies], rows=[1] * 3) == [0, 1, 0]
+        assert reward([], [], panel_images=[]) == []
+
+    def test_the_threshold_is_where_the_score_begins_to_fall(self):
+        scene = backdrop("room", (256, 256))
+        panels = [character(scene), character(scene, at=(0.56, 0.55))]
+        similarity = panel_similarity(*panels)
+        assert 0.6 < similarity < 0.9
+        for threshold, expected in ((similarity, 1), (similarity / 2, (1 - similarity) / (1 - similarity / 2))):
+            scores = DuplicateReward(threshold=threshold)(["p"], panels[:1], panel_images=[panels])
+            assert scores == pytest.approx([expected])
+
+    def test_transparent_panels_are_on_white(self):
+        hidden = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
+        assert panel_similarity(hidden, Image.new("RGB", (64, 64), "white")) == 1
+        assert panel_similarity(hidden.convert("RGB"), Image.new("RGB", (64, 64), "white")) < 0.5
+
+    @pytest.mark.parametrize("threshold", [-0.1, 1, float("nan")])
+    def test_bad_thresholds(self, threshold):
+        with pytest.raises(ValueError, match=f"`threshold` is {threshold}, but must be at least 0 and below 1"):
+            DuplicateReward(threshold=threshold)
+
+    @pytest.mark.parametrize(
+        ("panel_images", "message"),
+        [
+            (None, "there are no `panel_images` for 2 completions"),
+            ([[1, 2]], "there are 1 entries of `panel_images` for 2 completions"),
+            ([[Image.new("RGB", (8, 8))] * 2, [Image.new("RGB", (8, 8))]], "^Completion 1 has 1 panel.*`rows`"),
+            ([[Image.new("RGB", (8, 8)), Image.new("F", (8, 8))]] * 2, "^Panel 1 of completion 0 has the mode 'F'"),
+        ],
+    )
+    def test_errors(self, panel_images, message):
+        with pytest.raises(ValueError, match=message):
+            DuplicateReward()(["p"] * 2, [None] * 2, panel_images=panel_images)
+
+    def test_name(self):
+        assert get_callable_name(DuplicateReward()) == "no_duplicates"
+
+
+def scene(seed, size):
+    """A drawing that differs from seed to seed; the kind of its backdrop goes round."""
+    generator = np.random.default_rng(seed)
+    image = backdrop(BACKDROPS[seed % len(BACKDROPS)], size)
+    for _ in range(3):
+        at, coat = tuple(generator.uniform(0.2, 0.8, 2)), tuple(int(c) for c in generator.integers(0, 255, 3))
+        image = character(image, at, generator.uniform(0.08, 0.2), generator.uniform(0, 1.5), coat)
+    return image
+
+
+def grid(rows, cols, size=(512, 512), seed=0, gutter=0, color="white", panels=None):
+    width, height = size[0] // cols, size[1] // rows
+    panels = panels or [scene(seed + index, (width, height)) for index in range(rows * cols)]
+    image = join_grid(panels, rows, cols).resize(size, Image.Resampling.BOX)  # where the size does not divide
+    draw = ImageDraw.Draw(image)
+    for x in [col * width for col in range(1, cols) if gutter]:
+        draw.rectangle((x - gutter // 2, 0, x - gutter // 2 + gutter - 1, size[1]), fill=color)
+    for y in [row * height for row in range(1, rows) if gutter]:
+        draw.rectangle((0, y - gutter // 2, size[0], y - gutter // 2 + gutter - 1), fill=color)
+    return image
+
+
+class TestLayout:
+    @pytest.mark.parametrize("size", SIZES, ids=str)
+    @pytest.mark.parametrize(("rows", "cols"), GRIDS)
+    def test_grids_of_scenes(self, size, rows, cols):
+        for gutter, color in ((0, None), (2, "white"), (4, "black"), (8, "white"), (8, (20, 20, 20))):
+            if gutter > 0.08 * min(size[0] / cols, size[1] / rows):
+                continue  # wider than the tolerance for edges
+            assert layout_score(grid(rows, cols, size, 3, gutter, color), rows, cols) > 0.8, gutter
+
+    @pytest.mark.parametrize("size", SIZES, ids=str)
+    @pytest.mark.parametrize("kind", BACKDROPS)
+    def test_panels_of_one_background_with_a_gutter(self, size, kind):
+        panel = (size[0] // 2, size[1] // 2)
+        panels = [character(backdrop(kind, panel), at) for at in ((0.3, 0.4), (0.6, 0.5), (0.5, 0.6), (0.7, 0.4))]
+        color = "white" if kind == "night" else "black"
+        assert layout_score(grid(2, 2, size, gutter=4, color=color, panels=panels), 2, 2) > 0.8
+
+    def test_panels_of_one_plain_background_without_a_gutter_are_not_seen(self):
+        panels = [
+            character(backdrop("plain", (256, 256)), at) for at in ((0.4, 0.4), (0.6, 0.5), (0.5, 0.6), (0.5, 0.4))
+        ]
+        assert layout_score(grid(2, 2, panels=panels), 2, 2) < 0.1
+
+    @pytest.mark.parametrize(
+        "change", [lambda i: i.filter(ImageFilter.GaussianBlur(2)), lambda i: jpeg(noisy(i, 8), 50)]
+    )
+    def test_soft_and_noisy_borders(self, change):
+        for seed in (0, 3, 6):
+            assert layout_score(change(grid(2, 2, seed=seed)), 2, 2) > 0.8
+
+    @pytest.mark.parametrize("size", SIZES, ids=str)
+    @pytest.mark.parametrize(("rows", "cols"), GRIDS)
+    def test_one_picture_is_no_grid(self, size, rows, cols):
+        down, across = np.mgrid[: size[1], : size[0]] / np.array([size[1], size[0]])[:, None, None]
+        pictures = {
+            "flat": Image.new("RGB", size, (120, 130, 90)),
+            "gradient": Image.fromarray((255 * np.stack([down, across, 0.5 + 0 * down], -1)).astype(np.uint8)),
+            "pixels": noisy(Image.new("RGB", size, "gray"), 60),
+            **{f"texture {cells}": soft_noise(cells, size) for cells in (8, 32, 64)},
+            **{f"scene {seed}": scene(seed, size) for seed in range(6)},
+        }
+        for name, picture in pictures.items():
+            assert layout_score(picture, rows, cols) < 0.3, name
+
+    @pytest.mark.parametrize("gutter", [0, 6])
+    @pytest.mark.parametrize(
+        ("drawn", "wanted"),
+        [
+            ((2, 3), (2, 2)), ((3, 3), (2, 2)), ((2, 2), (1, 2)), ((2, 2), (2, 1)), ((1, 2), (2, 2)), ((2, 2), (2, 3)),
+            ((2, 2), (3, 3)), ((4, 4), (2, 2)), ((1, 4), (1, 2)), ((2, 2), (1, 1)), ((1, 3), (1, 1)),
+        ],
+    )  # fmt: skip
+    def test_another_grid(self, drawn, wanted, gutter):
+        image = grid(*drawn, (768, 768), 5, gutter)
+        assert layout_score(image, *drawn) > 0.8 and layout_score(image, *wanted) < 0.3
+
+    def test_a_missing_divider_is_in_between(self):
+        """Two of the four panels run into one another; then two pairs of panels do, and the grid is 2 x 1."""
+        wide = scene(2, (512, 256))
+        top, bottom = split_grid(grid(2, 2), 2, 1), split_grid(grid(2, 2, seed=7), 2, 1)
+        scores = [
+            layout_score(join_grid(rows, 2, 1), 2, 2)
+            for rows in ([top[0], bottom[1]], [top[0], wide], [wide, scene(4, (512, 256))])
+        ]
+        assert scores[0] == 1 and 0.2 < scores[1] < 0.8 and scores[2] < 0.1
+
+    def test_without_lines_to_expect(self):
+        assert layout_score(scene(0, (512, 512)), 1, 1) == 1
+        assert layout_score(grid(2, 2), 1, 1) == 0
+
+    def test_a_horizon_at_half_the_height_is_a_line(self):
+        """What the docstring says that it cannot tell, and that two directions can."""
+        image = Image.new("RGB", (256, 256), (150, 190, 240))
+        image.paste((90, 140, 60), (0, 128, 256, 256))
+        assert layout_score(image, 2, 1) == 1
+        assert layout_score(image, 2, 2) == 0
+
+    def test_panels_with_the_same_horizon_are_not_divided_again(self):
+        panels = [character(backdrop("sky", (256, 512)), at) for at in ((0.3, 0.4), (0.7, 0.5))]
+        image = grid(1, 2, panels=panels, gutter=4)
+        profile = edge_profile(image.transpose(Image.Transpose.TRANSPOSE), 24)
+        assert profile.max() == 1  # the horizon is a line, but not of a finer grid
+        assert layout_score(image, 1, 2) == 1
+
+    def test_transposing_swaps_rows_and_columns(self):
+        image = grid(2, 3, (768, 512), gutter=3)
+        image.paste(scene(1, (768, 256)), (0, 0))  # lacks two dividers
+        score = layout_score(image, 2, 3)
+        assert 0.1 < score < 0.9
+        assert layout_score(image.transpose(Image.Transpose.TRANSPOSE), 3, 2) == pytest.approx(score)
+
+    def test_is_the_same_at_every_call_and_leaves_the_image(self):
+        image = grid(2, 2).convert("RGBA")
+        before = image.tobytes()
+        assert layout_score(image, 2, 2) == layout_score(image, 2, 2) > 0.8
+        assert image.tobytes() == before
+
+    def test_edge_profile_is_the_share_of_the_height(self):
+        image = Image.new("RGB", (40, 40), "black")
+        image.paste("white", (20, 0, 40, 30))
+        profile = edge_profile(image, 8)
+        # Six of eight bands; the border of the columns 19 and 20 is entry 19, and its neighbours count with it
+        expected = np.zeros(39)
+        expected[18:21] = 0.75
+        assert np.array_equal(profile, expected)
+
+    def test_line_strength(self):
+        profile = np.zeros(39)
+        profile[19] = 0.6
+        begun, complete = WANTED_LINE
+        assert line_strength(profile, 0.5, 0.02, begun, complete) == pytest.approx((0.6 - begun) / (complete - begun))
+        assert line_strength(profile, 0.5, 0.02, 0.0, 0.5) == 1 and line_strength(profile, 0.5, 0.02, 0.7, 0.9) == 0
+        # 3.2 of 40 positions away: outside of 0.02, within 0.1
+        assert line_strength(profile, 0.58, 0.02, 0.0, 1.0) == 0 and line_strength(profile, 0.58, 0.1, 0.0, 1.0) == 0.6
+
+
+class TestLayoutReward:
+    def test_scores_each_completion_for_its_own_grid(self):
+        image = grid(2, 2)
+        scores = LayoutReward()(["p"] * 3, [image] * 3, rows=[2, 1, 2], cols=[2, 2, 3], panels=[[]] * 3)
+        assert scores == [layout_score(image, 2, 2), layout_score(image, 1, 2), layout_score(image, 2, 3)]
+        assert scores[0] > 0.8 > 0.3 > max(scores[1:])
+        assert LayoutReward()([], [], rows=[], cols=[]) == []
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"rows": None}, "there are no `rows` for 2 completions"),
+            ({"cols": [2]}, "there are 1 entries of `cols` for 2 completions"),
+            ({"rows": [2, 0]}, "got rows=0 and cols=2"),
+            ({"cols": [2, 40]}, "256x256 pixels .* 2x40 grid .* less than 8 pixels"),
+        ],
+    )
+    def test_errors(self, changes, message):
+        columns = {"rows": [2, 2], "cols": [2, 2]}
+        images = [grid(2, 2, (256, 256))] * 2
+        assert len(LayoutReward()(["p"] * 2, images, **columns)) == 2
+        with pytest.raises(ValueError, match=message):
+            LayoutReward()(["p"] * 2, images, **(columns | changes))
+
+    def test_an_image_without_a_range_is_named(self):
+        with pytest.raises(ValueError, match="^Completion 0 has the mode 'F'"):
+            LayoutReward()(["p"], [Image.new("F", (64, 64))], rows=[2], cols=[2])
+
+    def test_name(self):
+        assert get_callable_name(LayoutReward()) == "layout"
+
+
+class TestReadability:
+    @pytest.mark.parametrize(
+        ("text", "recognised", "expected"),
+        [
+            ("Open", "Open", 1.0),
+            ("Open today", "OPEN\n to day", 1.0),
+            ("Open", "", 0.0),
+            ("Open", "XYZ", 0.0),
+            ("Open", "Opan", 0.75),  # one letter is another
+            ("Open", "Opn", 0.75),  # one is missing
+            ("Open", "Opexn", 0.75),  # one too many
+            ("Open", "the bakery is open now", 1.0),  # other text around it
+            ("ab", "a and b", 0.5),  # other text within
+            ("Café １２", "café 12", 1.0),  # wide digits
+        ],
+    )
+    def test_closed_cases(self, text, recognised, expected):
+        assert readability(text, recognised) == pytest.approx(expected)
+
+    def test_is_the_best_of_all_stretches(self):
+        """Against the plain distance to each stretch."""
+
+        def distance(first, second):
+            if not first or not second:
+                return len(first) + len(second)
+            change = distance(first[1:], second[1:]) + (first[0] != second[0])
+            return min(change, distance(first[1:], second) + 1, distance(first, second[1:]) + 1)
+
+        generator = np.random.default_rng(0)
+        values = set()
+        for _ in range(12):
+            text, found = ("".join(generator.choice(list("abc"), length)) for length in (4, 6))
+            stretches = {found[start:end] for start in range(7) for end in range(start, 7)}
+            value = 1 - min(distance(text, stretch) for stretch in stretches) / 4
+            assert readability(text, found) == pytest.approx(value)
+            values.add(value)
+        assert len(values) > 1
+
+
+class TestOcrRewardWithoutThePackage:
+    def test_says_what_to_install(self):
+        code = (
+            "import sys; sys.modules['rapidocr'] = None\n"
+            "from paco_trl.rewards import OcrReward\n"
+            "try: OcrReward()\n"
+            "except ImportError as error: assert 'pip install \"paco_trl[ocr]\"' in str(error), error\n"
+            "else: raise AssertionError('no error')"
+        )
+        result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+
+
+def sign(text, size=(320, 160), background="white", color="black", at=(20, 30), height=36):
+    image = Image.new("RGB", size, background)
+    ImageDraw.Draw(image).text(at, text, font=ImageFont.load_default(height), fill=color)
+    return image
+
+
+@pytest.fixture(scope="module")
+def ocr():
+    pytest.importorskip("rapidocr")
+    return OcrReward()
+
+
+class TestOcrReward:
+    def test_words_in_drawings(self, ocr, capfd):
+        images = {
+            "read": sign("Open Today"),
+            "light on dark, small": sign("open today", background="navy", color="yellow", height=26),
+            "two lines": sign("OPEN\nTODAY"),
+            "with other text": sign("Bakery\nOpen Today\nfresh bread", height=28),
+            "misspelt": sign("Opan Tudoy"),
+            "other": sign("Warehouse exit"),
+            "none": sign(""),
+        }
+        scores = ocr(["p"] * 7, list(images.values()), text=["Open Today"] * 7, rows=[1] * 7)
+        scores = dict(zip(images, scores, strict=True))
+        assert all(scores[name] > 0.9 for name in ("read", "light on dark, small", "two lines", "with other text"))
+        assert 0.5 < scores["misspelt"] < 0.9
+        assert scores["other"] < 0.5 and scores["none"] == 0
+        output = capfd.readouterr()
+        assert output.out == output.err == ""  # an image without text is not worth a line
+
+    def test_each_image_has_its_own_text(self, ocr):
+        images = [sign("Library"), sign("Coffee")]
+        assert min(ocr(["p"] * 2, images, text=["Library", "Coffee"])) > 0.9
+        assert max(ocr(["p"] * 2, images, text=["Coffee", "Library"])) < 0.5
+
+    def test_transparent_images_are_on_white(self, ocr):
+        image = Image.new("RGBA", (320, 160), (0, 0, 0, 0))
+        ImageDraw.Draw(image).text((20, 30), "Library", font=ImageFont.load_default(36), fill=(0, 0, 0, 255))
+        assert ocr(["p"], [image], text=["Library"])[0] > 0.9
+        assert ocr(["p"], [image.convert("RGB")], text=["Library"]) == [0]  # black on black
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            (None, "there are no `text` for 2 completions"),
+            (["Open"], "there are 1 entries of `text` for 2 completions"),
+            (["Open", " \n"], r"^`text` of completion 1 \(prompt 'q'\) is ' \\n'.*Fill the column `text`"),
+            (["", "Open"], r"^`text` of completion 0 \(prompt 'p'\) is ''"),
+            (["Open", None], r"^`text` of completion 1 \(prompt 'q'\) is None"),
+        ],
+    )
+    def test_errors(self, ocr, text, message):
+        with pytest.raises(ValueError, match=message):
+            ocr(["p", "q"], [sign("Open")] * 2, text=text)
+
+    def test_name(self, ocr):
+        assert get_callable_name(ocr) == "ocr"
+
+
+class TestPixelRewardsOfOtherModes:
+    """`redness_reward` and `panel_similarity_reward` see what a judge sees."""
+
+    def test_transparency_is_white(self):
+        hidden, red = Image.new("RGBA", (8, 8), (255, 0, 0, 0)), Image.new("RGB", (8, 8), "red")
+        assert redness_reward(["p"] * 2, [hidden, red]) == [0, 1]
+        white = Image.new("RGB", (8, 8), "white")
+        assert panel_similarity_reward(["p"], [red], [[hidden, white]]) == [1]
+        assert panel_similarity_reward(["p"], [red], [[hidden, red]])[0] == pytest.approx(1 / 3)
+
+    def test_sixteen_bits_are_scaled(self):
+        grey = Image.fromarray(np.full((8, 8), 51 * 257, dtype=np.uint16))
+        black = Image.new("RGB", (8, 8))
+        assert panel_similarity_reward(["p"], [black], [[grey, black]])[0] == pytest.approx(0.8)
+
+    def test_what_has_no_range_is_refused_by_name(self):
+        image, unknown = Image.new("RGB", (8, 8)), Image.new("F", (8, 8))
+        with pytest.raises(ValueError, match="^Completion 1 has the mode 'F'"):
+            redness_reward(["p"] * 2, [image, unknown])
+        with pytest.raises(ValueError, match="^Panel 1 of completion 0 has the mode 'F'"):
+            panel_similarity_reward(["p"], [image], [[image, unknown]])
