@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Rewards and their aggregation.
+Rewards, the judges that some of them ask, and their aggregation.
 
-A reward is a callable `(prompts, completions, **columns) -> list[float | None]`: `completions` are PIL images,
-`columns` are the dataset's columns, one entry per completion, and `None` means that the completion could not be
+A reward is a callable `(prompts, completions, **columns) -> list[float | None]`, sync or async: `completions` are PIL
+images, `columns` are the dataset's columns, one entry per completion, and `None` means that the completion could not be
 scored. The trainer adds the column `panel_images`: each completion cut into its panels, row-major.
+
+A judge answers questions about pairs of images: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server.
 """
 
 from importlib import import_module
@@ -13,26 +15,61 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .aggregation import AggregationDetails, aggregate_rewards
+    from .clip_i import ClipIReward
     from .clip_t import ClipTReward
+    from .consistency import ConsistencyReward
+    from .decision import yes_probability
+    from .dreamsim import DreamSimReward
+    from .duplicates import DuplicateReward
+    from .edit import EditReward
+    from .judge import Judge, JudgeUnavailableError
+    from .layout import LayoutReward
+    from .ocr import OcrReward
+    from .pick_score import PickScoreReward
     from .pixels import panel_similarity_reward, redness_reward
+    from .served_judge import ServedJudge
 
 
 # Public name -> module. Importing a module only when one of its names is asked for keeps `aggregate_rewards` free of
 # transformers, and this package free of torch.
 _MODULE_OF = {
     "AggregationDetails": ".aggregation",
+    "ClipIReward": ".clip_i",
     "ClipTReward": ".clip_t",
+    "ConsistencyReward": ".consistency",
+    "DreamSimReward": ".dreamsim",
+    "DuplicateReward": ".duplicates",
+    "EditReward": ".edit",
+    "Judge": ".judge",
+    "JudgeUnavailableError": ".judge",
+    "LayoutReward": ".layout",
+    "OcrReward": ".ocr",
+    "PickScoreReward": ".pick_score",
+    "ServedJudge": ".served_judge",
     "aggregate_rewards": ".aggregation",
     "panel_similarity_reward": ".pixels",
     "redness_reward": ".pixels",
+    "yes_probability": ".decision",
 }
 
 __all__ = [
     "AggregationDetails",
+    "ClipIReward",
     "ClipTReward",
+    "ConsistencyReward",
+    "DreamSimReward",
+    "DuplicateReward",
+    "EditReward",
+    "Judge",
+    "JudgeUnavailableError",
+    "LayoutReward",
+    "OcrReward",
+    "PickScoreReward",
+    "ServedJudge",
     "aggregate_rewards",
     "panel_similarity_reward",
     "redness_reward",
+    "yes_probability",
 ]
 
 

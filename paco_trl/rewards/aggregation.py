@@ -10,7 +10,8 @@ Notation: N samples (all images of all groups and processes), K rewards, G gener
 The advantage, (r - group mean) / group std (Eq. 2), is the trainer's: what this module gives is *not* centred, except
 with `normalize_then_sum`.
 
-A missing value is NaN. It never counts as a number: not in a mean, not in a sum.
+A missing value is NaN. It never counts as a number: not in a mean, not in a sum. A row that lacks a required reward has
+no aggregate; a group that lacks an optional one is compared without it.
 """
 
 import math
@@ -38,11 +39,15 @@ class AggregationDetails:
         threshold (`float`):
             The threshold (delta) as a number, also when it was given as `"mean"` or `"median"`. Infinity when no h_k
             is defined and there is nothing to take the mean or the median of.
+        share (`list[float | None]`):
+            Part of each reward in what sets the samples of a group apart ([`spread_shares`]), after taming or
+            normalising and with its weight: 0.5 and 0.5 for two rewards in balance, near 1 for one that dominates.
     """
 
     coefficient_of_variation: list[float | None]
     tamed: list[bool]
     threshold: float
+    share: list[float | None]
 
 
 def coefficient_of_variation(rewards: torch.Tensor) -> list[float | None]:
@@ -107,6 +112,55 @@ def normalize_in_groups(rewards: torch.Tensor, num_generations: int) -> torch.Te
     return (centred / (variance.sqrt() + 1e-4)).reshape(rewards.shape)
 
 
+def without_gaps(rewards: torch.Tensor, optional: torch.Tensor, num_generations: int, neutral: float) -> torch.Tensor:
+    """
+    Take an optional reward out of the groups in which it is missing for a sample.
+
+    All samples of such a group get the same value, so that the reward has no say in how they compare: its mean over
+    all samples that have it, which leaves the level of the aggregate as it is.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(N, K)`):
+            Rewards, NaN where missing. A group is `num_generations` consecutive rows.
+        optional (`torch.Tensor` of shape `(K,)`, bool):
+            Which rewards are optional. The others keep their NaNs.
+        num_generations (`int`):
+            Generations per group, G. N must be a multiple of it.
+        neutral (`float`):
+            Value of a reward that no sample has.
+
+    Returns:
+        `torch.Tensor` of shape `(N, K)`: a new tensor.
+    """
+    grouped = rewards.reshape(-1, num_generations, rewards.shape[1])  # (N / G, G, K)
+    has_gap = torch.isnan(grouped).any(dim=1, keepdim=True) & optional  # (N / G, 1, K)
+    constant = torch.nanmean(rewards, dim=0).nan_to_num(nan=neutral)  # (K,)
+    return torch.where(has_gap, constant, grouped).reshape(rewards.shape)
+
+
+def spread_shares(terms: torch.Tensor, num_generations: int | None) -> list[float | None]:
+    """
+    Part of each term of a sum in what sets the samples of a group apart: the mean over groups of its standard
+    deviation within the group, divided by the sum over the terms.
+
+    Args:
+        terms (`torch.Tensor` of shape `(N, K)`):
+            Terms: rewards times their weights. Values that are not finite are left out.
+        num_generations (`int`, *optional*):
+            Generations per group, G. If `None`, all rows are one group.
+
+    Returns:
+        `list[float | None]`: shares, which add up to 1; `None` for all where no term differs within a group.
+    """
+    terms = torch.where(torch.isfinite(terms), terms, torch.nan)
+    grouped = terms.reshape(-1, num_generations or len(terms), terms.shape[1])  # (N / G, G, K)
+    deviations = grouped - torch.nanmean(grouped, dim=1, keepdim=True)  # (N / G, G, K)
+    stds = torch.nanmean(deviations**2, dim=1).sqrt()  # (N / G, K)
+    spreads = torch.nanmean(stds, dim=0).nan_to_num(nan=0.0)  # (K,)
+    total = spreads.sum()
+    return (spreads / total).tolist() if total > 0 else [None] * terms.shape[1]
+
+
 def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
     Weighted sum over the rewards: sum_k w_k R_k (the sum of Eq. 4).
@@ -145,14 +199,15 @@ def aggregate_rewards(
     method: str,
     threshold: float | str = 0.2,
     num_generations: int | None = None,
+    required: Sequence[bool] | None = None,
 ) -> tuple[torch.Tensor, AggregationDetails]:
     """
     Aggregate K rewards into one, before the advantage.
 
     Give it *all* samples of a round, gathered from all processes: h_k is a statistic of all samples of all groups,
-    while the normalisation that follows is per group. A row with a NaN in any reward of nonzero weight is NaN in the
-    aggregate: a partial failure is a failure, not a 0 in the sum. A reward of weight 0 is only watched: its NaNs, its
-    range and its h_k have no influence on the aggregate.
+    while the normalisation that follows is per group. A row with a NaN in any required reward of nonzero weight is NaN
+    in the aggregate: a partial failure is a failure, not a 0 in the sum. A reward of weight 0 is only watched: its NaNs,
+    its range and its h_k have no influence on the aggregate.
 
     Args:
         rewards (`torch.Tensor` of shape `(N, K)`):
@@ -174,7 +229,11 @@ def aggregate_rewards(
             document). Mean and median are over the rewards of nonzero weight whose h_k is defined; with only one such
             reward they equal its h_k and nothing is tamed.
         num_generations (`int`, *optional*):
-            Generations per group, G. A group is G consecutive rows. Only `normalize_then_sum` reads it.
+            Generations per group, G. A group is G consecutive rows. `normalize_then_sum` and optional rewards need it,
+            and the details' `share` is within groups with it.
+        required (`Sequence[bool]` of length K, *optional*):
+            Whether each reward is required. A group in which an optional one is missing is compared without it
+            ([`without_gaps`]). If `None`, all are.
 
     Returns:
         `tuple[torch.Tensor, AggregationDetails]`: the aggregate of shape `(N,)`, and the details: h_k, which rewards
@@ -182,8 +241,8 @@ def aggregate_rewards(
 
     Raises:
         ValueError: If `method` or `threshold` is unknown, a shape or length is wrong, a reward or weight is infinite,
-            all weights are 0, `num_generations` is missing or does not divide N, or a value is out of the method's
-            range.
+            all weights are 0, `num_generations` is missing where it is needed or does not divide N, or a value is out
+            of the method's range.
 
     Example:
 
@@ -221,17 +280,30 @@ def aggregate_rewards(
         "must be finite. A reward that could not be computed is missing: pass NaN (`None` from a reward function).",
     )
 
+    required = [True] * len(weights) if required is None else list(required)
+    if len(required) != len(weights):
+        raise ValueError(f"`required` has {len(required)} entries, but `rewards` has {len(weights)} columns.")
+    optional = ~torch.tensor(required, dtype=torch.bool, device=rewards.device)  # (K,)
+    if num_generations is None:
+        if method == "normalize_then_sum" or optional.any():
+            reason = (
+                "`method='normalize_then_sum'` normalises within" if not optional.any() else "optional rewards need"
+            )
+            raise ValueError(
+                f"`num_generations` is None, but {reason} groups of `num_generations` consecutive rows. Pass it."
+            )
+    elif num_generations < 1 or len(rewards) % num_generations != 0:
+        raise ValueError(
+            f"`num_generations` is {num_generations}, but a group is `num_generations` consecutive rows: it must divide "
+            f"the number of rows, {len(rewards)}."
+        )
+
     used = weights != 0  # (K,)
     h = coefficient_of_variation(rewards)
     limit = _resolve_threshold(threshold, [h_k for h_k, u in zip(h, used.tolist(), strict=True) if u])
     tamed = [False] * len(h)
 
     if method == "normalize_then_sum":
-        if num_generations is None or num_generations < 1 or len(rewards) % num_generations != 0:
-            raise ValueError(
-                f"`num_generations` is {num_generations}, but `method='normalize_then_sum'` normalises within groups "
-                f"of `num_generations` consecutive rows: it must divide the number of rows, {len(rewards)}."
-            )
         rewards = normalize_in_groups(rewards, num_generations)
     elif method == "log_tamed":
         # Refused whether or not this round's h_k exceeds the threshold: a reward that log(1 + R) cannot take is an
@@ -254,10 +326,14 @@ def aggregate_rewards(
             "another method.",
         )
 
+    is_product = method == "geometric_mean"
+    share = spread_shares(weights * (torch.log(rewards) if is_product else rewards), num_generations)
+    if optional.any():
+        rewards = without_gaps(rewards, optional, num_generations, neutral=1.0 if is_product else 0.0)
     # Columns of weight 0 leave here, because 0 * NaN is NaN.
-    combine = weighted_geometric_mean if method == "geometric_mean" else weighted_sum
+    combine = weighted_geometric_mean if is_product else weighted_sum
     aggregate = combine(rewards[:, used], weights[used])  # (N,)
-    return aggregate, AggregationDetails(coefficient_of_variation=h, tamed=tamed, threshold=limit)
+    return aggregate, AggregationDetails(coefficient_of_variation=h, tamed=tamed, threshold=limit, share=share)
 
 
 def _resolve_threshold(threshold: float | str, h: list[float | None]) -> float:

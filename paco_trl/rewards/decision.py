@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decision of a judge: the probability of Yes against No."""
 
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 
@@ -9,8 +11,54 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+# What vLLM writes for the logarithm of 0
+_LOG_ZERO = -9999.0
 # What models do to their logits behind the head
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+
+
+def yes_probability(logprobs: Mapping[str, float]) -> float | None:
+    """
+    Score of a judge from log-probabilities of the first position: P(Yes) / (P(Yes) + P(No)).
+
+    It is computed from the difference of the two log-probabilities, so that nothing underflows.
+
+    Args:
+        logprobs (`Mapping[str, float]`):
+            Token -> log-probability. The tokens are `Yes` and `No`, in these letters, which the published weights were
+            trained on; `yes` and ` Yes` are other tokens.
+
+    Returns:
+        `float` or `None`: the score. When one of the two tokens is not there its probability is taken for 0, which
+        gives 1 or 0: the caller knows how large it can be at most. `None` when neither is there, or both have the
+        probability 0 (-inf, or -9999 as vLLM has it).
+
+    Raises:
+        ValueError: If a log-probability is not a number, or above 0.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.rewards import yes_probability
+
+    >>> round(yes_probability({"Yes": -0.1, "No": -2.4, "Maybe": -5.0}), 4)
+    0.9089
+    ```
+    """
+    yes, no = logprobs.get("Yes", -math.inf), logprobs.get("No", -math.inf)
+    for token, logprob in (("Yes", yes), ("No", no)):
+        # A server may round 0 to a little more
+        if not logprob <= 1e-3:
+            raise ValueError(
+                f"The log-probability of {token!r} is {logprob}, but a log-probability is a number of at most 0."
+            )
+    if max(yes, no) <= _LOG_ZERO:
+        return None
+    difference = yes - no
+    # Each branch has the exponential that cannot overflow
+    if difference >= 0:
+        return 1 / (1 + math.exp(-difference))
+    return math.exp(difference) / (1 + math.exp(difference))
 
 
 def decision_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:

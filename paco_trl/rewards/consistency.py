@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Consistency of a set of images: a judge is asked about its pairs."""
+
+import hashlib
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ..data.image_sets import criteria_dict
+from ..data.questions import criterion_question, theme_question
+from .judge import Judge
+from .judged_reward import JudgedReward, WeightedQuestion, column_of
+
+
+def chosen_pairs(count: int, max_pairs: int | None, seed: int, prompt: str) -> list[tuple[int, int]]:
+    """
+    Pairs of a set that are compared: all unordered ones, or a random choice that depends on seed and prompt alone.
+
+    All images of a prompt are compared by the same pairs, so that their rewards can be compared.
+
+    Args:
+        count (`int`):
+            Images of the set.
+        max_pairs (`int`, *optional*):
+            Largest number of pairs.
+        seed (`int`):
+            Seed of the choice.
+        prompt (`str`):
+            Prompt of the set.
+
+    Returns:
+        `list[tuple[int, int]]`: the earlier image first, in ascending order.
+    """
+    pairs = list(combinations(range(count), 2))
+    if max_pairs is None or len(pairs) <= max_pairs:
+        return pairs
+    digest = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big")
+    chosen = np.random.default_rng((seed, digest)).choice(len(pairs), max_pairs, replace=False)
+    return [pairs[index] for index in sorted(chosen.tolist())]
+
+
+def criteria_weights(criteria: dict[str, dict[str, str]]) -> dict[str, float]:
+    """
+    Weight of each criterion in a mean over dimensions of means over their criteria.
+
+    Args:
+        criteria (`dict[str, dict[str, str]]`):
+            Dimension -> name -> text.
+
+    Returns:
+        `dict[str, float]`: text -> weight; they add up to 1. A text that is in several places is there once.
+    """
+    dimensions = [list(texts.values()) for texts in criteria.values() if texts]
+    weights: dict[str, float] = {}
+    for texts in dimensions:
+        for text in texts:
+            weights[text] = weights.get(text, 0.0) + 1 / (len(dimensions) * len(texts))
+    return weights
+
+
+class ConsistencyReward(JudgedReward):
+    """
+    Consistency of an image set ([PaCo-RL](https://huggingface.co/papers/2512.04784), Part 2): the mean of a judge's
+    P(Yes) over all unordered pairs of panels.
+
+    - Range: [0, 1].
+    - Cost: a set of n panels is n (n - 1) / 2 pairs, 6 for a 2 x 2 grid, each one forward of the judge, for each
+      criterion with `question="criteria"`. Identical questions about identical images are asked once.
+    - Source and licence: `X-GenGroup/PaCo-Reward-7B`, trained from Qwen2.5-VL-7B-Instruct (Apache-2.0); see its model
+      card.
+
+    It rewards copies: identical panels are perfectly consistent. Use it with a reward for what the panels should show
+    ([`ClipTReward`]), and look at the sheets; [`DuplicateReward`] sees near-identical panels.
+
+    With `base_url` the judge is on a server, and the reward is a coroutine function: images are scored while others are
+    drawn. Without, it is loaded into the process. The scores are the same.
+
+    Args:
+        model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
+            Hub id or folder of the judge, merged or a LoRA adapter; with `base_url`, the name that the server has for
+            it; or a judge that was loaded already.
+        base_url (`str`, *optional*):
+            Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked at once.
+        question (`str`, *optional*, defaults to `"theme"`):
+            - `"theme"`: one question for each pair, with the column `theme`; the one published with the weights.
+            - `"criteria"`: a question for each criterion of the column `criteria`, averaged within the dimensions
+              (identity, style, logic) and then over them.
+        max_pairs (`int`, *optional*):
+            Largest number of pairs of a set. If a set has more (7 panels have 21), a choice of them is asked about that
+            is the same for all images of a prompt. If `None`, all pairs.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of that choice.
+        symmetric (`bool`, *optional*, defaults to `False`):
+            Whether both orders of each pair are asked about and the mean is taken, at twice the cost.
+        **kwargs:
+            Further arguments of [`ServedJudge`] with `base_url` (`api_key`, `max_concurrency`, `time_budget`, ...), and
+            of [`~paco_trl.PaCoReward.from_pretrained`] without (`device`, `dtype`, `batch_size`, ...).
+
+    Raises:
+        ValueError: If `question` is unknown or `max_pairs` below 1.
+        JudgeUnavailableError: If the server is not there, or has no such model.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.rewards import ConsistencyReward
+
+    >>> reward = ConsistencyReward("X-GenGroup/PaCo-Reward-7B", dtype="bfloat16")
+    >>> reward = ConsistencyReward(base_url="http://127.0.0.1:8000/v1", model="paco-reward")
+    ```
+    """
+
+    __name__ = "consistency"  # TRL takes it for the metric names, `rewards/consistency/mean`
+
+    def __init__(
+        self,
+        model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B",
+        base_url: str | None = None,
+        question: str = "theme",
+        max_pairs: int | None = None,
+        seed: int = 0,
+        symmetric: bool = False,
+        **kwargs,
+    ):
+        if question not in ("theme", "criteria"):
+            raise ValueError(f"`question` is {question!r}, but must be 'theme' or 'criteria'.")
+        if max_pairs is not None and max_pairs < 1:
+            raise ValueError(f"`max_pairs` is {max_pairs}, but must be at least 1. Leave it out for all pairs.")
+        self.question, self.max_pairs, self.seed = question, max_pairs, seed
+        super().__init__(model, base_url, symmetric, **kwargs)
+
+    def _questions(
+        self, prompts: list[str], completions: list[Image.Image], **columns
+    ) -> list[list[WeightedQuestion]]:
+        panel_images = column_of(columns, "panel_images", len(completions), "A consistency reward")
+        texts = column_of(columns, self.question, len(completions), f"`question={self.question!r}`")
+        questions = []
+        for index, (prompt, panels, text) in enumerate(zip(prompts, panel_images, texts, strict=True)):
+            if len(panels) < 2:
+                raise ValueError(
+                    f"Image {index} has {len(panels)} panel, but consistency is a matter of at least two. Take prompts "
+                    "with more `rows` or `cols`."
+                )
+            pairs = chosen_pairs(len(panels), self.max_pairs, self.seed, prompt)
+            questions.append(
+                [
+                    WeightedQuestion(panels[first], panels[second], question, weight / len(pairs))
+                    for first, second in pairs
+                    for question, weight in self._texts(text, index).items()
+                ]
+            )
+        return questions
+
+    def _texts(self, text, index: int) -> dict[str, float]:
+        if self.question == "theme":
+            return {theme_question(text): 1.0}
+        weights = criteria_weights(criteria_dict(text))
+        if not weights:
+            raise ValueError(f"`criteria` of image {index} has no text. Fill the column, or use `question='theme'`.")
+        return {criterion_question(criterion): weight for criterion, weight in weights.items()}
+
+    def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
+        return sum(question.weight * score for question, score in zip(questions, scores, strict=True))

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rewards have in common that ask a judge."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+
+from .asked_once import AskedOnce
+from .judge import Judge
+from .served_judge import Answer, ServedJudge
+
+
+class WeightedQuestion(NamedTuple):
+    """
+    Attributes:
+        first (`PIL.Image.Image`), second (`PIL.Image.Image`):
+            Images.
+        text (`str`):
+            Question.
+        weight (`float`, *optional*, defaults to `1.0`):
+            Weight of its score in the reward of the image.
+    """
+
+    first: Image.Image
+    second: Image.Image
+    text: str
+    weight: float = 1.0
+
+
+class JudgedReward:
+    """
+    Reward that puts questions to a judge. Subclasses say which, and what the scores make.
+
+    A reward whose judge is served is a coroutine function, one whose judge is in the process is not: `__new__` chooses
+    between the two, as [`pathlib.Path`] does.
+
+    Args:
+        model (`str`, `Path` or [`Judge`]):
+            Judge, or what [`~paco_trl.PaCoReward.from_pretrained`] takes; with `base_url`, the name of the model on the
+            server.
+        base_url (`str`, *optional*):
+            Address of a served judge.
+        symmetric (`bool`, *optional*, defaults to `False`):
+            Whether both orders of each pair are asked about, and the mean is taken.
+        **kwargs:
+            Further arguments of [`ServedJudge`] with `base_url`, and of [`~paco_trl.PaCoReward.from_pretrained`]
+            without.
+    """
+
+    __name__: str
+
+    def __new__(cls, model: str | Path | Judge | None = None, base_url: str | None = None, *args, **kwargs):
+        is_served = base_url is not None or hasattr(model, "answer")
+        return super().__new__(_served(cls) if is_served else cls)
+
+    def __init__(self, model: str | Path | Judge, base_url: str | None, symmetric: bool, **kwargs):
+        if base_url is not None:
+            model = ServedJudge(base_url, model, **kwargs)
+            # Before anything else is loaded: an address that is wrong is found now
+            model.check()
+        elif isinstance(model, (str, Path)):
+            from .paco_reward import PaCoReward
+
+            model = PaCoReward.from_pretrained(model, **kwargs)
+        elif kwargs:
+            raise TypeError(f"{', '.join(kwargs)} is for loading a judge, but {model!r} is one already.")
+        self.judge = model
+        self._asked = AskedOnce(model, symmetric)
+
+    def __call__(
+        self,
+        prompts: list[str],
+        completions: list[Image.Image],
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns,
+    ) -> list[float | None]:
+        """
+        Scores images.
+
+        Args:
+            prompts (`list[str]`):
+                Prompts.
+            completions (`list[PIL.Image.Image]`):
+                Images.
+            log_metric (`Callable`, *optional*):
+                The trainer's; gets how many questions an image took, and the shares of those without an answer, by
+                reason.
+            **columns:
+                The dataset's columns, one entry for each image.
+
+        Returns:
+            `list[float | None]`: reward of each image, `None` if a question about it has no answer. With a served
+            judge it is a coroutine that gives the list.
+        """
+        questions = self._questions(prompts, completions, **columns)
+        answers, asked = self._asked.ask([question[:3] for row in questions for question in row])
+        return self._rewards(questions, answers, asked, log_metric)
+
+    def _questions(
+        self, prompts: list[str], completions: list[Image.Image], **columns
+    ) -> list[list[WeightedQuestion]]:
+        """Questions about each image."""
+        raise NotImplementedError
+
+    def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
+        """Reward of an image from the scores of its questions."""
+        raise NotImplementedError
+
+    def _rewards(
+        self,
+        questions: list[list[WeightedQuestion]],
+        answers: list[Answer],
+        asked: int,
+        log_metric: Callable[[str, float], None] | None,
+    ) -> list[float | None]:
+        if log_metric is not None and answers:
+            name = self.__name__
+            log_metric(f"{name}/questions_per_image", asked / len(questions))
+            reasons = Counter(answer.reason for answer in answers if answer.reason is not None)
+            for reason, count in reasons.items():
+                log_metric(f"{name}/unanswered/{reason.replace(' ', '_')}", count / len(answers))
+            # Always there, so that its curve begins at 0
+            log_metric(f"{name}/unanswered", reasons.total() / len(answers))
+        rest, rewards = iter(answers), []
+        for row in questions:
+            scores = [next(rest).score for _ in row]
+            # The mean of what was answered would be that of other pairs than its siblings have
+            rewards.append(None if None in scores else self._combine(row, scores))
+        return rewards
+
+
+class ServedReward(JudgedReward):
+    """Mixin: the reward of a served judge, which is asked while other images are drawn."""
+
+    async def __call__(
+        self,
+        prompts: list[str],
+        completions: list[Image.Image],
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns,
+    ) -> list[float | None]:
+        questions = self._questions(prompts, completions, **columns)
+        answers, asked = await self._asked.ask_server([question[:3] for row in questions for question in row])
+        return self._rewards(questions, answers, asked, log_metric)
+
+
+@functools.cache
+def _served(cls: type[JudgedReward]) -> type[JudgedReward]:
+    return type(f"Served{cls.__name__}", (ServedReward, cls), {"__doc__": cls.__doc__})
+
+
+def column_of(columns: dict, name: str, count: int, needed_by: str) -> list:
+    """
+    A column that a reward cannot do without.
+
+    Args:
+        columns (`dict[str, list]`):
+            Columns of the call.
+        name (`str`):
+            Name.
+        count (`int`):
+            Number of images.
+        needed_by (`str`):
+            What needs it, for the error.
+
+    Returns:
+        `list`.
+
+    Raises:
+        ValueError: If it is not there, or has another length.
+    """
+    column = columns.get(name)
+    if column is None:
+        raise ValueError(f"{needed_by} needs the column `{name}`, which the dataset does not have. Add it.")
+    if len(column) != count:
+        raise ValueError(f"`{name}` has {len(column)} entries for {count} images. Pass one for each.")
+    return column

@@ -1,0 +1,558 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A judge behind an OpenAI-compatible server: the same questions and the same scores as in the process."""
+
+import asyncio
+import base64
+import functools
+import io
+import ipaddress
+import logging
+import math
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import openai
+from openai.types.chat import ChatCompletion
+from PIL import Image
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_before_delay, wait_random_exponential
+from trl.trainer.utils import start_event_loop_in_daemon
+
+from ..data.questions import plain_question
+from ..utils.images import load_image
+from .decision import yes_probability
+from .judge import ImagePair, ImageSource, JudgeUnavailableError
+
+
+logger = logging.getLogger(__name__)
+
+# The most that OpenAI's interface and vLLM give
+_TOP_LOGPROBS = 20
+# Tokens that did not come back have at most the probability of the last one that did. A score that this could change by
+# more is not given.
+_MAX_SCORE_ERROR = 1e-3
+# The first wait after a failure is up to half a second, the later ones up to ten: a server that restarts is found soon,
+# and one that is overloaded is not asked by all at once
+_BACKOFF = wait_random_exponential(multiplier=0.5, max=10.0)
+# Seconds before the end of the budget in which it is not worth to try again
+_LAST_WAIT = 0.1
+# Seconds for which the check at start goes on asking a server that does not answer
+_CHECK_BUDGET = 30.0
+_JPEG_QUALITY = 95
+# Everyone's key for a server that wants none
+_NO_KEY = "EMPTY"
+
+
+class Answer(NamedTuple):
+    """
+    Attributes:
+        score (`float`, *optional*):
+            P(Yes) / (P(Yes) + P(No)), `None` if there is none.
+        reason (`str`, *optional*):
+            Why there is none, in a few words.
+    """
+
+    score: float | None
+    reason: str | None = None
+
+
+class ServedJudge:
+    """
+    Judge behind an OpenAI-compatible endpoint that gives log-probabilities, such as vLLM (`paco-trl serve-reward`).
+
+    The score is that of [`~paco_trl.PaCoReward`]: P(Yes) / (P(Yes) + P(No)) at the first position of the answer, from
+    the log-probabilities of its 20 likeliest tokens. Images go through the same function as there, so that the model
+    sees the same pixels, and are sent as PNG.
+
+    A request that fails in a way that can pass (no connection, a timeout, HTTP 408, 429 or 5xx) is sent again, after
+    random waits that grow up to ten seconds. What can still not be answered has the score `None`; it never becomes a
+    number. If the server answered nothing at all in `time_budget` seconds, it is taken to be down.
+
+    Requests run on an event loop of their own, through one pool of connections, so that a judge may be asked from any
+    thread and any other loop.
+
+    Args:
+        base_url (`str`):
+            Address of the interface, for example `"http://127.0.0.1:8000/v1"`.
+        model (`str`):
+            Name under which the server has the model (`--served-model-name` of vLLM, or the name of a LoRA module).
+        api_key (`str`, *optional*):
+            Key. If `None`, the environment variable `VLLM_API_KEY`, which vLLM reads too. (`OPENAI_API_KEY` is not
+            read: it is not for other servers.)
+        max_concurrency (`int`, *optional*, defaults to `32`):
+            Requests under way at the same time. Each process of a run has its own.
+        timeout (`float`, *optional*, defaults to `60.0`):
+            Seconds for a request.
+        time_budget (`float`, *optional*, defaults to `300.0`):
+            Seconds for a question with all its requests and waits. A server has that long to be restarted.
+        image_format (`str`, *optional*, defaults to `"png"`):
+            `"png"`, which is lossless, or `"jpeg"` (quality 95, full colour resolution), which is smaller and changes
+            pixels, and with them scores; docs/rewards.md has both in numbers.
+        system_prompt (`str`, *optional*):
+            System turn in front of each question, for a judge that was trained with one.
+        patch_size (`int`, *optional*, defaults to `14`):
+            Pixels of a patch of the model's vision tower, to whose multiples images are scaled: 14 for Qwen2-VL and
+            Qwen2.5-VL, 16 for Qwen3-VL.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.data import theme_question
+    >>> from paco_trl.rewards import ServedJudge
+
+    >>> judge = ServedJudge("http://127.0.0.1:8000/v1", "paco-reward")
+    >>> judge.check()
+    >>> judge.score([("spring.png", "summer.png")], theme_question("A fox through the four seasons"))  # one float
+    ```
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str | None = None,
+        max_concurrency: int = 32,
+        timeout: float = 60.0,
+        time_budget: float = 300.0,
+        image_format: str = "png",
+        system_prompt: str | None = None,
+        patch_size: int = 14,
+    ):
+        address = urlsplit(base_url)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise ValueError(f"`base_url` is {base_url!r}, but must be an address like 'http://127.0.0.1:8000/v1'.")
+        if address.username or address.password:
+            raise ValueError("`base_url` has a user name or password in it, which would be logged. Use `api_key`.")
+        if max_concurrency < 1:
+            raise ValueError(f"`max_concurrency` is {max_concurrency}, but must be at least 1.")
+        if not 0 < timeout <= time_budget:
+            raise ValueError(
+                f"`timeout` is {timeout} and `time_budget` {time_budget}, but they must be positive, and a question "
+                "(`time_budget`) takes at least as long as one request (`timeout`)."
+            )
+        if image_format not in ("png", "jpeg"):
+            raise ValueError(f"`image_format` is {image_format!r}, but must be 'png' or 'jpeg'.")
+        self.base_url = base_url
+        self.model = model
+        self.name = f"{model} at {base_url}"
+        self.max_concurrency = max_concurrency
+        self.timeout = timeout
+        self.time_budget = time_budget
+        self.image_format = image_format
+        self.system_prompt = system_prompt
+        self.patch_size = patch_size
+        key = api_key or os.environ.get("VLLM_API_KEY") or _NO_KEY
+        self._client = openai.AsyncOpenAI(
+            base_url=base_url,
+            api_key=key,
+            # Here it stands above one in OPENAI_CUSTOM_HEADERS
+            default_headers={"Authorization": f"Bearer {key}"},
+            max_retries=0,  # here, where there is a budget of time
+            # A proxy that the environment names does not know this machine's own addresses
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not _is_loopback(address.hostname)),
+        )
+        # OPENAI_ORG_ID and OPENAI_PROJECT_ID: whose they are is nothing for other servers
+        self._client.organization = self._client.project = None
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._last_answered = -math.inf  # when the server last answered, by the loop's clock
+        self._reported: set[str] = set()  # reasons of which an example has been logged
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
+
+    def check(self) -> None:
+        """
+        Checks that the server is there, has the model, and that the model can be used as a judge.
+
+        One real question is asked: servers that call themselves healthy may fail at their first request.
+
+        Raises:
+            JudgeUnavailableError: with what is wrong, and the models that the server has.
+        """
+        self._run(self._check())
+
+    def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
+        """
+        Scores pairs of images, as [`~paco_trl.PaCoReward.score`] does.
+
+        Args:
+            images (`list[tuple]`):
+                Pairs; each image a PIL image, a path, a URL, or the bytes of an image file.
+            prompts (`str` or `list[str]`):
+                Question for each pair, or one for all.
+            symmetric (`bool`, *optional*, defaults to `False`):
+                Whether to score both orders of each pair and take the mean, at the cost of a second request.
+
+        Returns:
+            `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each pair, `None` where there is no answer; a warning
+            has the reasons.
+
+        Raises:
+            ValueError: A pair that is not two images, an image that cannot be read, or not one question a pair.
+            JudgeUnavailableError: The server is down, refuses the key, or does not have the model.
+        """
+        return [answer.score for answer in self._run(self._answer(images, prompts, symmetric))]
+
+    async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
+        """
+        As [`~ServedJudge.score`], for a running event loop, and with the reasons for what has no score.
+
+        Args:
+            images (`list[tuple]`), prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`):
+                As in [`~ServedJudge.score`].
+
+        Returns:
+            `list[Answer]`.
+
+        Raises:
+            ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`].
+        """
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._answer(images, prompts, symmetric), _event_loop(os.getpid()))
+        )
+
+    def explain(
+        self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512
+    ) -> list[str | None]:
+        """
+        Generates the answers, greedily: Yes or No, and the reasons.
+
+        Args:
+            images (`list[tuple]`), prompts (`str` or `list[str]`):
+                As in [`~ServedJudge.score`].
+            max_new_tokens (`int`, *optional*, defaults to `512`):
+                Length at which an answer is cut.
+
+        Returns:
+            `list[str | None]`: answer for each pair, `None` where there is none; a warning has the reasons.
+
+        Raises:
+            ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`].
+        """
+        return self._run(self._explain(images, prompts, max_new_tokens))
+
+    def close(self) -> None:
+        """Closes the connections. The judge cannot be asked afterwards."""
+        self._run(self._client.close())
+
+    def _run(self, coroutine: Coroutine) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C: what is under way is not for anyone
+            future.cancel()
+            raise
+
+    # ---- On the event loop ----
+
+    async def _check(self) -> None:
+        budget = min(self.time_budget, _CHECK_BUDGET)
+        names = await self._model_names(budget)
+        if self.model not in names:
+            raise JudgeUnavailableError(self._unknown_model(names))
+        first, second = (Image.new("RGB", (112, 112), colour) for colour in ("white", "black"))
+        images = await asyncio.to_thread(self._encode, {0: (first, "The first test image"), 1: (second, "The second")})
+        body = self._body(images[0], images[1], plain_question())
+        try:
+            content = await self._until_answered(self._call(body), budget, is_start=True)
+        except (openai.APIError, ValueError) as error:
+            raise JudgeUnavailableError(
+                f"{self.name} cannot be used as a judge. Asked '{plain_question()}' about two images, it gave no answer: "
+                f"{_detailed(error)}."
+            ) from error
+        answer = _read_score(content)
+        if answer.score is None:
+            tokens = ", ".join(repr(token) for token in list(_top_tokens(content) or {})[:_TOP_LOGPROBS])
+            raise JudgeUnavailableError(
+                f"{self.name} cannot be used as a judge. Asked '{plain_question()}', it gave no score: {answer.reason}. "
+                f"The likeliest tokens: {tokens or 'none came back'}. A judge answers with Yes or No first, and its "
+                "server gives log-probabilities (`logprobs`, `top_logprobs` of 20)."
+            )
+
+    async def _answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool) -> list[Answer]:
+        pairs, prompts = _check_pairs(images, prompts)
+        if symmetric:
+            pairs = [order for first, second in pairs for order in ((first, second), (second, first))]
+            prompts = [prompt for prompt in prompts for _ in range(2)]
+        answers = await self._ask_all(pairs, prompts, {"max_tokens": 1}, _read_score)
+        if symmetric:
+            answers = [_mean(*orders) for orders in zip(answers[::2], answers[1::2], strict=True)]
+        return answers
+
+    async def _explain(
+        self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int
+    ) -> list[str | None]:
+        pairs, prompts = _check_pairs(images, prompts)
+        return [
+            answer.score for answer in await self._ask_all(pairs, prompts, {"max_tokens": max_new_tokens}, _read_text)
+        ]
+
+    async def _ask_all(self, pairs: list[ImagePair], prompts: list[str], length: dict, read) -> list[Answer]:
+        # An image is encoded once, in however many pairs it is
+        sources = {
+            _key(image): (image, f"{place} image of pair {index}")
+            for index, pair in reversed(list(enumerate(pairs)))
+            for image, place in zip(pair, ("First", "Second"), strict=True)
+        }
+        encoded = await asyncio.to_thread(self._encode, sources)
+        bodies = (
+            self._body(encoded[_key(first)], encoded[_key(second)], prompt) | length
+            for (first, second), prompt in zip(pairs, prompts, strict=True)
+        )
+        try:
+            # When one finds the judge unavailable, the others are cancelled
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._ask(body, read)) for body in bodies]
+        except BaseExceptionGroup as problems:
+            raise problems.exceptions[0] from None
+        answers = [task.result() for task in tasks]
+        reasons = Counter(answer.reason for answer in answers if answer.reason is not None)
+        if reasons:
+            counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+            logger.warning(f"{reasons.total()} of {len(answers)} questions to {self.name} have no answer: {counted}.")
+        return answers
+
+    async def _ask(self, body: dict, read) -> Answer:
+        async with self._slots:
+            asked = asyncio.get_running_loop().time()
+            try:
+                return read(await self._until_answered(self._call(body), self.time_budget))
+            except (TimeoutError, openai.APIError, ValueError) as error:
+                if _can_pass(error) and self._last_answered < asked:
+                    raise JudgeUnavailableError(
+                        f"{self.name} has not answered for {asyncio.get_running_loop().time() - asked:.0f} seconds "
+                        f"(`time_budget`: {self.time_budget:g}); the last error: {_detailed(error)}. Is it still "
+                        "running?"
+                    ) from error
+                reason = _reason(error)
+                if reason not in self._reported:
+                    self._reported.add(reason)
+                    logger.warning(f"{self.name} cannot answer a question: {_detailed(error)}.")
+                return Answer(None, reason)
+
+    def _call(self, body: dict):
+        return functools.partial(self._client.chat.completions.create, **body)
+
+    async def _model_names(self, budget: float) -> list[str]:
+        try:
+            page = await self._until_answered(self._client.models.list, budget, is_start=True)
+            return [model.id for model in page.data]
+        except (openai.APIError, AttributeError, TypeError, ValueError) as error:
+            raise JudgeUnavailableError(
+                f"{self.base_url}/models gives no list of models ({_detailed(error)}). Is it the address of an "
+                "OpenAI-compatible server? It usually ends in /v1."
+            ) from error
+
+    async def _until_answered(self, call, budget: float, is_start: bool = False):
+        """Calls until there is an answer, or a failure that will not pass, or the budget is used up."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + budget
+        try:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception(_can_pass),
+                wait=functools.partial(_wait, budget=budget),
+                stop=stop_before_delay(budget),
+                before_sleep=functools.partial(self._report_waiting, budget=budget),
+                reraise=True,
+            ):
+                with attempt:
+                    if self._client.is_closed():
+                        raise RuntimeError(f"{self.name} was closed, and cannot be asked any more. Make another.")
+                    limit = max(min(self.timeout, deadline - loop.time()), 0.01)
+                    async with asyncio.timeout(limit):
+                        answer = await call(timeout=limit)
+                    self._last_answered = loop.time()
+                    return answer
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            raise JudgeUnavailableError(
+                f"{self.base_url} refuses the key ({_detailed(error)}). Pass `api_key`, or set VLLM_API_KEY."
+            ) from error
+        except openai.NotFoundError as error:
+            names = [] if call == self._client.models.list else await self._model_names(budget)
+            if self.model in names:
+                raise JudgeUnavailableError(
+                    f"{self.base_url} has the model {self.model!r}, but does not answer questions with it "
+                    f"({_detailed(error)}). It needs the interface for chat, /chat/completions."
+                ) from error
+            if not names:
+                raise JudgeUnavailableError(
+                    f"{self.base_url} is not the address of an OpenAI-compatible server ({_detailed(error)}). It "
+                    "usually ends in /v1."
+                ) from error
+            raise JudgeUnavailableError(self._unknown_model(names)) from error
+        except (TimeoutError, openai.APIError) as error:
+            if is_start and _can_pass(error):
+                raise JudgeUnavailableError(
+                    f"No judge answers at {self.base_url} ({_detailed(error)}, for {budget:g} seconds). Start one with "
+                    "`paco-trl serve-reward`, which says when it is ready, or correct `base_url`."
+                ) from error
+            raise
+
+    def _report_waiting(self, state: RetryCallState, budget: float) -> None:
+        # Once it is worth a word, and by one question for all
+        if state.attempt_number == 4:
+            logger.warning(
+                f"{self.name} does not answer: {_detailed(state.outcome.exception())}. Trying again for up to "
+                f"{budget - state.seconds_since_start:.0f} seconds."
+            )
+
+    def _unknown_model(self, names: list[str]) -> str:
+        return (
+            f"{self.base_url} has no model {self.model!r}. It has: {', '.join(names) or 'none'}. Take one of them as "
+            "`model`."
+        )
+
+    # ---- Requests and answers ----
+
+    def _body(self, first: str, second: str, prompt: str) -> dict:
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in (first, second)]
+        return {
+            "model": self.model,
+            "messages": [*system, {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
+            "temperature": 0.0,
+            "max_tokens": 1,
+            "logprobs": True,
+            "top_logprobs": _TOP_LOGPROBS,
+        }
+
+    def _encode(self, sources: dict[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
+        """Images as data URLs, with the pixels that a judge in the process would see."""
+        encoded = {}
+        for key, (source, where) in sources.items():
+            image, file = load_image(source, self.patch_size, where), io.BytesIO()
+            if self.image_format == "png":
+                image.save(file, "PNG", compress_level=1)  # higher levels take longer than they save in sending
+            else:
+                image.save(file, "JPEG", quality=_JPEG_QUALITY, subsampling=0)
+            encoded[key] = f"data:image/{self.image_format};base64,{base64.b64encode(file.getvalue()).decode()}"
+        return encoded
+
+
+_event_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_event_loops_lock = threading.Lock()
+
+
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """The loop of all served judges of a process; a forked one starts its own."""
+    with _event_loops_lock:  # several threads may be the first
+        if process not in _event_loops:
+            _, loop, is_ready = start_event_loop_in_daemon(name="paco-trl-judges")
+            is_ready.wait()
+            _event_loops[process] = loop
+        return _event_loops[process]
+
+
+def _check_pairs(images: list[ImagePair], prompts: str | list[str]) -> tuple[list[ImagePair], list[str]]:
+    for index, pair in enumerate(images):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            what = f"{len(pair)} images" if isinstance(pair, (list, tuple)) else type(pair).__name__
+            raise ValueError(
+                f"`images[{index}]` is {what}, not a pair. A judge takes pairs, `[(first, second), ...]`."
+            )
+    prompts = [prompts] * len(images) if isinstance(prompts, str) else list(prompts)
+    if len(prompts) != len(images):
+        raise ValueError(
+            f"{len(prompts)} questions for {len(images)} pairs: `prompts` must be one text for all, or one for each."
+        )
+    return [tuple(pair) for pair in images], prompts
+
+
+def _key(image: ImageSource) -> Any:
+    return str(image) if isinstance(image, (str, os.PathLike)) else id(image)
+
+
+def _top_tokens(completion: ChatCompletion) -> dict[str, float] | None:
+    """The likeliest first tokens with their log-probabilities, or `None` if the answer has none."""
+    try:
+        entries = completion.choices[0].logprobs.content[0].top_logprobs
+        tokens = [(entry.token, float(entry.logprob)) for entry in entries]
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None
+    logprobs: dict[str, float] = {}
+    for token, logprob in tokens:
+        # Different tokens may have the same text (pieces of a character): the likelier one comes first
+        logprobs.setdefault(token, logprob)
+    return logprobs or None
+
+
+def _read_score(completion: ChatCompletion) -> Answer:
+    if not getattr(completion, "choices", None):
+        return Answer(None, "the answer cannot be read")
+    logprobs = _top_tokens(completion)
+    if logprobs is None:
+        return Answer(None, "no log-probabilities in the answer")
+    try:
+        score = yes_probability(logprobs)
+    except ValueError:
+        return Answer(None, "a log-probability that is none")
+    found = [logprobs[token] for token in ("Yes", "No") if token in logprobs]
+    # Turned around, so that a NaN among the others gives no score
+    if len(found) == 1 and not math.exp(min(logprobs.values()) - found[0]) <= _MAX_SCORE_ERROR:
+        score = None
+    return Answer(score, "Yes or No not among the likeliest tokens" if score is None else None)
+
+
+def _read_text(completion: ChatCompletion) -> Answer:
+    try:
+        text = completion.choices[0].message.content
+    except (AttributeError, IndexError, TypeError):
+        text = None
+    return Answer(text, None) if isinstance(text, str) and text else Answer(None, "the answer cannot be read")
+
+
+def _mean(first: Answer, second: Answer) -> Answer:
+    for answer in (first, second):
+        if answer.score is None:
+            return answer
+    return Answer((first.score + second.score) / 2)
+
+
+def _wait(state: RetryCallState, budget: float) -> float:
+    """Seconds until the next attempt: random and growing, and not before the server wants to be asked again."""
+    # A long wait is shortened near the end, or a question would be given up before its time
+    longest = max((budget - state.seconds_since_start) / 2, _LAST_WAIT)
+    response = getattr(state.outcome.exception(), "response", None)
+    try:
+        wanted = float(response.headers["retry-after"])
+    except (AttributeError, KeyError, ValueError):  # there is none, or it is a date
+        wanted = 0.0
+    return max(min(_BACKOFF(state), longest), wanted)
+
+
+def _can_pass(error: BaseException) -> bool:
+    """Whether a request that failed may succeed later."""
+    if isinstance(error, openai.APIStatusError):
+        return error.status_code in (408, 429) or error.status_code >= 500
+    # A timeout of the client's own is a connection error of openai
+    return isinstance(error, (TimeoutError, openai.APIConnectionError))
+
+
+def _reason(error: BaseException) -> str:
+    """The kind of a failure, for counts and metrics."""
+    if isinstance(error, openai.APIStatusError):
+        return f"HTTP {error.status_code}"
+    if isinstance(error, (TimeoutError, openai.APITimeoutError)):
+        return "timeout"
+    return "no connection" if isinstance(error, openai.APIConnectionError) else "the answer cannot be read"
+
+
+def _detailed(error: BaseException) -> str:
+    """A failure with what the server, or the network, says of it."""
+    said = str(error.__cause__ or "") if isinstance(error, openai.APIConnectionError) else str(error)
+    said = re.sub(r"data:image/\S+", "data:image/...", said)[:300]  # some servers send the request back
+    return f"{_reason(error)}{f' ({said})' if said else ''}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+A small OpenAI-compatible server for the tests: it scores with a function, and does what a healthy server does not.
+
+It speaks HTTP/1.1 over real sockets, one thread for each connection.
+"""
+
+import base64
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+
+from PIL import Image
+
+
+class JudgeServer:
+    """
+    Args:
+        log_odds (`Callable`):
+            `(first, second, question) -> float`: logit of Yes against No, for two PIL images.
+        models (`list[str]`):
+            Names of the models that it has.
+        fault (`Callable`, *optional*):
+            Number of a question, from 0 -> name of a fault, or `None` for a right answer. Changeable at any time.
+        latency (`float`):
+            Seconds that an answer takes.
+        key (`str`, *optional*):
+            Key that it wants.
+        port (`int`):
+            Port; 0 is a free one.
+
+    The attribute `models_reply` takes the place of the list of models, `retry_after` is the header of a 429.
+    """
+
+    def __init__(self, log_odds, models=("judge",), fault=None, latency=0.0, key=None, port=0):
+        self.log_odds, self.models, self.latency, self.key = log_odds, list(models), latency, key
+        self.fault: Callable[[int], str | None] = fault or (lambda number: None)
+        self.requests: list[dict] = []  # bodies of the questions, in their order
+        self.times: list[float] = []  # when they came
+        self.paths: list[str] = []
+        self.headers: list[dict[str, str]] = []  # of all requests, names in lower case
+        self.models_reply: bytes | None = None
+        self.retry_after = "1"
+        self.connections = 0  # that were ever opened
+        self.at_once = self.most_at_once = 0
+        self._lock = threading.Lock()
+        self._port = port
+        self.start()
+
+    def start(self) -> None:
+        self._server = _Server(("127.0.0.1", self._port), _handler(self))
+        self._port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Goes down as a killed server does: nobody listens, open connections break."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._server.break_connections()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/v1"
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._server.sockets)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+
+def pictures_of(body: dict) -> tuple[list[Image.Image], str]:
+    """Images and question of a request."""
+    parts = body["messages"][-1]["content"]
+    urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    images = [Image.open(BytesIO(base64.b64decode(url.partition("base64,")[2]))) for url in urls]
+    return images, "".join(part["text"] for part in parts if part["type"] == "text")
+
+
+def completion(logprobs: dict[str, float] | None, text: str = "Yes", model: str = "judge") -> dict:
+    content = None
+    if logprobs is not None:
+        top = [{"token": token, "logprob": value, "bytes": None} for token, value in logprobs.items()]
+        content = {"content": [{**top[0], "top_logprobs": top}]}
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "logprobs": content, "finish_reason": "length"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    return {"id": "1", "object": "chat.completion", "created": 1, "model": model, "choices": [choice], "usage": usage}
+
+
+def decision_logprobs(log_odds: float) -> dict[str, float]:
+    """Log-probabilities of Yes and No that have these log-odds, and of eighteen tokens below them."""
+    import math
+
+    yes, no = -math.log1p(math.exp(-log_odds)), -math.log1p(math.exp(log_odds))
+    return {"Yes": yes - 0.01, "No": no - 0.01} | {f"other{index}": -20.0 - index for index in range(18)}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, *args):
+        self.sockets: set[socket.socket] = set()
+        super().__init__(*args)
+
+    def process_request(self, request, client_address):
+        self.sockets.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request):
+        self.sockets.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request, client_address):
+        pass  # a client that went away
+
+    def break_connections(self) -> None:
+        for connection in list(self.sockets):
+            try:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+
+def _handler(judge: JudgeServer):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def setup(self):
+            super().setup()
+            with judge._lock:
+                judge.connections += 1
+
+        def log_message(self, *args):
+            pass
+
+        def reply(self, status: int, content: bytes | dict, kind="application/json", headers=()):
+            content = json.dumps(content).encode() if isinstance(content, dict) else content
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            for name, value in headers:
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def error(self, status: int, message: str, headers=()):
+            self.reply(status, {"error": {"message": message, "type": "error", "code": status}}, headers=headers)
+
+        def is_welcome(self) -> bool:
+            judge.paths.append(self.path)
+            judge.headers.append({name.lower(): value for name, value in self.headers.items()})
+            if judge.key is not None and self.headers["Authorization"] != f"Bearer {judge.key}":
+                self.error(401, "Unauthorized")
+                return False
+            return True
+
+        def do_GET(self):
+            if not self.is_welcome():
+                return
+            if self.path == "/health":
+                self.reply(200, b"")
+            elif self.path == "/v1/models" and judge.models_reply is not None:
+                self.reply(200, judge.models_reply)
+            elif self.path == "/v1/models":
+                data = [{"id": name, "object": "model", "created": 1, "owned_by": "tests"} for name in judge.models]
+                self.reply(200, {"object": "list", "data": data})
+            else:
+                self.error(404, "Not Found")
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if not self.is_welcome():
+                return
+            if self.path != "/v1/chat/completions":
+                self.error(404, "Not Found")
+                return
+            with judge._lock:
+                number = len(judge.requests)
+                judge.requests.append(body)
+                judge.times.append(time.monotonic())
+                judge.at_once += 1
+                judge.most_at_once = max(judge.most_at_once, judge.at_once)
+            try:
+                self.answer(body, judge.fault(number))
+            finally:
+                with judge._lock:
+                    judge.at_once -= 1
+
+        def answer(self, body: dict, fault: str | None):
+            time.sleep(judge.latency)
+            if body["model"] not in judge.models:
+                self.error(404, f"The model `{body['model']}` does not exist.")
+            elif fault is None:
+                images, question = pictures_of(body)
+                logprobs = decision_logprobs(judge.log_odds(*images, question))
+                text = "Yes" if body["max_tokens"] == 1 else f"Yes. {question}"
+                self.reply(200, completion(logprobs, text, body["model"]))
+            elif fault.isdecimal():
+                headers = [("Retry-After", judge.retry_after)] if fault == "429" else []
+                self.error(int(fault), f"fault {fault}", headers)
+            elif fault == "hang":
+                self.connection.recv(1)  # until the client goes away, or the server stops
+                self.close_connection = True
+            elif fault == "cut before":
+                self.cut()
+            elif fault == "cut in the middle":
+                content = json.dumps(completion({"Yes": -0.1, "No": -3.0})).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2])
+                self.cut()
+            elif fault == "garbage":
+                self.reply(200, b'{"choices": [{"logp')
+            elif fault == "page":
+                self.reply(200, b"<html>Bad gateway</html>", "text/html")
+            elif fault == "empty object":
+                self.reply(200, {})
+            elif fault == "null":
+                self.reply(200, b"null")
+            elif fault == "list":
+                self.reply(200, b"[1, 2]")
+            elif fault == "choice is null":
+                self.reply(200, {**completion(None), "choices": [None]})
+            elif fault == "log-probabilities are words":
+                self.reply(200, completion({"Yes": "likely", "No": "hardly"}))
+            elif fault == "no choices":
+                self.reply(200, {**completion(None), "choices": []})
+            elif fault == "no logprobs":
+                self.reply(200, completion(None))
+            elif fault == "neither":
+                self.reply(200, completion({"Maybe": -0.1, "yes": -2.0, " No": -3.0}))
+            elif fault == "only Yes":
+                self.reply(200, completion({"Yes": -0.7, "Maybe": -0.9, "maybe": -4.0}))
+            elif fault == "only Yes, surely":
+                self.reply(200, completion({"Yes": -1e-4, "Maybe": -12.0}))
+            elif fault == "only Yes, and NaN":
+                self.reply(200, completion({"Maybe": float("nan"), "Yes": -0.7}))
+            elif fault == "the logarithm of 0":
+                self.reply(200, completion({"Maybe": 0.0, "Yes": -9999.0, "No": -9999.0}))
+            elif fault == "NaN":
+                self.reply(200, completion({"Yes": float("nan"), "No": -1.0}))
+            else:
+                raise ValueError(fault)
+
+        def cut(self):
+            self.wfile.flush()
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+
+    return Handler
