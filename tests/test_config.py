@@ -87,6 +87,8 @@ class TestDefaults:
             "epsilon_high": None,
             "ema_decay": 0.9,
             "ema_offload": False,
+            "reward_required": None,
+            "max_reward_failures": 0.01,
             "max_excluded_images": 0.5,
             "max_excluded_groups": 0.5,
             "offload_embeddings": False,

@@ -340,7 +340,7 @@ class TestRewards:
             left_out.extend(r is None for r in rewards)
             return rewards
 
-        trainer = make_trainer(reward_funcs=[sometimes_none], per_device_train_batch_size=1)
+        trainer = make_trainer(reward_funcs=[sometimes_none], per_device_train_batch_size=1, max_reward_failures=0.2)
         trainer._initial_global_step = 0
         trainer.state.max_steps = 2
         buffer = trainer._generate_and_score_completions(0)
@@ -352,7 +352,7 @@ class TestRewards:
             assert sum(entry["weights"].item() for entry in update) == pytest.approx(1.0)
         trainer.train()
         assert logs_with(trainer, "images_excluded") == [2, 2]
-        assert logs_with(trainer, "rewards/sometimes_none/missing") == [2, 2]
+        assert logs_with(trainer, "rewards/sometimes_none/failure_rate") == [0.125, 0.125]
 
     def test_a_partial_failure_never_counts_as_zero(self, make_trainer):
         def constant_or_none(prompts, completions, **kwargs):
@@ -367,6 +367,7 @@ class TestRewards:
                 reward_funcs=[redness_reward, function],
                 multi_objective_aggregation="sum_then_normalize",
                 per_device_train_batch_size=1,
+                max_reward_failures=0.1,
             )
             trainer.state.max_steps = 2
             results[function.__name__] = trainer._generate_and_score_completions(0)[0]
@@ -381,7 +382,10 @@ class TestRewards:
         for ceiling in (0.5, 1.0):  # whatever is allowed, nothing is left to learn from
             with pytest.raises(RuntimeError, match=r"round 0 16 of 16 images \(100%\) are excluded.*broken 16"):
                 make_trainer(
-                    reward_funcs=[redness_reward, broken], max_excluded_images=ceiling, max_excluded_groups=ceiling
+                    reward_funcs=[redness_reward, broken],
+                    max_reward_failures=1.0,
+                    max_excluded_images=ceiling,
+                    max_excluded_groups=ceiling,
                 ).train()
 
     def test_async_rewards(self, make_trainer):
@@ -482,7 +486,7 @@ class TestRewards:
             return first(prompts, completions, log_extra)
 
         make_trainer(reward_funcs=first).train()
-        with pytest.raises(ValueError, match="32 values in the column 'reason' .*for 16 images"):
+        with pytest.raises(RuntimeError, match="32 values in the column 'reason' .*for 16 images"):
             make_trainer(reward_funcs=[first, second]).train()
 
     def test_reward_metrics(self, make_trainer):
@@ -512,7 +516,7 @@ class TestLogs:
             assert all(value is not None and value == value for value in entry.values())
         logged = {key for entry in trainer.state.log_history for key in entry}
         for name in ("redness_reward", "panel_similarity_reward"):
-            assert {f"rewards/{name}/{part}" for part in ("mean", "std", "missing", "h", "tamed")} <= logged
+            assert {f"rewards/{name}/{part}" for part in ("mean", "std", "failure_rate", "h", "tamed", "share")} <= logged
         assert {
             "reward",
             "reward_std",
@@ -588,7 +592,7 @@ class TestEvaluation:
         assert sizes == [(64, 64)] * 3  # the untrained model is the baseline, which is drawn once
         assert first == second
         assert first["eval_reward"] == pytest.approx(means[0])
-        assert first["eval_rewards/watch/missing"] == 0
+        assert first["eval_rewards/watch/failure_rate"] == 0
         trainer.train()
         assert trainer.model.training
         sizes.clear()
@@ -611,7 +615,7 @@ class TestEvaluation:
         )
         metrics = trainer.evaluate()
         assert metrics["eval_reward"] == pytest.approx(metrics["eval_rewards/redness_reward/mean"])
-        assert metrics["eval_rewards/nothing/missing"] == 1
+        assert metrics["eval_rewards/nothing/failure_rate"] == 1
         # Of a single image there is no deviation, of no value no mean
         assert not {"eval_reward_std", "eval_rewards/nothing/mean"} & set(metrics)
         assert not (tmp_path / "out" / "contact_sheets").exists()

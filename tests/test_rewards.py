@@ -253,6 +253,87 @@ class TestAggregateRewards:
         torch.testing.assert_close(aggregate, torch.tensor([-3.0, -0.5]))
 
 
+class TestOptionalRewards:
+    """Two groups of three; the second reward is missing for one image of the first group."""
+
+    REWARDS = torch.tensor([[0.2, 0.9], [0.25, NAN], [0.3, 0.3], [0.5, 0.2], [0.6, 0.4], [0.4, 0.6]])
+
+    @staticmethod
+    def order(aggregate):
+        return aggregate.argsort().tolist()
+
+    def test_a_required_reward_excludes_the_image(self):
+        aggregate, _ = aggregate_rewards(self.REWARDS, [1.0, 1.0], "sum_then_normalize", num_generations=3)
+        assert aggregate.isnan().tolist() == [False, True, False, False, False, False]
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_its_group_is_compared_without_it(self, method):
+        aggregate, _ = aggregate_rewards(self.REWARDS, [1.0, 2.0], method, num_generations=3, required=[True, False])
+        assert aggregate.isfinite().all()
+        assert self.order(aggregate[:3]) == [0, 1, 2]  # by the first reward alone, although the second is at its best for the first image
+        with_it, _ = aggregate_rewards(self.REWARDS, [1.0, 2.0], method, num_generations=3)
+        assert self.order(with_it[[0, 2]]) == [1, 0]  # the effect: where it counts, the order is another
+        # The group that has it is as it was
+        torch.testing.assert_close(aggregate[3:], with_it[3:])
+
+    def test_the_level_of_the_aggregate_is_kept(self):
+        aggregate, _ = aggregate_rewards(
+            self.REWARDS, [1.0, 2.0], "sum_then_normalize", num_generations=3, required=[True, False]
+        )
+        mean = (0.9 + 0.3 + 0.2 + 0.4 + 0.6) / 5
+        torch.testing.assert_close(aggregate[:3], self.REWARDS[:3, 0] + 2 * mean)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_reward_that_no_image_has_changes_nothing(self, method):
+        rewards = self.REWARDS.clone()
+        rewards[:, 1] = NAN
+        aggregate, details = aggregate_rewards(rewards, [1.0, 1.0], method, num_generations=3, required=[True, False])
+        alone, _ = aggregate_rewards(rewards[:, :1], [1.0], method, num_generations=3)
+        assert self.order(aggregate) == self.order(alone)
+        assert details.share == [1.0, 0.0]
+
+    def test_a_required_one_beside_it_still_excludes(self):
+        rewards = self.REWARDS.clone()
+        rewards[4, 0] = NAN
+        aggregate, _ = aggregate_rewards(
+            rewards, [1.0, 1.0], "sum_then_normalize", num_generations=3, required=[True, False]
+        )
+        assert aggregate.isnan().nonzero().flatten().tolist() == [4]
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match="`required` has 1 entries"):
+            aggregate_rewards(self.REWARDS, [1.0, 1.0], "log_tamed", num_generations=3, required=[True])
+        with pytest.raises(ValueError, match="optional rewards need groups"):
+            aggregate_rewards(self.REWARDS, [1.0, 1.0], "log_tamed", required=[True, False])
+        with pytest.raises(ValueError, match="`num_generations` is 4.*6"):
+            aggregate_rewards(self.REWARDS, [1.0, 1.0], "log_tamed", num_generations=4)
+
+
+class TestShares:
+    def test_of_the_spread_within_groups(self):
+        # Spreads within groups of 2: 1 and 3; between the groups the first reward differs by far more
+        rewards = torch.tensor([[0.0, 0.0], [2.0, 6.0], [100.0, 6.0], [102.0, 0.0]])
+        _, details = aggregate_rewards(rewards, [1.0, 1.0], "sum_then_normalize", num_generations=2)
+        assert details.share == pytest.approx([0.25, 0.75])
+        _, details = aggregate_rewards(rewards, [3.0, 1.0], "sum_then_normalize", num_generations=2)
+        assert details.share == pytest.approx([0.5, 0.5])
+        _, details = aggregate_rewards(rewards, [1.0, 1.0], "sum_then_normalize")
+        assert details.share[0] > 0.9  # without groups the difference between them counts
+
+    def test_taming_and_normalising_balance(self):
+        rewards = torch.tensor([[0.4, 0.0], [0.5, 20.0], [0.4, 3.0], [0.5, 9.0]])
+        shares = {
+            method: aggregate_rewards(rewards, [1.0, 1.0], method, num_generations=2)[1].share[1]
+            for method in ("sum_then_normalize", "log_tamed", "normalize_then_sum")
+        }
+        assert 1 > shares["sum_then_normalize"] > shares["log_tamed"] > shares["normalize_then_sum"]
+        assert shares["normalize_then_sum"] == pytest.approx(0.5, abs=1e-3)
+
+    def test_undefined_without_spread(self):
+        _, details = aggregate_rewards(torch.ones(4, 2), [1.0, 1.0], "log_tamed", num_generations=2)
+        assert details.share == [None, None]
+
+
 class TestLogTaming:
     """What log-taming does to rewards of planted ranges: its true effect, by closed forms."""
 
@@ -317,7 +398,7 @@ class TestLogTaming:
         # Twins: below the threshold, and at it.
         for threshold in [0.51, 0.5]:
             aggregate, details = aggregate_rewards(rewards, [1.0], "log_tamed", threshold=threshold)
-            assert details == AggregationDetails([0.5], [False], threshold)
+            assert details == AggregationDetails([0.5], [False], threshold, [1.0])
             torch.testing.assert_close(aggregate, rewards[:, 0])
 
     def test_threshold_as_the_mean_or_median(self):
@@ -344,7 +425,7 @@ class TestLogTaming:
     def test_threshold_without_a_defined_h(self, threshold):
         rewards = torch.tensor([[-0.5], [0.5]])
         aggregate, details = aggregate_rewards(rewards, [1.0], "log_tamed", threshold)
-        assert details == AggregationDetails([None], [False], math.inf)
+        assert details == AggregationDetails([None], [False], math.inf, [1.0])
         torch.testing.assert_close(aggregate, rewards[:, 0])
 
     def test_a_mean_that_is_not_positive_leaves_the_reward_untouched(self):

@@ -13,6 +13,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.trainer.reward_calls import RewardError
 from paco_trl.trainer.scoring import IMAGES_PER_CALL
 
 
@@ -188,13 +189,13 @@ class TestBesideTheDrawing:
 
     def test_async_and_sync_together(self, make_trainer):
         order = []
-        second_has_begun = []
+        second_has_begun = {}
 
         async def first(prompts, completions, **kwargs):
-            second_has_begun.append(asyncio.Event())
+            event = second_has_begun.setdefault(id(completions), asyncio.Event())
             order.append("first")
             # Waits for the other: it would wait in vain if they were called one after the other
-            await asyncio.wait_for(second_has_begun[-1].wait(), timeout=20)
+            await asyncio.wait_for(event.wait(), timeout=20)
             return [1.0 + reward for reward in redness_reward(prompts, completions)]
 
         def sync(prompts, completions, **kwargs):
@@ -203,12 +204,14 @@ class TestBesideTheDrawing:
 
         async def second(prompts, completions, **kwargs):
             order.append("second")
-            second_has_begun[-1].set()
+            second_has_begun.setdefault(id(completions), asyncio.Event()).set()
             return [3.0 + reward for reward in redness_reward(prompts, completions)]
 
         trainer = make_trainer(reward_funcs=[first, sync, second], **TWO_CALLS)
         trainer.train()
-        assert order == ["sync", "first", "second"] * 2
+        # The async ones with each micro-batch, at the same time as one another; the other with 16 images
+        assert order.count("sync") == 2
+        assert order.count("first") == order.count("second") == 8
         means = [logs_with(trainer, f"rewards/{name}/mean")[0] for name in ("first", "sync", "second")]
         assert means[1] - means[0] == pytest.approx(1.0, abs=1e-5)
         assert means[2] - means[1] == pytest.approx(1.0, abs=1e-5)
@@ -276,11 +279,11 @@ class TestCeilings:
         return trainer
 
     def test_images_below_and_above(self, make_trainer):
-        settings = {"max_excluded_images": 0.25, "max_excluded_groups": 1.0}
+        settings = {"max_reward_failures": 1.0, "max_excluded_images": 0.25, "max_excluded_groups": 1.0}
         trainer = self.run(make_trainer, {0: 1, 1: 1, 2: 1, 3: 1}, **settings)  # 4 of 16 are a quarter
         assert logs_with(trainer, "images_excluded") == [4, 4]
         assert logs_with(trainer, "groups_excluded") == [0, 0]
-        assert logs_with(trainer, "rewards/judge/missing") == [4, 4]
+        assert logs_with(trainer, "rewards/judge/failure_rate") == [0.25, 0.25]
         with pytest.raises(RuntimeError) as error:
             self.run(make_trainer, {0: 2, 1: 1, 2: 1, 3: 1}, **settings)
         message = str(error.value)
@@ -289,7 +292,7 @@ class TestCeilings:
         assert "by reward: redness_reward 0, judge 5." in message
 
     def test_groups_below_and_above(self, make_trainer):
-        settings = {"max_excluded_images": 1.0, "max_excluded_groups": 0.25}
+        settings = {"max_reward_failures": 1.0, "max_excluded_images": 1.0, "max_excluded_groups": 0.25}
         # A single scored image has nothing to be compared with: its group is lost, and with it the image
         trainer = self.run(make_trainer, {0: 3}, **settings)
         assert logs_with(trainer, "images_excluded") == [4, 4]
@@ -299,9 +302,30 @@ class TestCeilings:
         assert "by reward: redness_reward 0, judge 7." in str(e.value)
 
     def test_the_defaults_are_a_half(self, make_trainer):
-        assert self.run(make_trainer, {0: 4, 1: 4}).state.global_step == 2
+        settings = {"max_reward_failures": 1.0}
+        assert self.run(make_trainer, {0: 4, 1: 4}, **settings).state.global_step == 2
         with pytest.raises(RuntimeError, match="raise the ceilings"):
-            self.run(make_trainer, {0: 4, 1: 4, 2: 1})
+            self.run(make_trainer, {0: 4, 1: 4, 2: 1}, **settings)
+
+    def test_a_required_reward_may_fail_for_one_image_in_a_hundred(self, make_trainer):
+        assert self.run(make_trainer, {}).state.global_step == 2
+        with pytest.raises(RewardError, match=r"required reward 'judge' gave no value \(None\) for 6.2% of 16 images"):
+            self.run(make_trainer, {1: 1})
+        # A ceiling is a share that is still allowed
+        assert self.run(make_trainer, {1: 1}, max_reward_failures=1 / 16).state.global_step == 2
+        with pytest.raises(RewardError, match="`max_reward_failures` = 0.0625"):
+            self.run(make_trainer, {1: 1, 2: 1}, max_reward_failures=1 / 16)
+
+    def test_an_optional_reward_may_fail(self, make_trainer):
+        trainer = self.run(make_trainer, {0: 4, 1: 4, 2: 1}, reward_required=[True, False])
+        assert trainer.state.global_step == 2
+        assert logs_with(trainer, "rewards/judge/failure_rate") == [9 / 16] * 2
+        assert logs_with(trainer, "images_excluded") == [0, 0]
+        with pytest.raises(RewardError, match="judge"):
+            self.run(make_trainer, {0: 4, 1: 4, 2: 1}, reward_required=[True, True])
+
+    def test_a_reward_that_is_only_watched_stops_nothing(self, make_trainer):
+        assert self.run(make_trainer, {0: 4}, reward_weights=[1.0, 0.0]).state.global_step == 2
 
     def test_nothing_is_trained_above_a_ceiling(self, make_trainer):
         before = []
@@ -311,7 +335,7 @@ class TestCeilings:
 
         trainer = make_trainer(reward_funcs=none)
         before = weights_of(trainer)
-        with pytest.raises(RuntimeError, match="none 16"):
+        with pytest.raises(RuntimeError, match="'none' gave no value"):
             trainer.train()
         assert are_equal(weights_of(trainer), before)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 from PIL import Image
@@ -162,8 +163,8 @@ class PipelinePolicy:
             `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images, and the recorded steps in order.
 
         Raises:
-            RuntimeError: the family's guidance rule does not give what the scheduler received, or a stochastic step
-                was not reached.
+            RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
+                not reached, or an image is not finite.
         """
         records: list[RecordedStep] = []
 
@@ -188,6 +189,8 @@ class PipelinePolicy:
         def on_ode_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, prev_sample: torch.Tensor):
             if index in steps:
                 on_sde_step(index, model_output, sample, SDEStep(prev_sample, log_prob=None, mean=None, std=None))
+            if index == num_inference_steps - 1:
+                _check_latents(prev_sample)
 
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
         if record_last_step:
@@ -197,15 +200,22 @@ class PipelinePolicy:
         self.scheduler.on_ode_step = on_ode_step
         # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
         self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
-        with self._record(steps):
-            images = self.pipeline(
-                **prompt_arguments,
-                height=height,
-                width=width,
-                num_inference_steps=num_inference_steps,
-                generator=[keyed_generator(*key, 0) for key in noise_keys],
-                **self.family.call_arguments(guidance_scale),
-            ).images
+        try:
+            # A pixel that is not a number becomes 0, with a warning of numpy's: the black image would be scored
+            with self._record(steps), np.errstate(invalid="raise"):
+                images = self.pipeline(
+                    **prompt_arguments,
+                    height=height,
+                    width=width,
+                    num_inference_steps=num_inference_steps,
+                    generator=[keyed_generator(*key, 0) for key in noise_keys],
+                    **self.family.call_arguments(guidance_scale),
+                ).images
+        except FloatingPointError as error:
+            raise RuntimeError(
+                "The decoded images are not finite, although their latents are: the VAE overflows in its dtype, "
+                f"{self.pipeline.vae.dtype}. Train with `bf16=True` or in float32, or use another VAE."
+            ) from error
         if len(records) != len(steps):
             kind = "steps" if record_last_step else "stochastic steps"
             raise RuntimeError(
@@ -347,6 +357,17 @@ def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: 
                 "images would be trained at other times than they say; correct the family's page."
             )
     return [family.call_at(call, sample, sigma) for call in record.calls]
+
+
+def _check_latents(latents: torch.Tensor) -> None:
+    is_finite = torch.isfinite(latents).flatten(1).all(dim=1)  # (B,)
+    if not is_finite.all():
+        raise RuntimeError(
+            f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(latents)} are not "
+            "finite after the last denoising step; their pixels would be black, and scored like any others. The weights "
+            "are not finite any more, or overflow in their dtype: look at `grad_norm` and the learning rate, and go on "
+            "from an earlier checkpoint."
+        )
 
 
 def _is_same(first: Any, second: Any) -> bool:

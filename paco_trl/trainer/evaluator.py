@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from ..evaluation import bootstrap_interval, grid_artifact_score
 from ..rewards import aggregate_rewards
 from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
+from .reward_calls import RewardError
 
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def check_scored(evaluation: Evaluation, names: list[str], ceiling: float) -> No
     if not missing.all() and missing.float().mean().item() <= ceiling:
         return
     counts = zip(names, torch.isnan(evaluation.rewards).sum(dim=0).tolist(), strict=True)
-    raise RuntimeError(
+    raise RewardError(
         f"{missing.sum().item()} of {len(missing)} evaluation images could not be scored, more than "
         f"`max_excluded_images` = {ceiling:g} allows. Images without a value (None), by reward: "
         f"{', '.join(f'{name} {count}' for name, count in counts)}. Look at why None is returned."
@@ -226,7 +227,7 @@ def evaluation_metrics(
         `dict[str, float]`: `reward`, `rewards/<name>/mean` and `grid_artifact`, each with `..._std` or `.../std`,
         `ci_low`, `ci_high`, and with `before` also `baseline`, `gain`, `gain_ci_low`, `gain_ci_high` (the mean
         difference of the same image with and without training). What cannot be said (the deviation of one image, the
-        interval of one prompt) is left out. `rewards/<name>/missing` counts images without the reward.
+        interval of one prompt) is left out. `rewards/<name>/failure_rate` is the share of images without the reward.
     """
     metrics: dict[str, float] = {}
     columns = [
@@ -244,7 +245,7 @@ def evaluation_metrics(
             _add_mean(metrics, prefix + "baseline", None, baseline, generations)
             _add_mean(metrics, prefix + "gain", prefix + "gain_ci", values - baseline, generations)
     for k, name in enumerate(names):
-        metrics[f"rewards/{name}/missing"] = torch.isnan(after.rewards[:, k]).sum().item()
+        metrics[f"rewards/{name}/failure_rate"] = torch.isnan(after.rewards[:, k]).float().mean().item()
     return after.logged | metrics
 
 

@@ -188,6 +188,13 @@ class PaCoGRPOConfig(GRPOConfig):
             the rewards' coefficients). `"median"` is not the paper's.
         advantage_clip (`float`, *optional*, defaults to `5.0`):
             Advantages are clipped to [-advantage_clip, advantage_clip] (paper). `None` does not clip.
+        reward_required (`list[bool]`, *optional*):
+            Whether each reward is required, in the order of the rewards. An image without a required reward is left
+            out; where an optional one is missing for an image, the images of its prompt are compared without it. If
+            `None`, all are required.
+        max_reward_failures (`float`, *optional*, defaults to `0.01`):
+            Largest share of a round's images for which a required reward may give `None`. Above it the run stops. Not
+            the paper's: a judge that fails more often than for one image in a hundred is broken.
         max_excluded_images (`float`, *optional*, defaults to `0.5`):
             Largest share of a round's images that may have been left out because a reward gave `None`. Above it the
             run stops. Not the paper's: with half of the images gone, a judge fails more often than it judges.
@@ -357,6 +364,22 @@ class PaCoGRPOConfig(GRPOConfig):
     advantage_clip: float | None = field(
         default=5.0,
         metadata={"help": "Advantages are clipped to [-advantage_clip, advantage_clip]. `None` does not clip."},
+    )
+    # `str` is in the type for the command line only, where argparse would make True of every word
+    reward_required: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Whether each reward is required, in the order of the rewards. An image without a required reward "
+            "is left out; where an optional one is missing for an image, the images of its prompt are compared without "
+            "it. If `None`, all are required."
+        },
+    )
+    max_reward_failures: float = field(
+        default=0.01,
+        metadata={
+            "help": "Largest share of a round's images for which a required reward may give `None`. Above it the run "
+            "stops."
+        },
     )
     max_excluded_images: float = field(
         default=0.5,
@@ -620,7 +643,9 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`ema_decay` is {self.ema_decay}; it must be between 0 and 1 (the published code uses 0.9), or `None` "
                 "for no average."
             )
-        for name in ("max_excluded_images", "max_excluded_groups"):
+        if self.reward_required is not None:
+            self.reward_required = [_parse_flag(value) for value in self.reward_required]
+        for name in ("max_reward_failures", "max_excluded_images", "max_excluded_groups"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it is a share of a round, from 0 to 1.")
         if self.resolution_transfer_prompts != 0 and self.resolution_transfer_prompts < 3:
@@ -708,6 +733,14 @@ class PaCoGRPOConfig(GRPOConfig):
                     f"step. Nearest values of `generation_batch_size` that work: {below} or {below + unit}."
                 )
         return RoundLayout(num_prompts, generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
+
+
+def _parse_flag(value: bool | str) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError(f"`reward_required` has {value!r}; it must have true or false for each reward.")
+    return str(value).lower() == "true"
 
 
 def _parse_threshold(threshold: float | str | None) -> float | str:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.models.utils import add_hooks, prepare_deepspeed, remove_hooks
 from trl.trainer.base_trainer import _BaseTrainer
@@ -69,7 +70,7 @@ from .paco_grpo_config import PaCoGRPOConfig
 from .prompt_encoder import PromptEncoder
 from .publishing import push_checkpoint
 from .resolution import training_size
-from .reward_calls import check_reward_functions, check_reward_weights
+from .reward_calls import RewardError, check_required, check_reward_functions, check_reward_weights
 from .scored_sheets import ScoredImages, save_scored_sheet
 from .scoring import RewardScorer
 from .step_statistics import StepStatistics
@@ -188,6 +189,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.reward_weights = check_reward_weights(
             args.reward_weights, self.reward_func_names, args.multi_objective_aggregation
         )
+        self.reward_required = check_required(args.reward_required, self.reward_func_names)
         eval_rewards = (self.reward_funcs, self.reward_func_names)
         self.eval_reward_weights = self.reward_weights
         if eval_reward_funcs is not None:
@@ -390,6 +392,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             "max_steps": None if args.lr_scheduler_type == "constant" else args.max_steps,
             "rewards": self.reward_func_names,
             "reward_weights": self.reward_weights.tolist(),
+            "reward_required": self.reward_required,
         }
 
     def _check_resumed_run(self, checkpoint: Path, args: PaCoGRPOConfig) -> None:
@@ -533,20 +536,24 @@ class PaCoGRPOTrainer(GRPOTrainer):
             args.multi_objective_aggregation,
             args.log_tame_threshold,
             layout.num_generations,
+            self.reward_required,
         )
         advantages, is_valid, has_spread = group_advantages(
             aggregated, layout.num_generations, args.scale_rewards, args.advantage_clip
         )
+        self._check_failures(round_index, scores.rewards)
         self._check_excluded(round_index, scores.rewards, is_valid)
 
         # 5. What is logged with each optimizer step of the round
         metrics = scores.metrics | self._reward_metrics(scores.rewards, aggregated)
-        for name, h, tamed in zip(
-            self.reward_func_names, details.coefficient_of_variation, details.tamed, strict=True
+        for name, h, tamed, share in zip(
+            self.reward_func_names, details.coefficient_of_variation, details.tamed, details.share, strict=True
         ):
             if h is not None:  # undefined for a reward whose mean is not positive
                 metrics[f"rewards/{name}/h"] = h
             metrics[f"rewards/{name}/tamed"] = float(tamed)
+            if share is not None:  # undefined where no reward differs within a group
+                metrics[f"rewards/{name}/share"] = share
         metrics["frac_reward_zero_std"] = 1 - has_spread.float().mean().item()
         metrics["images_excluded"] = (~is_valid).sum().item()
         metrics["groups_excluded"] = (~is_valid.view(-1, layout.num_generations).any(dim=1)).sum().item()
@@ -713,6 +720,21 @@ class PaCoGRPOTrainer(GRPOTrainer):
             finally:
                 add_hooks(self.model_wrapped)
 
+    def _check_failures(self, round_index: int, rewards: torch.Tensor) -> None:
+        """Stops a run in which a required reward fails too often: it is not what the run is meant to learn from."""
+        shares = torch.isnan(rewards).float().mean(dim=0).tolist()
+        ceiling = self.args.max_reward_failures
+        for name, share, weight, is_required in zip(
+            self.reward_func_names, shares, self.reward_weights.tolist(), self.reward_required, strict=True
+        ):
+            if is_required and weight != 0 and share > ceiling:
+                raise RewardError(
+                    f"In round {round_index} the required reward '{name}' gave no value (None) for {share:.1%} of "
+                    f"{len(rewards)} images; the ceiling is `max_reward_failures` = {ceiling:g}. Look at why, in the "
+                    "warnings above; to go on nevertheless, raise the ceiling or make the reward optional "
+                    "(`reward_required`)."
+                )
+
     def _check_excluded(self, round_index: int, rewards: torch.Tensor, is_valid: torch.Tensor) -> None:
         """Stops a run in which too much could not be scored: it would train on what is left by chance."""
         args = self.args
@@ -722,7 +744,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             return
         counts = torch.isnan(rewards).sum(dim=0).tolist()
         missing = ", ".join(f"{name} {n}" for name, n in zip(self.reward_func_names, counts, strict=True))
-        raise RuntimeError(
+        raise RewardError(
             f"In round {round_index} {(~is_valid).sum().item()} of {len(is_valid)} images ({images_lost:.0%}) are "
             f"excluded and {(~groups).sum().item()} of {len(groups)} prompts ({groups_lost:.0%}) have fewer than two "
             f"scored images. The ceilings are `max_excluded_images` = {args.max_excluded_images:g} and "
@@ -743,8 +765,13 @@ class PaCoGRPOTrainer(GRPOTrainer):
 
         for name, rewards in zip(self.reward_func_names, rewards_per_func.T, strict=True):
             add_statistics(f"rewards/{name}/mean", f"rewards/{name}/std", rewards)
-            metrics[f"rewards/{name}/missing"] = torch.isnan(rewards).sum().item()
+            metrics[f"rewards/{name}/failure_rate"] = torch.isnan(rewards).float().mean().item()
         add_statistics("reward", "reward_std", aggregated)
+        # Each mean in units of the first one's
+        first = metrics.get(f"rewards/{self.reward_func_names[0]}/mean")
+        for name in self.reward_func_names[1:]:
+            if first and f"rewards/{name}/mean" in metrics:
+                metrics[f"rewards/{name}/ratio"] = metrics[f"rewards/{name}/mean"] / first
         return metrics
 
     def _save_sheet(
@@ -867,7 +894,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         Returns:
             `dict[str, float]`: `eval_reward` (the weighted sum), `eval_rewards/<name>/mean` and `eval_grid_artifact`
             ([`~paco_trl.evaluation.grid_artifact_score`]), each with a bootstrap interval over prompts (`ci_low`,
-            `ci_high`), its `baseline`, and the `gain` over it with its interval; `.../std` and `.../missing`. What
+            `ci_high`), its `baseline`, and the `gain` over it with its interval; `.../std` and `.../failure_rate`. What
             cannot be said (the deviation of a single image, the interval of one prompt) is left out.
         """
         eval_dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
@@ -995,8 +1022,21 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.args.eval_on_start = eval_on_start and checkpoint is None  # a resumed run had its start
         try:
             return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+        except RewardError as error:
+            # A judge that is down is no reason to lose what was trained. On every process, see `RewardScorer`.
+            raise RewardError(f"{error} {self._keep_trained_steps()}") from error
         finally:
             self.args.eval_on_start = eval_on_start
+
+    def _keep_trained_steps(self) -> str:
+        """Saves a checkpoint of the steps that were made, if there is none yet, and says how to go on."""
+        step = self.state.global_step
+        if step == 0:
+            return "Nothing was trained yet: start the run again when the reward works."
+        folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if not folder.is_dir():
+            self._save_checkpoint(self.model, trial=None)
+        return f"The {step} steps before it are in '{folder}': go on with `resume_from_checkpoint=True`."
 
     def _run_epoch(self, *args, **kwargs) -> None:
         """As in Trainer, which makes a step too many when a run is resumed that was killed after its last one."""

@@ -10,6 +10,10 @@ from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 
+class RewardError(RuntimeError):
+    """A reward raised, or its judge is down. It stops a run; what was trained before it is saved."""
+
+
 def check_reward_functions(reward_funcs: Callable | list[Callable]) -> tuple[list[Callable], list[str]]:
     """
     Checks the reward functions and wraps them so that what they return is checked too.
@@ -79,6 +83,35 @@ def check_reward_weights(weights: list[float] | None, names: list[str], aggregat
     return torch.tensor(weights, dtype=torch.float32)
 
 
+def check_required(required: list[bool] | None, names: list[str]) -> list[bool]:
+    """
+    Checks which rewards are required.
+
+    Args:
+        required (`list[bool]` or `None`):
+            `args.reward_required`; `None` is all.
+        names (`list[str]`):
+            Names of the rewards.
+
+    Returns:
+        `list[bool]`.
+
+    Raises:
+        ValueError: another number of entries than rewards, or none is required.
+    """
+    required = [True] * len(names) if required is None else required
+    if len(required) != len(names):
+        raise ValueError(
+            f"`reward_required` has {len(required)} entries ({required}) for {len(names)} rewards "
+            f"({', '.join(names)}); give one for each."
+        )
+    if not any(required):
+        raise ValueError(
+            "`reward_required` has no reward that is required, so that a run could go on without any. Make one required."
+        )
+    return required
+
+
 def _checked(function: Callable, name: str) -> Callable:
     if is_async_callable(function):
 
@@ -86,7 +119,7 @@ def _checked(function: Callable, name: str) -> Callable:
             try:
                 rewards = await function(*args, **kwargs)
             except Exception as error:
-                raise RuntimeError(_raised(name, error)) from error
+                raise RewardError(_raised(name, error)) from error
             return _check_rewards(rewards, name, len(kwargs["completions"]))
 
     else:
@@ -95,7 +128,7 @@ def _checked(function: Callable, name: str) -> Callable:
             try:
                 rewards = function(*args, **kwargs)
             except Exception as error:
-                raise RuntimeError(_raised(name, error)) from error
+                raise RewardError(_raised(name, error)) from error
             return _check_rewards(rewards, name, len(kwargs["completions"]))
 
     # Not functools.wraps: a callable object has none of the attributes it copies

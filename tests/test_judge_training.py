@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PaCo-GRPO with a judge behind HTTP: it learns, a judge that goes down stops it and loses nothing, it can be resumed."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from judge_server import JudgeServer
+from PIL import Image, ImageStat
+from safetensors.torch import load_file
+
+from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.data import make_pair, theme_question
+from paco_trl.rewards import ConsistencyReward, redness_reward
+from paco_trl.trainer.reward_calls import RewardError
+
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = {"num_prompts_per_generation": 4, "gradient_checkpointing": False, "max_steps": 4}
+FAST = {"timeout": 0.5, "time_budget": 1.5}
+
+
+def redness(first: Image.Image, second: Image.Image, question: str) -> float:
+    """Log-odds that are high for red images."""
+    red, green, blue = np.mean([ImageStat.Stat(image.convert("RGB")).mean for image in (first, second)], axis=0)
+    return (red - (green + blue) / 2) / 20
+
+
+def logs_with(trainer, key: str) -> list:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    assert first.keys() == second.keys()
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def trainer_images(trainer) -> list[Image.Image]:
+    """Images of another round, drawn with the trained weights."""
+    drawn, draw = [], trainer.policy.draw
+
+    def keep(*args, **kwargs):
+        images, records = draw(*args, **kwargs)
+        drawn.extend(images)
+        return images, records
+
+    trainer.policy.draw = keep
+    trainer.scorer.add = lambda *args: None  # nothing is scored
+    rows = [dict(row) for row in trainer.train_dataset.select(range(6))]
+    encoded = trainer.prompt_encoder.fetch([row["prompt"] for row in rows])
+    micro_batches = np.arange(48).reshape(6, 8)
+    sde = trainer._sde_settings(99)
+    trainer._draw_round(99, micro_batches, rows, np.arange(6), [(32, 32)] * 6, encoded, sde)
+    trainer.policy.draw = draw
+    return drawn
+
+
+@pytest.fixture
+def server():
+    with JudgeServer(redness) as server:
+        yield server
+
+
+def consistency(server: JudgeServer, **kwargs) -> ConsistencyReward:
+    return ConsistencyReward(base_url=server.url, model="judge", **{**FAST, **kwargs})
+
+
+class TestLearning:
+    @pytest.fixture
+    def judge(self, tiny_qwen, tmp_path_factory) -> PaCoReward:
+        """A tiny judge that was trained to find red pictures consistent, and others not."""
+        rng, rows = np.random.default_rng(0), []
+        for index in range(320):
+            is_red = bool(index % 2)
+            tint = rng.uniform(10, 40) if is_red else rng.uniform(-30, 0)
+            images = []
+            for _ in range(2):
+                grey = rng.uniform(90, 160) + rng.normal(0, 12, (16, 16, 1))
+                colours = grey + np.array([tint, 0, -tint]) + rng.normal(0, 4, (16, 16, 3))
+                images.append(Image.fromarray(colours.clip(0, 255).astype(np.uint8)))
+            rows.append(make_pair(*images, theme_question("a theme"), is_red, None))
+        from datasets import Dataset
+
+        trainer = PaCoRewardTrainer(
+            model=str(tiny_qwen),
+            args=PaCoRewardConfig(
+                str(tmp_path_factory.mktemp("judge")),
+                first_token_weight=None,
+                learning_rate=5e-3,
+                per_device_train_batch_size=16,
+                num_train_epochs=2,
+                use_cpu=True,
+                bf16=False,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list(rows),
+            peft_config=None,
+        )
+        trainer.train()
+        judge = PaCoReward(trainer.model, trainer.processing_class)
+        red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("#96826e", "#6e8296"))
+        (yes, no) = judge.score([(red, red), (blue, blue)], theme_question("a theme"))
+        assert yes > 0.7 > 0.3 > no
+        return judge
+
+    def test_a_trained_judge_through_http_is_learned_from(self, make_trainer, judge):
+        lock, question = threading.Lock(), theme_question("a theme")
+        rises = {}
+        for sign in (1, -1):  # the twin: a judge that says the opposite
+
+            def log_odds(first, second, question, sign=sign):
+                with lock:
+                    (probability,) = judge.score([(first, second)], question)
+                return sign * float(np.log(probability) - np.log1p(-probability))
+
+            with JudgeServer(log_odds) as server:
+                trainer = make_trainer(
+                    reward_funcs=ConsistencyReward(base_url=server.url, model="judge", max_pairs=1, timeout=30),
+                    max_steps=20,
+                    num_generations=8,
+                    num_prompts_per_generation=6,
+                    per_device_train_batch_size=8,
+                    gradient_checkpointing=False,
+                    epsilon=1e-3,
+                )
+                trainer.train()
+            assert set(logs_with(trainer, "rewards/consistency/failure_rate")) == {0.0}
+            assert len(server.requests) == 10 * 48 + 1  # one question for each image, and that of the check
+            after = trainer_images(trainer)
+            with trainer.model.disable_adapter():
+                before = trainer_images(trainer)  # of the same noise
+            scores = [
+                judge.score([(image.crop((0, 0, 16, 16)), image.crop((16, 16, 32, 32))) for image in images], question)
+                for images in (before, after)
+            ]
+            assert 0.1 < np.mean(scores[0]) < 0.9  # not saturated: there is something to learn
+            rises[sign] = np.subtract(*scores[::-1])
+        for sign, rise in rises.items():
+            assert len(rise) == 48
+            assert sign * rise.mean() > 0.1
+            assert sign * rise.mean() > 3 * rise.std() / 48**0.5
+
+
+class TestOverlap:
+    def test_images_are_scored_as_soon_as_they_are_drawn(self, make_trainer, server):
+        trainer = make_trainer(reward_funcs=consistency(server, max_pairs=1), **{**SETTINGS, "max_steps": 1})
+        seen_while_drawing, draw = [], trainer.policy.draw
+
+        def watch(*args, **kwargs):
+            until = time.monotonic() + 10
+            # Each micro-batch but the first finds the four before it scored, or waits for them
+            while len(server.requests) - 1 < 4 * len(seen_while_drawing) and time.monotonic() < until:
+                time.sleep(0.005)
+            seen_while_drawing.append(len(server.requests) - 1)
+            return draw(*args, **kwargs)
+
+        trainer.policy.draw = watch
+        trainer.train()
+        assert seen_while_drawing == [0, 4, 8, 12]
+        assert len(server.requests) - 1 == 16
+
+    def test_identical_images_are_scored_once(self, make_trainer, server):
+        trainer = make_trainer(reward_funcs=consistency(server), **{**SETTINGS, "max_steps": 1})
+        trainer.train()
+        assert len(server.requests) - 1 == 16 * 6
+        # Another trainer of the same seed draws the same images
+        reward = trainer.reward_funcs
+        asked = len(server.requests)
+        again = make_trainer(reward_funcs=consistency(server), **{**SETTINGS, "max_steps": 1})
+        again.reward_funcs = reward
+        again.scorer.reward_funcs = reward
+        again.train()
+        assert len(server.requests) - asked == 1  # its check
+        assert logs_with(again, "consistency/questions_per_image") == [0.0]
+        assert logs_with(again, "reward") == logs_with(trainer, "reward")
+
+    def test_served_and_computed_rewards_together(self, make_trainer, server, tmp_path):
+        rewards = [consistency(server), redness_reward]
+        trainer = make_trainer(reward_funcs=rewards, log_completions=True, **{**SETTINGS, "max_steps": 1})
+        trainer.train()
+        lines = (tmp_path / "out" / "contact_sheets" / "round_00000.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        # Both belong to the same image: the judge's log-odds are the redness of the panels, whose mean is that of both
+        pairs = sorted((entry["redness_reward"], entry["consistency"]) for entry in entries)
+        assert len(pairs) == 16
+        assert np.corrcoef(*zip(*pairs, strict=True))[0, 1] > 0.999
+
+
+class TestOutage:
+    """The judge goes down in the second of two rounds."""
+
+    def fail_after(self, server: JudgeServer, count: int):
+        """From that question on nobody listens any more."""
+
+        def fault(number: int):
+            if number == count:
+                threading.Thread(target=server.stop).start()
+            return "hang" if number >= count else None
+
+        server.fault = fault
+
+    def test_it_stops_with_all_that_is_needed_and_goes_on_to_the_bit(self, make_trainer, server, tmp_path):
+        undisturbed = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "a"), **SETTINGS)
+        undisturbed.train()
+        asked = len(server.requests)
+
+        self.fail_after(server, asked + 1 + 96 + 40)
+        trainer = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "b"), **SETTINGS)
+        started = time.monotonic()
+        with pytest.raises(RewardError) as error:
+            trainer.train()
+        # The budget is 1.5 s; the rest is the first round and a machine that has other things to do
+        assert time.monotonic() - started < 60
+        message = str(error.value)
+        assert "The reward 'consistency' raised JudgeUnavailableError" in message
+        assert server.url in message and "no connection" in message or "timeout" in message
+        assert trainer.state.global_step == 2
+        checkpoint = tmp_path / "b" / "checkpoint-2"
+        assert f"The 2 steps before it are in '{checkpoint}': go on with `resume_from_checkpoint=True`." in message
+        assert (checkpoint / "adapter_model.safetensors").is_file()
+
+        server.fault = lambda number: None
+        server.start()
+        resumed = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "b"), **SETTINGS)
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 4
+        assert are_equal(weights_of(resumed), weights_of(undisturbed))
+        assert logs_with(resumed, "reward") == logs_with(undisturbed, "reward")
+
+    def test_a_checkpoint_that_is_there_is_not_written_again(self, make_trainer, server, tmp_path):
+        self.fail_after(server, 1 + 96 + 40)
+        settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 2}
+        trainer = make_trainer(reward_funcs=consistency(server), **settings)
+        writes, save = [], trainer._save_checkpoint
+        trainer._save_checkpoint = lambda *args, **kwargs: (writes.append(trainer.state.global_step), save(*args, **kwargs))
+        with pytest.raises(RewardError, match="checkpoint-2"):
+            trainer.train()
+        assert writes == [2]
+
+    def test_before_the_first_step_there_is_nothing_to_go_on_from(self, make_trainer, server, tmp_path):
+        self.fail_after(server, 1 + 10)
+        with pytest.raises(RewardError, match="Nothing was trained yet: start the run again"):
+            make_trainer(reward_funcs=consistency(server), **SETTINGS).train()
+        assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+    def test_a_short_outage_is_waited_for(self, make_trainer, server, tmp_path):
+        undisturbed = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "a"), **SETTINGS)
+        undisturbed.train()
+        asked, outages = len(server.requests), []
+
+        def fault(number: int):
+            if number == asked + 1 + 96 + 40:
+
+                def restart():
+                    server.stop()
+                    time.sleep(0.5)
+                    server.start()
+                    outages.append(number)
+
+                threading.Thread(target=restart).start()
+                return "hang"
+            return None
+
+        server.fault = fault
+        reward = consistency(server, timeout=5.0, time_budget=60.0)
+        trainer = make_trainer(reward_funcs=reward, output_dir=str(tmp_path / "b"), **SETTINGS)
+        trainer.train()
+        assert outages
+        assert are_equal(weights_of(trainer), weights_of(undisturbed))
+
+    def test_an_outage_in_an_evaluation_keeps_the_steps_before_it(self, make_trainer, server, prompts, tmp_path):
+        settings = {**SETTINGS, "eval_dataset": prompts.select(range(2)), "eval_strategy": "steps", "eval_steps": 2}
+        self.fail_after(server, 1 + 96 + 6)
+        with pytest.raises(RewardError, match="The 2 steps before it are in"):
+            make_trainer(reward_funcs=consistency(server), num_inference_steps_eval=2, **settings).train()
+        weights = load_file(tmp_path / "out" / "checkpoint-2" / "policy.safetensors")
+        assert any(value.abs().max() > 0 for name, value in weights.items() if "lora_B" in name)
+
+    def test_questions_without_an_answer_are_left_out_and_counted(self, make_trainer, server):
+        server.fault = lambda number: "neither" if number == 50 else None
+        trainer = make_trainer(reward_funcs=consistency(server), max_reward_failures=0.1, **SETTINGS)
+        trainer.train()
+        assert logs_with(trainer, "rewards/consistency/failure_rate") == [1 / 16, 1 / 16, 0.0, 0.0]
+        assert logs_with(trainer, "images_excluded") == [1, 1, 0, 0]
+        reason = "consistency/unanswered/Yes_or_No_not_among_the_likeliest_tokens"
+        assert logs_with(trainer, reason) == pytest.approx([1 / 24] * 2)  # of the questions of its call
+        assert logs_with(trainer, "consistency/unanswered")[:2] == pytest.approx([1 / 96] * 2)
+
+    def test_a_judge_that_answers_nothing_sensible_stops_the_run(self, make_trainer, server):
+        reward = consistency(server)
+        server.fault = lambda number: "garbage"
+        with pytest.raises(RewardError, match="required reward 'consistency' gave no value.*100.0% of 16 images"):
+            make_trainer(reward_funcs=reward, **SETTINGS).train()
+
+
+class TestImagesThatAreNoNumbers:
+    def test_latents(self, make_trainer):
+        trainer = make_trainer()
+        with torch.no_grad():
+            trainer.pipeline.transformer.proj_out.bias.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match=r"latents of image\(s\) \[0, 1, 2, 3\] of a batch of 4 are not finite"):
+            trainer.train()
+
+    def test_pixels(self, make_trainer):
+        trainer = make_trainer()
+        with torch.no_grad():
+            trainer.pipeline.vae.decoder.conv_out.bias.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="decoded images are not finite, although their latents are"):
+            trainer.train()
+
+
+SCRIPT = """
+import sys
+from peft import LoraConfig
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.data import demo_prompts_path, load_image_set_prompts
+from paco_trl.rewards import ConsistencyReward
+from paco_trl.utils.processes import end_training
+
+model, url, output_dir, resume = sys.argv[1:]
+prompts = load_image_set_prompts(demo_prompts_path()).filter(lambda row: row["rows"] == row["cols"] == 2)
+trainer = PaCoGRPOTrainer(
+    model=model,
+    reward_funcs=ConsistencyReward(base_url=url, model="judge", timeout=1.0, time_budget=3.0),
+    args=PaCoGRPOConfig(
+        output_dir, use_cpu=True, bf16=False, height=64, width=64, num_generations=4, num_prompts_per_generation=4,
+        per_device_train_batch_size=2, num_inference_steps=4, max_steps=4, learning_rate=1e-2, report_to="none",
+        save_strategy="no", log_completions=False, disable_tqdm=True, gradient_checkpointing=False, ddp_backend="gloo",
+    ),
+    train_dataset=prompts.remove_columns(["height", "width"]),
+    peft_config=LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
+)
+trainer.train(resume_from_checkpoint=resume == "resume")
+end_training(trainer.accelerator)
+"""
+
+
+@pytest.mark.slow
+class TestTwoProcesses:
+    def test_both_stop_and_both_go_on(self, tiny_flux, server, tmp_path):
+        config = yaml.safe_load((ROOT / "examples" / "accelerate_configs" / "cpu_zero3.yaml").read_text())
+        del config["deepspeed_config"]
+        config["distributed_type"] = "MULTI_GPU"  # accelerate's MULTI_CPU needs MPI
+        (tmp_path / "ddp.yaml").write_text(yaml.safe_dump(config))
+        (tmp_path / "script.py").write_text(SCRIPT)
+
+        def run(*options: str) -> subprocess.CompletedProcess:
+            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "ddp.yaml")]
+            command += ["--main_process_port", "0", str(tmp_path / "script.py"), str(tiny_flux), server.url]
+            return subprocess.run(
+                [*command, str(tmp_path / "out"), *options],
+                capture_output=True,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                timeout=400,
+            )
+
+        # One process is refused in the second round, by one question that gets no answer; the other is served
+        refused = []
+
+        def fault(number: int):
+            if number >= 2 + 96 + 20 and not refused:
+                refused.append(number)
+            return "500" if refused else None
+
+        server.fault = fault
+        stopped = run("new")
+        assert stopped.returncode != 0
+        assert refused
+        assert "JudgeUnavailableError" in stopped.stderr and server.url in stopped.stderr
+        assert "The 2 steps before it are in" in stopped.stderr
+        assert (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").is_file()
+
+        refused.append(None)
+        server.fault = lambda number: None
+        resumed = run("resume")
+        assert resumed.returncode == 0, resumed.stderr[-3000:]
