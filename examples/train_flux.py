@@ -12,18 +12,23 @@ defaults. `paco-trl doctor` takes the same options and checks them without train
 One GPU, or the CPU:
 
     python examples/train_flux.py --model_name_or_path black-forest-labs/FLUX.1-dev --dataset_name user/t2is-prompts \
-        --clip_model openai/clip-vit-large-patch14 --output_dir paco-flux
+        --output_dir paco-flux
 
 Several GPUs, DeepSpeed ZeRO-3:
 
     accelerate launch --config_file examples/accelerate_configs/zero3.yaml examples/train_flux.py ...
+
+The judge on a GPU of its own, as in the paper (`paco-trl serve-reward --help`):
+
+    CUDA_VISIBLE_DEVICES=7 paco-trl serve-reward --model_name_or_path X-GenGroup/PaCo-Reward-7B
+    accelerate launch ... examples/train_flux.py --judge_url http://127.0.0.1:8000/v1 --judge_model paco-reward ...
 """
 
 from datasets import Dataset
 from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
-from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config, load_reward
+from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config, load_rewards
 from paco_trl.data import load_image_set_prompts
 from paco_trl.utils.processes import end_training
 
@@ -39,16 +44,14 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     if script_args.eval_split is not None:
         eval_dataset = load_image_set_prompts(script_args.dataset_name, script_args.eval_split)
 
-    eval_reward_funcs = None
-    if script_args.eval_rewards is not None:
-        eval_reward_funcs = [load_reward(name, script_args) for name in script_args.eval_rewards]
+    reward_funcs, eval_reward_funcs = load_rewards(script_args)
 
     ################
     # Training
     ################
     trainer = PaCoGRPOTrainer(
         model=script_args.model_name_or_path,
-        reward_funcs=[load_reward(name, script_args) for name in script_args.rewards],
+        reward_funcs=reward_funcs,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

@@ -28,10 +28,10 @@ from .. import PaCoGRPOConfig, PaCoGRPOTrainer
 from ..data import check_image_set_columns, load_image_set_prompts, panel_size, split_grid
 from ..trainer.checkpoints import checkpoints_of, find_checkpoint
 from ..trainer.export import save_adapter, save_transformer
-from ..trainer.reward_calls import check_reward_functions, check_reward_weights
+from ..trainer.reward_calls import check_required, check_reward_functions, check_reward_weights
 from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
 from .report import COLOURS, FAILED, OK, SKIPPED, WARNING, Row, coloured, report
-from .script_arguments import ScriptArguments, get_peft_config, load_reward
+from .script_arguments import ScriptArguments, get_peft_config, load_rewards
 from .studio import Drawing, Studio
 
 
@@ -240,22 +240,20 @@ def _examine_prompts(dataset: Dataset, args: PaCoGRPOConfig, where: str) -> str:
 def check_rewards_load(patient: Patient) -> Row:
     """The rewards and their weights, before a model is loaded."""
     script_args, args = patient.script_args, patient.args
-    loaded = {name: load_reward(name, script_args) for name in script_args.rewards}
-    functions = [loaded[name] for name in script_args.rewards]
+    functions, eval_functions = load_rewards(script_args)
     checked, names = check_reward_functions(functions)
     weights = check_reward_weights(args.reward_weights, names, args.multi_objective_aggregation)
+    check_required(args.reward_required, names)
     patient.reward_funcs = functions
     patient.rewards = {f"reward {name}": function for name, function in zip(names, checked, strict=True)}
     described = [f"{name} (weight {weight:g})" for name, weight in zip(names, weights.tolist(), strict=True)]
     finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
-    if script_args.eval_rewards is not None:
-        # One that is in both is loaded and examined once
-        functions = [loaded.get(name) or load_reward(name, script_args) for name in script_args.eval_rewards]
-        checked, names = check_reward_functions(functions)
-        patient.eval_reward_funcs = functions
-        for name, cli_name, function in zip(names, script_args.eval_rewards, checked, strict=True):
-            if cli_name not in loaded:
-                patient.rewards[f"evaluation reward {name}"] = function
+    if eval_functions is not None:
+        checked, names = check_reward_functions(eval_functions)
+        patient.eval_reward_funcs = eval_functions
+        for name, function, check in zip(names, eval_functions, checked, strict=True):
+            if not any(function is other for other in functions):  # one that is in both is examined once
+                patient.rewards[f"evaluation reward {name}"] = check
         finding += f" Evaluation: {', '.join(names)}."
     return Row("", OK, finding)
 
@@ -266,7 +264,7 @@ def check_model(patient: Patient) -> Row:
     reward_funcs = patient.reward_funcs
     if reward_funcs is None:
         # That row has failed; the model can be examined without
-        reward_funcs, args.reward_weights = [_no_reward], None
+        reward_funcs, args.reward_weights, args.reward_required = [_no_reward], None, None
     trainer = PaCoGRPOTrainer(
         model=script_args.model_name_or_path,
         reward_funcs=reward_funcs,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from peft import LoraConfig
 
-from ..rewards import ClipTReward, panel_similarity_reward, redness_reward
+from .. import rewards
 
 
 @dataclass
@@ -23,12 +23,25 @@ class ScriptArguments:
             Split to train on.
         eval_split (`str`, *optional*):
             Split of the same dataset to evaluate on.
-        rewards (`list[str]`, *optional*, defaults to `["clip_t"]`):
-            Rewards: `clip_t`, `redness`, `panel_similarity`. The last two need no model and are for trying things out.
+        rewards (`list[str]`, *optional*, defaults to `["consistency", "clip_t"]`):
+            Rewards: `consistency`, `clip_t` (the paper's), `clip_i`, `pick_score`, `dreamsim`, `no_duplicates`,
+            `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out.
+        judge_model (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
+            Judge of the reward `consistency`: Hub id or folder, or with `judge_url` its name on the server.
+        judge_url (`str`, *optional*):
+            Address of a served judge, for example `http://127.0.0.1:8000/v1`. If `None`, it is loaded into each process.
+        judge_question (`str`, *optional*, defaults to `"theme"`):
+            What the judge is asked: `theme`, or `criteria` for each criterion of the dataset.
+        judge_max_pairs (`int`, *optional*):
+            Largest number of pairs of a set that the judge is asked about. If `None`, all.
         eval_rewards (`list[str]`, *optional*):
             Rewards of the evaluation. If `None`, those of `rewards`.
+        eval_judge_model (`str`, *optional*):
+            Judge of the evaluation's `consistency`. If `None`, `judge_model`.
+        eval_judge_url (`str`, *optional*):
+            Address of the evaluation's judge. If `None`, `judge_url`, unless `eval_judge_model` is given.
         clip_model (`str`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
-            CLIP of the reward `clip_t`.
+            CLIP of the rewards `clip_t` and `clip_i`.
         lora_r (`int`, *optional*, defaults to `64`):
             Rank of the adapter (paper).
         lora_alpha (`int`, *optional*, defaults to `128`):
@@ -51,12 +64,48 @@ class ScriptArguments:
     dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
     eval_split: str | None = field(default=None, metadata={"help": "Split of the same dataset to evaluate on."})
     rewards: list[str] = field(
-        default_factory=lambda: ["clip_t"], metadata={"help": "Rewards: clip_t, redness, panel_similarity."}
+        default_factory=lambda: ["consistency", "clip_t"],
+        metadata={
+            "help": "Rewards: consistency, clip_t (the paper's), clip_i, pick_score, dreamsim, no_duplicates, layout, "
+            "ocr; redness and panel_similarity are for trying things out."
+        },
+    )
+    judge_model: str = field(
+        default="X-GenGroup/PaCo-Reward-7B",
+        metadata={
+            "help": "Judge of the reward `consistency`: Hub id or folder, or with `judge_url` its name on the server."
+        },
+    )
+    judge_url: str | None = field(
+        default=None,
+        metadata={
+            "help": "Address of a served judge, for example http://127.0.0.1:8000/v1. If `None`, it is loaded into each "
+            "process."
+        },
+    )
+    judge_question: str = field(
+        default="theme",
+        metadata={"help": "What the judge is asked: theme, or criteria for each criterion of the dataset."},
+    )
+    judge_max_pairs: int | None = field(
+        default=None,
+        metadata={"help": "Largest number of pairs of a set that the judge is asked about. If `None`, all."},
     )
     eval_rewards: list[str] | None = field(
         default=None, metadata={"help": "Rewards of the evaluation. If `None`, those of `rewards`."}
     )
-    clip_model: str = field(default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the reward `clip_t`."})
+    eval_judge_model: str | None = field(
+        default=None, metadata={"help": "Judge of the evaluation's `consistency`. If `None`, `judge_model`."}
+    )
+    eval_judge_url: str | None = field(
+        default=None,
+        metadata={
+            "help": "Address of the evaluation's judge. If `None`, `judge_url`, unless `eval_judge_model` is given."
+        },
+    )
+    clip_model: str = field(
+        default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the rewards `clip_t` and `clip_i`."}
+    )
     lora_r: int = field(default=64, metadata={"help": "Rank of the adapter."})
     lora_alpha: int = field(default=128, metadata={"help": "Scale of the adapter."})
     lora_target_modules: list[str] | None = field(
@@ -71,13 +120,28 @@ class ScriptArguments:
     )
 
 
+# Reward -> how it is loaded. The classes bring in their models' packages: only what is asked for is imported.
+_REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
+    "consistency": lambda args: _consistency(args, args.judge_model, args.judge_url),
+    "clip_t": lambda args: rewards.ClipTReward(args.clip_model),
+    "clip_i": lambda args: rewards.ClipIReward(args.clip_model),
+    "pick_score": lambda args: rewards.PickScoreReward(),
+    "dreamsim": lambda args: rewards.DreamSimReward(),
+    "no_duplicates": lambda args: rewards.DuplicateReward(),
+    "layout": lambda args: rewards.LayoutReward(),
+    "ocr": lambda args: rewards.OcrReward(),
+    "redness": lambda args: rewards.redness_reward,
+    "panel_similarity": lambda args: rewards.panel_similarity_reward,
+}
+
+
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     """
     Loads a reward by the name it has on the command line.
 
     Args:
         name (`str`):
-            `clip_t`, `redness` or `panel_similarity`.
+            One of those of [`ScriptArguments`].
         script_args ([`ScriptArguments`]):
             Arguments, for the models of rewards.
 
@@ -87,13 +151,49 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     Raises:
         ValueError: there is no such reward.
     """
-    if name == "clip_t":
-        return ClipTReward(script_args.clip_model)
-    if name == "redness":
-        return redness_reward
-    if name == "panel_similarity":
-        return panel_similarity_reward
-    raise ValueError(f"Unknown reward {name!r}: `--rewards` takes clip_t, redness and panel_similarity.")
+    if name not in _REWARDS:
+        raise ValueError(f"Unknown reward {name!r}: `--rewards` takes {', '.join(_REWARDS)}.")
+    return _REWARDS[name](script_args)
+
+
+def load_rewards(script_args: ScriptArguments) -> tuple[list[Callable], list[Callable] | None]:
+    """
+    Loads the rewards of training and evaluation. One that is the same in both is loaded once.
+
+    Args:
+        script_args ([`ScriptArguments`]):
+            Arguments.
+
+    Returns:
+        `tuple[list[Callable], list[Callable] | None]`: rewards, and those of the evaluation if they are others.
+
+    Raises:
+        ValueError: there is no such reward.
+    """
+    loaded = {name: load_reward(name, script_args) for name in script_args.rewards}
+    own_judge = script_args.eval_judge_model is not None or script_args.eval_judge_url is not None
+    names = script_args.eval_rewards
+    if names is None and own_judge:
+        names = script_args.rewards
+    if names is None:
+        return [loaded[name] for name in script_args.rewards], None
+    if own_judge and "consistency" not in names:
+        raise ValueError("`--eval_judge_model` and `--eval_judge_url` are for `consistency`, which is no reward here.")
+    evaluation = []
+    for name in names:
+        if name == "consistency" and own_judge:
+            model = script_args.eval_judge_model or script_args.judge_model
+            url = script_args.eval_judge_url or (script_args.judge_url if script_args.eval_judge_model is None else None)
+            evaluation.append(_consistency(script_args, model, url))
+        else:
+            evaluation.append(loaded.get(name) or load_reward(name, script_args))
+    return [loaded[name] for name in script_args.rewards], evaluation
+
+
+def _consistency(script_args: ScriptArguments, model: str, url: str | None) -> Callable:
+    return rewards.ConsistencyReward(
+        model, url, question=script_args.judge_question, max_pairs=script_args.judge_max_pairs
+    )
 
 
 def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
