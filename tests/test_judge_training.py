@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from judge_server import JudgeServer
 from PIL import Image, ImageStat
 from safetensors.torch import load_file
 
+from judge_server import JudgeServer
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair, theme_question
 from paco_trl.rewards import ConsistencyReward, redness_reward
@@ -246,7 +246,10 @@ class TestOutage:
         settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 2}
         trainer = make_trainer(reward_funcs=consistency(server), **settings)
         writes, save = [], trainer._save_checkpoint
-        trainer._save_checkpoint = lambda *args, **kwargs: (writes.append(trainer.state.global_step), save(*args, **kwargs))
+        trainer._save_checkpoint = lambda *args, **kwargs: (
+            writes.append(trainer.state.global_step),
+            save(*args, **kwargs),
+        )
         with pytest.raises(RewardError, match="checkpoint-2"):
             trainer.train()
         assert writes == [2]

@@ -516,7 +516,9 @@ class TestLogs:
             assert all(value is not None and value == value for value in entry.values())
         logged = {key for entry in trainer.state.log_history for key in entry}
         for name in ("redness_reward", "panel_similarity_reward"):
-            assert {f"rewards/{name}/{part}" for part in ("mean", "std", "failure_rate", "h", "tamed", "share")} <= logged
+            assert {
+                f"rewards/{name}/{part}" for part in ("mean", "std", "failure_rate", "h", "tamed", "share")
+            } <= logged
         assert {
             "reward",
             "reward_std",

@@ -270,7 +270,8 @@ class TestOptionalRewards:
     def test_its_group_is_compared_without_it(self, method):
         aggregate, _ = aggregate_rewards(self.REWARDS, [1.0, 2.0], method, num_generations=3, required=[True, False])
         assert aggregate.isfinite().all()
-        assert self.order(aggregate[:3]) == [0, 1, 2]  # by the first reward alone, although the second is at its best for the first image
+        # By the first reward alone, although the second is at its best for the first image
+        assert self.order(aggregate[:3]) == [0, 1, 2]
         with_it, _ = aggregate_rewards(self.REWARDS, [1.0, 2.0], method, num_generations=3)
         assert self.order(with_it[[0, 2]]) == [1, 0]  # the effect: where it counts, the order is another
         # The group that has it is as it was

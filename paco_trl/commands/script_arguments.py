@@ -183,7 +183,9 @@ def load_rewards(script_args: ScriptArguments) -> tuple[list[Callable], list[Cal
     for name in names:
         if name == "consistency" and own_judge:
             model = script_args.eval_judge_model or script_args.judge_model
-            url = script_args.eval_judge_url or (script_args.judge_url if script_args.eval_judge_model is None else None)
+            url = script_args.eval_judge_url
+            if url is None and script_args.eval_judge_model is None:
+                url = script_args.judge_url
             evaluation.append(_consistency(script_args, model, url))
         else:
             evaluation.append(loaded.get(name) or load_reward(name, script_args))

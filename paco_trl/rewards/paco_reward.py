@@ -35,6 +35,7 @@ _PEFT_PREFIX = "base_model.model."
 # Names of layers before transformers 4.52, which adapters of that time have, and what they became
 _OLD_LAYERS = {r"^model\.layers": "model.language_model.layers", r"^visual": "model.visual"}
 
+
 class PaCoReward:
     """
     Pairwise consistency judge ([PaCo-RL](https://huggingface.co/papers/2512.04784), Part 2): the score of two images
