@@ -70,6 +70,8 @@ class ScriptArguments:
             Pairs that are scored at a time.
         clip_model (`str`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
             CLIP of the judge `clip-i`.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether code that comes with a judge may be run; `dreamsim` gets its own from GitHub.
     """
 
     judge: str = field(
@@ -103,13 +105,17 @@ class ScriptArguments:
     )
     batch_size: int = field(default=16, metadata={"help": "Pairs that are scored at a time."})
     clip_model: str = field(default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the judge `clip-i`."})
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Whether code that comes with a judge may be run; `dreamsim` gets its own from GitHub."},
+    )
 
 
 def load_judge(script_args: ScriptArguments):
     if script_args.judge == "dreamsim":
         if script_args.dtype != "auto":
             raise ValueError(f"`--dtype {script_args.dtype}` is not for the judge dreamsim. Leave it out.")
-        return DreamSimScorer(device=script_args.device)
+        return DreamSimScorer(device=script_args.device, trust_remote_code=script_args.trust_remote_code)
     if script_args.judge == "clip-i":
         dtype = None if script_args.dtype == "auto" else getattr(torch, script_args.dtype)
         return ClipIScorer(script_args.clip_model, device=script_args.device, dtype=dtype)
@@ -117,7 +123,11 @@ def load_judge(script_args: ScriptArguments):
     from paco_trl import PaCoReward
 
     return PaCoReward.from_pretrained(
-        script_args.judge, device=script_args.device, dtype=script_args.dtype, batch_size=script_args.batch_size
+        script_args.judge,
+        device=script_args.device,
+        dtype=script_args.dtype,
+        batch_size=script_args.batch_size,
+        trust_remote_code=script_args.trust_remote_code,
     )
 
 

@@ -28,7 +28,7 @@ from datasets import Dataset
 from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
-from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config, load_rewards
+from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config, load_eval_rewards, load_rewards
 from paco_trl.data import load_image_set_prompts
 from paco_trl.utils.processes import end_training
 
@@ -44,7 +44,7 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     if script_args.eval_split is not None:
         eval_dataset = load_image_set_prompts(script_args.dataset_name, script_args.eval_split)
 
-    reward_funcs, eval_reward_funcs = load_rewards(script_args)
+    reward_funcs = load_rewards(script_args)
 
     ################
     # Training
@@ -55,7 +55,7 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        eval_reward_funcs=eval_reward_funcs,
+        eval_reward_funcs=load_eval_rewards(script_args, reward_funcs),
         peft_config=get_peft_config(script_args),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

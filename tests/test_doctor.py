@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
-from paco_trl.commands import doctor
+from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import COMMANDS, main
 from paco_trl.commands.memory import estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
 from paco_trl.commands.script_arguments import ScriptArguments
@@ -304,9 +304,9 @@ class TestFaults:
 
         def run(reward):
             reward.__name__ = "planted"
-            load = doctor.load_reward
+            load = script_arguments.load_reward
             monkeypatch.setattr(
-                doctor, "load_reward", lambda name, args: reward if name == "redness" else load(name, args)
+                script_arguments, "load_reward", lambda name, args: reward if name == "redness" else load(name, args)
             )
             return examine()
 
@@ -462,14 +462,14 @@ class TestEvaluation:
         def judge(prompts, completions, **kwargs):
             return [index if is_able else None for index in range(len(completions))]
 
-        load = doctor.load_reward
+        load = script_arguments.load_reward
         loaded = []
 
         def load_counted(name, script_args):
             loaded.append(name)
             return judge if name == "judge" else load(name, script_args)
 
-        monkeypatch.setattr(doctor, "load_reward", load_counted)
+        monkeypatch.setattr(script_arguments, "load_reward", load_counted)
         monkeypatch.setattr(doctor, "PaCoGRPOTrainer", Trainer)
         is_able = True
         rows = examine(eval_split="train", eval_rewards=["redness", "judge"])

@@ -31,7 +31,7 @@ from ..trainer.export import save_adapter, save_transformer
 from ..trainer.reward_calls import check_required, check_reward_functions, check_reward_weights
 from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
 from .report import COLOURS, FAILED, OK, SKIPPED, WARNING, Row, coloured, report
-from .script_arguments import ScriptArguments, get_peft_config, load_rewards
+from .script_arguments import ScriptArguments, get_peft_config, load_eval_rewards, load_rewards
 from .studio import Drawing, Studio
 
 
@@ -240,7 +240,7 @@ def _examine_prompts(dataset: Dataset, args: PaCoGRPOConfig, where: str) -> str:
 def check_rewards_load(patient: Patient) -> Row:
     """The rewards and their weights, before a model is loaded."""
     script_args, args = patient.script_args, patient.args
-    functions, eval_functions = load_rewards(script_args)
+    functions = load_rewards(script_args)
     checked, names = check_reward_functions(functions)
     weights = check_reward_weights(args.reward_weights, names, args.multi_objective_aggregation)
     check_required(args.reward_required, names)
@@ -248,6 +248,7 @@ def check_rewards_load(patient: Patient) -> Row:
     patient.rewards = {f"reward {name}": function for name, function in zip(names, checked, strict=True)}
     described = [f"{name} (weight {weight:g})" for name, weight in zip(names, weights.tolist(), strict=True)]
     finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
+    eval_functions = load_eval_rewards(script_args, functions)
     if eval_functions is not None:
         checked, names = check_reward_functions(eval_functions)
         patient.eval_reward_funcs = eval_functions

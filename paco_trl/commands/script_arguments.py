@@ -24,8 +24,8 @@ class ScriptArguments:
         eval_split (`str`, *optional*):
             Split of the same dataset to evaluate on.
         rewards (`list[str]`, *optional*, defaults to `["consistency", "clip_t"]`):
-            Rewards: `consistency`, `clip_t` (the paper's), `clip_i`, `pick_score`, `dreamsim`, `no_duplicates`,
-            `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out.
+            Rewards: `consistency`, `clip_t` (the paper's), `clip_i`, `pick_score`, `no_duplicates`, `layout`,
+            `ocr`; `redness` and `panel_similarity` are for trying things out.
         judge_model (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
             Judge of the reward `consistency`: Hub id or folder, or with `judge_url` its name on the server.
         judge_url (`str`, *optional*):
@@ -66,8 +66,8 @@ class ScriptArguments:
     rewards: list[str] = field(
         default_factory=lambda: ["consistency", "clip_t"],
         metadata={
-            "help": "Rewards: consistency, clip_t (the paper's), clip_i, pick_score, dreamsim, no_duplicates, layout, "
-            "ocr; redness and panel_similarity are for trying things out."
+            "help": "Rewards: consistency, clip_t (the paper's), clip_i, pick_score, no_duplicates, layout, ocr; "
+            "redness and panel_similarity are for trying things out."
         },
     )
     judge_model: str = field(
@@ -126,7 +126,6 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "clip_t": lambda args: rewards.ClipTReward(args.clip_model),
     "clip_i": lambda args: rewards.ClipIReward(args.clip_model),
     "pick_score": lambda args: rewards.PickScoreReward(),
-    "dreamsim": lambda args: rewards.DreamSimReward(),
     "no_duplicates": lambda args: rewards.DuplicateReward(),
     "layout": lambda args: rewards.LayoutReward(),
     "ocr": lambda args: rewards.OcrReward(),
@@ -156,40 +155,54 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     return _REWARDS[name](script_args)
 
 
-def load_rewards(script_args: ScriptArguments) -> tuple[list[Callable], list[Callable] | None]:
+def load_rewards(script_args: ScriptArguments) -> list[Callable]:
     """
-    Loads the rewards of training and evaluation. One that is the same in both is loaded once.
+    Loads the rewards of training.
 
     Args:
         script_args ([`ScriptArguments`]):
             Arguments.
 
     Returns:
-        `tuple[list[Callable], list[Callable] | None]`: rewards, and those of the evaluation if they are others.
+        `list[Callable]`.
 
     Raises:
         ValueError: there is no such reward.
     """
     loaded = {name: load_reward(name, script_args) for name in script_args.rewards}
-    own_judge = script_args.eval_judge_model is not None or script_args.eval_judge_url is not None
-    names = script_args.eval_rewards
-    if names is None and own_judge:
-        names = script_args.rewards
-    if names is None:
-        return [loaded[name] for name in script_args.rewards], None
-    if own_judge and "consistency" not in names:
+    return [loaded[name] for name in script_args.rewards]
+
+
+def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]) -> list[Callable] | None:
+    """
+    Loads the rewards of the evaluation. One that training has too is not loaded again.
+
+    Args:
+        script_args ([`ScriptArguments`]):
+            Arguments.
+        reward_funcs (`list[Callable]`):
+            From [`load_rewards`].
+
+    Returns:
+        `list[Callable]`, or `None` if they are those of training.
+
+    Raises:
+        ValueError: there is no such reward, or a judge is named for none.
+    """
+    has_own_judge = script_args.eval_judge_model is not None or script_args.eval_judge_url is not None
+    if script_args.eval_rewards is None and not has_own_judge:
+        return None
+    names = script_args.eval_rewards if script_args.eval_rewards is not None else script_args.rewards
+    if has_own_judge and "consistency" not in names:
         raise ValueError("`--eval_judge_model` and `--eval_judge_url` are for `consistency`, which is no reward here.")
-    evaluation = []
-    for name in names:
-        if name == "consistency" and own_judge:
-            model = script_args.eval_judge_model or script_args.judge_model
-            url = script_args.eval_judge_url
-            if url is None and script_args.eval_judge_model is None:
-                url = script_args.judge_url
-            evaluation.append(_consistency(script_args, model, url))
-        else:
-            evaluation.append(loaded.get(name) or load_reward(name, script_args))
-    return [loaded[name] for name in script_args.rewards], evaluation
+    known = dict(zip(script_args.rewards, reward_funcs, strict=True))
+    if has_own_judge:
+        model = script_args.eval_judge_model or script_args.judge_model
+        url = script_args.eval_judge_url
+        if url is None and script_args.eval_judge_model is None:
+            url = script_args.judge_url
+        known["consistency"] = _consistency(script_args, model, url)
+    return [known.get(name) or load_reward(name, script_args) for name in names]
 
 
 def _consistency(script_args: ScriptArguments, model: str, url: str | None) -> Callable:

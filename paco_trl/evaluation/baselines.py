@@ -79,7 +79,7 @@ class DreamSimScorer:
     read.
 
     Needs the package `dreamsim`, unless a model is given: `pip install "paco_trl[dreamsim]"`. Its weights are
-    downloaded at the first use, into the cache folder of the Hub.
+    downloaded at the first use, into the cache folder of the Hub; it runs code from GitHub (`torch.hub`) to build them.
 
     Args:
         model (`Callable`, *optional*):
@@ -91,10 +91,12 @@ class DreamSimScorer:
             Device to score on. Defaults to this process's own: its accelerator, or the CPU if there is none.
         batch_size (`int`, *optional*, defaults to `32`):
             Pairs per forward pass.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether `dreamsim` may run code from GitHub. Needed unless a model is given.
 
     Raises:
         ImportError: If no model is given and `dreamsim` is not installed.
-        ValueError: If only one of `model` and `preprocess` is given.
+        ValueError: If only one of `model` and `preprocess` is given, or none and code from elsewhere is not trusted.
     """
 
     def __init__(
@@ -103,9 +105,16 @@ class DreamSimScorer:
         preprocess: Callable[[Image.Image], torch.Tensor] | None = None,
         device: str | torch.device | None = None,
         batch_size: int = 32,
+        trust_remote_code: bool = False,
     ):
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
+        if model is None and preprocess is None and not trust_remote_code:
+            raise ValueError(
+                "The package dreamsim runs code from GitHub (`torch.hub`, facebookresearch/dino) and downloads weights "
+                "that are no safetensors. If you trust it, pass `trust_remote_code=True`; or pass a built `model` with "
+                "its `preprocess`."
+            )
         if (model is None) != (preprocess is None):
             raise ValueError("`model` and `preprocess` belong together, but only one is given. Pass both or neither.")
         self.name = "DreamSim"

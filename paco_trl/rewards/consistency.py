@@ -129,6 +129,7 @@ class ConsistencyReward(JudgedReward):
         if max_pairs is not None and max_pairs < 1:
             raise ValueError(f"`max_pairs` is {max_pairs}, but must be at least 1. Leave it out for all pairs.")
         self.question, self.max_pairs, self.seed = question, max_pairs, seed
+        self.needed_columns = (question,)  # the trainer looks at it before it loads a model
         super().__init__(model, base_url, symmetric, **kwargs)
 
     def _questions(

@@ -23,9 +23,12 @@ class DreamSimReward(PairSimilarityReward):
     Args:
         model (`Callable`, *optional*), preprocess (`Callable`, *optional*), device (`str` or `torch.device`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
             As of [`~paco_trl.evaluation.DreamSimScorer`].
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether the package may run code from GitHub, where it gets its networks. Needed unless a model is given.
 
     Raises:
         ImportError: If no model is given and `dreamsim` is not installed.
+        ValueError: If no model is given and code from elsewhere is not trusted.
     """
 
     __name__ = "dreamsim"
@@ -36,7 +39,8 @@ class DreamSimReward(PairSimilarityReward):
         preprocess: Callable[[Image.Image], torch.Tensor] | None = None,
         device: str | torch.device | None = None,
         batch_size: int = 32,
+        trust_remote_code: bool = False,
     ):
         from ..evaluation.baselines import DreamSimScorer
 
-        super().__init__(DreamSimScorer(model, preprocess, device, batch_size))
+        super().__init__(DreamSimScorer(model, preprocess, device, batch_size, trust_remote_code))

@@ -47,6 +47,7 @@ class EditReward(JudgedReward):
     """
 
     __name__ = "edit"  # TRL takes it for the metric names, `rewards/edit/mean`
+    needed_columns = ("image",)  # the trainer looks at it before it loads a model
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
         super().__init__(model, base_url, symmetric=False, **kwargs)
@@ -55,6 +56,12 @@ class EditReward(JudgedReward):
         self, prompts: list[str], completions: list[Image.Image], **columns
     ) -> list[list[WeightedQuestion]]:
         sources = column_of(columns, "image", len(completions), "An edit reward")
+        for index, source in enumerate(sources):
+            if not isinstance(source, Image.Image):
+                raise ValueError(
+                    f"`image` of image {index} is {str(source)[:100]}, not a PIL image. Cast the column to "
+                    "`datasets.Image()`, or fill it."
+                )
         return [
             [
                 WeightedQuestion(source, edited, edit_consistency_question(prompt)),

@@ -35,8 +35,8 @@ class JudgedReward:
     """
     Reward that puts questions to a judge. Subclasses say which, and what the scores make.
 
-    A reward whose judge is served is a coroutine function, one whose judge is in the process is not: `__new__` chooses
-    between the two, as [`pathlib.Path`] does.
+    A reward whose judge is served is a coroutine function, one whose judge is in the process is not: the judge makes
+    its class one of two.
 
     Args:
         model (`str`, `Path` or [`Judge`]):
@@ -53,10 +53,6 @@ class JudgedReward:
 
     __name__: str
 
-    def __new__(cls, model: str | Path | Judge | None = None, base_url: str | None = None, *args, **kwargs):
-        is_served = base_url is not None or hasattr(model, "answer")
-        return super().__new__(_served(cls) if is_served else cls)
-
     def __init__(self, model: str | Path | Judge, base_url: str | None, symmetric: bool, **kwargs):
         if base_url is not None:
             model = ServedJudge(base_url, model, **kwargs)
@@ -69,6 +65,9 @@ class JudgedReward:
         elif kwargs:
             raise TypeError(f"{', '.join(kwargs)} is for loading a judge, but {model!r} is one already.")
         self.judge = model
+        if hasattr(model, "answer"):
+            # Here and not in `__new__`: a subclass may take other arguments
+            self.__class__ = _served(type(self))
         self._asked = AskedOnce(model, symmetric)
 
     def __call__(
@@ -150,7 +149,8 @@ class ServedReward(JudgedReward):
 
 @functools.cache
 def _served(cls: type[JudgedReward]) -> type[JudgedReward]:
-    return type(f"Served{cls.__name__}", (ServedReward, cls), {"__doc__": cls.__doc__})
+    # What `cls` defines itself stands above the mixin
+    return type(f"Served{cls.__name__}", (cls, ServedReward), {"__doc__": cls.__doc__})
 
 
 def column_of(columns: dict, name: str, count: int, needed_by: str) -> list:

@@ -45,6 +45,7 @@ class OcrReward:
                 'Reading text in images needs `rapidocr` and `onnxruntime`: pip install "paco_trl[ocr]".'
             ) from error
         self.__name__ = "ocr"  # TRL takes it for the metric names, `rewards/ocr/mean`
+        self.needed_columns = ("text",)  # the trainer looks at it before it loads a model
         # Below "error" it reports its files, and each image without text
         self.engine = RapidOCR(params={"Global.log_level": "error"})
 

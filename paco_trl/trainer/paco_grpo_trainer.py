@@ -70,7 +70,7 @@ from .paco_grpo_config import PaCoGRPOConfig
 from .prompt_encoder import PromptEncoder
 from .publishing import push_checkpoint
 from .resolution import training_size
-from .reward_calls import RewardError, check_required, check_reward_functions, check_reward_weights
+from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
 from .scored_sheets import ScoredImages, save_scored_sheet
 from .scoring import RewardScorer
 from .step_statistics import StepStatistics
@@ -198,6 +198,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.eval_reward_func_names = eval_rewards[1]
         self.layout = args.round_layout
         self._check_train_dataset(train_dataset, args)
+        check_columns(reward_funcs, train_dataset, "the dataset")
         eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
         eval_datasets = {name: dataset for name, dataset in eval_datasets.items() if dataset is not None}
         if not eval_datasets and (args.eval_strategy != "no" or args.eval_on_start):
@@ -208,6 +209,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         check_best_metric(args, eval_dataset)
         for name, dataset in eval_datasets.items():
             check_image_set_columns(dataset)
+            check_columns(reward_funcs if eval_reward_funcs is None else eval_reward_funcs, dataset, f"the dataset '{name}'")
             check_panel_sizes(dataset, args, f"the dataset '{name}'")
         is_deepspeed = args.deepspeed_plugin is not None
         self.base_model = base_model_name(model)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
+from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
@@ -81,6 +82,30 @@ def check_reward_weights(weights: list[float] | None, names: list[str], aggregat
             "`multi_objective_aggregation`, or turn the reward around."
         )
     return torch.tensor(weights, dtype=torch.float32)
+
+
+def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:
+    """
+    Checks that a dataset has the columns that rewards say they need (`needed_columns`), before a model is loaded.
+
+    Args:
+        reward_funcs (`Callable` or `list[Callable]`):
+            Rewards as the user gave them; one without `needed_columns` is not asked.
+        dataset ([`~datasets.Dataset`]):
+            Dataset.
+        where (`str`):
+            What it is, for the error.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        for column in getattr(function, "needed_columns", ()):
+            if column not in dataset.column_names:
+                raise ValueError(
+                    f"The reward '{get_callable_name(function)}' needs the column `{column}`, but {where} has "
+                    f"{', '.join(dataset.column_names)}. Add it, or use another reward."
+                )
 
 
 def check_required(required: list[bool] | None, names: list[str]) -> list[bool]:
