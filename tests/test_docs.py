@@ -4,6 +4,7 @@
 import ast
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from PIL import Image
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import make_pair
-from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.rewards import ConsistencyReward, ServedJudge, panel_similarity_reward, redness_reward
 
 
 ROOT = Path(__file__).parent.parent
@@ -234,6 +235,9 @@ class TestOptions:
         """`name=value` and `--name` in a line of text name options, also of the objects beside the config."""
         others = {"modules_to_save", "push_to_hub", "num_processes", "machine_rank", "is_trainable", "model"}
         others = others.union(*map(script_options, SCRIPTS))
+        others = others.union(
+            *(inspect.signature(reward.__init__).parameters for reward in (ConsistencyReward, ServedJudge))
+        )
         for name in re.findall(r"`(?:--)?(\w+)=[^`]+`|`--(\w+)[^`]*`", prose_of(page)):
             assert (name[0] or name[1]) in OPTIONS | others | {"DS_ACCELERATOR", "help", "config"}, name
 
