@@ -9,13 +9,14 @@ UV := $(shell command -v uv 2>/dev/null || echo .venv-uv/bin/uv)
 export OMP_NUM_THREADS ?= 1
 LINTED := paco_trl examples tests benchmarks
 
-.PHONY: help demo test test-slow test-lowest quality style clean
+.PHONY: help demo test test-slow test-lowest test-vllm quality style clean
 
 help:
 	@echo "make demo         train a tiny FLUX pipeline on the shipped prompts (CPU, offline)"
 	@echo "make test         the tests"
 	@echo "make test-slow    the tests that launch many processes"
 	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
+	@echo "make test-vllm    the tests that need a server of vLLM (CPU; installs 2.5 GB into an environment of its own)"
 	@echo "make quality      linter and formatter, check only"
 	@echo "make style        linter and formatter, with corrections"
 
@@ -34,7 +35,7 @@ demo: .venv/.installed
 
 # Two processes, each with whole files: the models that a file's tests share are built once
 test: .venv/.installed
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -m "not slow and not vllm" -n 2 --dist loadfile tests
 
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow tests
@@ -42,7 +43,20 @@ test-slow: .venv/.installed
 test-lowest: | $(filter .venv-uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-lowest
 	$(UV) pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e ".[test]"
-	.venv-lowest/bin/python -m pytest -m "not slow" -n 2 --dist loadfile tests
+	.venv-lowest/bin/python -m pytest -m "not slow and not vllm" -n 2 --dist loadfile tests
+
+# By pip, since uv does not find the CPU build of torch that vLLM pins. The packages that are taken out again come as
+# CUDA builds, which do not load beside it, and nothing here uses them.
+.venv-vllm/.installed: tests/vllm_environment/requirements.txt
+	$(PYTHON) -m venv --clear .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -r $<
+	.venv-vllm/bin/pip uninstall --quiet --yes torchaudio torchcodec triton
+	touch $@
+
+test-vllm: .venv/.installed .venv-vllm/.installed
+	cp tests/vllm_environment/vllm .venv-vllm/bin/vllm
+	cp tests/vllm_environment/sitecustomize.py .venv-vllm/lib/python3*/site-packages/
+	PACO_TRL_VLLM=$(CURDIR)/.venv-vllm/bin/vllm $(BIN)/python -m pytest -rP -m vllm tests/test_vllm.py
 
 quality: .venv/.installed
 	$(BIN)/ruff check $(LINTED)
@@ -53,4 +67,4 @@ style: .venv/.installed
 	$(BIN)/ruff format $(LINTED)
 
 clean:
-	rm -rf .venv .venv-uv .venv-lowest demo build dist *.egg-info
+	rm -rf .venv .venv-uv .venv-lowest .venv-vllm demo build dist *.egg-info

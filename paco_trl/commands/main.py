@@ -9,11 +9,12 @@ from importlib import import_module
 # and TRL, which take seconds: only the one that is asked for is imported.
 COMMANDS = {
     "doctor": ("paco_trl.commands.doctor", "checks a model, a dataset and settings before a training run"),
+    "serve-reward": ("paco_trl.commands.serve_reward", "serves a judge with vLLM, for rewards that ask it over HTTP"),
 }
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
         ["usage: paco-trl <command> [options]", "", *lines, "", "`paco-trl <command> --help` lists the options."]
     )

@@ -1,0 +1,589 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl serve-reward`: a judge behind vLLM, checked with a real question before it is called ready."""
+
+import ipaddress
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from trl import TrlParser
+
+from ..rewards.judge import JudgeUnavailableError
+
+
+# vLLM reads it too. In the environment and nowhere else: a command line can be read by every user of the machine.
+API_KEY_VARIABLE = "VLLM_API_KEY"
+
+# Two images of at most 2,097,152 pixels (the `max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
+# each. Of 8,192 tokens, 2,844 are left for the question and the answer.
+_MAX_MODEL_LEN = 8192
+# vLLM takes these as `--max-lora-rank` and no others
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# GiB of the machine's memory, in the server's process and in the engine's. A processed image takes 24 bytes a pixel in
+# float32, so this holds the panels of some 680 images of 512 x 512 pixels, and each panel is in several questions.
+_IMAGE_CACHE = 4
+# Layers in front of the language model, in the names that transformers gives them
+_VISION_LAYERS = re.compile(r"\.(visual|vision_tower|vision_model|multi_modal_projector|connector)\.")
+# vLLM's options that this command sets from its own, and what to use
+_OWN_OPTIONS = {
+    "--api-key": f"the environment variable {API_KEY_VARIABLE}",
+    "--host": "`--host`",
+    "--port": "`--port`",
+    "--served-model-name": "`--served_model_name`",
+}
+
+# Seconds that the server has to stop by itself
+_GRACE = 30.0
+_POLL = 0.2
+# Bytes and lines of the server's output that are kept for an error
+_TAIL_BYTES, _TAIL_LINES = 20_000, 20
+
+_PROGRAM = "paco-trl serve-reward"
+
+
+@dataclass
+class ServeArguments:
+    """
+    A judge, and the server in front of it.
+
+    Args:
+        model_name_or_path (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
+            Hub id or folder of a whole vision-language model (a merged judge, or any other), or of a LoRA adapter,
+            whose `adapter_config.json` names the model below it.
+        served_model_name (`str`, *optional*, defaults to `"paco-reward"`):
+            Name under which the judge is asked. With an adapter, the model below it has this name with `-base` behind
+            it.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`):
+            Address to listen at. That of the default is reached from this machine only.
+        port (`int`, *optional*, defaults to `8000`):
+            Port to listen at.
+        dtype (`str`, *optional*, defaults to `"auto"`):
+            Dtype of the model: `"auto"`, `"bfloat16"`, `"float16"` or `"float32"`. With `"auto"`, vLLM takes float16
+            for a model whose files are float32.
+        max_model_len (`int`, *optional*, defaults to `8192`):
+            Tokens of a question with its two images, and its answer.
+        gpu_memory_utilization (`float`, *optional*):
+            Share of the GPU's memory that vLLM takes. If `None`, vLLM's default, which is nearly all of it.
+        vllm (`str`, *optional*, defaults to `"vllm"`):
+            Command that starts vLLM, or the path of one: vLLM needs other versions of its dependencies than this
+            package, so that it usually lives in an environment of its own, as `~/vllm/bin/vllm`.
+        startup_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds after which a server that is not ready is stopped. Downloading the model is part of it.
+        vllm_args (`list[str]`, *optional*, defaults to `[]`):
+            Further arguments for `vllm serve`. On the command line they are written behind `--`.
+
+    Raises:
+        ValueError: An argument is out of its range, or one of `vllm_args` belongs to this command.
+    """
+
+    model_name_or_path: str = field(
+        default="X-GenGroup/PaCo-Reward-7B",
+        metadata={"help": "Hub id or folder of a whole vision-language model, or of a LoRA adapter."},
+    )
+    served_model_name: str = field(default="paco-reward", metadata={"help": "Name under which the judge is asked."})
+    host: str = field(
+        default="127.0.0.1",
+        metadata={"help": "Address to listen at. That of the default is reached from this machine only."},
+    )
+    port: int = field(default=8000, metadata={"help": "Port to listen at."})
+    dtype: str = field(
+        default="auto", metadata={"help": "Dtype of the model: `auto`, `bfloat16`, `float16` or `float32`."}
+    )
+    max_model_len: int = field(
+        default=_MAX_MODEL_LEN, metadata={"help": "Tokens of a question with its two images, and its answer."}
+    )
+    gpu_memory_utilization: float | None = field(
+        default=None, metadata={"help": "Share of the GPU's memory that vLLM takes. If `None`, vLLM's default."}
+    )
+    vllm: str = field(
+        default="vllm",
+        metadata={"help": "Command that starts vLLM, or the path of one, such as `~/vllm/bin/vllm`."},
+    )
+    startup_timeout: float = field(
+        default=1800.0, metadata={"help": "Seconds after which a server that is not ready is stopped."}
+    )
+    vllm_args: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Further arguments for `vllm serve`. On the command line they are written behind `--`."},
+    )
+
+    def __post_init__(self):
+        if not 1 <= self.port <= 65535:
+            raise ValueError(f"`port` is {self.port}, but must be between 1 and 65535.")
+        if self.startup_timeout <= 0:
+            raise ValueError(f"`startup_timeout` is {self.startup_timeout}, but must be positive.")
+        # In a YAML file numbers are numbers
+        self.vllm_args = [str(argument) for argument in self.vllm_args]
+        for argument in self.vllm_args:
+            name = argument.partition("=")[0].replace("_", "-")
+            if name in _OWN_OPTIONS:
+                raise ValueError(
+                    f"`vllm_args` has {name}, which this command sets itself. Use {_OWN_OPTIONS[name]} instead."
+                )
+
+
+class Adapter(NamedTuple):
+    """
+    What vLLM has to be told about a LoRA adapter.
+
+    Attributes:
+        folder (`str`):
+            Its folder.
+        base (`str`), revision (`str`, *optional*):
+            Hub id or folder of the model below it, and the revision that it names.
+        rank (`int`):
+            Largest rank of its layers.
+        has_vision_layers (`bool`):
+            Whether it changes the vision tower or its projector.
+        image_size (`dict`, *optional*):
+            Limits of an image in pixels, from the adapter's own processor if it has one.
+    """
+
+    folder: str
+    base: str
+    revision: str | None
+    rank: int
+    has_vision_layers: bool
+    image_size: dict[str, int] | None
+
+
+def find_adapter(model: str) -> Adapter | None:
+    """
+    Looks whether a model is a LoRA adapter, and into it.
+
+    Args:
+        model (`str`):
+            Hub id or folder.
+
+    Returns:
+        [`Adapter`], or `None` for a whole model.
+
+    Raises:
+        ValueError: An adapter that vLLM cannot serve: it names no model, has no safetensors file or one that cannot be
+            read, or too large a rank.
+    """
+    # Takes a second to import
+    from transformers.utils import cached_file
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    config_file = find_adapter_config_file(model)
+    if config_file is None:
+        return None
+    config = json.loads(Path(config_file).read_text(encoding="utf-8"))
+    base = config.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"The adapter {model!r} does not name the model below it: `base_model_name_or_path` in its "
+            "adapter_config.json is empty. Put the model's Hub id or folder there."
+        )
+
+    def find(name: str) -> str | None:
+        return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+
+    weights = find("adapter_model.safetensors")
+    if weights is None:
+        raise ValueError(
+            f"The adapter {model!r} has no adapter_model.safetensors. Other formats are pickles, which can run code; "
+            "convert it, or ask for a safetensors file."
+        )
+    try:
+        with safe_open(weights, "pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{weights} cannot be read: {error}. Save or download the adapter again.") from error
+    # From the weights, since single layers may have a rank of their own
+    rank = max((shape[0] for name, shape in shapes.items() if "lora_A" in name), default=0)
+    if not 0 < rank <= _LORA_RANKS[-1]:
+        raise ValueError(
+            f"The adapter {model!r} has rank {rank}, and vLLM serves LoRA adapters of rank 1 to {_LORA_RANKS[-1]}. "
+            "Merge it into its model (`merge_and_unload` of PEFT) and serve that."
+        )
+    return Adapter(
+        folder=str(Path(config_file).parent.absolute()),
+        base=base,
+        revision=config.get("revision"),
+        rank=rank,
+        has_vision_layers=any(_VISION_LAYERS.search(name) for name in shapes),
+        image_size=_image_size(find("processor_config.json"), find("preprocessor_config.json")),
+    )
+
+
+def _image_size(processor_file: str | None, image_processor_file: str | None) -> dict[str, int] | None:
+    """The `size` of an image processor whose limits are numbers of pixels."""
+    config = {}
+    if image_processor_file is not None:
+        config = json.loads(Path(image_processor_file).read_text(encoding="utf-8"))
+    if processor_file is not None:
+        config = json.loads(Path(processor_file).read_text(encoding="utf-8")).get("image_processor") or config
+    size = config.get("size") or {}
+    # Files of older versions have the limits under their own names
+    edges = {
+        "shortest_edge": config.get("min_pixels") or size.get("shortest_edge"),
+        "longest_edge": config.get("max_pixels") or size.get("longest_edge"),
+    }
+    return edges if all(edges.values()) else None
+
+
+def serve_command(args: ServeArguments, executable: str, adapter: Adapter | None = None) -> list[str]:
+    """
+    The command that starts vLLM.
+
+    Args:
+        args ([`ServeArguments`]):
+            Arguments.
+        executable (`str`):
+            Path of the command `vllm`.
+        adapter ([`Adapter`], *optional*):
+            Adapter, if the model is one.
+
+    Returns:
+        `list[str]`.
+    """
+    name = args.served_model_name
+    command = [executable, "serve", args.model_name_or_path if adapter is None else adapter.base]
+    # The one name with an adapter must not be the other: vLLM would answer for the model below
+    command += ["--served-model-name", name if adapter is None else f"{name}-base"]
+    command += ["--host", args.host, "--port", str(args.port)]
+    command += ["--dtype", args.dtype, "--max-model-len", str(args.max_model_len)]
+    # A question has two images. Memory is set aside for the largest question that is possible.
+    command += ["--limit-mm-per-prompt", json.dumps({"image": 2, "video": 0})]
+    # A panel is in several questions: processed once, and what two questions begin with is computed once
+    command += ["--mm-processor-cache-gb", str(_IMAGE_CACHE), "--enable-prefix-caching"]
+    # That of a published judge samples and penalises repetitions
+    command += ["--generation-config", "vllm"]
+    # Other formats are pickles
+    command += ["--load-format", "safetensors"]
+    # A line for each request would bury everything else
+    command += ["--disable-uvicorn-access-log"]
+    if args.gpu_memory_utilization is not None:
+        command += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]
+    if adapter is not None:
+        # As JSON, since the short form `name=path` fails for folders with a comma
+        command += ["--enable-lora", "--lora-modules", json.dumps({"name": name, "path": adapter.folder})]
+        command += ["--max-lora-rank", str(next(rank for rank in _LORA_RANKS if rank >= adapter.rank))]
+        if adapter.has_vision_layers:
+            # Without it vLLM leaves these layers out and says nothing
+            command += ["--enable-tower-connector-lora"]
+        if adapter.revision is not None:
+            command += ["--revision", adapter.revision]
+        if adapter.image_size is not None:
+            # vLLM takes the processor of the model below; the judge was trained on images of this size
+            command += ["--mm-processor-kwargs", json.dumps({"size": adapter.image_size})]
+    return command + args.vllm_args
+
+
+class Server:
+    """
+    A server's process, with all that it starts itself.
+
+    Args:
+        command (`list[str]`):
+            Command.
+    """
+
+    def __init__(self, command: list[str]):
+        # Tools that vLLM calls (ninja) are beside it in its environment, which need not be the active one
+        path = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)])
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PATH": path},
+            # A process group of its own: Ctrl-C reaches this command alone, which then stops them all
+            start_new_session=True,
+        )
+        self._tail = b""
+        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader.start()
+
+    def _pass_on(self) -> None:
+        # As it comes, not line by line: progress bars have no lines
+        output = self.process.stdout.fileno()
+        while chunk := os.read(output, 65536):
+            self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+            try:
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+            except (OSError, ValueError):
+                # Nobody reads it any more. The server would block if it were left in the pipe.
+                continue
+
+    def last_lines(self) -> str:
+        """The end of the output."""
+        self._reader.join(timeout=1.0)
+        lines = self._tail.decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join(f"    {line}" for line in lines)
+
+    def stop(self) -> None:
+        """Ends the process and all that belong to it, by force if they do not end by themselves."""
+        for number, seconds in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, 5.0)):
+            deadline = time.monotonic() + seconds
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                break
+            while self._is_alive() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self._reader.join(timeout=1.0)
+
+    def _is_alive(self) -> bool:
+        """Whether a process of the group is alive."""
+        self.process.poll()
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        # One that has ended and that nobody waits for, as in a container without an init, stays in the group
+        states = []
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, group = file.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            except OSError:  # has ended meanwhile
+                continue
+            if int(group) == self.process.pid:
+                states.append(state)
+        return not states or any(state != "Z" for state in states)
+
+
+class _Failure(RuntimeError):
+    """The command cannot go on: its message, and the exit code."""
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def _find_executable(vllm: str) -> str:
+    executable = shutil.which(os.path.expanduser(vllm))
+    if executable is None:
+        raise _Failure(
+            f"There is no command {vllm!r} (`--vllm`): vLLM is not installed, or not on the PATH. It needs other "
+            "versions of its dependencies than this package, so install it in an environment of its own, and say where "
+            "it is:\n"
+            "    python -m venv ~/vllm && ~/vllm/bin/pip install vllm\n"
+            f"    {_PROGRAM} --vllm ~/vllm/bin/vllm"
+        )
+    return os.path.abspath(executable)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Finds out before a model is loaded whether the server will be able to listen."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            # As the server does: what is left of a server that was just stopped is not in the way
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1)
+    except OSError as error:
+        raise _Failure(
+            f"Nothing can listen at {host}, port {port}: {error.strerror}. If another server is there, maybe another "
+            "judge, stop it or choose another `--port`; `--host` is an address of this machine."
+        ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _server_url(host: str, port: int) -> str:
+    """Address of the server as seen from this machine."""
+    # Those that stand for all addresses are none to connect to
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def _stop_signals():
+    """An event that is set when the command shall stop."""
+    stopped = threading.Event()
+    previous = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Those that are ignored (`nohup`) go on being ignored
+        if signal.getsignal(number) != signal.SIG_IGN:
+            previous[number] = signal.signal(number, lambda *_: stopped.set())
+    try:
+        yield stopped
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _is_healthy(url: str) -> bool:
+    # Not through a proxy, which does not know this machine's own addresses
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=2.0) as response:
+            return response.status == 200
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+class _Check(threading.Thread):
+    """Waits for the server and asks a real question, while the main thread watches its process and the signals."""
+
+    def __init__(self, url: str, model: str):
+        super().__init__(daemon=True)
+        self.url = url
+        self.model = model
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            # Takes long to import, and the server longer to start
+            from ..rewards.served_judge import ServedJudge
+
+            while not _is_healthy(self.url):
+                time.sleep(_POLL)
+            # A server that calls itself healthy may fail at its first question
+            judge = ServedJudge(base_url=f"{self.url}/v1", model=self.model)
+            judge.check()
+            judge.close()
+        except Exception as error:
+            self.error = error
+
+
+def _wait_until_ready(server: Server, check: _Check, stopped: threading.Event, timeout: float) -> bool:
+    """Waits until the judge has answered. `False` if the command shall stop before."""
+    deadline = time.monotonic() + timeout
+    check.start()
+    while check.is_alive():
+        if stopped.wait(_POLL):
+            return False
+        if server.process.poll() is not None:
+            break
+        if time.monotonic() > deadline:
+            raise _Failure(
+                f"vLLM is not ready after {timeout:g} seconds (`--startup_timeout`; set it higher if a large model was "
+                f"being downloaded). Its last lines:\n{server.last_lines()}"
+            )
+    if server.process.poll() is not None:
+        # Maybe by the question. Whatever that has reported, this is the reason.
+        raise _ended(server, "before it was ready")
+    if check.error is not None:
+        kind = "" if isinstance(check.error, JudgeUnavailableError) else f"{type(check.error).__name__}: "
+        raise _Failure(f"The server runs, but not as a judge: {kind}{check.error}")
+    return True
+
+
+def _ended(server: Server, when: str) -> _Failure:
+    """What is to be said of a server that ended by itself; its exit code is never that of success."""
+    code = server.process.returncode
+    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    return _Failure(
+        f"vLLM ended {when}, {how}. Its last lines:\n{server.last_lines()}", 128 - code if code < 0 else code or 1
+    )
+
+
+def _serve(args: ServeArguments) -> None:
+    executable = _find_executable(args.vllm)
+    _check_address(args.host, args.port)
+    adapter = find_adapter(args.model_name_or_path)
+    command = serve_command(args, executable, adapter)
+    if not _is_loopback(args.host):
+        _warn_of_the_network(args.host)
+
+    url = _server_url(args.host, args.port)
+    with _stop_signals() as stopped:
+        server = Server(command)
+        try:
+            check = _Check(url, args.served_model_name)
+            if not _wait_until_ready(server, check, stopped, args.startup_timeout):
+                return
+            _announce(args, url, adapter)
+            while not stopped.wait(_POLL):
+                if server.process.poll() is not None:
+                    raise _ended(server, "by itself")
+        finally:
+            if server.process.poll() is None:
+                _say("Stopping vLLM.")
+            server.stop()
+
+
+def _warn_of_the_network(host: str) -> None:
+    if os.environ.get(API_KEY_VARIABLE):
+        guard = "The key guards the addresses below /v1, and not all others that vLLM has."
+    else:
+        guard = f"Without a key everyone there can use the server: put one into {API_KEY_VARIABLE}."
+    _say(f"Warning: `--host` is {host}, which other machines may reach. {guard} Keep it in a network that you trust.")
+
+
+def _announce(args: ServeArguments, url: str, adapter: Adapter | None) -> None:
+    lines = [
+        "",
+        f"The judge is ready: {args.served_model_name!r} at {url}/v1",
+        "",
+        "    from paco_trl.rewards import ConsistencyReward",
+        f'    reward = ConsistencyReward(base_url="{url}/v1", model="{args.served_model_name}")',
+        "",
+    ]
+    if os.environ.get(API_KEY_VARIABLE):
+        lines.insert(-1, f"    (with the same {API_KEY_VARIABLE} in the environment)")
+    if adapter is not None:
+        lines.insert(2, f"The model below the adapter: {args.served_model_name + '-base'!r}")
+    lines += ["Ctrl-C stops it.", ""]
+    sys.stdout.write("\n".join(lines))
+    sys.stdout.flush()
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"{_PROGRAM}: {message}\n")
+    sys.stderr.flush()
+
+
+def _parser() -> TrlParser:
+    return TrlParser(
+        ServeArguments,
+        prog=_PROGRAM,
+        usage=f"{_PROGRAM} [options] [-- options of vllm serve]",
+        description="Starts vLLM for a judge, asks it a question, and stays until it is stopped.",
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """
+    Runs the command.
+
+    Args:
+        arguments (`list[str]`):
+            Options of the command, and behind `--` those of vLLM.
+
+    Returns:
+        `int`: 0 when the server was stopped as asked, else 1, or the exit code of a server that ended by itself.
+    """
+    own, further = arguments, []
+    if "--" in arguments:
+        place = arguments.index("--")
+        own, further = arguments[:place], arguments[place + 1 :]
+    if {"--help", "-h"} & set(own):
+        _parser().print_help()
+        return 0
+    try:
+        (args,) = _parser().parse_args_and_config(own)
+        # Those of a YAML file come first: of an option that is there twice, vLLM takes the second
+        _serve(replace(args, vllm_args=args.vllm_args + further))
+    except _Failure as failure:
+        _say(str(failure))
+        return failure.exit_code
+    except (ValueError, OSError) as error:
+        _say(str(error))
+        return 1
+    return 0

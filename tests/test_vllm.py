@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+A real vLLM behind `paco-trl serve-reward`: its scores are those in the process, and it may be killed.
+
+Run with `make test-vllm`, which installs vLLM into an environment of its own. A server takes half a minute to start, so
+there are three in all: a whole model, an adapter of the language model, and one of the vision tower.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+from paco_trl import PaCoReward
+from paco_trl.data import criterion_question, edit_following_question, theme_question
+from paco_trl.data.questions import plain_question
+from paco_trl.rewards import JudgeUnavailableError, ServedJudge
+from paco_trl.tiny import build_tiny_qwen2_5_vl
+from paco_trl.utils.images import limit_pixels
+
+
+VLLM = os.environ.get("PACO_TRL_VLLM")
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(VLLM is None, reason="PACO_TRL_VLLM does not name the command of vLLM: run `make test-vllm`"),
+]
+
+ROOT = Path(__file__).parent.parent
+KEY = "a-key"
+QUESTIONS = [
+    theme_question("A fox through the four seasons"),
+    criterion_question("The same colour"),
+    edit_following_question("Add a hat"),
+]
+TOLERANCE = 1e-3
+
+
+def noise(height: int, width: int, seed: int) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+# Below, at and above what the tiny model's processor leaves as it is; and sides that are no multiples of 28
+IMAGES = [
+    noise(28, 56, 0),
+    noise(45, 30, 1),
+    noise(112, 112, 2),
+    noise(200, 310, 3),
+    Image.new("RGB", (84, 56), "red"),
+]
+PAIRS = [(first, second) for first, second in product(IMAGES, IMAGES) if first is not second]
+# Each pair with each question
+ALL_PAIRS, ALL_QUESTIONS = map(list, zip(*product(PAIRS, QUESTIONS), strict=True))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """
+    A tiny Qwen2.5-VL that vLLM can serve: attention heads of 32 numbers, which its kernels on CPUs need, and Yes and No
+    among the 20 likeliest answers.
+    """
+    folder = build_tiny_qwen2_5_vl(tmp_path_factory.mktemp("models") / "judge")
+    config = Qwen2_5_VLConfig.from_pretrained(folder)
+    config.text_config.hidden_size = config.vision_config.out_hidden_size = 128
+    config.text_config.rope_parameters["mrope_section"] = [4, 6, 6]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = Qwen2_5_VLForConditionalGeneration(config)
+    judge = PaCoReward(network, AutoProcessor.from_pretrained(folder))
+
+    # What the head sees has a common direction, the last token of the prompt being the same. Along it the two rows are
+    # made longer, both to the same mean.
+    seen = []
+    hook = network.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0][:, -1]))
+    judge.score(ALL_PAIRS, ALL_QUESTIONS)
+    judge.score(PAIRS, plain_question())
+    hook.remove()
+    mean = torch.cat(seen).mean(0)
+    with torch.no_grad():
+        rows = network.lm_head.weight[[judge.yes_id, judge.no_id]]
+        wanted = 15.0 - rows @ mean
+        network.lm_head.weight[[judge.yes_id, judge.no_id]] = rows + wanted[:, None] * mean / mean.dot(mean)
+    network.save_pretrained(folder)
+    return folder
+
+
+def save_adapter(model: Path, folder: Path, layers: str) -> Path:
+    """Saves a LoRA adapter with an effect."""
+    network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    network = get_peft_model(network, LoraConfig(r=4, lora_alpha=8, target_modules=layers))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "lora_" in name:
+                # With more the answer is neither Yes nor No
+                parameter.normal_(std=0.05, generator=generator)
+    network.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def language_adapter(model, tmp_path_factory) -> Path:
+    """Adapter of the language model, trained at another size of images than the model below."""
+    folder = save_adapter(model, tmp_path_factory.mktemp("language"), r".*language_model.*\.\w+_proj")
+    processor = AutoProcessor.from_pretrained(model)
+    limit_pixels(processor, 56 * 56)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vision_adapter(model, tmp_path_factory) -> Path:
+    """Adapter of the vision tower and its projector."""
+    layers = r".*visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.\w+_proj)|merger\.mlp\.[02])"
+    return save_adapter(model, tmp_path_factory.mktemp("vision"), layers)
+
+
+def scores_in_process(folder: Path) -> list[float]:
+    return PaCoReward.from_pretrained(folder, device="cpu", dtype="float32").score(ALL_PAIRS, ALL_QUESTIONS)
+
+
+def deviation(scores: list[float | None], expected: list[float]) -> float:
+    assert None not in scores
+    return max(abs(a - b) for a, b in zip(scores, expected, strict=True))
+
+
+def members_of(group: int) -> list[str]:
+    """Names of the processes of a process group that are alive."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, fields = file.read_text().rpartition(")")[::2]
+        except OSError:  # has just ended
+            continue
+        state, _, of_group = fields.split()[:3]
+        if int(of_group) == group and state != "Z":
+            found.append(name)
+    return found
+
+
+class Command:
+    """`paco-trl serve-reward` in a process of its own."""
+
+    def __init__(self, model: Path, port: int, folder: Path, **env):
+        self.url = f"http://127.0.0.1:{port}/v1"
+        self.file = folder / "output"
+        options = {"model_name_or_path": model, "vllm": VLLM, "port": port, "dtype": "float32", "max_model_len": 2048}
+        arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        started = time.monotonic()
+        with self.file.open("wb") as output:
+            self.process = subprocess.Popen(
+                # Nothing is compiled for a model of which every server answers few questions
+                [sys.executable, "-m", "paco_trl.commands.main", "serve-reward", *arguments, "--", "--enforce-eager"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, "VLLM_API_KEY": KEY, **env},
+            )
+        while "Ctrl-C stops it." not in self.output:
+            assert self.process.poll() is None and time.monotonic() < started + 300, self.output[-3000:]
+            time.sleep(0.1)
+        (self.group,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        self.group = int(self.group)
+        print(f"{model.parent.name}: ready after {time.monotonic() - started:.1f} s, {members_of(self.group)}")
+
+    @property
+    def output(self) -> str:
+        return self.file.read_text(errors="replace")
+
+    def judge(self, model: str = "paco-reward", **kwargs) -> ServedJudge:
+        return ServedJudge(self.url, model, **{"api_key": KEY, **kwargs})
+
+    def stop(self) -> None:
+        """As asked: with success, and nothing is left."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0, self.output[-3000:]
+        assert members_of(self.group) == []
+        assert KEY not in self.output
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def start(port, tmp_path_factory):
+    """Starts the command, always at the same port, in place of one that a failed test has left."""
+    started = []
+
+    def end() -> None:
+        for command in started:
+            if command.process.poll() is None:
+                command.process.send_signal(signal.SIGTERM)
+                command.process.wait(60)
+
+    def run(model: Path, **env) -> Command:
+        end()
+        started.append(Command(model, port, tmp_path_factory.mktemp("output"), **env))
+        return started[-1]
+
+    yield run
+    end()
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[float]:
+    scores = scores_in_process(model)
+    # Worth comparing
+    assert np.std(scores) > 0.01 and 0.01 < min(scores) < max(scores) < 0.99
+    return scores
+
+
+@pytest.fixture(scope="module")
+def served(start, model) -> Command:
+    return start(model)
+
+
+class TestWholeModel:
+    def test_scores_are_those_in_the_process(self, served, expected):
+        judge = served.judge()
+        found = deviation(judge.score(ALL_PAIRS, ALL_QUESTIONS), expected)
+        print(f"whole model: {len(expected)} scores, largest deviation {found:.2g}")
+        assert found < TOLERANCE
+        # Answered from the caches
+        assert deviation(judge.score(ALL_PAIRS, ALL_QUESTIONS), expected) < TOLERANCE
+
+    def test_symmetric_scores(self, served, model):
+        expected = PaCoReward.from_pretrained(model, device="cpu").score(PAIRS, QUESTIONS[0], symmetric=True)
+        assert deviation(served.judge().score(PAIRS, QUESTIONS[0], symmetric=True), expected) < TOLERANCE
+
+    def test_wrong_name(self, served):
+        for ask in (lambda judge: judge.check(), lambda judge: judge.score(PAIRS[:1], QUESTIONS[0])):
+            with pytest.raises(JudgeUnavailableError, match="has no model 'paco'.*It has: paco-reward"):
+                ask(served.judge("paco"))
+
+    def test_wrong_key(self, served):
+        with pytest.raises(JudgeUnavailableError, match=r"refuses the key .*401"):
+            served.judge(api_key="another").check()
+
+
+class TestAdapters:
+    def test_killed_and_started_again_with_an_adapter(
+        self, served, start, model, expected, language_adapter, vision_adapter
+    ):
+        # Killed in the middle of many questions
+        judge = served.judge(timeout=10.0, time_budget=10.0)
+        many = (ALL_PAIRS * 100, ALL_QUESTIONS * 100)
+        raised = []
+
+        def ask() -> None:
+            try:
+                judge.score(*many)
+            except JudgeUnavailableError as error:
+                raised.append((time.monotonic(), str(error)))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(2.0)
+        assert thread.is_alive()
+        os.killpg(served.group, signal.SIGKILL)
+        killed = time.monotonic()
+        thread.join(60)
+        ((when, message),) = raised
+        print(f"killed: {when - killed:.1f} s later: {message}")
+        assert when - killed < judge.time_budget + 2.0
+        assert f"paco-reward at {served.url} has not answered" in message
+        assert served.process.wait(30) == 128 + signal.SIGKILL
+        assert "vLLM ended by itself, by signal 9." in served.output and members_of(served.group) == []
+
+        # At the same address and under the same name, where the judge finds it; now the adapter's
+        restarted = start(language_adapter, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+        adapted = scores_in_process(language_adapter)
+        assert deviation(adapted, expected) > 10 * TOLERANCE
+        found = deviation(judge.score(ALL_PAIRS, ALL_QUESTIONS), adapted)
+        print(f"adapter of the language model: largest deviation {found:.2g}")
+        assert found < TOLERANCE
+        # It was trained at its own size of images, which all models of the server get
+        below = PaCoReward.from_pretrained(model, device="cpu")
+        limit_pixels(below.processor, 56 * 56)
+        scores = restarted.judge("paco-reward-base").score(ALL_PAIRS, ALL_QUESTIONS)
+        assert deviation(scores, below.score(ALL_PAIRS, ALL_QUESTIONS)) < TOLERANCE
+
+        # This server was not told of vision layers: it takes an adapter of them, and leaves them out
+        self.load_adapter(restarted, "vision", vision_adapter)
+        ignored = restarted.judge("vision").score(ALL_PAIRS, ALL_QUESTIONS)
+        assert deviation(ignored, scores) < TOLERANCE
+        restarted.stop()
+
+    def test_adapter_of_vision_layers(self, start, expected, vision_adapter):
+        served = start(vision_adapter)
+        adapted = scores_in_process(vision_adapter)
+        scores = served.judge().score(ALL_PAIRS, ALL_QUESTIONS)
+        found = deviation(scores, adapted)
+        print(f"adapter of the vision tower: largest deviation {found:.2g}, effect {deviation(adapted, expected):.2g}")
+        assert deviation(adapted, expected) > 10 * TOLERANCE
+        assert found < TOLERANCE
+        served.stop()
+
+    def load_adapter(self, served: Command, name: str, folder: Path) -> None:
+        request = urllib.request.Request(
+            f"{served.url}/load_lora_adapter",
+            json.dumps({"lora_name": name, "lora_path": str(folder)}).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+        )
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
+            assert response.status == 200
