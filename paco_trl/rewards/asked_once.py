@@ -14,7 +14,7 @@ from .judge import Judge
 from .served_judge import Answer
 
 
-# Answers that are kept: those of some rounds at the paper's settings (672 images with 6 pairs each), in 10 MB
+# Answers that are kept: those of some rounds at the paper's settings (672 images with 6 pairs each), in about 15 MB
 _MAX_ANSWERS = 50_000
 
 Question = tuple[Image.Image, Image.Image, str]
@@ -46,14 +46,12 @@ class AskedOnce:
     Args:
         judge ([`Judge`]):
             Judge.
-        symmetric (`bool`, *optional*, defaults to `False`):
-            Whether the judge is asked about both orders of each pair.
     """
 
-    def __init__(self, judge: Judge, symmetric: bool = False):
+    def __init__(self, judge: Judge):
         self.judge = judge
-        self.arguments = {"symmetric": True} if symmetric else {}
-        self._answers: OrderedDict[tuple, Future[Answer]] = OrderedDict()
+        # An answer that is still to come is a future
+        self._answers: OrderedDict[bytes, Answer | Future[Answer]] = OrderedDict()
         self._lock = threading.Lock()
 
     def ask(self, questions: list[Question]) -> tuple[list[Answer], int]:
@@ -67,13 +65,13 @@ class AskedOnce:
         Returns:
             `tuple[list[Answer], int]`: answer to each question, and how many of them were put to the judge.
         """
-        futures, new = self._claim(questions)
+        answers, new = self._claim(questions)
         if new:
             with self._settled(new):
                 images, prompts = _arguments(questions, new)
-                scores = self.judge.score(images, prompts, **self.arguments)
+                scores = self.judge.score(images, prompts)
                 self._settle(new, [Answer(score, None if score is not None else "no score") for score in scores])
-        return [future.result() for future in futures], len(new)
+        return [answer.result() if isinstance(answer, Future) else answer for answer in answers], len(new)
 
     async def ask_server(self, questions: list[Question]) -> tuple[list[Answer], int]:
         """
@@ -86,18 +84,21 @@ class AskedOnce:
         Returns:
             `tuple[list[Answer], int]`: as of [`~AskedOnce.ask`].
         """
-        futures, new = self._claim(questions)
+        answers, new = self._claim(questions)
         if new:
             with self._settled(new):
                 images, prompts = _arguments(questions, new)
-                self._settle(new, await self.judge.answer(images, prompts, **self.arguments))
-        return [await asyncio.shield(asyncio.wrap_future(future)) for future in futures], len(new)
+                self._settle(new, await self.judge.answer(images, prompts))
+        return [
+            await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
+            for answer in answers
+        ], len(new)
 
-    def _claim(self, questions: list[Question]) -> tuple[list[Future], dict[tuple, tuple[int, Future]]]:
+    def _claim(self, questions: list[Question]) -> tuple[list[Answer | Future], dict[bytes, tuple[int, Future]]]:
         """The answer of each question, to come or there, and those that the caller has to get: key -> question."""
         digests = {id(image): image_digest(image) for first, second, _ in questions for image in (first, second)}
         keys = [
-            (self.judge.name, text, digests[id(first)], digests[id(second)], bool(self.arguments))
+            _digest((self.judge.name, text, digests[id(first)], digests[id(second)]))
             for first, second, text in questions
         ]
         new = {}
@@ -107,19 +108,22 @@ class AskedOnce:
                     self._answers[key] = Future()
                     new[key] = (index, self._answers[key])
                 self._answers.move_to_end(key)
-            futures = [self._answers[key] for key in keys]
-            while len(self._answers) > _MAX_ANSWERS and next(iter(self._answers.values())).done():
+            answers = [self._answers[key] for key in keys]
+            while len(self._answers) > _MAX_ANSWERS and isinstance(next(iter(self._answers.values())), Answer):
                 self._answers.popitem(last=False)
-        return futures, new
+        return answers, new
 
-    def _settle(self, new: dict[tuple, tuple[int, Future]], answers: list[Answer]) -> None:
+    def _settle(self, new: dict[bytes, tuple[int, Future]], answers: list[Answer]) -> None:
         for (key, (_, future)), answer in zip(new.items(), answers, strict=True):
-            if answer.score is None:
-                self._forget(key)
+            with self._lock:
+                if answer.score is None:
+                    del self._answers[key]
+                else:
+                    self._answers[key] = answer
             future.set_result(answer)
 
     @contextmanager
-    def _settled(self, new: dict[tuple, tuple[int, Future]]):
+    def _settled(self, new: dict[bytes, tuple[int, Future]]):
         """Others may wait for what is asked: whatever happens, they hear of it."""
         try:
             yield
@@ -127,15 +131,16 @@ class AskedOnce:
             problem = error if isinstance(error, Exception) else RuntimeError("The question was given up.")
             for key, (_, future) in new.items():
                 if not future.done():
-                    self._forget(key)
+                    with self._lock:
+                        del self._answers[key]
                     future.set_exception(problem)
             raise
 
-    def _forget(self, key: tuple) -> None:
-        with self._lock:
-            self._answers.pop(key, None)
+
+def _digest(parts: tuple) -> bytes:
+    return hashlib.sha256(repr(parts).encode()).digest()
 
 
-def _arguments(questions: list[Question], new: dict[tuple, tuple[int, Future]]) -> tuple[list, list[str]]:
+def _arguments(questions: list[Question], new: dict[bytes, tuple[int, Future]]) -> tuple[list, list[str]]:
     asked = [questions[index] for index, _ in new.values()]
     return [(first, second) for first, second, _ in asked], [text for *_, text in asked]

@@ -128,9 +128,9 @@ class ConsistencyReward(JudgedReward):
             raise ValueError(f"`question` is {question!r}, but must be 'theme' or 'criteria'.")
         if max_pairs is not None and max_pairs < 1:
             raise ValueError(f"`max_pairs` is {max_pairs}, but must be at least 1. Leave it out for all pairs.")
-        self.question, self.max_pairs, self.seed = question, max_pairs, seed
+        self.question, self.max_pairs, self.seed, self.symmetric = question, max_pairs, seed, symmetric
         self.needed_columns = (question,)  # the trainer looks at it before it loads a model
-        super().__init__(model, base_url, symmetric, **kwargs)
+        super().__init__(model, base_url, **kwargs)
 
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns
@@ -145,6 +145,8 @@ class ConsistencyReward(JudgedReward):
                     "with more `rows` or `cols`."
                 )
             pairs = chosen_pairs(len(panels), self.max_pairs, self.seed, prompt)
+            if self.symmetric:
+                pairs = [order for first, second in pairs for order in ((first, second), (second, first))]
             questions.append(
                 [
                     WeightedQuestion(panels[first], panels[second], question, weight / len(pairs))

@@ -50,7 +50,7 @@ class EditReward(JudgedReward):
     needed_columns = ("image",)  # the trainer looks at it before it loads a model
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
-        super().__init__(model, base_url, symmetric=False, **kwargs)
+        super().__init__(model, base_url, **kwargs)
 
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns

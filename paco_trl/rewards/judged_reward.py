@@ -44,8 +44,6 @@ class JudgedReward:
             server.
         base_url (`str`, *optional*):
             Address of a served judge.
-        symmetric (`bool`, *optional*, defaults to `False`):
-            Whether both orders of each pair are asked about, and the mean is taken.
         **kwargs:
             Further arguments of [`ServedJudge`] with `base_url`, and of [`~paco_trl.PaCoReward.from_pretrained`]
             without.
@@ -53,7 +51,7 @@ class JudgedReward:
 
     __name__: str
 
-    def __init__(self, model: str | Path | Judge, base_url: str | None, symmetric: bool, **kwargs):
+    def __init__(self, model: str | Path | Judge, base_url: str | None, **kwargs):
         if base_url is not None:
             model = ServedJudge(base_url, model, **kwargs)
             # Before anything else is loaded: an address that is wrong is found now
@@ -68,7 +66,7 @@ class JudgedReward:
         if hasattr(model, "answer"):
             # Here and not in `__new__`: a subclass may take other arguments
             self.__class__ = _served(type(self))
-        self._asked = AskedOnce(model, symmetric)
+        self._asked = AskedOnce(model)
 
     def __call__(
         self,

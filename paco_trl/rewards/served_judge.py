@@ -13,6 +13,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -20,10 +21,9 @@ import openai
 from openai.types.chat import ChatCompletion
 from PIL import Image
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_before_delay, wait_random_exponential
-from trl.trainer.utils import start_event_loop_in_daemon
 
 from ..data.questions import plain_question
-from ..utils.images import load_image
+from ..utils.images import check_text, load_image
 from .decision import yes_probability
 from .judge import ImagePair, ImageSource, JudgeUnavailableError
 
@@ -38,10 +38,12 @@ _MAX_SCORE_ERROR = 1e-3
 # The first wait after a failure is up to half a second, the later ones up to ten: a server that restarts is found soon,
 # and one that is overloaded is not asked by all at once
 _BACKOFF = wait_random_exponential(multiplier=0.5, max=10.0)
-# Seconds before the end of the budget in which it is not worth to try again
-_LAST_WAIT = 0.1
+# Seconds before the end of the budget in which it is not worth to try again: the last error would be a timeout
+_LAST_WAIT = 1.0
 # Seconds for which the check at start goes on asking a server that does not answer
 _CHECK_BUDGET = 30.0
+# What the chat templates of many models use, Qwen's among them. A server's tokenizer is not known here.
+_CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 _JPEG_QUALITY = 95
 # Everyone's key for a server that wants none
 _NO_KEY = "EMPTY"
@@ -160,9 +162,11 @@ class ServedJudge:
         )
         # OPENAI_ORG_ID and OPENAI_PROJECT_ID: whose they are is nothing for other servers
         self._client.organization = self._client.project = None
+        self._process = os.getpid()
         self._slots = asyncio.Semaphore(max_concurrency)
         self._last_answered = -math.inf  # when the server last answered, by the loop's clock
         self._reported: set[str] = set()  # reasons of which an example has been logged
+        self._is_outage_reported = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
@@ -214,9 +218,7 @@ class ServedJudge:
         Raises:
             ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`].
         """
-        return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._answer(images, prompts, symmetric), _event_loop(os.getpid()))
-        )
+        return await asyncio.wrap_future(self._start(self._answer(images, prompts, symmetric)))
 
     def explain(
         self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512
@@ -243,12 +245,21 @@ class ServedJudge:
         self._run(self._client.close())
 
     def _run(self, coroutine: Coroutine) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
+        future = self._start(coroutine)
         try:
             return future.result()
         except BaseException:  # Ctrl-C: what is under way is not for anyone
             future.cancel()
             raise
+
+    def _start(self, coroutine: Coroutine) -> Future:
+        if os.getpid() != self._process:
+            coroutine.close()
+            raise RuntimeError(
+                f"{self.name} was made in another process, whose connections cannot be used in this one. Make it anew "
+                "after the fork."
+            )
+        return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
 
     # ---- On the event loop ----
 
@@ -257,11 +268,8 @@ class ServedJudge:
         names = await self._model_names(budget)
         if self.model not in names:
             raise JudgeUnavailableError(self._unknown_model(names))
-        first, second = (Image.new("RGB", (112, 112), colour) for colour in ("white", "black"))
-        images = await asyncio.to_thread(self._encode, {0: (first, "The first test image"), 1: (second, "The second")})
-        body = self._body(images[0], images[1], plain_question())
         try:
-            content = await self._until_answered(self._call(body), budget, is_start=True)
+            content = await self._until_answered(self._call(self._test_body()), budget, is_start=True)
         except (openai.APIError, ValueError) as error:
             raise JudgeUnavailableError(
                 f"{self.name} cannot be used as a judge. Asked '{plain_question()}' about two images, it gave no answer: "
@@ -325,7 +333,8 @@ class ServedJudge:
             try:
                 return read(await self._until_answered(self._call(body), self.time_budget))
             except (TimeoutError, openai.APIError, ValueError) as error:
-                if _can_pass(error) and self._last_answered < asked:
+                # None of its answers was about anything else either: is it this question, or the server?
+                if _can_pass(error) and self._last_answered < asked and not await self._answers_a_test():
                     raise JudgeUnavailableError(
                         f"{self.name} has not answered for {asyncio.get_running_loop().time() - asked:.0f} seconds "
                         f"(`time_budget`: {self.time_budget:g}); the last error: {_detailed(error)}. Is it still "
@@ -336,6 +345,16 @@ class ServedJudge:
                     self._reported.add(reason)
                     logger.warning(f"{self.name} cannot answer a question: {_detailed(error)}.")
                 return Answer(None, reason)
+
+    async def _answers_a_test(self) -> bool:
+        limit = min(self.timeout, max(self.time_budget / 10, 1.0))
+        try:
+            async with asyncio.timeout(limit):
+                await self._call(self._test_body())(timeout=limit)
+        except (TimeoutError, openai.APIError, ValueError):
+            return False
+        self._last_answered = asyncio.get_running_loop().time()
+        return True
 
     def _call(self, body: dict):
         return functools.partial(self._client.chat.completions.create, **body)
@@ -368,7 +387,7 @@ class ServedJudge:
                     limit = max(min(self.timeout, deadline - loop.time()), 0.01)
                     async with asyncio.timeout(limit):
                         answer = await call(timeout=limit)
-                    self._last_answered = loop.time()
+                    self._last_answered, self._is_outage_reported = loop.time(), False
                     return answer
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise JudgeUnavailableError(
@@ -396,8 +415,9 @@ class ServedJudge:
             raise
 
     def _report_waiting(self, state: RetryCallState, budget: float) -> None:
-        # Once it is worth a word, and by one question for all
-        if state.attempt_number == 4:
+        # Once it is worth a word, and by one question for all that are under way
+        if state.attempt_number >= 4 and not self._is_outage_reported:
+            self._is_outage_reported = True
             logger.warning(
                 f"{self.name} does not answer: {_detailed(state.outcome.exception())}. Trying again for up to "
                 f"{budget - state.seconds_since_start:.0f} seconds."
@@ -423,6 +443,11 @@ class ServedJudge:
             "top_logprobs": _TOP_LOGPROBS,
         }
 
+    def _test_body(self) -> dict:
+        images = {colour: (Image.new("RGB", (112, 112), colour), "A test image") for colour in ("white", "black")}
+        encoded = self._encode(images)
+        return self._body(encoded["white"], encoded["black"], plain_question())
+
     def _encode(self, sources: dict[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
         """Images as data URLs, with the pixels that a judge in the process would see."""
         encoded = {}
@@ -436,18 +461,20 @@ class ServedJudge:
         return encoded
 
 
-_event_loops: dict[int, asyncio.AbstractEventLoop] = {}
-_event_loops_lock = threading.Lock()
+_event_loop_lock = threading.Lock()
 
 
-def _event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """The loop of all served judges of a process; a forked one starts its own."""
-    with _event_loops_lock:  # several threads may be the first
-        if process not in _event_loops:
-            _, loop, is_ready = start_event_loop_in_daemon(name="paco-trl-judges")
-            is_ready.wait()
-            _event_loops[process] = loop
-        return _event_loops[process]
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of all served judges of the process."""
+    with _event_loop_lock:  # several threads may be the first
+        return _started_event_loop()
+
+
+@functools.cache
+def _started_event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="paco-trl-judges", daemon=True).start()
+    return loop
 
 
 def _check_pairs(images: list[ImagePair], prompts: str | list[str]) -> tuple[list[ImagePair], list[str]]:
@@ -462,6 +489,8 @@ def _check_pairs(images: list[ImagePair], prompts: str | list[str]) -> tuple[lis
         raise ValueError(
             f"{len(prompts)} questions for {len(images)} pairs: `prompts` must be one text for all, or one for each."
         )
+    for index, prompt in enumerate(prompts):
+        check_text(prompt, _CONTROL_TOKEN.findall(prompt), f"`prompts[{index}]`")
     return [tuple(pair) for pair in images], prompts
 
 
@@ -518,7 +547,7 @@ def _mean(first: Answer, second: Answer) -> Answer:
 def _wait(state: RetryCallState, budget: float) -> float:
     """Seconds until the next attempt: random and growing, and not before the server wants to be asked again."""
     # A long wait is shortened near the end, or a question would be given up before its time
-    longest = max((budget - state.seconds_since_start) / 2, _LAST_WAIT)
+    longest = max((budget - state.seconds_since_start) / 2, min(_LAST_WAIT, budget / 10))
     response = getattr(state.outcome.exception(), "response", None)
     try:
         wanted = float(response.headers["retry-after"])

@@ -1,0 +1,731 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards that compare the images of a set: what they ask, what they make of it, and that they ask it once."""
+
+import asyncio
+import inspect
+import math
+import threading
+import time
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import CLIPModel, CLIPProcessor
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+from judge_server import JudgeServer, pictures_of
+from paco_trl import PaCoReward
+from paco_trl.data import criterion_question, edit_following_question, theme_question
+from paco_trl.data.questions import edit_consistency_question
+from paco_trl.rewards import (
+    ClipIReward,
+    ConsistencyReward,
+    DreamSimReward,
+    EditReward,
+    JudgeUnavailableError,
+    ServedJudge,
+)
+from paco_trl.rewards import asked_once as asked_once_module
+from paco_trl.rewards.asked_once import AskedOnce, image_digest
+from paco_trl.rewards.consistency import chosen_pairs, criteria_weights
+from paco_trl.tiny.clip import build_tiny_clip
+
+
+# In a theme: the judge has no answer
+POISON = "poison"
+THEME = "a fox through the year"
+CRITERIA = {
+    "identity": {"face": "The face is the same", "fur": "The fur is red"},
+    "style": {"paint": "It is a woodcut"},
+    "logic": {"time": "The time goes on", "fur": "The fur is red"},
+}
+
+
+def plain(value, size=(28, 28)):
+    return Image.new("RGB", size, (value, 0, 255 - value))
+
+
+def noise(seed, size=(56, 56)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def log_odds(first, second, question):
+    """Sees images, their order and the question."""
+    return (first.getpixel((0, 0))[0] - 2 * second.getpixel((0, 0))[0]) / 100 + sum(map(ord, question)) % 100 / 50
+
+
+def score_of(first, second, question):
+    return 1 / (1 + math.exp(-log_odds(first, second, question)))
+
+
+class FormulaJudge:
+    """A judge of a user's own."""
+
+    def __init__(self, name="formula", latency=0.0):
+        self.name, self.latency, self.asked, self.error = name, latency, [], None
+
+    def score(self, images, prompts):
+        self.asked += zip(images, prompts, strict=True)
+        time.sleep(self.latency)
+        if self.error is not None:
+            raise self.error
+        return [
+            None if POISON in prompt else score_of(*pair, prompt) for pair, prompt in zip(images, prompts, strict=True)
+        ]
+
+
+class LeastConsistent(ConsistencyReward):
+    """A user's own: the worst pair counts."""
+
+    __name__ = "least_consistent"
+
+    def _combine(self, questions, scores):
+        return min(scores)
+
+
+SETS = [[plain(10), plain(200)], [plain(40), plain(90), plain(5), plain(140)], [plain(70), plain(30), plain(77)]]
+THEMES = [THEME, "a cat in the rain", "three ships"]
+PROMPTS = ["first", "second", "third"]
+
+
+def call(reward, panel_images=SETS, prompts=None, **columns):
+    """Calls a reward as the trainer does, sync or async; the themes are there if nothing else is."""
+    count = len(panel_images)
+    columns = columns or {"theme": THEMES[:count]}
+    completions = [plain(index) for index in range(count)]
+    result = reward(
+        prompts=prompts or PROMPTS[:count], completions=completions, panel_images=panel_images, rows=[2], **columns
+    )
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def mean_over_pairs(score, panels, question):
+    scores = [score(first, second, question) for first, second in combinations(panels, 2)]
+    return sum(scores) / len(scores)
+
+
+EXPECTED = [
+    mean_over_pairs(score_of, panels, theme_question(theme)) for panels, theme in zip(SETS, THEMES, strict=True)
+]
+
+
+def close(expected):
+    return pytest.approx(expected, abs=1e-9)
+
+
+@pytest.fixture(scope="module")
+def tiny_judge(tiny_qwen):
+    return PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def judge():
+    return FormulaJudge()
+
+
+@pytest.fixture
+def server():
+    with JudgeServer(log_odds) as server:
+        server.fault = lambda number: "400" if POISON in pictures_of(server.requests[number])[1] else None
+        yield server
+
+
+@pytest.fixture
+def served_judge(server):
+    judge = ServedJudge(server.url, "judge", timeout=5.0, time_budget=10.0)
+    yield judge
+    judge.close()
+
+
+@pytest.fixture(params=["in process", "served"])
+def any_judge(request, judge):
+    return judge if request.param == "in process" else request.getfixturevalue("served_judge")
+
+
+class TestConsistency:
+    def test_is_the_mean_over_the_pairs(self, tiny_judge):
+        sets = [[noise(seed, (56 + 28 * (seed % 3), 56)) for seed in seeds] for seeds in ((0, 1), (2, 3, 4, 5))]
+        questions = [theme_question(theme) for theme in THEMES[:2]]
+        pairs = [tiny_judge.score(list(combinations(s, 2)), q) for s, q in zip(sets, questions, strict=True)]
+        assert [len(scores) for scores in pairs] == [1, 6] and np.std(pairs[1]) > 1e-3
+        rewards = call(ConsistencyReward(tiny_judge), sets)
+        assert rewards == pytest.approx([np.mean(scores) for scores in pairs], abs=1e-6)
+        assert rewards == pytest.approx(tiny_judge.score_sets(sets, questions), abs=1e-6)
+        # Twin: the order of the panels, and the theme
+        assert rewards != pytest.approx(call(ConsistencyReward(tiny_judge), [s[::-1] for s in sets]), abs=1e-4)
+        assert rewards != pytest.approx(call(ConsistencyReward(tiny_judge), sets, theme=THEMES[1:]), abs=1e-4)
+
+    def test_symmetric(self, tiny_judge):
+        panels = [noise(seed) for seed in range(3)]
+        there, back = (tiny_judge.score_sets([order], theme_question(THEME))[0] for order in (panels, panels[::-1]))
+        assert abs(there - back) > 1e-4
+        reward = ConsistencyReward(tiny_judge, symmetric=True)
+        assert call(reward, [panels], theme=[THEME]) == pytest.approx([(there + back) / 2], abs=1e-6)
+
+    def test_loads_a_folder(self, tiny_qwen, tiny_judge):
+        reward = ConsistencyReward(str(tiny_qwen), device="cpu", dtype="float32", batch_size=2)
+        assert reward.judge.batch_size == 2 and get_callable_name(reward) == "consistency"
+        assert call(reward) == pytest.approx(call(ConsistencyReward(tiny_judge)), abs=1e-6)
+
+    def test_any_judge(self, any_judge):
+        rewards = call(ConsistencyReward(any_judge))
+        assert rewards == close(EXPECTED) and len({round(reward, 3) for reward in rewards}) == 3
+
+    def test_criteria_are_averaged_within_and_over_dimensions(self, judge):
+        panels = SETS[2]
+
+        def score(text):
+            return mean_over_pairs(score_of, panels, criterion_question(text))
+
+        texts = {name: text for of_dimension in CRITERIA.values() for name, text in of_dimension.items()}
+        face, fur, paint, hours = map(score, texts.values())
+        by_hand = ((face + fur) / 2 + paint + (hours + fur) / 2) / 3
+        assert abs(by_hand - (face + fur + paint + hours) / 4) > 1e-3  # the effect
+        as_list = [
+            {"dimension": dimension, "name": name, "text": text}
+            for dimension, texts in CRITERIA.items()
+            for name, text in texts.items()
+        ]
+        with_gaps = {**CRITERIA, "style": {"paint": "It is a woodcut", "other": None}, "none": {"a": None}}
+        for criteria in (CRITERIA, as_list, with_gaps):
+            reward = ConsistencyReward(judge, question="criteria")
+            assert call(reward, [panels], criteria=[criteria]) == close([by_hand])
+        # The text that is there twice is asked once for each pair
+        assert len(judge.asked) == 3 * 3 * 4
+        assert criteria_weights(CRITERIA) == {
+            "The face is the same": pytest.approx(1 / 6),
+            "The fur is red": pytest.approx(1 / 3),
+            "It is a woodcut": pytest.approx(1 / 3),
+            "The time goes on": pytest.approx(1 / 6),
+        }
+
+    def test_some_pairs(self, judge):
+        panels = [plain(index) for index in range(7)]
+        reward = ConsistencyReward(judge, max_pairs=5)
+        (first, second), (other,) = (
+            call(reward, [panels] * 2, ["same", "same"], theme=[THEME] * 2),
+            call(reward, [panels], ["other"], theme=[THEME]),
+        )
+        assert first == second != other
+        pairs = chosen_pairs(7, 5, 0, "same")
+        expected = [score_of(panels[a], panels[b], theme_question(THEME)) for a, b in pairs]
+        assert first == close(sum(expected) / 5)
+        # Those of the two images are the same questions
+        asked = len(set(pairs) | set(chosen_pairs(7, 5, 0, "other")))
+        assert len(judge.asked) == asked < 10 + 1
+
+    def test_chosen_pairs(self):
+        everything = list(combinations(range(7), 2))
+        assert chosen_pairs(7, None, 0, "a") == chosen_pairs(7, 21, 0, "a") == everything
+        pairs = chosen_pairs(7, 8, 0, "a")
+        assert pairs == chosen_pairs(7, 8, 0, "a") == sorted(set(pairs)) and len(pairs) == 8
+        assert set(pairs) < set(everything)
+        assert len({tuple(chosen_pairs(7, 8, seed, prompt)) for seed, prompt in product(range(5), "abc")}) == 15
+        # The same in every version: a run that is resumed compares the same pairs
+        assert chosen_pairs(4, 2, 0, "a") == [(0, 2), (2, 3)]
+        # Each pair about as often as any other
+        counts = np.zeros((7, 7))
+        for index in range(600):
+            for pair in chosen_pairs(7, 7, 0, f"prompt {index}"):
+                counts[pair] += 1
+        counts = counts[np.triu_indices(7, 1)]
+        assert counts.sum() == 4200 and counts.min() > 150 and counts.max() < 250
+
+    def test_one_panel_is_refused(self, judge):
+        with pytest.raises(ValueError, match="Image 1 has 1 panel, but consistency is a matter of at least two"):
+            call(ConsistencyReward(judge), [SETS[0], SETS[1][:1]])
+        assert judge.asked == []
+
+    @pytest.mark.parametrize(
+        ("kwargs", "columns", "message"),
+        [
+            ({}, {"criteria": [CRITERIA]}, "`question='theme'` needs the column `theme`"),
+            ({"question": "criteria"}, {"theme": [THEME]}, "`question='criteria'` needs the column `criteria`"),
+            ({}, {"theme": [THEME] * 2}, "`theme` has 2 entries for 1 images"),
+            ({}, {"theme": [None]}, "`theme` is None"),
+            ({}, {"theme": ["  "]}, "`theme` is '  '"),
+            ({"question": "criteria"}, {"criteria": [None]}, "`criteria` of image 0 has no text"),
+            ({"question": "criteria"}, {"criteria": [{"style": {"a": None}}]}, "`criteria` of image 0 has no text"),
+        ],
+    )
+    def test_columns(self, judge, kwargs, columns, message):
+        with pytest.raises(ValueError, match=message):
+            call(ConsistencyReward(judge, **kwargs), SETS[:1], **columns)
+        with pytest.raises(ValueError, match="A consistency reward needs the column `panel_images`"):
+            ConsistencyReward(judge)(PROMPTS[:1], [plain(0)], theme=[THEME])
+        assert judge.asked == []
+
+    def test_a_set_with_one_unanswered_pair_has_no_reward(self, any_judge):
+        """The mean of the others would be that of other pairs than its siblings have."""
+        reward = ConsistencyReward(any_judge, question="criteria")
+        criteria = [{"style": {"a": "One", "b": text}} for text in ("Two", f"Two {POISON}", "Three")]
+        rewards = call(reward, [SETS[1]] * 3, criteria=criteria)
+        assert rewards[1] is None and 0 < rewards[0] < 1 and 0 < rewards[2] < 1
+        # The effect: the first question of each pair was answered
+        alone = call(reward, SETS[1:2], criteria=[{"style": {"a": "One"}}])
+        assert None not in alone
+
+    @pytest.mark.parametrize(
+        ("kwargs", "error", "message"),
+        [
+            ({"question": "all"}, ValueError, "`question` is 'all'"),
+            ({"max_pairs": 0}, ValueError, "`max_pairs` is 0"),
+            ({"device": "cpu", "dtype": "auto"}, TypeError, "device, dtype is for loading a judge"),
+        ],
+    )
+    def test_arguments(self, judge, kwargs, error, message):
+        with pytest.raises(error, match=message):
+            ConsistencyReward(judge, **kwargs)
+
+
+class TestServed:
+    @pytest.mark.parametrize("reward_class", [ConsistencyReward, LeastConsistent, EditReward])
+    def test_is_a_coroutine_function_and_the_other_is_not(self, server, judge, served_judge, reward_class):
+        by_url = reward_class(base_url=server.url, model="judge")
+        assert len(server.requests) == 1  # it was checked
+        by_judge = reward_class(served_judge)
+        inner = reward_class(judge)
+        for reward in (by_url, by_judge):
+            assert inspect.iscoroutinefunction(reward.__call__) and is_async_callable(reward)
+            assert isinstance(reward, reward_class) and type(reward) is type(by_url)
+            assert get_callable_name(reward) == get_callable_name(inner) == reward_class.__dict__["__name__"]
+        assert not inspect.iscoroutinefunction(inner.__call__) and not is_async_callable(inner)
+        assert type(inner) is reward_class
+        by_url.judge.close()
+
+    def test_same_rewards_as_in_the_process(self, tiny_judge):
+        lock = threading.Lock()
+
+        def tiny_log_odds(first, second, question):
+            with lock:
+                (score,) = tiny_judge.score([(first, second)], question)
+            return math.log(score) - math.log1p(-score)
+
+        sets = [[noise(seed) for seed in range(start, start + 3)] for start in (0, 3)]
+        with JudgeServer(tiny_log_odds) as server:
+            for kwargs, columns in (
+                ({}, {"theme": THEMES[:2]}),
+                ({"question": "criteria"}, {"criteria": [CRITERIA] * 2}),
+            ):
+                expected = call(ConsistencyReward(tiny_judge, **kwargs), sets, **columns)
+                reward = ConsistencyReward("judge", server.url, timeout=20.0, **kwargs)
+                assert call(reward, sets, **columns) == pytest.approx(expected, abs=1e-6)
+                assert abs(expected[0] - expected[1]) > 1e-4
+                reward.judge.close()
+
+    def test_arguments_reach_the_judge(self, server):
+        reward = ConsistencyReward("judge", server.url, api_key="key", max_concurrency=3, image_format="jpeg")
+        assert (reward.judge.max_concurrency, reward.judge.image_format) == (3, "jpeg")
+        assert server.headers[-1]["authorization"] == "Bearer key"
+        reward.judge.close()
+
+    def test_an_address_that_is_wrong_is_found_at_once(self, server):
+        with pytest.raises(JudgeUnavailableError, match="has no model 'X-GenGroup/PaCo-Reward-7B'. It has: judge"):
+            ConsistencyReward(base_url=server.url)
+
+    def test_a_server_that_is_down(self, server):
+        judge = ServedJudge(server.url, "judge", timeout=0.5, time_budget=1.0)
+        reward = ConsistencyReward(judge)
+        server.stop()
+        with pytest.raises(JudgeUnavailableError, match=f"{server.url} has not answered"):
+            call(reward)
+        server.start()
+        assert call(reward) == close(EXPECTED)
+        judge.close()
+
+    def test_a_subclass_of_a_users_own(self, any_judge):
+        by_hand = [
+            min(score_of(*pair, theme_question(theme)) for pair in combinations(panels, 2))
+            for panels, theme in zip(SETS, THEMES, strict=True)
+        ]
+        assert call(LeastConsistent(any_judge)) == close(by_hand) and by_hand[1:] != close(EXPECTED[1:])
+
+    def test_a_subclass_with_arguments_of_its_own(self, server, judge):
+        class Halved(ConsistencyReward):
+            def __init__(self, where, factor=0.5):
+                served = isinstance(where, str)
+                super().__init__("judge" if served else where, where if served else None)
+                self.factor = factor
+
+            def _combine(self, questions, scores):
+                return self.factor * super()._combine(questions, scores)
+
+        for where, is_async in ((server.url, True), (judge, False)):
+            reward = Halved(where)
+            assert is_async_callable(reward) == is_async
+            assert call(reward) == close([value / 2 for value in EXPECTED])
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            Halved(server.url, question="theme")
+
+    def test_a_subclass_with_a_call_of_its_own(self, served_judge):
+        class Turned(ConsistencyReward):
+            async def __call__(self, *args, **kwargs):
+                return [1 - reward for reward in await super().__call__(*args, **kwargs)]
+
+        assert call(Turned(served_judge)) == close([1 - value for value in EXPECTED])
+
+
+class TestAskedOnce:
+    def count(self, judge, server):
+        return len(judge.asked) if isinstance(judge, FormulaJudge) else len(server.requests)
+
+    def test_in_a_call_and_in_later_ones(self, any_judge, server):
+        panels = SETS[2]
+        reward = ConsistencyReward(any_judge)
+        copies = [[image.copy() for image in panels] for _ in range(3)]
+        first = call(reward, copies, theme=[THEME] * 3)
+        assert self.count(any_judge, server) == 3  # pairs of one set
+        again = call(reward, [panels], theme=[THEME])
+        assert self.count(any_judge, server) == 3 and again * 3 == first
+        # Twin: another theme
+        assert call(reward, [panels], theme=["another"]) != again
+        assert self.count(any_judge, server) == 6
+
+    def test_identical_panels_are_one_question_in_each_order(self, judge):
+        call(ConsistencyReward(judge), [[plain(1), plain(1), plain(2), plain(1)]])
+        assert len(judge.asked) == 3  # 1 with 1, 1 with 2, 2 with 1
+
+    def test_in_concurrent_calls(self, server, served_judge):
+        server.latency = 0.5
+        reward = ConsistencyReward(served_judge)
+        asked = {}
+
+        async def both():
+            def metrics(name):
+                return lambda metric, value: asked.update({(name, metric): value})
+
+            def one(name):
+                return reward(["p"], [plain(0)], panel_images=[SETS[1]], theme=[THEME], log_metric=metrics(name))
+
+            first = asyncio.create_task(one("first"))
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            assert not first.done()
+            return await asyncio.gather(first, one("second"))
+
+        first, second = asyncio.run(both())
+        assert first == second and len(server.requests) == 6
+        assert asked["first", "consistency/questions_per_image"] == 6
+        assert asked["second", "consistency/questions_per_image"] == 0
+
+    def test_in_threads(self, any_judge, server):
+        any_judge.latency = server.latency = 0.2
+        reward, results = ConsistencyReward(any_judge), []
+        threads = [threading.Thread(target=lambda: results.append(call(reward))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [close(EXPECTED)] * 4
+        assert self.count(any_judge, server) == 1 + 6 + 3
+
+    def test_an_unanswered_question_is_asked_again(self, server, served_judge):
+        server.fault = {0: "400"}.get
+        reward = ConsistencyReward(served_judge)
+        assert call(reward, SETS[:1]) == [None]
+        assert call(reward, SETS[:1]) == close(EXPECTED[:1]) == call(reward, SETS[:1])
+        assert len(server.requests) == 2
+
+    def test_an_error_reaches_those_that_wait(self, judge):
+        judge.latency, judge.error = 0.8, JudgeUnavailableError("down")
+        reward, errors = ConsistencyReward(judge), []
+
+        def ask():
+            with pytest.raises(JudgeUnavailableError, match="down") as error:
+                call(reward)
+            errors.append(error.value)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join()
+        assert len(errors) == 3 and len(judge.asked) == 10  # one asked, two waited
+        judge.error = None
+        assert call(reward) == close(EXPECTED)
+
+    def test_the_one_that_asks_is_cancelled(self, server, served_judge):
+        server.latency = 0.6
+        reward = ConsistencyReward(served_judge)
+
+        def one():
+            return reward(PROMPTS[:1], [plain(0)], panel_images=SETS[:1], theme=THEMES[:1])
+
+        async def give_up():
+            asking = asyncio.create_task(one())
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            waiting = asyncio.create_task(one())
+            await asyncio.sleep(0.05)
+            asking.cancel()
+            with pytest.raises(RuntimeError, match="The question was given up"):
+                await waiting
+            assert asking.cancelled()
+            assert len(server.requests) == 1
+            return await one()
+
+        assert asyncio.run(give_up()) == close(EXPECTED[:1]) and len(server.requests) == 2
+
+    def test_the_one_that_waits_is_cancelled(self, server, served_judge):
+        server.latency = 0.6
+        reward = ConsistencyReward(served_judge)
+
+        def one():
+            return reward(PROMPTS[:1], [plain(0)], panel_images=SETS[:1], theme=THEMES[:1])
+
+        async def give_up():
+            asking = asyncio.create_task(one())
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            waiting = asyncio.create_task(one())
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            return await asking
+
+        assert asyncio.run(give_up()) == close(EXPECTED[:1]) and len(server.requests) == 1
+
+    def test_what_makes_a_question_another(self, judge):
+        asked = AskedOnce(judge)
+        first, second = plain(1), plain(2)
+        questions = [
+            (first, second, "A"),
+            (second, first, "A"),
+            (first, second, "B"),
+            (first, plain(3), "A"),
+            (plain(1, (28, 56)), second, "A"),
+            (plain(1, (56, 28)), second, "A"),
+        ]
+        answers, count = asked.ask(questions)
+        assert count == 6 == len(judge.asked)
+        assert asked.ask([(a.copy(), b.copy(), text) for a, b, text in questions]) == (answers, 0)
+        # Another model
+        judge.name = "another"
+        assert asked.ask(questions) == (answers, 6)
+
+    def test_what_makes_an_image_another(self):
+        red_and_blue = Image.new("P", (2, 2))
+        red_and_blue.putpalette([255, 0, 0, 0, 0, 255])
+        green = red_and_blue.copy()
+        green.putpalette([0, 255, 0, 0, 0, 255])
+        grey = Image.new("L", (2, 2))
+        seen_through = []
+        for image, value in ((red_and_blue, 0), (red_and_blue, 1), (grey, 0), (Image.new("RGB", (2, 2)), (0, 0, 0))):
+            seen_through.append(image.copy())
+            seen_through[-1].info["transparency"] = value
+        with_alpha = [Image.new("PA", (2, 2)), Image.new("PA", (2, 2)), Image.new("P", (2, 2))]
+        with_alpha[0].putpalette([255, 0, 0])
+        with_alpha[1].putpalette([0, 255, 0])
+        with_alpha[2].putpalette([255, 0, 0, 0, 0, 0, 255, 255], "RGBA")
+        images = [
+            red_and_blue,
+            green,
+            grey,
+            Image.new("RGB", (2, 2)),
+            Image.new("YCbCr", (2, 2), (0, 0, 0)),
+            Image.new("RGB", (1, 4)),
+            Image.new("RGB", (4, 1)),
+            Image.new("RGB", (2, 2), (0, 0, 1)),
+            Image.new("RGBA", (2, 2)),
+            Image.new("I;16", (2, 2)),
+            *seen_through,
+            *with_alpha,
+        ]
+        digests = [image_digest(image) for image in images]
+        assert len(set(digests)) == len(images) == 17
+        assert [image_digest(image.copy()) for image in images] == digests
+
+    def test_an_image_is_the_same_before_and_after_it_is_read(self, tmp_path):
+        image = Image.new("P", (4, 4))
+        image.putpalette([255, 0, 0, 0, 0, 255])
+        image.save(path := tmp_path / "image.png", transparency=0)
+        lazy, read = Image.open(path), Image.open(path)
+        read.load()
+        assert image_digest(lazy) == image_digest(read) != image_digest(image)
+
+    def test_memory_is_bounded(self, judge, monkeypatch):
+        monkeypatch.setattr(asked_once_module, "_MAX_ANSWERS", 10)
+        asked, often = AskedOnce(judge), (plain(0), plain(0), "often")
+        for index in range(40):
+            assert asked.ask([(plain(index), plain(1), "A"), often])[1] == (2 if index == 0 else 1)
+            assert len(asked._answers) == min(index + 2, 10)
+        assert len(judge.asked) == 41
+        # What was dropped is asked again; a call may have more questions than are kept
+        questions = [(plain(index), plain(1), "A") for index in range(30)]
+        answers, count = asked.ask(questions)
+        assert [answer.score for answer in answers] == [score_of(*question) for question in questions]
+        assert 30 - 10 <= count <= 30 and len(asked._answers) == 30
+        assert asked.ask([often])[1] == 1 and len(asked._answers) == 10
+
+
+class TestEdit:
+    SOURCES, EDITED = [plain(200), plain(20)], [plain(90), plain(60)]
+    INSTRUCTIONS = ["Make it blue.", "Add a hat."]
+
+    def call(self, reward, sources=SOURCES, **columns):
+        result = reward(self.INSTRUCTIONS, self.EDITED, image=sources, panel_images=[[], []], **columns)
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+    def test_is_the_square_root_of_the_product(self, any_judge):
+        expected = [
+            math.sqrt(
+                score_of(source, edited, edit_consistency_question(text))
+                * score_of(source, edited, edit_following_question(text))
+            )
+            for text, source, edited in zip(self.INSTRUCTIONS, self.SOURCES, self.EDITED, strict=True)
+        ]
+        rewards = self.call(EditReward(any_judge))
+        assert rewards == close(expected) and abs(rewards[0] - rewards[1]) > 0.01
+
+    def test_the_source_is_first(self, server, served_judge):
+        self.call(EditReward(served_judge))
+        sent = [pictures_of(body) for body in server.requests]
+        assert sorted(
+            (first.getpixel((0, 0))[0], second.getpixel((0, 0))[0], "follow" in text) for (first, second), text in sent
+        ) == [(20, 60, False), (20, 60, True), (200, 90, False), (200, 90, True)]
+
+    def test_real_judge(self, tiny_judge):
+        pairs = list(zip(self.SOURCES, self.EDITED, strict=True))
+        consistency = tiny_judge.score(pairs, [edit_consistency_question(text) for text in self.INSTRUCTIONS])
+        following = tiny_judge.score(pairs, [edit_following_question(text) for text in self.INSTRUCTIONS])
+        expected = [math.sqrt(a * b) for a, b in zip(consistency, following, strict=True)]
+        assert self.call(EditReward(tiny_judge)) == pytest.approx(expected, abs=1e-6)
+
+    def test_needs_the_source(self, judge):
+        with pytest.raises(ValueError, match="An edit reward needs the column `image`"):
+            EditReward(judge)(self.INSTRUCTIONS, self.EDITED)
+        with pytest.raises(ValueError, match="`image` has 1 entries for 2 images"):
+            self.call(EditReward(judge), self.SOURCES[:1])
+        with pytest.raises(ValueError, match="`image` of image 1 is None, not a PIL image"):
+            self.call(EditReward(judge), [self.SOURCES[0], None])
+        assert judge.asked == []
+
+    def test_unanswered(self, server, served_judge):
+        server.fault = lambda number: (
+            "400" if "hat" in (text := pictures_of(server.requests[number])[1]) and ("follow this" in text) else None
+        )
+        first, second = self.call(EditReward(served_judge))
+        assert 0 < first < 1 and second is None and len(server.requests) == 4
+
+
+class TestMetrics:
+    def metrics(self, reward, panel_images, **columns):
+        logged = {}
+        call(reward, panel_images, log_metric=logged.__setitem__, **columns)
+        return logged
+
+    def test_served(self, server, served_judge):
+        faults = {0: "400", 1: "neither", 2: "400"}
+        server.fault = faults.get
+        reward = ConsistencyReward(served_judge)
+        assert self.metrics(reward, [SETS[1]] * 2, theme=[THEME] * 2) == {
+            "consistency/questions_per_image": 3,
+            # Of twelve questions, six of which are the same as six others
+            "consistency/unanswered": pytest.approx(6 / 12),
+            "consistency/unanswered/HTTP_400": pytest.approx(4 / 12),
+            "consistency/unanswered/Yes_or_No_not_among_the_likeliest_tokens": pytest.approx(2 / 12),
+        }
+        # What had no answer is asked again
+        assert self.metrics(reward, SETS[1:2], theme=[THEME]) == {
+            "consistency/questions_per_image": 3,
+            "consistency/unanswered": 0,
+        }
+
+    def test_in_process(self, judge):
+        logged = self.metrics(LeastConsistent(judge), SETS[:2], theme=[THEME, POISON])
+        assert logged == {
+            "least_consistent/questions_per_image": 3.5,
+            "least_consistent/unanswered": pytest.approx(6 / 7),
+            "least_consistent/unanswered/no_score": pytest.approx(6 / 7),
+        }
+
+    def test_no_images(self, judge):
+        assert self.metrics(ConsistencyReward(judge), [], theme=[]) == {}
+        assert call(ConsistencyReward(judge), [], theme=[]) == []
+
+
+class TestSeveral:
+    def test_two_rewards_share_a_judge(self, server, served_judge):
+        rewards = [ConsistencyReward(served_judge), LeastConsistent(served_judge, question="criteria")]
+        first, second = call(rewards[0], SETS[:1]), call(rewards[1], SETS[:1], criteria=[CRITERIA])
+        assert first == close(EXPECTED[:1]) and first != second and len(server.requests) == 1 + 4
+        assert rewards[0].judge is rewards[1].judge and server.connections <= 4
+
+    def test_two_servers_at_once(self):
+        with JudgeServer(log_odds, latency=0.6) as one, JudgeServer(lambda *question: 1.0, latency=0.6) as other:
+            rewards = [ConsistencyReward("judge", server.url, max_concurrency=16) for server in (one, other)]
+
+            async def both():
+                columns = {"panel_images": SETS, "theme": THEMES}
+                return await asyncio.gather(*(reward(PROMPTS, [plain(0)] * 3, **columns) for reward in rewards))
+
+            first, second = asyncio.run(both())
+            assert first == close(EXPECTED) and second == close([1 / (1 + math.exp(-1))] * 3)
+            assert len(one.requests) == len(other.requests) == 1 + 10  # and the checks
+            # The first question of each before the other has an answer
+            assert abs(one.times[1] - other.times[1]) < 0.6 and one.most_at_once == other.most_at_once == 10
+            for reward in rewards:
+                reward.judge.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_clip(tmp_path_factory):
+    return build_tiny_clip(tmp_path_factory.mktemp("models") / "clip")
+
+
+class MeanColourDistance(torch.nn.Module):
+    """In the place of DreamSim's ensemble: the difference of mean colours."""
+
+    def forward(self, first, second):
+        return (first.mean(dim=(2, 3)) - second.mean(dim=(2, 3))).abs().mean(dim=1)
+
+
+def to_tensor(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
+
+
+def dream_sim():
+    return DreamSimReward(MeanColourDistance(), to_tensor, device="cpu", batch_size=4)
+
+
+class TestSimilarity:
+    PANELS = [[noise(seed) for seed in range(4)], [noise(5), plain(200)]]
+
+    def test_clip_i_is_the_mean_cosine_of_pairs(self, tiny_clip):
+        model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), CLIPProcessor.from_pretrained(tiny_clip)
+
+        def cosine(first, second, question):
+            inputs = processor(images=[first, second], return_tensors="pt")
+            with torch.no_grad():
+                embeds = model.visual_projection(model.vision_model(**inputs).pooler_output)
+            return torch.nn.functional.cosine_similarity(*embeds, dim=0).item()
+
+        expected = [mean_over_pairs(cosine, panels, "") for panels in self.PANELS]
+        reward = ClipIReward(tiny_clip, device="cpu")
+        assert call(reward, self.PANELS) == pytest.approx(expected, abs=1e-5) and abs(expected[0] - expected[1]) > 0.01
+        assert get_callable_name(reward) == "clip_i" and not is_async_callable(reward)
+
+    def test_dream_sim_is_the_mean_over_pairs(self):
+        def similarity(first, second, question):
+            colours = [np.asarray(image).mean(axis=(0, 1)) / 255 for image in (first, second)]
+            return 1 - np.abs(colours[0] - colours[1]).mean()
+
+        expected = [mean_over_pairs(similarity, panels, "") for panels in SETS]
+        assert call(dream_sim()) == pytest.approx(expected, abs=1e-6) and np.std(expected) > 0.01
+        assert get_callable_name(dream_sim()) == "dreamsim"
+
+    @pytest.mark.parametrize("name", ["clip_i", "dreamsim"])
+    def test_copies_and_single_panels(self, tiny_clip, name):
+        reward = ClipIReward(tiny_clip, device="cpu") if name == "clip_i" else dream_sim()
+        copies = [plain(80).copy() for _ in range(3)]
+        first, second = call(reward, [copies, [*copies[:2], noise(1)]])
+        assert first == pytest.approx(1, abs=1e-5) and second < 0.999
+        with pytest.raises(ValueError, match="Image 1 has 1 panel, but similarity is a matter of at least two"):
+            call(reward, [copies, copies[:1]])
+        with pytest.raises(ValueError, match=f"`{name}` needs the column `panel_images`"):
+            reward(PROMPTS[:1], [plain(0)])
+        assert call(reward, []) == []

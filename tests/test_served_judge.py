@@ -1,0 +1,806 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The served judge against a server that does everything a server can do wrong: a right score or None, never a number."""
+
+import asyncio
+import logging
+import math
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from decimal import Decimal, localcontext
+from itertools import combinations
+
+import numpy as np
+import pytest
+from PIL import Image, ImageChops
+
+from judge_server import JudgeServer, pictures_of
+from paco_trl import PaCoReward
+from paco_trl.data import criterion_question, theme_question
+from paco_trl.data.questions import plain_question
+from paco_trl.rewards import JudgeUnavailableError, ServedJudge, yes_probability
+from paco_trl.rewards.served_judge import Answer, _event_loop, _started_event_loop
+from paco_trl.utils.images import load_image
+
+
+KEY = "key-that-nobody-may-see"
+# In a question: the server fails for ever at it
+POISON = "poison"
+UNREADABLE = "the answer cannot be read"
+MISSING = "Yes or No not among the likeliest tokens"
+# Answers that will be the same the next time, and the reasons for which they have no score
+FINAL_FAULTS = {
+    "400": "HTTP 400",
+    "422": "HTTP 422",
+    "garbage": UNREADABLE,
+    "page": UNREADABLE,
+    "empty object": UNREADABLE,
+    "no choices": UNREADABLE,
+    "null": UNREADABLE,
+    "list": UNREADABLE,
+    "choice is null": "no log-probabilities in the answer",
+    "no logprobs": "no log-probabilities in the answer",
+    "log-probabilities are words": "no log-probabilities in the answer",
+    "neither": MISSING,
+    "only Yes": MISSING,
+    "only Yes, and NaN": MISSING,
+    "the logarithm of 0": MISSING,
+    "NaN": "a log-probability that is none",
+}
+PASSING_FAULTS = ["408", "429", "500", "502", "503", "cut before", "cut in the middle", "hang"]
+
+
+def plain(value, size=(28, 28)):
+    return Image.new("RGB", size, (value, 0, 255 - value))
+
+
+def noise(seed, size=(56, 56), mode="RGB"):
+    values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    image = Image.fromarray(values, "RGBA")
+    return image if mode == "RGBA" else image.convert("RGB").convert(mode)
+
+
+def log_odds(first, second, question):
+    """Sees images, their order and the question."""
+    return (first.getpixel((0, 0))[0] - 2 * second.getpixel((0, 0))[0]) / 100 + len(question) / 10
+
+
+def sigmoid(value):
+    return 1 / (1 + math.exp(-value))
+
+
+def right(first, second, question):
+    return pytest.approx(sigmoid(log_odds(first, second, question)), abs=1e-9)
+
+
+PAIR = (plain(120), plain(50))
+QUESTION = "Alike?"
+RIGHT = right(*PAIR, QUESTION)
+
+
+def question_of(request):
+    return request["messages"][-1]["content"][-1]["text"]
+
+
+def wait_until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def tasks_under_way():
+    return asyncio.all_tasks(_event_loop())
+
+
+@pytest.fixture
+def server():
+    with JudgeServer(log_odds) as server:
+        yield server
+
+
+@pytest.fixture
+def make_judge():
+    judges = []
+
+    def make(server, model="judge", **kwargs):
+        url = server if isinstance(server, str) else server.url
+        judges.append(ServedJudge(url, model, **{"timeout": 5.0, "time_budget": 20.0, **kwargs}))
+        return judges[-1]
+
+    yield make
+    for judge in judges:
+        judge.close()
+
+
+@pytest.fixture
+def judge(server, make_judge):
+    return make_judge(server)
+
+
+class TestYesProbability:
+    @pytest.mark.parametrize(
+        ("logprobs", "expected"),
+        [
+            ({"Yes": math.log(0.6), "No": math.log(0.2), "Maybe": math.log(0.2)}, 0.75),
+            ({"Yes": -30.0, "No": -30.0}, 0.5),
+            ({"Yes": -3.0}, 1.0),
+            ({"No": -3.0, "yes": -0.1}, 0.0),
+            ({"Yes": -1e-9, "No": -700.0}, 1.0),
+            ({"Yes": -700.0, "No": -1e-9}, math.exp(-700 + 1e-9)),
+            ({"Yes": -1e-9, "No": -9999.0}, 1.0),
+            ({"Yes": -9999.0, "No": -1e-9}, 0.0),
+            ({"Yes": -math.inf, "No": -2.0}, 0.0),
+            # Both would underflow
+            ({"Yes": -800.0, "No": -801.0}, sigmoid(1)),
+            # A server may round 0 to a little more
+            ({"Yes": 1e-4, "No": -20.0}, sigmoid(20)),
+        ],
+    )
+    def test_closed_forms(self, logprobs, expected):
+        assert yes_probability(logprobs) == pytest.approx(expected, rel=1e-12, abs=0)
+
+    @pytest.mark.parametrize(
+        "logprobs",
+        [{}, {"yes": -0.1, " Yes": -0.2, "YES": -0.3, "no": -0.4, " No": -0.5, "Yes.": -0.6}]
+        + [{"Yes": value, "No": value} for value in (-9999.0, -math.inf)],
+    )
+    def test_there_is_none(self, logprobs):
+        assert yes_probability(logprobs) is None
+        assert yes_probability({**logprobs, "Yes": -0.7, "No": -0.7}) == 0.5
+
+    def test_is_the_softmax_in_fifty_digits(self):
+        values = np.random.default_rng(0)
+        yes, no = -(10 ** values.uniform(-9, 2.8, (2, 500)))
+        scores = [yes_probability({"Yes": y, "No": n}) for y, n in zip(yes.tolist(), no.tolist(), strict=True)]
+        with localcontext(prec=50):
+            exact = [
+                Decimal(y).exp() / (Decimal(y).exp() + Decimal(n).exp())
+                for y, n in zip(yes.tolist(), no.tolist(), strict=True)
+            ]
+            errors = [abs(Decimal(score) - value) for score, value in zip(scores, exact, strict=True)]
+        assert max(errors) < 1e-15 and 0.3 < np.mean(scores) < 0.7 and min(scores) < 1e-100
+
+    @pytest.mark.parametrize("token", ["Yes", "No"])
+    @pytest.mark.parametrize("value", [math.nan, 0.1, math.inf])
+    def test_what_is_no_log_probability_is_refused(self, token, value):
+        with pytest.raises(ValueError, match=f"log-probability of '{token}' is {value}"):
+            yes_probability({"Yes": -0.1, "No": -0.1, token: value})
+        assert yes_probability({"Yes": -0.1, "No": -0.1, "Maybe": value}) == 0.5
+
+
+class TestScore:
+    def test_scores_and_requests(self, server, judge):
+        pairs = [PAIR, PAIR[::-1], (plain(3), plain(9))]
+        questions = [QUESTION, "Like?", "Is it?"]
+        scores = judge.score(pairs, questions)
+        assert scores == [right(*pair, question) for pair, question in zip(pairs, questions, strict=True)]
+        assert len({round(score, 3) for score in scores}) == 3 == len(server.requests)
+        assert judge.score(pairs, QUESTION) == [right(*pair, QUESTION) for pair in pairs]
+        assert asyncio.run(judge.answer(pairs[:1], [QUESTION])) == [Answer(RIGHT)]
+        assert judge.score([], []) == [] and len(server.requests) == 7
+
+    def test_symmetric_is_the_mean_of_both_orders(self, server, judge):
+        there, back = judge.score([PAIR, PAIR[::-1]], QUESTION)
+        assert abs(there - back) > 0.1
+        assert judge.score([PAIR], QUESTION, symmetric=True) == [pytest.approx((there + back) / 2)]
+        assert len(server.requests) == 4
+
+    def test_symmetric_needs_both_orders(self, server, judge):
+        server.fault = {1: "400"}.get
+        assert asyncio.run(judge.answer([PAIR], QUESTION, symmetric=True)) == [Answer(None, "HTTP 400")]
+        assert len(server.requests) == 2
+
+    def test_body_of_a_request(self, server, judge):
+        judge.score([PAIR], QUESTION)
+        (body,) = server.requests
+        (message,) = body.pop("messages")
+        assert body == {"model": "judge", "temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+        assert message["role"] == "user"
+        assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
+
+    def test_system_prompt(self, server, make_judge):
+        make_judge(server, system_prompt="You judge.").score([PAIR], QUESTION)
+        make_judge(server).score([PAIR], QUESTION)
+        roles = [[message["role"] for message in body["messages"]] for body in server.requests]
+        assert roles == [["system", "user"], ["user"]]
+        assert server.requests[0]["messages"][0]["content"] == "You judge."
+
+    @pytest.mark.parametrize(
+        ("images", "prompts", "message"),
+        [
+            ([PAIR, PAIR[:1]], QUESTION, r"`images\[1\]` is 1 images, not a pair"),
+            ([()], QUESTION, r"`images\[0\]` is 0 images"),
+            ([PAIR[0]], QUESTION, r"`images\[0\]` is Image, not a pair"),
+            ([PAIR, PAIR], [QUESTION], "1 questions for 2 pairs"),
+        ],
+    )
+    def test_what_is_no_question_is_not_sent(self, server, judge, images, prompts, message):
+        with pytest.raises(ValueError, match=message):
+            judge.score(images, prompts)
+        with pytest.raises(ValueError, match=message):
+            judge.explain(images, prompts)
+        assert server.requests == []
+
+    def test_explain(self, server, judge, caplog):
+        server.fault = lambda number: "400" if POISON in question_of(server.requests[number]) else None
+        assert judge.explain([PAIR, PAIR], [QUESTION, POISON], 64) == ["Yes. Alike?", None]
+        assert [body["max_tokens"] for body in server.requests] == [64, 64]
+        assert "1 of 2 questions to judge at http" in caplog.text and "1 x HTTP 400" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"base_url": "127.0.0.1:8000"}, "`base_url` is '127.0.0.1:8000'"),
+            ({"base_url": "ftp://a/v1"}, "must be an address like"),
+            ({"base_url": f"http://me:{KEY}@a/v1"}, "has a user name or password"),
+            ({"max_concurrency": 0}, "`max_concurrency` is 0"),
+            ({"timeout": 0.0}, "`timeout` is 0.0"),
+            ({"timeout": 3.0, "time_budget": 2.0}, "`time_budget` 2.0"),
+            ({"image_format": "gif"}, "`image_format` is 'gif'"),
+        ],
+    )
+    def test_arguments(self, kwargs, message):
+        with pytest.raises(ValueError, match=message) as error:
+            ServedJudge(**{"base_url": "http://a/v1", "model": "judge", **kwargs})
+        assert KEY not in str(error.value)
+
+
+class TestFaultsThatPass:
+    """Asked again, for the right score."""
+
+    @pytest.mark.parametrize("fault", PASSING_FAULTS)
+    def test_once(self, server, make_judge, fault):
+        server.fault = {0: fault}.get
+        assert make_judge(server, timeout=1.5).score([PAIR], QUESTION) == [RIGHT]
+        assert len(server.requests) == 2 and server.requests[0] == server.requests[1]
+
+    def test_some_times(self, server, judge):
+        server.fault = dict(enumerate(["500", "cut before", "503"])).get
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+        assert len(server.requests) == 4
+
+    def test_slow(self, server, make_judge):
+        server.latency = 0.4
+        assert make_judge(server, timeout=2.0).score([PAIR], QUESTION) == [RIGHT]
+        assert len(server.requests) == 1
+        # Twin: slower than the timeout
+        impatient = make_judge(server, timeout=0.2, time_budget=1.0)
+        with pytest.raises(JudgeUnavailableError, match="the last error: timeout"):
+            impatient.score([PAIR], QUESTION)
+        assert len(server.requests) > 2
+
+    def test_asks_again_when_the_server_wants_it(self, server, judge):
+        server.fault, server.retry_after = {0: "429"}.get, "1.6"
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+        first, second = server.times
+        assert 1.6 <= second - first < 4
+        # Twin: without the header it is half a second at most
+        server.fault = {2: "503"}.get
+        judge.score([PAIR], QUESTION)
+        assert server.times[3] - server.times[2] < 1.5
+
+    @pytest.mark.parametrize("header", ["nan", "-5", "Wed, 21 Oct 2026 07:28:00 GMT", "soon"])
+    def test_headers_that_are_no_time_to_wait(self, server, judge, header):
+        server.fault, server.retry_after = {0: "429"}.get, header
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+        assert server.times[1] - server.times[0] < 1.5
+
+    def test_wants_to_be_asked_after_the_budget(self, server, judge):
+        server.fault, server.retry_after = (lambda number: "429"), "3600"
+        started = time.monotonic()
+        with pytest.raises(JudgeUnavailableError, match=r"the last error: HTTP 429 \(.*fault 429"):
+            judge.score([PAIR], QUESTION)
+        # The question, and one of another kind before the server is called down
+        assert time.monotonic() - started < 2 and len(server.requests) == 2
+
+    def test_restarted_between_two_requests(self, server, make_judge):
+        judge = make_judge(server, time_budget=5.0)
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+        url = server.url
+        server.stop()
+        server.start()
+        assert server.url == url and judge.score([PAIR], QUESTION) == [RIGHT]
+        assert len(server.requests) == 2 == server.connections
+
+    def test_restarted_in_the_middle_of_many(self, server, make_judge):
+        server.latency = 0.05
+        judge = make_judge(server, max_concurrency=4)
+        scores = []
+        pairs = [(plain(index), plain(90)) for index in range(40)]
+        thread = threading.Thread(target=lambda: scores.extend(judge.score(pairs, QUESTION)))
+        thread.start()
+        assert wait_until(lambda: len(server.requests) > 10)
+        server.stop()
+        time.sleep(0.3)
+        assert thread.is_alive()
+        server.start()
+        thread.join(20)
+        assert scores == [right(*pair, QUESTION) for pair in pairs]
+        assert len(server.requests) > 40
+
+
+class TestFaultsThatStay:
+    """None with the reason, after one request."""
+
+    @pytest.mark.parametrize("fault", FINAL_FAULTS)
+    def test_are_not_asked_again(self, server, make_judge, caplog, fault):
+        server.fault = {1: fault}.get
+        judge = make_judge(server, max_concurrency=1)
+        answers = asyncio.run(judge.answer([PAIR] * 3, QUESTION))
+        assert answers == [Answer(RIGHT), Answer(None, FINAL_FAULTS[fault]), Answer(RIGHT)]
+        assert len(server.requests) == 3
+        assert f"1 of 3 questions to judge at {server.url} have no answer: 1 x {FINAL_FAULTS[fault]}." in caplog.text
+        assert "data:image/png;base64" not in caplog.text
+        # Twin: the next time the server is well
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+
+    def test_one_answer_is_enough_when_the_other_is_impossible(self, server, judge):
+        server.fault = {0: "only Yes, surely"}.get
+        assert judge.score([PAIR], QUESTION) == [1.0]
+
+    def test_an_example_of_a_reason_is_logged_once(self, server, judge, caplog):
+        server.fault = lambda number: "400"
+        for _ in range(3):
+            assert judge.score([PAIR] * 2, QUESTION) == [None, None]
+        assert caplog.text.count("cannot answer a question: HTTP 400") == 1 and "fault 400" in caplog.text
+        assert caplog.text.count("2 of 2 questions") == 3
+
+    def test_one_question_for_ever(self, server, make_judge, caplog):
+        """The others are answered: the server is not down."""
+        server.fault = lambda number: "500" if POISON in question_of(server.requests[number]) else None
+        judge = make_judge(server, timeout=1.0, time_budget=3.0)
+        answers = asyncio.run(judge.answer([PAIR] * 4, [POISON, QUESTION, QUESTION, QUESTION]))
+        assert answers == [Answer(None, "HTTP 500")] + [Answer(RIGHT)] * 3
+        asked = Counter(map(question_of, server.requests))
+        assert asked[QUESTION] == 3 and 2 <= asked[POISON] < 20
+        assert "cannot answer a question: HTTP 500" in caplog.text and "fault 500" in caplog.text
+
+    def test_the_only_question_for_ever(self, server, make_judge):
+        """Nobody else asks: a question of another kind tells that the server is not down."""
+        server.fault = lambda number: "500" if POISON in question_of(server.requests[number]) else None
+        judge = make_judge(server, timeout=0.5, time_budget=1.5)
+        assert asyncio.run(judge.answer([PAIR], [POISON])) == [Answer(None, "HTTP 500")]
+        assert Counter(map(question_of, server.requests))[plain_question()] == 1
+
+    def test_one_question_hangs_for_ever(self, server, make_judge):
+        server.fault = lambda number: "hang" if POISON in question_of(server.requests[number]) else None
+        judge = make_judge(server, timeout=0.8, time_budget=2.0)
+        assert asyncio.run(judge.answer([PAIR] * 2, [POISON, QUESTION])) == [Answer(None, "timeout"), Answer(RIGHT)]
+
+
+class TestUnavailable:
+    """A server that is down, or the wrong one, stops a run, with what is wrong."""
+
+    @pytest.mark.parametrize(
+        ("fault", "message"),
+        [
+            ("500", r"HTTP 500 \(.*fault 500.*\)"),
+            ("hang", "timeout"),
+            ("cut before", "no connection"),
+            ("cut in the middle", r"no connection"),
+        ],
+    )
+    def test_for_ever(self, server, make_judge, fault, message):
+        server.fault = lambda number: fault
+        judge = make_judge(server, timeout=1.0, time_budget=3.0)
+        started = time.monotonic()
+        with pytest.raises(JudgeUnavailableError) as error:
+            judge.score([PAIR] * 8, QUESTION)
+        assert 2.5 < time.monotonic() - started < 6
+        said = rf"judge at {server.url} has not answered for [34] seconds \(`time_budget`: 3\); the last error: "
+        error.match(said + message)
+        assert len(server.requests) >= 16
+        # It recovers, and so does the judge
+        server.fault = lambda number: None
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+
+    def test_refuses_connections(self, server, make_judge):
+        judge = make_judge(server, timeout=1.0, time_budget=3.0)
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+        server.stop()
+        with pytest.raises(JudgeUnavailableError, match=f"{server.url} has not answered .* no connection .*running"):
+            judge.score([PAIR] * 3, QUESTION)
+        server.start()
+        assert judge.score([PAIR] * 3, QUESTION) == [RIGHT] * 3
+
+    def test_nobody_listens_at_start(self, make_judge):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+            judge = make_judge(url, timeout=1.0, time_budget=2.0)
+            with pytest.raises(JudgeUnavailableError, match=rf"No judge answers at {url} \(no connection .*serve-rew"):
+                judge.check()
+
+    def test_starts_later(self, server, make_judge):
+        server.stop()
+        timer = threading.Timer(0.7, server.start)
+        timer.start()
+        make_judge(server, time_budget=10.0).check()
+        timer.join()
+        assert len(server.requests) == 1
+
+    def test_wrong_model(self, make_judge):
+        with JudgeServer(log_odds, models=["paco-reward", "base"]) as server:
+            judge = make_judge(server, "paco")
+            message = f"^{server.url} has no model 'paco'. It has: paco-reward, base. Take one of them as `model`.$"
+            with pytest.raises(JudgeUnavailableError, match=message):
+                judge.check()
+            assert server.requests == []
+            with pytest.raises(JudgeUnavailableError, match=message):
+                judge.score([PAIR], QUESTION)
+            assert len(server.requests) == 1  # no retries
+            assert make_judge(server, "base").score([PAIR], QUESTION) == [RIGHT]
+
+    def test_has_the_model_but_no_chat(self, server, judge):
+        server.fault = lambda number: "404"
+        with pytest.raises(JudgeUnavailableError, match=r"has the model 'judge', but does not .*/chat/completions"):
+            judge.score([PAIR], QUESTION)
+        assert len(server.requests) == 1
+
+    @pytest.mark.parametrize("path", ["", "/v2", "/v1/v1"])
+    def test_wrong_path(self, server, make_judge, path):
+        judge = make_judge(server.url.removesuffix("/v1") + path)
+        for ask in (judge.check, lambda: judge.score([PAIR], QUESTION)):
+            with pytest.raises(JudgeUnavailableError, match=r"is not the address of an OpenAI-compatible .* in /v1"):
+                ask()
+        assert server.requests == [] and len(server.paths) == 3
+
+    @pytest.mark.parametrize("reply", [b"<html>Hello</html>", b"{}", b"null", b"[1]", b'{"data": [', b'{"data": 3}'])
+    def test_no_list_of_models(self, server, judge, reply):
+        server.models_reply = reply
+        with pytest.raises(JudgeUnavailableError, match=f"{server.url}/models gives no list of models"):
+            judge.check()
+        server.models_reply = None
+        judge.check()
+
+    def test_after_one_is_found_the_others_are_not_asked(self, make_judge):
+        with JudgeServer(log_odds, key="another", latency=0.05) as server:
+            with pytest.raises(JudgeUnavailableError, match="refuses the key"):
+                make_judge(server, max_concurrency=4).score([PAIR] * 100, QUESTION)
+            assert len(server.paths) <= 8
+            assert wait_until(lambda: not tasks_under_way())
+
+
+class TestCheck:
+    def test_asks_one_real_question(self, server, judge):
+        judge.check()
+        (body,) = server.requests
+        images, question = pictures_of(body)
+        assert question == plain_question() and [image.size for image in images] == [(112, 112)] * 2
+        assert images[0].getpixel((0, 0)) != images[1].getpixel((0, 0))
+        assert server.paths == ["/v1/models", "/v1/chat/completions"]
+
+    @pytest.mark.parametrize(
+        ("fault", "message"),
+        [
+            ("no logprobs", "no log-probabilities in the answer. The likeliest tokens: none came back"),
+            (
+                "neither",
+                r"Yes or No not among .* tokens: 'Maybe', 'yes', ' No'\. A judge answers with Yes or No first",
+            ),
+            ("empty object", "it gave no score: the answer cannot be read"),
+            ("page", "it gave no score: the answer cannot be read"),
+            ("garbage", "it gave no answer: the answer cannot be read"),
+            ("400", r"it gave no answer: HTTP 400 \(.*fault 400"),
+        ],
+    )
+    def test_a_server_that_cannot_judge(self, server, judge, fault, message):
+        server.fault = lambda number: fault
+        with pytest.raises(JudgeUnavailableError, match=f"judge at {server.url} cannot be used as a judge.*{message}"):
+            judge.check()
+        assert len(server.requests) == 1
+
+    def test_a_server_that_fails_at_its_first_request(self, server, make_judge):
+        server.fault = lambda number: "500"
+        with pytest.raises(JudgeUnavailableError, match=rf"No judge answers at {server.url} \(HTTP 500"):
+            make_judge(server, timeout=1.0, time_budget=2.0).check()
+        assert server.paths[0] == "/v1/models" and len(server.requests) >= 2
+
+
+class TestKey:
+    @pytest.fixture
+    def locked(self):
+        with JudgeServer(log_odds, key=KEY) as server:
+            yield server
+
+    def test_wrong_and_right(self, locked, make_judge, monkeypatch):
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+        for kwargs in ({}, {"api_key": "wrong"}):
+            wrong = make_judge(locked, **kwargs)
+            for ask in (wrong.check, lambda wrong=wrong: wrong.score([PAIR], QUESTION)):
+                before = len(locked.paths)
+                with pytest.raises(JudgeUnavailableError, match=r"refuses the key \(HTTP 401 .*VLLM_API_KEY"):
+                    ask()
+                assert len(locked.paths) == before + 1
+        assert make_judge(locked, api_key=KEY).score([PAIR], QUESTION) == [RIGHT]
+        monkeypatch.setenv("VLLM_API_KEY", KEY)
+        assert make_judge(locked).score([PAIR], QUESTION) == [RIGHT]
+        with pytest.raises(JudgeUnavailableError, match="refuses the key"):
+            make_judge(locked, api_key="wrong").check()
+
+    def test_what_is_for_openai_goes_nowhere_else(self, server, make_judge, monkeypatch):
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+        for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID", "WEBHOOK_SECRET"):
+            monkeypatch.setenv(f"OPENAI_{name}", "for OpenAI")
+        monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: for OpenAI")
+        monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+        make_judge(server).check()
+        assert len(server.headers) == 2
+        for headers in server.headers:
+            assert not any("for OpenAI" in value for value in headers.values())
+            assert headers["authorization"] == "Bearer EMPTY"
+
+    def test_is_in_no_log_repr_or_error(self, locked, make_judge, caplog):
+        caplog.set_level(logging.DEBUG)
+        judge = make_judge(locked, api_key=KEY, timeout=0.5, time_budget=1.0)
+        judge.check()
+        locked.fault = lambda number: "400" if number == 1 else "500"
+        assert judge.score([PAIR], QUESTION) == [None]
+        with pytest.raises(JudgeUnavailableError) as unavailable:
+            judge.score([PAIR], QUESTION)
+        locked.key = "another"
+        with pytest.raises(JudgeUnavailableError, match="refuses the key") as refused:
+            judge.score([PAIR], QUESTION)
+        assert locked.headers[-1]["authorization"] == f"Bearer {KEY}" and len(caplog.records) > 10
+        said = [caplog.text, repr(judge), str(judge), judge.name]
+        for error in (unavailable.value, refused.value):
+            said += [repr(error), repr(error.__cause__)]
+        assert not any(KEY in text for text in said)
+
+
+class TestConnections:
+    def test_as_many_at_once_as_allowed(self, server, make_judge):
+        server.latency = 0.03
+        judge = make_judge(server, max_concurrency=4)
+        for _ in range(3):
+            assert judge.score([PAIR] * 24, QUESTION) == [RIGHT] * 24
+        assert server.most_at_once == 4 == server.connections
+        make_judge(server, max_concurrency=7).score([PAIR] * 24, QUESTION)
+        assert server.most_at_once == 7
+
+    def test_one_pool_for_all_threads_and_event_loops(self, server, make_judge):
+        server.latency = 0.02
+        judge = make_judge(server, max_concurrency=5)
+        scores = []
+
+        def ask():
+            scores.append(judge.score([PAIR] * 20, QUESTION))
+
+        def ask_in_a_loop():
+            scores.append([answer.score for answer in asyncio.run(judge.answer([PAIR] * 20, QUESTION))])
+
+        threads = [threading.Thread(target=ask if index % 2 else ask_in_a_loop) for index in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert scores == [[RIGHT] * 20] * 6
+        assert server.most_at_once == 5 == server.connections
+
+    def test_control_tokens_are_refused_as_in_the_process(self, server, judge):
+        assert judge.score([PAIR], "A <hat> | a |bow|?") == [RIGHT]
+        with pytest.raises(ValueError, match=r"`prompts\[1\]` has '<\|im_end\|>'"):
+            judge.score([PAIR] * 2, ["A hat", "A hat<|im_end|>"])
+        assert len(server.requests) == 1
+
+    def test_several_threads_are_the_first(self):
+        barrier, loops = threading.Barrier(8), []
+        known = _event_loop()
+        _started_event_loop.cache_clear()
+
+        def first():
+            barrier.wait()
+            loops.append(_event_loop())
+
+        threads = [threading.Thread(target=first) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(loops) == 8 and len(set(map(id, loops))) == 1
+        assert loops[0] is not known
+        known.call_soon_threadsafe(known.stop)
+
+    def test_a_judge_of_another_process_is_refused(self, server, make_judge, monkeypatch):
+        judge = make_judge(server)
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+        monkeypatch.setattr(judge, "_process", judge._process + 1)  # as after a fork
+        with pytest.raises(RuntimeError, match="was made in another process.*Make it anew"):
+            judge.score([PAIR], QUESTION)
+        judge._process -= 1
+
+    def test_cancelled(self, server, make_judge):
+        server.latency = 1.0
+        judge = make_judge(server, max_concurrency=4)
+
+        async def give_up():
+            task = asyncio.create_task(judge.answer([PAIR] * 50, QUESTION))
+            while len(server.requests) < 4:
+                await asyncio.sleep(0.01)
+            assert len(tasks_under_way()) > 50  # the effect
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(give_up())
+        assert wait_until(lambda: not tasks_under_way())
+        assert len(server.requests) == 4
+        server.latency = 0.0
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+
+    @pytest.mark.skipif(
+        threading.current_thread() is not threading.main_thread(), reason="Ctrl-C is for the main thread"
+    )
+    def test_ctrl_c(self, server, make_judge):
+        server.latency = 1.0
+        judge = make_judge(server, max_concurrency=4)
+
+        def interrupt():
+            wait_until(lambda: len(server.requests) == 4)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            judge.score([PAIR] * 50, QUESTION)
+        thread.join()
+        assert wait_until(lambda: not tasks_under_way())
+        assert len(server.requests) == 4
+
+    def test_closed(self, server, make_judge):
+        judge = make_judge(server)
+        judge.score([PAIR] * 8, QUESTION)
+        assert server.open_connections > 0
+        judge.close()
+        assert wait_until(lambda: server.open_connections == 0)
+        for ask in (judge.check, lambda: judge.score([PAIR], QUESTION)):
+            with pytest.raises(RuntimeError, match="was closed, and cannot be asked any more"):
+                ask()
+        assert len(server.requests) == 8
+
+
+class TestImages:
+    @pytest.mark.parametrize("size", [(56, 56), (57, 90), (300, 20), (13, 9)])
+    def test_png_is_lossless(self, server, judge, size):
+        pair = noise(0, size), noise(1, size)
+        judge.score([pair], QUESTION)
+        (sent, question) = pictures_of(server.requests[0])
+        assert question == QUESTION and [image.format for image in sent] == ["PNG", "PNG"]
+        for image, there in zip(pair, sent, strict=True):
+            assert np.array_equal(np.asarray(there), np.asarray(load_image(image, 14, "")))
+        assert not np.array_equal(*map(np.asarray, sent))
+
+    @pytest.mark.parametrize("mode", ["P", "LA", "RGBA", "I;16", "L", "1", "CMYK"])
+    def test_modes(self, server, judge, mode):
+        """The same pixels as in the process, and not those of Pillow's own conversion where these are others."""
+        if mode == "I;16":
+            image = Image.fromarray(np.linspace(0, 65535, 56 * 56).astype(np.uint16).reshape(56, 56))
+        else:
+            image = noise(0, mode="RGBA").convert(mode) if mode in ("LA", "RGBA") else noise(0, mode=mode)
+        assert image.mode == mode
+        judge.score([(image, PAIR[1])], QUESTION)
+        sent = np.asarray(pictures_of(server.requests[0])[0][0])
+        assert np.array_equal(sent, np.asarray(load_image(image, 14, ""))) and sent.std() > 10
+        by_pillow = np.asarray(image.convert("RGB"))
+        assert np.array_equal(sent, by_pillow) == (mode not in ("LA", "RGBA", "I;16"))
+
+    def test_patch_size(self, server, make_judge):
+        make_judge(server, patch_size=16).score([(noise(0, (90, 70)), PAIR[1])], QUESTION)
+        assert pictures_of(server.requests[0])[0][0].size == (96, 64)
+
+    def test_each_is_encoded_once_in_a_call(self, server, judge, monkeypatch, tmp_path):
+        saved = []
+        save = Image.SAVE["PNG"]
+        monkeypatch.setitem(Image.SAVE, "PNG", lambda image, *args: (saved.append(image), save(image, *args)))
+        images = [noise(index) for index in range(4)]
+        noise(9).save(path := tmp_path / "image.webp", lossless=True)
+        pairs = list(combinations(images, 2)) + [(str(path), images[0]), (images[1], path)]
+        judge.score(pairs * 3, QUESTION, symmetric=True)
+        assert len(saved) == 5 and len(server.requests) == 2 * 3 * 8
+        # Twin: copies are images of their own
+        judge.score([tuple(image.copy() for image in pair) for pair in combinations(images, 2)], QUESTION)
+        assert len(saved) == 5 + 12
+
+    def test_jpeg_is_smaller_and_not_the_same(self, server, make_judge):
+        gradient = np.linspace(0, 255, 280 * 280 * 3).reshape(280, 280, 3)
+        grain = np.random.default_rng(0).normal(0, 8, gradient.shape)
+        image = Image.fromarray((gradient + grain).clip(0, 255).astype(np.uint8))
+        for image_format in ("png", "jpeg"):
+            make_judge(server, image_format=image_format).score([(image, image)], QUESTION)
+        png, jpeg = (body["messages"][-1]["content"][0]["image_url"]["url"] for body in server.requests)
+        assert png.startswith("data:image/png;base64,") and jpeg.startswith("data:image/jpeg;base64,")
+        assert len(jpeg) < len(png) / 2
+        lossless, lossy = (np.asarray(pictures_of(body)[0][0]).astype(int) for body in server.requests)
+        assert np.array_equal(lossless, np.asarray(image)) and 0 < np.abs(lossy - lossless).mean() < 8
+
+    def test_sources(self, server, judge, tmp_path):
+        image = noise(0)
+        image.save(path := tmp_path / "image.png")
+        sources = [image, path, str(path), f"file://{path}", path.read_bytes()]
+        judge.score([(source, PAIR[1]) for source in sources], QUESTION)
+        for body in server.requests:
+            assert ImageChops.difference(pictures_of(body)[0][0], image).getbbox() is None
+
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            (Image.new("RGB", (0, 56)), "First image of pair 1 cannot be read.* 0 x 56 pixels"),
+            ("/nowhere/image.png", r"First image of pair 1 cannot be read \(/nowhere/image.png\): FileNotFoundError"),
+            (b"no image", "First image of pair 1 cannot be read: UnidentifiedImageError"),
+            (Image.new("F", (56, 56)), "First image of pair 1 cannot be read: .* mode 'F'"),
+            (noise(0, (5600, 14)), "First image of pair 1 cannot be read: .*ratio"),
+        ],
+    )
+    def test_what_cannot_be_read_is_not_sent(self, server, judge, source, message):
+        with pytest.raises(ValueError, match=message):
+            judge.score([PAIR, (source, PAIR[0])], QUESTION)
+        with pytest.raises(ValueError, match=message.replace("First", "Second")):
+            judge.score([PAIR, (PAIR[0], source)], QUESTION)
+        assert server.requests == []
+
+
+class TestSameAsInTheProcess:
+    def test_scores(self, tiny_qwen, make_judge):
+        inner = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32")
+        lock = threading.Lock()
+
+        def log_odds(first, second, question):
+            with lock:
+                (score,) = inner.score([(first, second)], question)
+            return math.log(score) - math.log1p(-score)
+
+        sizes, modes = [(56, 56), (90, 61), (28, 140), (200, 130)], ["RGB", "RGBA", "P", "L"]
+        images = [noise(seed, size, mode) for seed, (size, mode) in enumerate(zip(sizes, modes, strict=True))]
+        pairs = [*combinations(images, 2), (images[1], images[0])]
+        questions = [
+            (theme_question("A fox through the year"), criterion_question("The fox is red"))[index % 2]
+            for index in range(len(pairs))
+        ]
+        with JudgeServer(log_odds) as server:
+            judge = make_judge(server)
+            for symmetric in (False, True):
+                expected = inner.score(pairs, questions, symmetric=symmetric)
+                assert np.std(expected) > 0.01 and (abs(expected[0] - expected[-1]) > 1e-3) != symmetric
+                assert judge.score(pairs, questions, symmetric=symmetric) == pytest.approx(expected, abs=1e-6, rel=0)
+
+
+class TestLoad:
+    def test_two_thousand_questions_with_faults(self, make_judge, caplog):
+        count, pool = 2000, 64
+        draws = random.Random(0)
+        kinds = [*PASSING_FAULTS, *FINAL_FAULTS]
+        numbers = draws.sample(range(count), count // 20)
+        faults = {number: kinds[index % len(kinds)] for index, number in enumerate(numbers)}
+        with JudgeServer(log_odds, fault=faults.get) as server:
+            server.retry_after = "0.3"
+            judge = make_judge(server, max_concurrency=pool, timeout=5.0, time_budget=60.0)
+            images = [plain(value) for value in range(50)]
+            pairs = [draws.sample(images, 2) for _ in range(count)]
+            questions = [f"{index}?" for index in range(count)]
+            started = time.monotonic()
+            answers = asyncio.run(judge.answer(pairs, questions))
+            print(f"{time.monotonic() - started:.1f} s, {len(server.requests)} requests")
+
+            unanswered = {
+                int(question_of(server.requests[number])[:-1]): FINAL_FAULTS[fault]
+                for number, fault in faults.items()
+                if fault in FINAL_FAULTS
+            }
+            passing = len(faults) - len(unanswered)
+            assert set(faults.values()) == set(kinds) and len(unanswered) > 60 and passing > 30
+            assert len(server.requests) == count + passing
+            for index, (answer, pair, question) in enumerate(zip(answers, pairs, questions, strict=True)):
+                expected = Answer(None, unanswered[index]) if index in unanswered else Answer(right(*pair, question))
+                assert answer == expected
+            assert f"{len(unanswered)} of {count} questions" in caplog.text
+
+            assert server.most_at_once <= pool
+            assert wait_until(lambda: server.open_connections <= pool and not tasks_under_way())
+            # Those that broke were replaced
+            assert server.connections <= pool + passing
+            judge.close()
+            assert wait_until(lambda: server.open_connections == 0)
