@@ -24,6 +24,12 @@ def train_entry(step, rewards=("a",), **metrics):
         entry[f"rewards/{name}/mean"] = (50 + step) / 100 + index
         entry[f"rewards/{name}/h"] = 0.2 + 0.1 * index
         entry[f"rewards/{name}/tamed"] = float(step % 2)
+        entry[f"rewards/{name}/share"] = 1 / len(rewards)
+        entry[f"rewards/{name}/failure_rate"] = 0.0
+        if index > 0:
+            entry[f"rewards/{name}/ratio"] = entry[f"rewards/{name}/mean"] / entry[f"rewards/{rewards[0]}/mean"]
+    # What a reward logs itself
+    entry |= {"consistency/unanswered": 0.1, "consistency/unanswered/HTTP_500": 0.1, "clip/mean": 0.5}
     entry |= {"time/encode": 2.0, "time/rollout": 8.0, "time/reward": 4.0, "time/train": 3.0}
     entry |= {f"clip_ratio/{part}_mean": 0.1 for part in ("low", "high", "region")}
     entry["ratio_deviation/step_1" if step % 2 == 0 else "ratio_deviation_on_policy/step_1"] = 1e-5 * (step % 2 == 0)
@@ -154,7 +160,7 @@ class TestPicture:
         entries = [train_entry(step, ("a", "b")) for step in range(1, 9)]
         figure = draw(entries, tmp_path / "curves.png", drawn)
         titles = list(panels_of(figure))
-        beginnings = ["a: mean", "b: mean", "Spread", "Ratio of mean", "Clip", "|ratio - 1|", "Seconds"]
+        beginnings = ["a: mean", "b: mean", "Spread", "Share", "Ratio of mean", "Clip", "|ratio - 1|", "Seconds"]
         assert len(titles) == len(beginnings)
         assert all(title.startswith(beginning) for title, beginning in zip(titles, beginnings, strict=True))
         with Image.open(tmp_path / "curves.png") as picture:
@@ -240,15 +246,50 @@ class TestPicture:
         axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Spread")
         assert legend_of(axes) == ["a", "b"] and not axes.patches
 
-    def test_ratio_of_rewards(self, tmp_path, drawn):
-        entries = [
-            {"rewards/a/mean": 0.5, "rewards/b/mean": 1.5, "step": 1},
-            {"rewards/a/mean": 0.0, "rewards/b/mean": 1.5, "step": 2},
-            {"rewards/a/mean": 0.5, "rewards/b/mean": 1.0, "step": 3},
-        ]
-        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Ratio of mean rewards, to a")
-        values = line_of(axes, "b").get_ydata()
+    def test_ratio_of_rewards_is_to_the_first_of_the_run(self, tmp_path, drawn):
+        entries = [train_entry(step, ("b", "a")) for step in (1, 2, 3)]
+        for entry, ratio in zip(entries, (3.0, None, 2.0), strict=True):
+            entry["rewards/a/ratio"] = ratio
+        del entries[1]["rewards/a/ratio"]  # as where the mean of `b` is 0
+        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Ratio of mean")
+        assert axes.get_title(loc="left") == "Ratio of mean rewards, to b" and legend_of(axes) == ["a"]
+        values = line_of(axes, "a").get_ydata()
         assert values[0] == 3 and math.isnan(values[1]) and values[2] == 2
+        assert _rgb(line_of(axes, "a")) == _rgb(line_of(panel(drawn[-1], "a: mean"), "training"))
+
+    def test_shares_of_rewards_are_stacked_and_have_their_colours(self, tmp_path, drawn):
+        entries = [train_entry(step, ("c", "b", "a")) for step in (1, 2, 3)]
+        for name, shares in {"a": (0.5, 0.25, 0.0), "b": (0.25, 0.25, 0.0), "c": (0.25, 0.5, 1.0)}.items():
+            for entry, share in zip(entries, shares, strict=True):
+                entry[f"rewards/{name}/share"] = share
+        figure = draw(entries, tmp_path / "curves.png", drawn)
+        axes = panel(figure, "Share")
+        data = [patch.get_data() for patch in axes.patches]
+        assert [values.tolist() for values, _, _ in data] == [[0.5, 0.25, 0], [0.75, 0.5, 0], [1, 1, 1]]
+        assert [baseline.tolist() for _, _, baseline in data] == [[0, 0, 0], [0.5, 0.25, 0], [0.75, 0.5, 0]]
+        assert axes.get_ylim() == (0, 1) and legend_of(axes) == ["c", "b", "a"]  # as they lie
+        for name, patch in zip("abc", axes.patches, strict=True):
+            assert patch.get_facecolor()[:3] == _rgb(line_of(panel(figure, f"{name}: mean"), "training"))
+
+    def test_a_round_without_differences_is_a_gap_in_the_shares(self, tmp_path, drawn):
+        entries = [train_entry(step, ("a", "b")) for step in (1, 2, 3)]
+        del entries[1]["rewards/a/share"], entries[1]["rewards/b/share"]
+        for patch in panel(draw(entries, tmp_path / "curves.png", drawn), "Share").patches:
+            assert np.isfinite(patch.get_data().values).tolist() == [True, False, True]
+
+    def test_a_single_reward_has_neither_shares_nor_ratios(self, tmp_path, drawn):
+        entries = [train_entry(step) for step in (1, 2, 3)]
+        assert entries[0]["rewards/a/share"] == 1
+        titles = list(panels_of(draw(entries, tmp_path / "curves.png", drawn)))
+        assert [title.split(" ")[0] for title in titles] == ["a:", "Spread", "Clip", "|ratio", "Seconds"]
+
+    def test_shares_of_a_long_run_are_means(self, tmp_path, drawn):
+        entries = [train_entry(step, ("a", "b")) for step in range(1, 2001)]
+        for entry in entries:
+            entry["rewards/a/share"] = entry["step"] % 2
+            entry["rewards/b/share"] = 1 - entry["step"] % 2
+        lower, upper = panel(draw(entries, tmp_path / "curves.png", drawn), "Share").patches
+        assert lower.get_data().values == pytest.approx([0.5] * 200) and upper.get_data().values == pytest.approx(1)
 
     def test_clip_fraction(self, tmp_path, drawn):
         entries = [{"clip_ratio/low_mean": 0.1, "clip_ratio/high_mean": 0.2, "clip_ratio/region_mean": 0.3, "step": 1}]
@@ -315,7 +356,7 @@ class TestPicture:
         for index in range(4):
             entries.append(eval_entry(num_steps, rewards, prefix=f"eval_dataset_number_{index}_of_this_run"))
         figure = draw(entries, tmp_path / "curves.png", drawn)
-        assert len(figure.axes) == 6 + 5
+        assert len(figure.axes) == 6 + 6
         renderer = figure.canvas.get_renderer()
         boxes = [axes.get_tightbbox(renderer) for axes in figure.axes]
         for axes in figure.axes:
@@ -515,7 +556,10 @@ def test_a_run_has_its_curves(make_trainer, prompts, tmp_path, drawn):
 
     assert (tmp_path / "out" / "curves.png").is_file()
     figure = next(figure for figure in reversed(drawn) if "optimizer step" in figure.axes[-1].get_xlabel())
-    assert len(figure.axes) == 7  # two rewards, spread, ratio, clipping, deviation, time
+    assert len(figure.axes) == 8  # two rewards, spread, share, ratio, clipping, deviation, time
+    shares = [patch.get_data().values for patch in panel(figure, "Share").patches]
+    assert len(shares) == 2 and shares[-1] == pytest.approx([1, 1, 1])
+    assert panel(figure, "Ratio of mean rewards, to redness_reward")
     assert line_of(panel(figure, "redness_reward: mean"), "training").get_xdata().tolist() == [1, 2, 3]
     evaluated = [step for step, entry in logged.items() if "eval_reward" in entry]
     assert 2 in evaluated and 1 not in evaluated

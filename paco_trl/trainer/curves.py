@@ -100,8 +100,9 @@ def draw_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round:
     Draws the curves of a run, one panel below the other; what was not logged has no panel.
 
     The panels are: the mean of each reward with its evaluations, their intervals and the baseline; the coefficient of
-    variation of each reward and where it was tamed; the ratio of each reward's mean to the first one's, by name; the
-    clip fraction; the deviation of the probability ratio from 1; and the time of an optimizer step by phase.
+    variation of each reward and where it was tamed; with several rewards, the share of each in what sets the images of
+    a group apart, and the ratio of each mean to that of the run's first reward; the clip fraction; the deviation of the
+    probability ratio from 1; and the time of an optimizer step by phase.
 
     Args:
         rows (`list[dict[str, float]]`):
@@ -261,8 +262,13 @@ def _panels(rows: list[dict[str, float]], steps_per_round: int) -> list[Callable
     varied = [reward for reward in all_rewards if f"rewards/{reward}/h" in names]
     if varied:
         panels.append(lambda axes: _draw_variation(axes, rows, varied, colours))
-    if len(rewards) > 1:
-        panels.append(lambda axes: _draw_ratios(axes, rows, rewards, colours))
+    shared = [reward for reward in all_rewards if f"rewards/{reward}/share" in names]
+    if len(shared) > 1:  # a single reward is all there is
+        panels.append(lambda axes: _draw_shares(axes, rows, shared, colours))
+    compared = [reward for reward in rewards if f"rewards/{reward}/ratio" in names]
+    if compared:
+        others = [reward for reward in rewards if reward not in compared]
+        panels.append(lambda axes: _draw_ratios(axes, rows, compared, others, colours))
     if names & {f"clip_ratio/{part}_mean" for part in ("low", "high", "region")}:
         panels.append(lambda axes: _draw_clipping(axes, rows))
     deviations = []
@@ -327,15 +333,22 @@ def _draw_variation(axes: Axes, rows: list[dict], rewards: list[str], colours: d
     return handles
 
 
-def _draw_ratios(axes: Axes, rows: list[dict], rewards: list[str], colours: dict[str, str]) -> list:
-    first, *others = rewards
-    _title(axes, f"Ratio of mean rewards, to {_label(first).strip()}")
-    steps, denominator = _series(rows, f"rewards/{first}/mean", "rewards/")
-    denominator = np.where(denominator == 0, np.nan, denominator)
+def _draw_shares(axes: Axes, rows: list[dict], rewards: list[str], colours: dict[str, str]) -> list:
+    _title(axes, "Share of each reward in what sets the images of a group apart (1: it alone decides)")
+    series = [_series(rows, f"rewards/{reward}/share", "rewards/") for reward in rewards]
+    areas = [(_label(reward), colours[reward]) for reward in rewards]
+    handles, _ = _stack(axes, series[0][0], [shares for _, shares in series], areas)
+    axes.set_ylim(0, 1)
+    return handles
+
+
+def _draw_ratios(axes: Axes, rows: list[dict], rewards: list[str], others: list[str], colours: dict[str, str]) -> list:
+    # The run's first reward is the one that has no ratio to itself
+    first = _label(others[0]).strip() if len(others) == 1 else "the first reward"
+    _title(axes, f"Ratio of mean rewards, to {first}")
     handles = []
-    for reward in others:
-        _, numerator = _series(rows, f"rewards/{reward}/mean", "rewards/")
-        handles += _line(axes, steps, numerator / denominator, colours[reward], _label(reward))
+    for reward in rewards:
+        handles += _line(axes, *_series(rows, f"rewards/{reward}/ratio", "rewards/"), colours[reward], _label(reward))
     return handles
 
 
@@ -386,18 +399,8 @@ def _draw_time(axes: Axes, rows: list[dict], phases: list[str], steps_per_round:
     for phase in phases:
         steps, seconds = _series(rows, f"time/{phase}", "time/")
         values.append(seconds if phase == "train" else seconds / steps_per_round)
-    stacked = np.cumsum(values, axis=0)  # (phases, steps)
-    stacked[:, np.isnan(stacked[-1])] = np.nan  # a step that lacks a phase is a gap, not a short one
-    edges = _edges(steps)
-    if len(steps) > MANY_POINTS:
-        stacked, edges = _binned(stacked, edges)
-    below = np.zeros_like(stacked[0])
-    handles = []
-    for phase, above in zip(phases, stacked, strict=True):
-        axes.stairs(above, edges, baseline=below, fill=True, color=_PHASES[phase], linewidth=0)
-        handles.insert(0, Patch(color=_PHASES[phase], label=phase))  # in the order of the stack
-        below = np.where(np.isnan(above), 0, above)
-    total = stacked[-1][np.isfinite(stacked[-1])]
+    handles, top = _stack(axes, steps, values, [(phase, _PHASES[phase]) for phase in phases])
+    total = top[np.isfinite(top)]
     if len(total):
         highest, typical = total.max(), float(np.median(total))
         # The first round encodes all prompts of a run, which would flatten everything after it
@@ -439,6 +442,24 @@ def _line(
     if single_values:
         axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.25)
     return axes.plot(steps, running_mean(values, len(steps) // 60), **style)
+
+
+def _stack(
+    axes: Axes, steps: np.ndarray, values: list[np.ndarray], areas: list[tuple[str, str]]
+) -> tuple[list[Patch], np.ndarray]:
+    """Areas on top of one another, each with its label and colour; their handles, and the upper edge of the last one."""
+    stacked = np.cumsum(values, axis=0)  # (areas, steps)
+    stacked[:, np.isnan(stacked[-1])] = np.nan  # a step that lacks one of them is a gap, not a lower stack
+    edges = _edges(steps)
+    if len(steps) > MANY_POINTS:
+        stacked, edges = _binned(stacked, edges)
+    below = np.zeros_like(stacked[0])
+    handles: list[Patch] = []
+    for (label, colour), above in zip(areas, stacked, strict=True):
+        axes.stairs(above, edges, baseline=below, fill=True, color=colour, linewidth=0)
+        handles.insert(0, Patch(color=colour, label=label))  # in the order of the stack
+        below = np.where(np.isnan(above), 0, above)
+    return handles, stacked[-1]
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
