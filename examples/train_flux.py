@@ -20,7 +20,7 @@ Several GPUs, DeepSpeed ZeRO-3:
 
 The judge on a GPU of its own, as in the paper (`paco-trl serve-reward --help`):
 
-    CUDA_VISIBLE_DEVICES=7 paco-trl serve-reward --model_name_or_path X-GenGroup/PaCo-Reward-7B
+    CUDA_VISIBLE_DEVICES=7 paco-trl serve-reward --vllm ~/vllm/bin/vllm
     accelerate launch ... examples/train_flux.py --judge_url http://127.0.0.1:8000/v1 --judge_model paco-reward ...
 """
 

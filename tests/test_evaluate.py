@@ -278,6 +278,17 @@ class TestMetrics:
         assert interval != close(bootstrap_interval(after - before))
         assert interval != close(bootstrap_interval(after - np.roll(before, 2), groups))
 
+    def test_an_optional_reward_may_be_missing_for_all(self, make):
+        def none(prompts, completions, **kwargs):
+            return [None] * len(completions)
+
+        rewards = {"reward_funcs": [redness_reward, none]}
+        metrics = make(**rewards, reward_required=[True, False]).evaluate()
+        assert metrics["eval_rewards/none/failure_rate"] == 1.0
+        assert "eval_rewards/redness_reward/mean" in metrics and "eval_reward" not in metrics
+        with pytest.raises(RuntimeError, match="3 of 3 evaluation images could not be scored"):
+            make(**rewards).evaluate()
+
     def test_an_image_without_a_reward_is_counted_and_not_zero(self, make, tmp_path):
         def sometimes_none(prompts, completions, **kwargs):
             return [2.0, None, 5.0]

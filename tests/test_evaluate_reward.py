@@ -197,4 +197,6 @@ def test_help_and_docstring_say_the_same(script):
     assert [name for name, _, _ in described] == list(fields)
     for name, default, text in described:
         assert " ".join(text.split()).replace("`", "") == fields[name].metadata["help"].replace("`", ""), name
-        assert default == ("" if fields[name].default is None else json.dumps(fields[name].default)), name
+        value = fields[name].default
+        shown = str(value) if isinstance(value, bool) else json.dumps(value)
+        assert default == ("" if value is None else shown), name

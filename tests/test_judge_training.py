@@ -293,15 +293,40 @@ class TestOutage:
         weights = load_file(tmp_path / "out" / "checkpoint-2" / "policy.safetensors")
         assert any(value.abs().max() > 0 for name, value in weights.items() if "lora_B" in name)
 
+        # The evaluation is made when the run goes on, and nothing else is another for it
+        server.fault = lambda number: None
+        server.start()
+        resumed = make_trainer(reward_funcs=consistency(server), num_inference_steps_eval=2, **settings)
+        resumed.train(resume_from_checkpoint=True)
+        whole = {**settings, "output_dir": str(tmp_path / "whole")}
+        undisturbed = make_trainer(reward_funcs=consistency(server), num_inference_steps_eval=2, **whole)
+        undisturbed.train()
+        assert logs_with(undisturbed, "eval_reward") == logs_with(resumed, "eval_reward")
+        assert len(logs_with(resumed, "eval_reward")) == 2
+        assert are_equal(weights_of(resumed), weights_of(undisturbed))
+
+    def test_a_reward_that_gives_no_number_keeps_the_steps_before_it(self, make_trainer, tmp_path):
+        for wrong in ([float("nan")] * 16, [1.0], 1.0):
+            calls = []
+
+            def reward(prompts, completions, wrong=wrong, calls=calls, **kwargs):
+                calls.append(1)
+                return redness_reward(prompts, completions) if len(calls) == 1 else wrong
+
+            folder = tmp_path / str(wrong)[:6]
+            with pytest.raises(RewardError, match="'reward' returned.*The 2 steps before it are in"):
+                make_trainer(reward_funcs=reward, output_dir=str(folder), **SETTINGS).train()
+            assert (folder / "checkpoint-2" / "adapter_model.safetensors").is_file()
+
     def test_questions_without_an_answer_are_left_out_and_counted(self, make_trainer, server):
         server.fault = lambda number: "neither" if number == 50 else None
         trainer = make_trainer(reward_funcs=consistency(server), max_reward_failures=0.1, **SETTINGS)
         trainer.train()
         assert logs_with(trainer, "rewards/consistency/failure_rate") == [1 / 16, 1 / 16, 0.0, 0.0]
         assert logs_with(trainer, "images_excluded") == [1, 1, 0, 0]
-        reason = "consistency/unanswered/Yes_or_No_not_among_the_likeliest_tokens"
-        assert logs_with(trainer, reason) == pytest.approx([1 / 24] * 2)  # of the questions of its call
-        assert logs_with(trainer, "consistency/unanswered")[:2] == pytest.approx([1 / 96] * 2)
+        for name in ("consistency/unanswered", "consistency/unanswered/undecided"):
+            assert logs_with(trainer, name) == pytest.approx([1 / 96, 1 / 96, 0, 0])
+        assert set(logs_with(trainer, "consistency/unanswered/refused")) == {0.0}
 
     def test_a_judge_that_answers_nothing_sensible_stops_the_run(self, make_trainer, server):
         reward = consistency(server)
@@ -318,10 +343,11 @@ class TestImagesThatAreNoNumbers:
         with pytest.raises(RuntimeError, match=r"latents of image\(s\) \[0, 1, 2, 3\] of a batch of 4 are not finite"):
             trainer.train()
 
-    def test_pixels(self, make_trainer):
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_pixels(self, make_trainer, value):
         trainer = make_trainer()
         with torch.no_grad():
-            trainer.pipeline.vae.decoder.conv_out.bias.fill_(float("nan"))
+            trainer.pipeline.vae.decoder.conv_out.bias.fill_(value)
         with pytest.raises(RuntimeError, match="decoded images are not finite, although their latents are"):
             trainer.train()
 

@@ -30,6 +30,7 @@ from paco_trl.rewards import (
 from paco_trl.rewards import asked_once as asked_once_module
 from paco_trl.rewards.asked_once import AskedOnce, image_digest
 from paco_trl.rewards.consistency import chosen_pairs, criteria_weights
+from paco_trl.rewards.judged_reward import _KINDS
 from paco_trl.tiny.clip import build_tiny_clip
 
 
@@ -626,21 +627,46 @@ class TestMetrics:
             "consistency/questions_per_image": 3,
             # Of twelve questions, six of which are the same as six others
             "consistency/unanswered": pytest.approx(6 / 12),
-            "consistency/unanswered/HTTP_400": pytest.approx(4 / 12),
-            "consistency/unanswered/Yes_or_No_not_among_the_likeliest_tokens": pytest.approx(2 / 12),
+            "consistency/unanswered/refused": pytest.approx(4 / 12),
+            "consistency/unanswered/undecided": pytest.approx(2 / 12),
+            # Always there: the trainer averages over the calls that logged it
+            "consistency/unanswered/unavailable": 0,
+            "consistency/unanswered/unreadable": 0,
         }
         # What had no answer is asked again
         assert self.metrics(reward, SETS[1:2], theme=[THEME]) == {
             "consistency/questions_per_image": 3,
             "consistency/unanswered": 0,
+            **{f"consistency/unanswered/{kind}": 0 for kind in _KINDS},
         }
+
+    @pytest.mark.parametrize(
+        ("fault", "kind"),
+        [
+            ("400", "refused"),
+            ("500", "unavailable"),
+            ("garbage", "unreadable"),
+            ("no logprobs", "unreadable"),
+            ("NaN", "unreadable"),
+            ("neither", "undecided"),
+        ],
+    )
+    def test_kinds(self, server, fault, kind):
+        judge = ServedJudge(server.url, "judge", timeout=0.3, time_budget=0.6)
+        # A test question is answered: the server is not down
+        question = lambda number: server.requests[number]["messages"][-1]["content"][-1]["text"]  # noqa: E731
+        server.fault = lambda number: None if "in terms of style" in question(number) else fault
+        logged = self.metrics(ConsistencyReward(judge, question="criteria"), [SETS[0][:2]], criteria=[CRITERIA])
+        judge.close()
+        assert {name for name in _KINDS if logged[f"consistency/unanswered/{name}"] > 0} == {kind}
 
     def test_in_process(self, judge):
         logged = self.metrics(LeastConsistent(judge), SETS[:2], theme=[THEME, POISON])
         assert logged == {
             "least_consistent/questions_per_image": 3.5,
             "least_consistent/unanswered": pytest.approx(6 / 7),
-            "least_consistent/unanswered/no_score": pytest.approx(6 / 7),
+            "least_consistent/unanswered/undecided": pytest.approx(6 / 7),
+            **{f"least_consistent/unanswered/{kind}": 0 for kind in _KINDS if kind != "undecided"},
         }
 
     def test_no_images(self, judge):

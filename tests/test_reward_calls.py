@@ -8,12 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.reward_calls import check_reward_functions
+from paco_trl.trainer.reward_calls import RewardError, check_columns, check_required, check_reward_functions
 
 
 PROMPTS = ["a", "b", "c"]
@@ -72,12 +73,12 @@ class TestReturnedValues:
 
     @pytest.mark.parametrize("values", [[], [1.0, 2.0], [1.0] * 4])
     def test_wrong_count(self, is_async, values):
-        with pytest.raises(ValueError, match=f"'tasty' returned {len(values)} values for 3 images"):
+        with pytest.raises(RewardError, match=f"'tasty' returned {len(values)} values for 3 images"):
             call(returning(values, is_async))
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.inf)])
     def test_not_a_number_is_an_error_with_name_and_place(self, is_async, value):
-        with pytest.raises(ValueError, match="'tasty' returned .* for image 1.*Return None"):
+        with pytest.raises(RewardError, match="'tasty' returned .* for image 1.*Return None"):
             call(returning([1.0, value, 2.0], is_async))
 
     def test_an_exception_is_an_error_with_the_name(self, is_async):
@@ -88,7 +89,7 @@ class TestReturnedValues:
 
     @pytest.mark.parametrize("values", [None, 0.5, [1.0, "high", 2.0]], ids=["None", "a number", "a word"])
     def test_what_is_no_list_of_numbers_is_an_error_with_the_name(self, is_async, values):
-        with pytest.raises((TypeError, ValueError), match="'tasty'"):
+        with pytest.raises(RewardError, match="'tasty'"):
             call(returning(values, is_async))
 
 
@@ -143,7 +144,7 @@ class TestFunctions:
         functions, names = check_reward_functions([judge, Judge("judge_b"), Judge()])
         assert names == ["judge_a", "judge_b", "Judge"]
         assert functions[0](prompts=PROMPTS, completions=IMAGES) == [1.0, 2.0, 3.0] and judge.calls == 1
-        with pytest.raises(ValueError, match="'judge_a' returned nan for image 2"):
+        with pytest.raises(RewardError, match="'judge_a' returned nan for image 2"):
             functions[0](prompts=PROMPTS, completions=IMAGES)
         assert functions[0].__doc__ == "Judges."
 
@@ -163,3 +164,45 @@ class TestFunctions:
         (checked,), names = check_reward_functions(functools.partial(scaled, factor=2.0))
         assert names == ["scaled"] == [checked.__name__]
         assert checked(prompts=PROMPTS, completions=IMAGES) == [2.0] * 3
+
+
+class TestRequired:
+    NAMES, WEIGHTS = ["consistency", "ocr"], torch.tensor([1.0, 0.5])
+
+    def test_all_by_default(self):
+        assert check_required(None, self.NAMES, self.WEIGHTS) == [True, True]
+        assert check_required([True, False], self.NAMES, self.WEIGHTS) == [True, False]
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match="`reward_required` has 1 entries .*for 2 rewards"):
+            check_required([True], self.NAMES, self.WEIGHTS)
+        for required, weights in (([False, False], [1.0, 1.0]), ([True, False], [0.0, 1.0])):
+            with pytest.raises(ValueError, match="no reward of nonzero weight is required"):
+                check_required(required, self.NAMES, torch.tensor(weights))
+
+
+class TestNeededColumns:
+    def reward(self, **attributes):
+        def needy(prompts, completions, **kwargs):
+            return redness_reward(prompts, completions)
+
+        vars(needy).update(attributes)
+        return needy
+
+    def dataset(self, **columns) -> Dataset:
+        return Dataset.from_dict({"rows": [2, 1], "cols": [2, 3], **columns})
+
+    def test_what_is_there(self):
+        dataset = self.dataset(theme=["a", "b"], criteria=[["x"], ["y"]])
+        check_columns([self.reward(needed_columns=("theme", "criteria"), min_panels=3)], dataset, "the dataset")
+        check_columns(redness_reward, self.dataset(), "the dataset")  # one that needs nothing
+
+    def test_what_is_not(self):
+        reward = self.reward(needed_columns=("theme",))
+        with pytest.raises(ValueError, match="'needy' needs the column `theme`, but the dataset has rows, cols"):
+            check_columns(reward, self.dataset(), "the dataset")
+        for empty in ("", "  ", None):
+            with pytest.raises(ValueError, match="needs the column `theme`, which is .* in row 1 of the dataset"):
+                check_columns(reward, self.dataset(theme=["a", empty]), "the dataset")
+        with pytest.raises(ValueError, match="at least 4, but row 1 of the dataset has 1 x 3"):
+            check_columns([self.reward(min_panels=4)], self.dataset(), "the dataset")

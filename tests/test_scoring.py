@@ -216,6 +216,20 @@ class TestBesideTheDrawing:
         assert means[1] - means[0] == pytest.approx(1.0, abs=1e-5)
         assert means[2] - means[1] == pytest.approx(1.0, abs=1e-5)
 
+    def test_async_rewards_have_no_gradients_whatever_ends_first(self, make_trainer):
+        seen = []
+
+        async def reward(prompts, completions, **kwargs):
+            number = len(seen)
+            seen.append(torch.is_grad_enabled())
+            for _ in range(20 - 2 * number):  # the later call ends first
+                await asyncio.sleep(0.005)
+                seen.append(torch.is_grad_enabled())
+            return redness_reward(prompts, completions)
+
+        make_trainer(reward_funcs=reward, **TWO_CALLS).train()
+        assert len(seen) > 20 and not any(seen)
+
     def test_an_async_reward_that_raises_is_named(self, make_trainer):
         async def fails(prompts, completions, **kwargs):
             await asyncio.sleep(0)

@@ -168,6 +168,12 @@ def stand_in(tmp_path) -> Path:
     return script
 
 
+def as_in_a_terminal() -> None:
+    """Tests that were started in the background, or under nohup, hand on that these signals are ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Command:
     """`paco-trl serve-reward` in a process of its own, with its output in a file."""
 
@@ -176,6 +182,7 @@ class Command:
         self.port = free_port()
         self.file = stand_in.parent / "output"
         options = ["--model_name_or_path", mode, "--vllm", str(stand_in), "--port", str(self.port), *arguments]
+        kwargs.setdefault("preexec_fn", as_in_a_terminal)
         with self.file.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *program, *options],

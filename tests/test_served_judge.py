@@ -4,6 +4,7 @@
 import asyncio
 import logging
 import math
+import os
 import random
 import signal
 import socket
@@ -236,7 +237,8 @@ class TestScore:
         [
             ({"base_url": "127.0.0.1:8000"}, "`base_url` is '127.0.0.1:8000'"),
             ({"base_url": "ftp://a/v1"}, "must be an address like"),
-            ({"base_url": f"http://me:{KEY}@a/v1"}, "has a user name or password"),
+            ({"base_url": f"http://me:{KEY}@a/v1"}, "has a user name"),
+            ({"base_url": f"http://a/v1?api_key={KEY}"}, "has a user name, a password or a query"),
             ({"max_concurrency": 0}, "`max_concurrency` is 0"),
             ({"timeout": 0.0}, "`timeout` is 0.0"),
             ({"timeout": 3.0, "time_budget": 2.0}, "`time_budget` 2.0"),
@@ -397,6 +399,21 @@ class TestUnavailable:
         # It recovers, and so does the judge
         server.fault = lambda number: None
         assert judge.score([PAIR], QUESTION) == [RIGHT]
+
+    def test_goes_down_while_the_last_questions_are_under_way(self, server, make_judge):
+        """Others were answered after they were asked: that says nothing of now."""
+        judge = make_judge(server, max_concurrency=6, timeout=1.0, time_budget=3.0)
+
+        def fault(number: int):
+            if number < 3:
+                return None
+            wait_until(lambda: server.at_once == 3)  # the first three were answered
+            threading.Thread(target=server.stop).start()
+            return "hang"
+
+        server.fault = fault
+        with pytest.raises(JudgeUnavailableError, match=f"judge at {server.url} has not answered"):
+            judge.score([PAIR] * 6, QUESTION)
 
     def test_refuses_connections(self, server, make_judge):
         judge = make_judge(server, timeout=1.0, time_budget=3.0)
@@ -605,6 +622,25 @@ class TestConnections:
         assert loops[0] is not known
         known.call_soon_threadsafe(known.stop)
 
+    def test_after_a_fork_a_judge_is_made_anew(self, server, make_judge):
+        judge = make_judge(server)
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+        child = os.fork()
+        if child == 0:  # without pytest's ends
+            code = 1
+            try:
+                again = ServedJudge(server.url, "judge", timeout=5.0, time_budget=5.0)
+                code = 0 if again.score([PAIR], QUESTION) == [RIGHT] else 2
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG))[0] != child and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if ended[0] != child:
+            os.kill(child, signal.SIGKILL)
+        assert ended[0] == child and os.waitstatus_to_exitcode(ended[1]) == 0
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+
     def test_a_judge_of_another_process_is_refused(self, server, make_judge, monkeypatch):
         judge = make_judge(server)
         assert judge.score([PAIR], QUESTION) == [RIGHT]
@@ -636,6 +672,14 @@ class TestConnections:
         threading.current_thread() is not threading.main_thread(), reason="Ctrl-C is for the main thread"
     )
     def test_ctrl_c(self, server, make_judge):
+        # A process that was started in the background ignores it
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self.interrupt(server, make_judge)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def interrupt(self, server, make_judge):
         server.latency = 1.0
         judge = make_judge(server, max_concurrency=4)
 

@@ -243,7 +243,7 @@ def check_rewards_load(patient: Patient) -> Row:
     functions = load_rewards(script_args)
     checked, names = check_reward_functions(functions)
     weights = check_reward_weights(args.reward_weights, names, args.multi_objective_aggregation)
-    check_required(args.reward_required, names)
+    check_required(args.reward_required, names, weights)
     patient.reward_funcs = functions
     patient.rewards = {f"reward {name}": function for name, function in zip(names, checked, strict=True)}
     described = [f"{name} (weight {weight:g})" for name, weight in zip(names, weights.tolist(), strict=True)]

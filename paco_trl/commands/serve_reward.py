@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl serve-reward`: a judge behind vLLM, checked with a real question before it is called ready."""
 
-import ipaddress
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from trl import TrlParser
 
 from ..rewards.judge import JudgeUnavailableError
+from ..utils.addresses import is_loopback
 
 
 # vLLM reads it too. In the environment and nowhere else: a command line can be read by every user of the machine.
@@ -397,13 +397,6 @@ def _check_address(host: str, port: int) -> None:
         ) from error
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _server_url(host: str, port: int) -> str:
     """Address of the server as seen from this machine."""
     # Those that stand for all addresses are none to connect to
@@ -498,7 +491,7 @@ def _serve(args: ServeArguments) -> None:
     _check_address(args.host, args.port)
     adapter = find_adapter(args.model_name_or_path)
     command = serve_command(args, executable, adapter)
-    if not _is_loopback(args.host):
+    if not is_loopback(args.host):
         _warn_of_the_network(args.host)
 
     url = _server_url(args.host, args.port)

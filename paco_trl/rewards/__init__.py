@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .dreamsim import DreamSimReward
     from .duplicates import DuplicateReward
     from .edit import EditReward
-    from .judge import Judge, JudgeUnavailableError
+    from .judge import Answer, Judge, JudgeUnavailableError
     from .layout import LayoutReward
     from .ocr import OcrReward
     from .pick_score import PickScoreReward
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # transformers, and this package free of torch.
 _MODULE_OF = {
     "AggregationDetails": ".aggregation",
+    "Answer": ".judge",
     "ClipIReward": ".clip_i",
     "ClipTReward": ".clip_t",
     "ConsistencyReward": ".consistency",
@@ -54,6 +55,7 @@ _MODULE_OF = {
 
 __all__ = [
     "AggregationDetails",
+    "Answer",
     "ClipIReward",
     "ClipTReward",
     "ConsistencyReward",

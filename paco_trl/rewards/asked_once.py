@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 from PIL import Image
 
-from .judge import Judge
-from .served_judge import Answer
+from .judge import Answer, Judge
 
 
 # Answers that are kept: those of some rounds at the paper's settings (672 images with 6 pairs each), in about 15 MB

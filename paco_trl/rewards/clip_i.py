@@ -21,6 +21,7 @@ class PairSimilarityReward:
     """
 
     __name__: str
+    min_panels = 2  # the trainer looks at it before it loads a model
 
     def __init__(self, judge: Judge):
         self.judge = judge

@@ -113,6 +113,7 @@ class ConsistencyReward(JudgedReward):
     """
 
     __name__ = "consistency"  # TRL takes it for the metric names, `rewards/consistency/mean`
+    min_panels = 2
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 """What a judge is: something that answers questions about pairs of images."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from PIL import Image
 
@@ -16,10 +16,26 @@ class JudgeUnavailableError(RuntimeError):
     """A judge cannot be asked at all: it is down, refuses the key, or does not have the model. It stops a run."""
 
 
+class Answer(NamedTuple):
+    """
+    What a judge says of a pair, or why it says nothing.
+
+    Attributes:
+        score (`float`, *optional*):
+            P(Yes) / (P(Yes) + P(No)), `None` if there is none.
+        reason (`str`, *optional*):
+            Why there is none, in a few words.
+    """
+
+    score: float | None
+    reason: str | None = None
+
+
 class Judge(Protocol):
     """
     Scores pairs of images: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server, or any object with
-    this method and a name.
+    this method and a name. One that waits for a server has `answer` besides, as [`ServedJudge.answer`]: it is then asked
+    while other images are drawn.
 
     Attributes:
         name (`str`):

@@ -10,8 +10,20 @@ from typing import NamedTuple
 from PIL import Image
 
 from .asked_once import AskedOnce
-from .judge import Judge
-from .served_judge import Answer, ServedJudge
+from .judge import Answer, Judge
+from .served_judge import UNDECIDED, ServedJudge
+
+
+# Why a question has no answer, in the metrics; the warnings have the details
+_KINDS = ("refused", "unavailable", "unreadable", "undecided")
+
+
+def _kind(reason: str | None) -> str:
+    if reason is None or reason in ("no score", UNDECIDED):
+        return "undecided"
+    if reason in ("timeout", "no connection", "HTTP 408", "HTTP 429") or reason.startswith("HTTP 5"):
+        return "unavailable"
+    return "refused" if reason.startswith("HTTP") else "unreadable"
 
 
 class WeightedQuestion(NamedTuple):
@@ -117,11 +129,11 @@ class JudgedReward:
         if log_metric is not None and answers:
             name = self.__name__
             log_metric(f"{name}/questions_per_image", asked / len(questions))
-            reasons = Counter(answer.reason for answer in answers if answer.reason is not None)
-            for reason, count in reasons.items():
-                log_metric(f"{name}/unanswered/{reason.replace(' ', '_')}", count / len(answers))
-            # Always there, so that its curve begins at 0
-            log_metric(f"{name}/unanswered", reasons.total() / len(answers))
+            kinds = Counter(_kind(answer.reason) for answer in answers if answer.score is None)
+            log_metric(f"{name}/unanswered", kinds.total() / len(answers))
+            # All of them in each call: the trainer averages over the calls in which a metric was logged
+            for kind in _KINDS:
+                log_metric(f"{name}/unanswered/{kind}", kinds[kind] / len(answers))
         rest, rewards = iter(answers), []
         for row in questions:
             scores = [next(rest).score for _ in row]

@@ -5,7 +5,6 @@ import asyncio
 import base64
 import functools
 import io
-import ipaddress
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import openai
@@ -23,9 +22,10 @@ from PIL import Image
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from ..data.questions import plain_question
+from ..utils.addresses import is_loopback
 from ..utils.images import check_text, load_image
 from .decision import yes_probability
-from .judge import ImagePair, ImageSource, JudgeUnavailableError
+from .judge import Answer, ImagePair, ImageSource, JudgeUnavailableError
 
 
 logger = logging.getLogger(__name__)
@@ -45,21 +45,10 @@ _CHECK_BUDGET = 30.0
 # What the chat templates of many models use, Qwen's among them. A server's tokenizer is not known here.
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 _JPEG_QUALITY = 95
+# Why there is no score although there is an answer
+UNDECIDED = "Yes or No not among the likeliest tokens"
 # Everyone's key for a server that wants none
 _NO_KEY = "EMPTY"
-
-
-class Answer(NamedTuple):
-    """
-    Attributes:
-        score (`float`, *optional*):
-            P(Yes) / (P(Yes) + P(No)), `None` if there is none.
-        reason (`str`, *optional*):
-            Why there is none, in a few words.
-    """
-
-    score: float | None
-    reason: str | None = None
 
 
 class ServedJudge:
@@ -90,10 +79,11 @@ class ServedJudge:
         timeout (`float`, *optional*, defaults to `60.0`):
             Seconds for a request.
         time_budget (`float`, *optional*, defaults to `300.0`):
-            Seconds for a question with all its requests and waits. A server has that long to be restarted.
+            Seconds for a question with all its requests and waits, from its first request. A server has that long to
+            be restarted. When it is over, a test question (of a tenth of it at most) tells whether the server is down.
         image_format (`str`, *optional*, defaults to `"png"`):
             `"png"`, which is lossless, or `"jpeg"` (quality 95, full colour resolution), which is smaller and changes
-            pixels, and with them scores; docs/rewards.md has both in numbers.
+            pixels, and with them scores; benchmarks/README.md has both in numbers.
         system_prompt (`str`, *optional*):
             System turn in front of each question, for a judge that was trained with one.
         patch_size (`int`, *optional*, defaults to `14`):
@@ -130,8 +120,10 @@ class ServedJudge:
         address = urlsplit(base_url)
         if address.scheme not in ("http", "https") or not address.hostname:
             raise ValueError(f"`base_url` is {base_url!r}, but must be an address like 'http://127.0.0.1:8000/v1'.")
-        if address.username or address.password:
-            raise ValueError("`base_url` has a user name or password in it, which would be logged. Use `api_key`.")
+        if address.username or address.password or address.query:
+            raise ValueError(
+                "`base_url` has a user name, a password or a query (`?...`) in it, which would be logged. Use `api_key`."
+            )
         if max_concurrency < 1:
             raise ValueError(f"`max_concurrency` is {max_concurrency}, but must be at least 1.")
         if not 0 < timeout <= time_budget:
@@ -158,13 +150,12 @@ class ServedJudge:
             default_headers={"Authorization": f"Bearer {key}"},
             max_retries=0,  # here, where there is a budget of time
             # A proxy that the environment names does not know this machine's own addresses
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not _is_loopback(address.hostname)),
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(address.hostname)),
         )
         # OPENAI_ORG_ID and OPENAI_PROJECT_ID: whose they are is nothing for other servers
         self._client.organization = self._client.project = None
         self._process = os.getpid()
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._last_answered = -math.inf  # when the server last answered, by the loop's clock
         self._reported: set[str] = set()  # reasons of which an example has been logged
         self._is_outage_reported = False
 
@@ -264,7 +255,7 @@ class ServedJudge:
     # ---- On the event loop ----
 
     async def _check(self) -> None:
-        budget = min(self.time_budget, _CHECK_BUDGET)
+        budget = min(self.time_budget, max(_CHECK_BUDGET, self.timeout))
         names = await self._model_names(budget)
         if self.model not in names:
             raise JudgeUnavailableError(self._unknown_model(names))
@@ -273,7 +264,7 @@ class ServedJudge:
         except (openai.APIError, ValueError) as error:
             raise JudgeUnavailableError(
                 f"{self.name} cannot be used as a judge. Asked '{plain_question()}' about two images, it gave no answer: "
-                f"{_detailed(error)}."
+                f"{self._detailed(error)}."
             ) from error
         answer = _read_score(content)
         if answer.score is None:
@@ -333,17 +324,17 @@ class ServedJudge:
             try:
                 return read(await self._until_answered(self._call(body), self.time_budget))
             except (TimeoutError, openai.APIError, ValueError) as error:
-                # None of its answers was about anything else either: is it this question, or the server?
-                if _can_pass(error) and self._last_answered < asked and not await self._answers_a_test():
+                # Is it this question, or the server?
+                if _can_pass(error) and not await self._answers_a_test():
                     raise JudgeUnavailableError(
                         f"{self.name} has not answered for {asyncio.get_running_loop().time() - asked:.0f} seconds "
-                        f"(`time_budget`: {self.time_budget:g}); the last error: {_detailed(error)}. Is it still "
+                        f"(`time_budget`: {self.time_budget:g}); the last error: {self._detailed(error)}. Is it still "
                         "running?"
                     ) from error
                 reason = _reason(error)
                 if reason not in self._reported:
                     self._reported.add(reason)
-                    logger.warning(f"{self.name} cannot answer a question: {_detailed(error)}.")
+                    logger.warning(f"{self.name} cannot answer a question: {self._detailed(error)}.")
                 return Answer(None, reason)
 
     async def _answers_a_test(self) -> bool:
@@ -353,7 +344,6 @@ class ServedJudge:
                 await self._call(self._test_body())(timeout=limit)
         except (TimeoutError, openai.APIError, ValueError):
             return False
-        self._last_answered = asyncio.get_running_loop().time()
         return True
 
     def _call(self, body: dict):
@@ -365,7 +355,7 @@ class ServedJudge:
             return [model.id for model in page.data]
         except (openai.APIError, AttributeError, TypeError, ValueError) as error:
             raise JudgeUnavailableError(
-                f"{self.base_url}/models gives no list of models ({_detailed(error)}). Is it the address of an "
+                f"{self.base_url}/models gives no list of models ({self._detailed(error)}). Is it the address of an "
                 "OpenAI-compatible server? It usually ends in /v1."
             ) from error
 
@@ -387,29 +377,29 @@ class ServedJudge:
                     limit = max(min(self.timeout, deadline - loop.time()), 0.01)
                     async with asyncio.timeout(limit):
                         answer = await call(timeout=limit)
-                    self._last_answered, self._is_outage_reported = loop.time(), False
+                    self._is_outage_reported = False
                     return answer
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise JudgeUnavailableError(
-                f"{self.base_url} refuses the key ({_detailed(error)}). Pass `api_key`, or set VLLM_API_KEY."
+                f"{self.base_url} refuses the key ({self._detailed(error)}). Pass `api_key`, or set VLLM_API_KEY."
             ) from error
         except openai.NotFoundError as error:
             names = [] if call == self._client.models.list else await self._model_names(budget)
             if self.model in names:
                 raise JudgeUnavailableError(
                     f"{self.base_url} has the model {self.model!r}, but does not answer questions with it "
-                    f"({_detailed(error)}). It needs the interface for chat, /chat/completions."
+                    f"({self._detailed(error)}). It needs the interface for chat, /chat/completions."
                 ) from error
             if not names:
                 raise JudgeUnavailableError(
-                    f"{self.base_url} is not the address of an OpenAI-compatible server ({_detailed(error)}). It "
+                    f"{self.base_url} is not the address of an OpenAI-compatible server ({self._detailed(error)}). It "
                     "usually ends in /v1."
                 ) from error
             raise JudgeUnavailableError(self._unknown_model(names)) from error
         except (TimeoutError, openai.APIError) as error:
             if is_start and _can_pass(error):
                 raise JudgeUnavailableError(
-                    f"No judge answers at {self.base_url} ({_detailed(error)}, for {budget:g} seconds). Start one with "
+                    f"No judge answers at {self.base_url} ({self._detailed(error)}, for {budget:g} seconds). Start one with "
                     "`paco-trl serve-reward`, which says when it is ready, or correct `base_url`."
                 ) from error
             raise
@@ -419,7 +409,7 @@ class ServedJudge:
         if state.attempt_number >= 4 and not self._is_outage_reported:
             self._is_outage_reported = True
             logger.warning(
-                f"{self.name} does not answer: {_detailed(state.outcome.exception())}. Trying again for up to "
+                f"{self.name} does not answer: {self._detailed(state.outcome.exception())}. Trying again for up to "
                 f"{budget - state.seconds_since_start:.0f} seconds."
             )
 
@@ -428,6 +418,16 @@ class ServedJudge:
             f"{self.base_url} has no model {self.model!r}. It has: {', '.join(names) or 'none'}. Take one of them as "
             "`model`."
         )
+
+    def _detailed(self, error: BaseException) -> str:
+        """A failure with what the server, or the network, says of it; without what is not for a log."""
+        said = str(error.__cause__ or "") if isinstance(error, openai.APIConnectionError) else str(error)
+        said = re.sub(r"data:image/\S+", "data:image/...", said)  # some servers send the request back
+        if self._client.api_key != _NO_KEY:
+            said = said.replace(self._client.api_key, "***")
+        wanted = _retry_after(error)
+        wait = f"; it is to be asked again after {wanted:g} seconds" if wanted > 0 else ""
+        return f"{_reason(error)}{f' ({said[:300]})' if said else ''}{wait}"
 
     # ---- Requests and answers ----
 
@@ -467,11 +467,12 @@ _event_loop_lock = threading.Lock()
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The loop of all served judges of the process."""
     with _event_loop_lock:  # several threads may be the first
-        return _started_event_loop()
+        return _started_event_loop(os.getpid())
 
 
 @functools.cache
-def _started_event_loop() -> asyncio.AbstractEventLoop:
+def _started_event_loop(process: int) -> asyncio.AbstractEventLoop:
+    # A forked process has none of the threads of the one it comes from
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="paco-trl-judges", daemon=True).start()
     return loop
@@ -526,7 +527,7 @@ def _read_score(completion: ChatCompletion) -> Answer:
     # Turned around, so that a NaN among the others gives no score
     if len(found) == 1 and not math.exp(min(logprobs.values()) - found[0]) <= _MAX_SCORE_ERROR:
         score = None
-    return Answer(score, "Yes or No not among the likeliest tokens" if score is None else None)
+    return Answer(score, UNDECIDED if score is None else None)
 
 
 def _read_text(completion: ChatCompletion) -> Answer:
@@ -548,12 +549,17 @@ def _wait(state: RetryCallState, budget: float) -> float:
     """Seconds until the next attempt: random and growing, and not before the server wants to be asked again."""
     # A long wait is shortened near the end, or a question would be given up before its time
     longest = max((budget - state.seconds_since_start) / 2, min(_LAST_WAIT, budget / 10))
-    response = getattr(state.outcome.exception(), "response", None)
+    return max(min(_BACKOFF(state), longest), _retry_after(state.outcome.exception()))
+
+
+def _retry_after(error: BaseException) -> float:
+    """Seconds that a server wants to be left alone, 0 if it says nothing of it."""
+    response = getattr(error, "response", None)
     try:
         wanted = float(response.headers["retry-after"])
     except (AttributeError, KeyError, ValueError):  # there is none, or it is a date
-        wanted = 0.0
-    return max(min(_BACKOFF(state), longest), wanted)
+        return 0.0
+    return wanted if math.isfinite(wanted) else 0.0
 
 
 def _can_pass(error: BaseException) -> bool:
@@ -571,17 +577,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, (TimeoutError, openai.APITimeoutError)):
         return "timeout"
     return "no connection" if isinstance(error, openai.APIConnectionError) else "the answer cannot be read"
-
-
-def _detailed(error: BaseException) -> str:
-    """A failure with what the server, or the network, says of it."""
-    said = str(error.__cause__ or "") if isinstance(error, openai.APIConnectionError) else str(error)
-    said = re.sub(r"data:image/\S+", "data:image/...", said)[:300]  # some servers send the request back
-    return f"{_reason(error)}{f' ({said})' if said else ''}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 from PIL import Image
@@ -125,6 +124,9 @@ class PipelinePolicy:
         self._outputs: list[torch.Tensor] = []
         model.register_forward_pre_hook(self._record_call, with_kwargs=True)
         model.register_forward_hook(self._record_output)
+        decoder = getattr(pipeline.vae, "decoder", None)
+        if decoder is not None:
+            decoder.register_forward_hook(_check_pixels)
 
     def draw(
         self,
@@ -200,22 +202,15 @@ class PipelinePolicy:
         self.scheduler.on_ode_step = on_ode_step
         # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
         self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
-        try:
-            # A pixel that is not a number becomes 0, with a warning of numpy's: the black image would be scored
-            with self._record(steps), np.errstate(invalid="raise"):
-                images = self.pipeline(
-                    **prompt_arguments,
-                    height=height,
-                    width=width,
-                    num_inference_steps=num_inference_steps,
-                    generator=[keyed_generator(*key, 0) for key in noise_keys],
-                    **self.family.call_arguments(guidance_scale),
-                ).images
-        except FloatingPointError as error:
-            raise RuntimeError(
-                "The decoded images are not finite, although their latents are: the VAE overflows in its dtype, "
-                f"{self.pipeline.vae.dtype}. Train with `bf16=True` or in float32, or use another VAE."
-            ) from error
+        with self._record(steps):
+            images = self.pipeline(
+                **prompt_arguments,
+                height=height,
+                width=width,
+                num_inference_steps=num_inference_steps,
+                generator=[keyed_generator(*key, 0) for key in noise_keys],
+                **self.family.call_arguments(guidance_scale),
+            ).images
         if len(records) != len(steps):
             kind = "steps" if record_last_step else "stochastic steps"
             raise RuntimeError(
@@ -357,6 +352,15 @@ def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: 
                 "images would be trained at other times than they say; correct the family's page."
             )
     return [family.call_at(call, sample, sigma) for call in record.calls]
+
+
+def _check_pixels(module: nn.Module, args: tuple, pixels: Any) -> None:
+    # The pipeline would make black of NaN and white of infinity, and the image would be scored
+    if torch.is_tensor(pixels) and not torch.isfinite(pixels).all():
+        raise RuntimeError(
+            "The decoded images are not finite, although their latents are: the VAE overflows in its dtype, "
+            f"{pixels.dtype}. Train with `bf16=True` or in float32, or use another VAE."
+        )
 
 
 def _check_latents(latents: torch.Tensor) -> None:

@@ -181,7 +181,7 @@ def check_best_metric(args: "PaCoGRPOConfig", eval_dataset) -> None:
         )
 
 
-def check_scored(evaluation: Evaluation, names: list[str], ceiling: float) -> None:
+def check_scored(evaluation: Evaluation, names: list[str], is_needed: torch.Tensor, ceiling: float) -> None:
     """
     Stops where too much of an evaluation could not be scored: a mean of the rest would pass for the model's.
 
@@ -190,13 +190,15 @@ def check_scored(evaluation: Evaluation, names: list[str], ceiling: float) -> No
             Evaluation.
         names (`list[str]`):
             Names of the rewards.
+        is_needed (`torch.Tensor` of shape `(rewards,)`, bool):
+            Which rewards an image must have: those that are required and have a weight.
         ceiling (`float`):
-            Largest share of images without a total (`max_excluded_images`).
+            Largest share of images without one of these (`max_excluded_images`).
 
     Raises:
-        RuntimeError: there are more, or all are.
+        RewardError: there are more, or all are.
     """
-    missing = torch.isnan(evaluation.total)
+    missing = torch.isnan(evaluation.rewards[:, is_needed]).any(dim=1)
     if not missing.all() and missing.float().mean().item() <= ceiling:
         return
     counts = zip(names, torch.isnan(evaluation.rewards).sum(dim=0).tolist(), strict=True)

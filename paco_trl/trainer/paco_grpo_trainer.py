@@ -189,12 +189,13 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.reward_weights = check_reward_weights(
             args.reward_weights, self.reward_func_names, args.multi_objective_aggregation
         )
-        self.reward_required = check_required(args.reward_required, self.reward_func_names)
+        self.reward_required = check_required(args.reward_required, self.reward_func_names, self.reward_weights)
         eval_rewards = (self.reward_funcs, self.reward_func_names)
-        self.eval_reward_weights = self.reward_weights
+        self.eval_reward_weights, self.eval_reward_required = self.reward_weights, self.reward_required
         if eval_reward_funcs is not None:
             eval_rewards = check_reward_functions(eval_reward_funcs)
             self.eval_reward_weights = torch.ones(len(eval_rewards[0]))
+            self.eval_reward_required = [True] * len(eval_rewards[0])
         self.eval_reward_func_names = eval_rewards[1]
         self.layout = args.round_layout
         self._check_train_dataset(train_dataset, args)
@@ -209,7 +210,9 @@ class PaCoGRPOTrainer(GRPOTrainer):
         check_best_metric(args, eval_dataset)
         for name, dataset in eval_datasets.items():
             check_image_set_columns(dataset)
-            check_columns(reward_funcs if eval_reward_funcs is None else eval_reward_funcs, dataset, f"the dataset '{name}'")
+            check_columns(
+                reward_funcs if eval_reward_funcs is None else eval_reward_funcs, dataset, f"the dataset '{name}'"
+            )
             check_panel_sizes(dataset, args, f"the dataset '{name}'")
         is_deepspeed = args.deepspeed_plugin is not None
         self.base_model = base_model_name(model)
@@ -950,7 +953,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
     def _draw_evaluation(self, rows: list[dict], description: str) -> Evaluation:
         evaluation = draw_evaluation(self, self.eval_scorer, self.eval_reward_weights, rows, description)
         # Here, so that a baseline that could not be scored is neither kept nor compared with
-        check_scored(evaluation, self.eval_reward_func_names, self.args.max_excluded_images)
+        is_needed = torch.tensor(self.eval_reward_required) & (self.eval_reward_weights != 0)
+        check_scored(evaluation, self.eval_reward_func_names, is_needed, self.args.max_excluded_images)
         return evaluation
 
     def _shown(self, evaluation: Evaluation) -> ScoredImages:
@@ -1030,6 +1034,14 @@ class PaCoGRPOTrainer(GRPOTrainer):
         finally:
             self.args.eval_on_start = eval_on_start
 
+    def _is_evaluation_due(self) -> bool:
+        """Whether the evaluation of the step that a checkpoint was made at is missing: a judge was down."""
+        args, step = self.args, self.state.global_step
+        if args.eval_strategy != "steps" or step <= args.eval_delay or step % self.state.eval_steps != 0:
+            return False
+        entries = [entry for entry in self.state.log_history if entry["step"] == step]
+        return not any(name.startswith("eval_") for entry in entries for name in entry)
+
     def _keep_trained_steps(self) -> str:
         """Saves a checkpoint of the steps that were made, if there is none yet, and says how to go on."""
         step = self.state.global_step
@@ -1066,6 +1078,9 @@ class PaCoGRPOTrainer(GRPOTrainer):
             for name, dataset in datasets.items():
                 self._baseline(list(dataset), f"eval_{name}" if name else "eval")
             self.model.train()
+        if checkpoint is not None and self._is_evaluation_due():
+            with kept_random_state(self.accelerator.device):
+                self._determine_best_metric(self._evaluate(None, None), None)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         """The trained weights themselves; what a checkpoint exports is their average."""

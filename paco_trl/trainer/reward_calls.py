@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image
 from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 
 class RewardError(RuntimeError):
-    """A reward raised, or its judge is down. It stops a run; what was trained before it is saved."""
+    """A reward raised, gave no list of numbers, or has a judge that is down. It stops a run; what was trained is saved."""
 
 
 def check_reward_functions(reward_funcs: Callable | list[Callable]) -> tuple[list[Callable], list[str]]:
@@ -86,29 +86,45 @@ def check_reward_weights(weights: list[float] | None, names: list[str], aggregat
 
 def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:
     """
-    Checks that a dataset has the columns that rewards say they need (`needed_columns`), before a model is loaded.
+    Checks that a dataset has what rewards say they need, before a model is loaded: columns (`needed_columns`), filled in
+    every row, and panels (`min_panels`).
 
     Args:
         reward_funcs (`Callable` or `list[Callable]`):
-            Rewards as the user gave them; one without `needed_columns` is not asked.
+            Rewards as the user gave them; one without these attributes is not asked.
         dataset ([`~datasets.Dataset`]):
             Dataset.
         where (`str`):
             What it is, for the error.
 
     Raises:
-        ValueError: a column is missing.
+        ValueError: a column is missing or empty in a row, or a row has too few panels.
     """
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        name, least = get_callable_name(function), getattr(function, "min_panels", 1)
+        for row, (rows, cols) in enumerate(zip(dataset["rows"], dataset["cols"], strict=True)):
+            if rows * cols < least:
+                raise ValueError(
+                    f"The reward '{name}' compares panels, at least {least}, but row {row} of {where} has "
+                    f"{rows} x {cols}. Leave the row out, or use another reward."
+                )
         for column in getattr(function, "needed_columns", ()):
             if column not in dataset.column_names:
                 raise ValueError(
-                    f"The reward '{get_callable_name(function)}' needs the column `{column}`, but {where} has "
+                    f"The reward '{name}' needs the column `{column}`, but {where} has "
                     f"{', '.join(dataset.column_names)}. Add it, or use another reward."
                 )
+            if isinstance(dataset.features[column], Image):  # would be decoded, and is checked where it is used
+                continue
+            for row, value in enumerate(dataset[column]):
+                if not (value.strip() if isinstance(value, str) else value):
+                    raise ValueError(
+                        f"The reward '{name}' needs the column `{column}`, which is {value!r} in row {row} of {where}. "
+                        "Fill it, or leave the row out."
+                    )
 
 
-def check_required(required: list[bool] | None, names: list[str]) -> list[bool]:
+def check_required(required: list[bool] | None, names: list[str], weights: torch.Tensor) -> list[bool]:
     """
     Checks which rewards are required.
 
@@ -117,12 +133,14 @@ def check_required(required: list[bool] | None, names: list[str]) -> list[bool]:
             `args.reward_required`; `None` is all.
         names (`list[str]`):
             Names of the rewards.
+        weights (`torch.Tensor` of shape `(len(names),)`):
+            Their weights.
 
     Returns:
         `list[bool]`.
 
     Raises:
-        ValueError: another number of entries than rewards, or none is required.
+        ValueError: another number of entries than rewards, or none of nonzero weight is required.
     """
     required = [True] * len(names) if required is None else required
     if len(required) != len(names):
@@ -130,9 +148,10 @@ def check_required(required: list[bool] | None, names: list[str]) -> list[bool]:
             f"`reward_required` has {len(required)} entries ({required}) for {len(names)} rewards "
             f"({', '.join(names)}); give one for each."
         )
-    if not any(required):
+    if not any(is_required and weight != 0 for is_required, weight in zip(required, weights.tolist(), strict=True)):
         raise ValueError(
-            "`reward_required` has no reward that is required, so that a run could go on without any. Make one required."
+            f"`reward_required` is {required}, so that no reward of nonzero weight is required, and a run could go on "
+            "without any. Make one required."
         )
     return required
 
@@ -168,10 +187,12 @@ def _raised(name: str, error: Exception) -> str:
 
 def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
     if not isinstance(rewards, Iterable):
-        raise TypeError(f"The reward '{name}' returned {rewards!r}; it must give a list with a value for each image.")
+        raise RewardError(
+            f"The reward '{name}' returned {rewards!r}; it must give a list with a value for each image."
+        )
     rewards = list(rewards)
     if len(rewards) != count:
-        raise ValueError(
+        raise RewardError(
             f"The reward '{name}' returned {len(rewards)} values for {count} images; it must give one each."
         )
     for index, reward in enumerate(rewards):
@@ -182,7 +203,7 @@ def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
         except TypeError:
             is_number = False
         if not is_number:
-            raise ValueError(
+            raise RewardError(
                 f"The reward '{name}' returned {reward!r} for image {index}. Return None for an image that could not "
                 "be scored: it is then left out, and counted."
             )

@@ -113,6 +113,8 @@ class RewardScorer:
         if self._async:
             thread, self._loop, is_ready = start_event_loop_in_daemon(name="PaCoGRPOTrainer-AsyncLoop")
             is_ready.wait()
+            # Gradients are a matter of the thread. Switched off once: calls take turns there, each in the middle of others.
+            self._loop.call_soon_threadsafe(torch.set_grad_enabled, False)
             atexit.register(shutdown_event_loop_in_daemon, thread, self._loop)
         self._calls: list[_Call] = []
         self.start()
@@ -272,10 +274,8 @@ class RewardScorer:
         async with slots:
             call.span = [time.perf_counter(), torch.inf]
             try:
-                # Gradients are a matter of the thread, and the loop has one of its own
-                with torch.no_grad():
-                    async with asyncio.TaskGroup() as group:
-                        tasks = [group.create_task(self.reward_funcs[index](**arguments)) for index in call.functions]
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self.reward_funcs[index](**arguments)) for index in call.functions]
             except BaseExceptionGroup as problems:
                 raise problems.exceptions[0] from None
             call.span[1] = time.perf_counter()
