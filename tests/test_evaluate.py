@@ -282,7 +282,7 @@ class TestMetrics:
         def none(prompts, completions, **kwargs):
             return [None] * len(completions)
 
-        rewards = {"reward_funcs": [redness_reward, none]}
+        rewards = {"reward_funcs": [redness_reward, none], "eval_reward_funcs": None}
         metrics = make(**rewards, reward_required=[True, False]).evaluate()
         assert metrics["eval_rewards/none/failure_rate"] == 1.0
         assert "eval_rewards/redness_reward/mean" in metrics and "eval_reward" not in metrics
