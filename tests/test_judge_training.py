@@ -254,6 +254,17 @@ class TestOutage:
             trainer.train()
         assert writes == [2]
 
+    def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(self, make_trainer, server, tmp_path):
+        settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+        make_trainer(reward_funcs=consistency(server), **settings).train()
+        weights = tmp_path / "out" / "checkpoint-2" / "policy.safetensors"
+        earlier = load_file(weights)
+        server.log_odds = lambda *question: -redness(*question)  # another judge behind the same name
+        self.fail_after(server, len(server.requests) + 1 + 96 + 40)
+        with pytest.raises(RewardError, match="The 2 steps before it are in"):
+            make_trainer(reward_funcs=consistency(server), **{**SETTINGS, "save_strategy": "no"}).train()
+        assert not are_equal(load_file(weights), earlier)
+
     def test_before_the_first_step_there_is_nothing_to_go_on_from(self, make_trainer, server, tmp_path):
         self.fail_after(server, 1 + 10)
         with pytest.raises(RewardError, match="Nothing was trained yet: start the run again"):

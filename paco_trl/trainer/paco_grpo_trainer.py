@@ -347,6 +347,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.ema: EMA | None = None  # from the beginning of `train()`
         self._baselines: dict[str, Evaluation] = {}
         self._resumed_from: Path | None = None
+        self._saved_step: int | None = None  # of the last checkpoint of this `train()`
         self.loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
         self._statistics = StepStatistics(self.accelerator)
         self._buffered_round: int | None = None
@@ -1023,7 +1024,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             self._check_resumed_run(checkpoint, self.args)
         if self.args.should_save:
             clear_staging(self.args.output_dir)
-        self._resumed_from, self.loaded_step = checkpoint, None
+        self._resumed_from, self._saved_step, self.loaded_step = checkpoint, None, None
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and checkpoint is None  # a resumed run had its start
         try:
@@ -1048,7 +1049,8 @@ class PaCoGRPOTrainer(GRPOTrainer):
         if step == 0:
             return "Nothing was trained yet: start the run again when the reward works."
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if not folder.is_dir():
+        # A folder of that name may be an earlier run's
+        if self._saved_step != step and self._resumed_from != folder:
             self._save_checkpoint(self.model, trial=None)
         return f"The {step} steps before it are in '{folder}': go on with `resume_from_checkpoint=True`."
 
@@ -1099,6 +1101,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model, trial) -> None:
         """A checkpoint is written beside the others and appears when it is complete."""
         folder = write_checkpoint(self)
+        self._saved_step = self.state.global_step
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
 
