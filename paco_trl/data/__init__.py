@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Data of PaCo-RL: image-set prompts (parse, convert, check, load) and the grid images that they ask for; pairs of images,
-their questions and answers; rankings.
+Data of PaCo-RL: image-set prompts (parse, convert, check, load) and the grid images that they ask for; editing prompts
+and their source images; pairs of images, their questions and answers; rankings.
 """
 
+from .edit_prompts import (
+    check_edit_columns,
+    convert_gedit_bench,
+    convert_sharegpt_4o_image,
+    disjoint_from,
+    load_edit_prompts,
+)
 from .grids import join_grid, panel_size, split_grid
 from .image_sets import (
     ImageSetPrompt,
@@ -24,24 +31,32 @@ from .questions import (
     theme_question,
 )
 from .rankings import check_ranking_columns, load_consistency_rank, rankings_to_pairs
+from .source_images import SourceImages, has_source_images
 from .swapping import swap_pairs
 
 
 __all__ = [
     "ImageSetPrompt",
+    "SourceImages",
+    "check_edit_columns",
     "check_image_set_columns",
     "check_pair_columns",
     "check_ranking_columns",
+    "convert_gedit_bench",
+    "convert_sharegpt_4o_image",
     "convert_t2is",
     "criteria_dict",
     "criterion_question",
     "decision_of",
     "demo_prompts_path",
+    "disjoint_from",
     "edit_consistency_question",
     "edit_following_question",
+    "has_source_images",
     "is_label_only",
     "join_grid",
     "load_consistency_rank",
+    "load_edit_prompts",
     "load_image_set_prompts",
     "load_paco_dataset",
     "make_pair",

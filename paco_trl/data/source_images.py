@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source images of editing prompts: checked by their headers before a run, decoded one row at a time."""
+
+import hashlib
+import io
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from PIL import ExifTags, Image
+from tqdm.auto import tqdm
+
+from ..utils.images import to_rgb
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+
+# Rows from which on reading the headers shows a progress bar
+_MANY_ROWS = 1000
+
+# Orientations that swap width and height
+_ON_ITS_SIDE = (5, 6, 7, 8)
+
+_WHAT_TO_DO = "Replace the file, or leave the row out."
+
+
+class _BufferStream(io.RawIOBase):
+    """
+    A buffer as a file. It copies only what is read, so that of a memory-mapped dataset only that comes from the disk.
+
+    Arrow's own (`pyarrow.BufferReader`) refuses to seek beyond the end, which Pillow does.
+    """
+
+    def __init__(self, buffer: "pa.Buffer"):
+        super().__init__()
+        self._view, self._position = memoryview(buffer).cast("B"), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._view)}[whence]
+        return self._position
+
+    def readinto(self, target: memoryview) -> int:
+        part = self._view[self._position : self._position + len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+
+def has_source_images(dataset: "Dataset") -> bool:
+    """
+    Tell whether rows have source images, which makes them editing prompts.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The dataset.
+
+    Returns:
+        `bool`: whether there is a column `image` or `images`.
+    """
+    return "image" in dataset.column_names or "images" in dataset.column_names
+
+
+class SourceImages:
+    """
+    The source images of a dataset, with their sizes.
+
+    Making it reads the header of every image and no pixels, so that a missing or unreadable file is found before a
+    model is loaded. Nothing is fetched from a network. The dataset itself stays as it is.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Rows with `image` ([`~datasets.Image`]) or `images` (a list of them), decoded when they are read or not.
+        where (`str`):
+            What the dataset is, for errors: "the dataset".
+
+    Attributes:
+        column (`str`):
+            Name of the column: `"image"` or `"images"`.
+        max_count (`int`):
+            Largest number of images in a row.
+        row_with_most (`int`):
+            The first row that has so many.
+
+    Raises:
+        ValueError: With the number of the row: an image is missing, or is a URL, a list of images is empty, or a file
+            does not exist or has no header that can be read.
+    """
+
+    def __init__(self, dataset: "Dataset", where: str):
+        from datasets import Image as ImageFeature
+
+        self.where = where
+        self.column = "image" if "image" in dataset.column_names else "images"
+        feature = dataset.features[self.column]
+        # Decodes as `datasets` does: rewards may see what it decodes
+        self._feature = ImageFeature(mode=getattr(feature, "feature", feature).mode)
+        # As Arrow, which decodes nothing; casting a list of images to `decode=False` would write a copy of all bytes
+        self._table = dataset.select_columns(self.column).with_format("arrow")
+        self._digests: dict[int, tuple[str, ...]] = {}
+        numbers = tqdm(
+            range(len(dataset)),
+            desc=f"Reading the headers of the source images of {where}",
+            unit="row",
+            disable=len(dataset) <= _MANY_ROWS,
+        )
+        self._sizes = [self._read_sizes(row) for row in numbers]
+        counts = [len(sizes) for sizes in self._sizes]
+        self.max_count = max(counts, default=0)
+        self.row_with_most = counts.index(self.max_count) if counts else 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def sizes(self, row: int) -> list[tuple[int, int]]:
+        """
+        Give the sizes of the images of a row, as they are when decoded: turned as their EXIF orientation says.
+
+        Args:
+            row (`int`):
+                Number of the row.
+
+        Returns:
+            `list[tuple[int, int]]`: width and height of each image, in pixels.
+        """
+        return self._sizes[row]
+
+    def digests(self, row: int) -> tuple[str, ...]:
+        """
+        Give what makes the images of a row the same as others: a digest of the bytes of each file.
+
+        Args:
+            row (`int`):
+                Number of the row.
+
+        Returns:
+            `tuple[str, ...]`: BLAKE2b of each image, in hexadecimal; computed once.
+
+        Raises:
+            ValueError: If a file can no longer be read.
+        """
+        if row not in self._digests:
+            images = self._images(row)
+            self._digests[row] = tuple(self._digest(row, index, image) for index, image in enumerate(images))
+        return self._digests[row]
+
+    def load(self, row: int) -> list[Image.Image]:
+        """
+        Decode the images of a row.
+
+        Args:
+            row (`int`):
+                Number of the row.
+
+        Returns:
+            `list[PIL.Image.Image]`: in RGB (see [`~paco_trl.utils.images.to_rgb`]), of the sizes that
+            [`SourceImages.sizes`] gives.
+
+        Raises:
+            ValueError: With the number of the row: pixels are cut short or damaged, the mode has no RGB, or the file
+                has changed since its header was read.
+        """
+        return [self._load(row, index, image) for index, image in enumerate(self._images(row))]
+
+    def _images(self, row: int) -> list["pa.StructScalar"]:
+        """The images of a row as Arrow has them: `bytes` and `path`, not copied."""
+        value = self._table[row].column(self.column)[0]
+        if self.column == "image":
+            return [value]
+        return list(value.values) if value.is_valid else []
+
+    def _name(self, row: int, index: int) -> str:
+        return f"Row {row} of {self.where}: " + (
+            "its source image" if self.column == "image" else f"its source image {index} (counted from 0)"
+        )
+
+    def _read_sizes(self, row: int) -> list[tuple[int, int]]:
+        images = self._images(row)
+        if not images:
+            raise ValueError(
+                f"Row {row} of {self.where}: `images` is empty or None, so there is nothing to edit. Give at least "
+                "one source image, or leave the row out."
+            )
+        return [self._read_size(row, index, image) for index, image in enumerate(images)]
+
+    def _read_size(self, row: int, index: int, image: "pa.StructScalar") -> tuple[int, int]:
+        name, path = self._name(row, index), _path_of(image)
+        if not _has_bytes(image):
+            if path is None:
+                raise ValueError(f"{name} is None. Give an image, or leave the row out.")
+            if "://" in path:
+                raise ValueError(
+                    f"{name} is {path!r}, which is no file on this machine, and nothing is fetched during a run. "
+                    "Download it first, and store its path or its bytes."
+                )
+            if not Path(path).is_file():
+                raise ValueError(
+                    f"{name} is {path!r}, and there is no such file (a relative path counts from the working "
+                    "directory). Correct the path, or leave the row out."
+                )
+        try:
+            with _open_stream(image) as stream:
+                return _decoded_size(stream)
+        except Exception as error:  # Pillow raises half a dozen kinds
+            raise self._unreadable(name, path, error) from error
+
+    def _digest(self, row: int, index: int, image: "pa.StructScalar") -> str:
+        try:
+            with _open_stream(image) as stream:
+                return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+        except OSError as error:
+            raise self._unreadable(self._name(row, index), _path_of(image), error) from error
+
+    def _load(self, row: int, index: int, image: "pa.StructScalar") -> Image.Image:
+        name, path = self._name(row, index), _path_of(image)
+        try:
+            decoded = to_rgb(self._feature.decode_example(image.as_py()), "The image")
+        except Exception as error:  # Pillow raises half a dozen kinds
+            raise self._unreadable(name, path, error) from error
+        if decoded.size != self._sizes[row][index]:
+            raise ValueError(
+                f"{name} has {decoded.width} x {decoded.height} pixels (width x height), but its header said "
+                f"{' x '.join(map(str, self._sizes[row][index]))} when the run began. Files must not change during a "
+                "run: start it again."
+            )
+        return decoded
+
+    @staticmethod
+    def _unreadable(name: str, path: str | None, error: Exception) -> ValueError:
+        which = f" ({path})" if path else ""
+        return ValueError(f"{name} cannot be read{which}: {type(error).__name__}: {error}. {_WHAT_TO_DO}")
+
+
+def _has_bytes(image: "pa.StructScalar") -> bool:
+    return image.is_valid and image["bytes"].is_valid
+
+
+def _path_of(image: "pa.StructScalar") -> str | None:
+    return image["path"].as_py() if image.is_valid else None
+
+
+def _open_stream(image: "pa.StructScalar") -> BinaryIO:
+    if not _has_bytes(image):
+        return open(_path_of(image), "rb")
+    return io.BufferedReader(_BufferStream(image["bytes"].as_buffer()))
+
+
+def _decoded_size(stream: BinaryIO) -> tuple[int, int]:
+    """Width and height that an image has when `datasets` decodes it, from its header."""
+    image = Image.open(stream)
+    width, height = image.size
+    if image.format == "TIFF":
+        # As stored: newer versions of Pillow give the size as turned, though they turn the image only when it is read
+        width, height = (image.tag_v2[tag] for tag in (ExifTags.Base.ImageWidth, ExifTags.Base.ImageLength))
+    if image.format == "PNG" and not _goes_on_after_pixels(stream):
+        exif = Image.Image.getexif(image)  # that of PNG decodes the pixels to see what comes after them
+    else:
+        exif = image.getexif()
+    return (height, width) if exif.get(ExifTags.Base.Orientation) in _ON_ITS_SIDE else (width, height)
+
+
+def _goes_on_after_pixels(stream: BinaryIO) -> bool:
+    """Whether a PNG has anything after its pixels, where its orientation may be."""
+    position, end = stream.tell(), stream.seek(0, io.SEEK_END)
+    start, seen_pixels, late = 8, False, False
+    while not late and start + 8 <= end:
+        stream.seek(start)
+        length, kind = struct.unpack(">I4s", stream.read(8))
+        if kind == b"IEND":
+            break
+        seen_pixels = seen_pixels or kind == b"IDAT"
+        late = seen_pixels and kind != b"IDAT"
+        start += 8 + length + 4  # the check sum comes last
+    stream.seek(position)
+    return late

@@ -1,0 +1,604 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of editing prompts: format, loader, conversions, what is kept out of training, and the source images."""
+
+import io
+import json
+import logging
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict, Features, List, Value
+from datasets import Image as ImageFeature
+from PIL import ExifTags, Image, ImageFile, PngImagePlugin
+
+from paco_trl.data import (
+    SourceImages,
+    check_edit_columns,
+    convert_gedit_bench,
+    convert_sharegpt_4o_image,
+    disjoint_from,
+    has_source_images,
+    load_edit_prompts,
+)
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "editing_data.md"
+
+
+def picture(seed, size=(48, 32)):
+    """A picture with detail, and unlike that of any other seed."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image, kind="PNG", **options):
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def write(path, image, kind="PNG", **options):
+    path.write_bytes(encoded(image, kind, **options))
+    return str(path)
+
+
+def orientation(value):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = value
+    return exif
+
+
+def late_png(size, exif):
+    """A PNG whose orientation comes after its pixels, as exiftool writes it."""
+    data, chunk = encoded(Image.new("RGB", size, "red")), b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
+    return data[:-12] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[-12:]
+
+
+def with_paths(paths, column="image"):
+    feature = ImageFeature() if column == "image" else List(ImageFeature())
+    features = Features({"prompt": Value("string"), column: feature})
+    return Dataset.from_dict({"prompt": ["Edit."] * len(paths), column: paths}, features=features)
+
+
+def with_bytes(*images):
+    return with_paths([{"bytes": image, "path": None} for image in images])
+
+
+def edits(*rows):
+    return Dataset.from_list([{"prompt": prompt, "image": image} for prompt, image in rows])
+
+
+class TestFormat:
+    def test_both_columns_are_the_format(self):
+        one = edits(("Paint it.", picture(0)))
+        several = Dataset.from_list([{"prompt": "Join them.", "images": [picture(0), picture(1)]}])
+        check_edit_columns(one)
+        check_edit_columns(several)
+        check_edit_columns(one.cast_column("image", ImageFeature(decode=False)))
+        assert has_source_images(one) and has_source_images(several)
+        assert not has_source_images(one.remove_columns("image"))
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"prompt": None}, "need `prompt`, but `dataset` has only the columns"),
+            ({"image": None}, "need `image` or `images`"),
+            ({"images": [["a.png"]]}, "both `image` and `images`"),
+            ({"image": ["a.png"]}, r'`dataset.cast_column\("image", datasets.Image\(\)\)`'),
+            ({"image": None, "images": [["a.png"]]}, r'cast_column\("images", datasets.List\(datasets.Image\(\)\)\)'),
+            ({"prompt": [" "]}, "`prompt` of row 0 of `dataset` is ' '"),
+            ({"height": [64]}, "are 64 and None. Give both"),
+            ({"height": [64], "width": [0]}, "are 64 and 0"),
+            ({"rows": [1], "cols": [2]}, r"without \['panels'\]"),
+            ({"rows": [1], "cols": [2], "panels": [["one"]]}, "has 2 panels"),
+            ({"prompt": None, "input_prompt": ["x"], "input_image": [["a"]]}, "convert_sharegpt_4o_image"),
+            ({"prompt": None, "instruction": ["x"], "input_image": ["a"]}, "convert_gedit_bench"),
+        ],
+    )
+    def test_each_fault_is_an_error(self, changes, message):
+        dataset = edits(("Paint it.", picture(0)))
+        check_edit_columns(dataset)  # without the fault
+        for name, values in changes.items():
+            dataset = dataset.remove_columns(name) if name in dataset.column_names else dataset
+            dataset = dataset if values is None else dataset.add_column(name, values)
+        with pytest.raises(ValueError, match=message):
+            check_edit_columns(dataset)
+
+    def test_sizes_and_grids_may_be_given_for_some_rows(self):
+        dataset = edits(("A.", picture(0)), ("B.", picture(1)))
+        for name, values in {
+            "height": [64, None],
+            "width": [32, None],
+            "rows": [1, None],
+            "cols": [2, None],
+            "panels": [["left", "right"], None],
+        }.items():
+            dataset = dataset.add_column(name, values)
+        check_edit_columns(dataset)
+
+    def test_what_is_no_dataset_is_an_error(self):
+        with pytest.raises(TypeError, match="train"):
+            check_edit_columns(DatasetDict(train=edits(("A.", picture(0)))))
+        with pytest.raises(ValueError, match="no rows"):
+            check_edit_columns(edits(("A.", picture(0))).select([]))
+
+
+class TestSizes:
+    @pytest.mark.parametrize("value", range(1, 9))
+    @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+    def test_sizes_are_those_of_the_decoded_image(self, kind, value):
+        dataset = with_bytes(encoded(picture(0, (40, 24)), kind, exif=orientation(value)))
+        sources = SourceImages(dataset, "the dataset")
+        assert sources.sizes(0) == [dataset[0]["image"].size] == [sources.load(0)[0].size]
+        assert sources.sizes(0) == [(24, 40) if value > 4 else (40, 24)]
+
+    @pytest.mark.parametrize("value", [1, 6])
+    def test_a_png_may_have_its_orientation_after_its_pixels(self, value):
+        dataset = with_bytes(late_png((40, 24), orientation(value)))
+        sources = SourceImages(dataset, "the dataset")
+        assert sources.sizes(0) == [dataset[0]["image"].size] == [(24, 40) if value == 6 else (40, 24)]
+        assert sources.load(0)[0].size == sources.sizes(0)[0]
+
+    def test_an_orientation_in_xmp_counts(self):
+        info = PngImagePlugin.PngInfo()
+        info.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
+        dataset = with_bytes(encoded(picture(0, (40, 24)), pnginfo=info))
+        assert SourceImages(dataset, "the dataset").sizes(0) == [dataset[0]["image"].size]
+
+    def test_pixels_are_not_read(self, tmp_path, monkeypatch):
+        paths = [write(tmp_path / f"{kind}.x", picture(0), kind) for kind in ("PNG", "JPEG", "TIFF", "WEBP")]
+        calls = []
+        load = ImageFile.ImageFile.load_prepare
+        monkeypatch.setattr(
+            "PIL.ImageFile.ImageFile.load_prepare", lambda self: calls.append(self.format) or load(self)
+        )
+        sources = SourceImages(with_paths(paths), "the dataset")
+        assert calls == []
+        sources.load(1)
+        assert calls == ["JPEG"]
+
+    def test_rows_and_counts_with_several_images(self):
+        rows = [[picture(0)], [picture(1), picture(2, (16, 8)), picture(0)], [picture(1), picture(0), picture(0)]]
+        dataset = Dataset.from_list([{"prompt": "Join.", "images": images} for images in rows])
+        sources = SourceImages(dataset, "the dataset")
+        assert (sources.column, sources.max_count, sources.row_with_most, len(sources)) == ("images", 3, 1, 3)
+        assert sources.sizes(1) == [(48, 32), (16, 8), (48, 32)]
+        assert [image.size for image in sources.load(1)] == sources.sizes(1)
+
+    def test_more_than_a_thousand_rows_show_a_progress_bar(self, tmp_path, capfd):
+        path = write(tmp_path / "a.png", picture(0, (8, 8)))
+        SourceImages(with_paths([path] * 1000), "the dataset")
+        assert "headers" not in capfd.readouterr().err
+        SourceImages(with_paths([path] * 1001), "the dataset")
+        assert "headers of the source images of the dataset" in capfd.readouterr().err
+
+
+class TestSelectedRows:
+    """Rows are those of the dataset that was given, not those of the table that it selects from."""
+
+    def test_selected_formatted_and_undecoded_datasets(self, tmp_path):
+        dataset = edits(*[(f"{n}.", picture(n, (8 + n, 8))) for n in range(6)])
+        dataset.save_to_disk(tmp_path / "saved")
+        dataset = load_edit_prompts(tmp_path / "saved")
+        widths = [SourceImages(dataset, "it").sizes(row)[0][0] for row in range(6)]
+        assert widths == [8, 9, 10, 11, 12, 13]
+        chosen = dataset.select([4, 1])
+        for variant in (
+            chosen,
+            chosen.cast_column("image", ImageFeature(decode=False)),
+            chosen.with_format("numpy", columns=["prompt"]),
+            chosen.with_transform(lambda batch: {"nothing": [0] * len(batch["prompt"])}),
+        ):
+            format_before, features_before = variant.format, variant.features.copy()
+            sources = SourceImages(variant, "it")
+            assert [sources.sizes(row) for row in range(2)] == [[(12, 8)], [(9, 8)]]
+            assert sources.load(0)[0].tobytes() == picture(4, (12, 8)).tobytes()
+            assert (variant.format, variant.features) == (format_before, features_before)
+
+    def test_undecoded_lists(self):
+        dataset = Dataset.from_list([{"prompt": "Join.", "images": [picture(0), picture(1)]}])
+        undecoded = dataset.cast_column("images", List(ImageFeature(decode=False)))
+        check_edit_columns(undecoded)
+        assert SourceImages(undecoded, "it").sizes(0) == [(48, 32), (48, 32)]
+
+
+class TestLoad:
+    def test_every_mode_becomes_rgb(self, tmp_path):
+        alpha = Image.new("RGBA", (8, 4), (255, 0, 0, 0))
+        palette = Image.new("RGB", (8, 4), (10, 200, 30)).quantize(4)
+        grey16 = Image.fromarray(np.full((4, 8), 32768, dtype=np.uint16))
+        cmyk = Image.new("CMYK", (8, 4), (0, 255, 255, 0))
+        paths = [
+            write(tmp_path / "alpha.png", alpha),
+            write(tmp_path / "palette.png", palette),
+            write(tmp_path / "grey16.png", grey16),
+            write(tmp_path / "cmyk.jpg", cmyk, "JPEG", quality=100),
+        ]
+        sources = SourceImages(with_paths(paths), "the dataset")
+        images = [sources.load(row)[0] for row in range(4)]
+        assert [(image.mode, image.size) for image in images] == [("RGB", (8, 4))] * 4
+        expected = [(255, 255, 255), (10, 200, 30), (128, 128, 128), (255, 0, 0)]
+        for image, colour in zip(images, expected, strict=True):
+            assert np.abs(np.subtract(image.getpixel((3, 2)), colour)).max() <= 3
+
+    def test_the_mode_of_the_column_is_kept(self):
+        dataset = edits(("A.", Image.new("RGB", (8, 4), (255, 0, 0)))).cast_column("image", ImageFeature(mode="L"))
+        assert SourceImages(dataset, "it").load(0)[0].getpixel((0, 0)) == (76, 76, 76)
+
+    def test_a_turned_photo_is_upright(self):
+        image = Image.new("RGB", (40, 24), "blue")
+        image.paste("red", (0, 0, 20, 24))  # on the left, which orientation 6 turns to the top
+        sources = SourceImages(with_bytes(encoded(image, "JPEG", quality=100, exif=orientation(6))), "it")
+        (turned,) = sources.load(0)
+        assert turned.getpixel((12, 2))[0] > 200 and turned.getpixel((12, 37))[2] > 200
+
+
+class TestBadImages:
+    def faults(self, tmp_path):
+        png, jpeg = encoded(picture(0)), encoded(picture(0), "JPEG")
+        (tmp_path / "cut.png").write_bytes(png[:20])
+        (tmp_path / "text.png").write_text("no image", encoding="utf-8")
+        return {
+            "is None": None,
+            "there is no such file": str(tmp_path / "missing.png"),
+            "Download it first": "https://example.com/a.png",
+            r"cut.png\): OSError": str(tmp_path / "cut.png"),
+            r"text.png\): UnidentifiedImageError": str(tmp_path / "text.png"),
+            "cannot be read: OSError": {"bytes": jpeg[:10], "path": None},
+            "cannot be read: ": {"bytes": b"", "path": None},
+            "no such file": str(tmp_path),
+        }
+
+    def test_each_fault_names_its_row_before_the_run(self, tmp_path):
+        good = write(tmp_path / "good.png", picture(0))
+        SourceImages(with_paths([good] * 3), "the dataset")
+        for message, bad in self.faults(tmp_path).items():
+            with pytest.raises(ValueError, match=f"Row 1 of the dataset: its source image.*{message}"):
+                SourceImages(with_paths([good, bad, good]), "the dataset")
+
+    def test_in_a_list_the_image_is_named_too(self, tmp_path):
+        good = write(tmp_path / "good.png", picture(0))
+        for message, bad in self.faults(tmp_path).items():
+            if isinstance(bad, dict):
+                continue
+            table = Dataset.from_dict({"images": [[good], [good, bad]]}).cast_column("images", List(ImageFeature()))
+            with pytest.raises(ValueError, match=f"Row 1 of the evaluation: its source image 1 .*{message}"):
+                SourceImages(table, "the evaluation")
+
+    @pytest.mark.parametrize("images", [[], None])
+    def test_a_row_without_images(self, tmp_path, images):
+        good = write(tmp_path / "good.png", picture(0))
+        dataset = with_paths([[good], [good], images], "images")
+        with pytest.raises(ValueError, match="Row 2 of the dataset: `images` is empty or None"):
+            SourceImages(dataset, "the dataset")
+
+    @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+    def test_pixels_that_are_cut_short(self, kind):
+        whole = encoded(Image.effect_noise((64, 64), 50).convert("RGB"), kind)
+        dataset = with_bytes(whole, whole[: len(whole) // 2])
+        sources = SourceImages(dataset, "the dataset")
+        assert sources.sizes(1) == [(64, 64)]
+        assert len(sources.load(0)) == 1
+        with pytest.raises(ValueError, match="Row 1 of the dataset: its source image cannot be read: .*leave the row"):
+            sources.load(1)
+
+    def test_a_mode_without_rgb(self):
+        values = Image.fromarray(np.linspace(0, 2, 12, dtype=np.float32).reshape(3, 4))
+        sources = SourceImages(with_bytes(encoded(values, "TIFF")), "the dataset")
+        with pytest.raises(ValueError, match="Row 0 of the dataset: its source image.*mode 'F'"):
+            sources.load(0)
+
+    def test_a_file_that_changes_during_the_run(self, tmp_path):
+        path = write(tmp_path / "a.png", picture(0, (8, 8)))
+        sources = SourceImages(with_paths([path]), "the dataset")
+        assert sources.load(0)[0].size == (8, 8)
+        write(tmp_path / "a.png", picture(0, (16, 8)))
+        with pytest.raises(ValueError, match="Row 0 of the dataset: .* has 16 x 8 pixels .* its header said 8 x 8"):
+            sources.load(0)
+        (tmp_path / "a.png").unlink()
+        with pytest.raises(ValueError, match="Row 0 of the dataset: .*FileNotFoundError"):
+            sources.digests(0)
+
+
+class TestDigests:
+    def test_the_same_bytes_have_the_same_digest(self, tmp_path):
+        data = encoded(picture(0))
+        (tmp_path / "a.png").write_bytes(data)
+        other = {"bytes": encoded(picture(1)), "path": None}
+        dataset = with_paths([{"bytes": data, "path": "x.png"}, str(tmp_path / "a.png"), other])
+        sources = SourceImages(dataset, "the dataset")
+        first, second, third = (sources.digests(row) for row in range(3))
+        assert first == second != third
+        assert len(first) == 1 and re.fullmatch("[0-9a-f]{64}", first[0])
+
+    def test_digests_of_a_list_keep_its_order_and_are_computed_once(self, tmp_path):
+        paths = [write(tmp_path / f"{n}.png", picture(n)) for n in range(2)]
+        sources = SourceImages(with_paths([paths, paths[::-1]], "images"), "the dataset")
+        assert sources.digests(0) == sources.digests(1)[::-1] != sources.digests(1)
+        before = sources.digests(0)
+        (tmp_path / "0.png").unlink()
+        assert sources.digests(0) == before
+
+
+class TestLoader:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        (tmp_path / "images").mkdir()
+        for number in range(3):
+            write(tmp_path / "images" / f"{number}.png", picture(number))
+        return tmp_path
+
+    @staticmethod
+    def write_rows(path, rows):
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        return path
+
+    def test_paths_of_a_file_are_relative_to_it(self, folder, monkeypatch):
+        rows = [{"prompt": "A.", "image": "images/0.png"}, {"prompt": "B.", "image": "images/1.png", "id": "b"}]
+        path = self.write_rows(folder / "edits.jsonl", rows)
+        monkeypatch.chdir(folder.parent)
+        dataset = load_edit_prompts(path)
+        assert isinstance(dataset.features["image"], ImageFeature)
+        assert dataset["id"][:] == [None, "b"]
+        assert dataset[1]["image"].tobytes() == picture(1).tobytes()
+        # A relative path to the file itself too
+        monkeypatch.chdir(folder)
+        dataset = load_edit_prompts("edits.jsonl")
+        monkeypatch.chdir(folder.parent)
+        assert SourceImages(dataset, "it").sizes(1) == [(48, 32)]
+
+    def test_lists_and_grids(self, folder):
+        grid = {"rows": 1, "cols": 2, "panels": ["left", "right"]}
+        rows = [{"prompt": "A.", "images": ["0.png", "1.png"], **grid}, {"prompt": "B.", "images": ["2.png"], **grid}]
+        path = self.write_rows(folder / "edits.jsonl", rows)
+        dataset = load_edit_prompts(path, image_folder=folder / "images")
+        assert [len(row["images"]) for row in dataset] == [2, 1]
+        with pytest.raises(ValueError, match="there is no image .*0.png"):
+            load_edit_prompts(path)
+
+    @pytest.mark.parametrize(
+        "bad, message",
+        [
+            ({"prompt": "B.", "image": "images/9.png"}, "Row 1 of .*there is no image .*9.png"),
+            ({"prompt": "B.", "image": "../images/0.png"}, "Row 1 of .*leaves the folder"),
+            ({"prompt": "B.", "image": "http://x.org/a.png"}, "Row 1 of .*Download it first"),
+            ({"prompt": "B."}, "Row 1 of .*an image is None"),
+            ({"prompt": "", "image": "images/0.png"}, "`prompt` of row 1"),
+        ],
+    )
+    def test_a_bad_row_is_named(self, folder, bad, message):
+        good = {"prompt": "A.", "image": "images/0.png"}
+        assert len(load_edit_prompts(self.write_rows(folder / "edits.jsonl", [good, good]))) == 2
+        path = self.write_rows(folder / "edits.jsonl", [good, bad])
+        with pytest.raises(ValueError, match=message):
+            load_edit_prompts(path)
+
+    def test_an_empty_list_in_a_file(self, folder):
+        path = self.write_rows(folder / "edits.jsonl", [{"prompt": "A.", "images": []}])
+        with pytest.raises(ValueError, match="Row 0 of .*`images` is \\[\\]"):
+            load_edit_prompts(path)
+
+    def test_saved_datasets_and_their_splits(self, folder):
+        DatasetDict(train=edits(("A.", picture(0))), test=edits(("B.", picture(1)))).save_to_disk(folder / "saved")
+        assert load_edit_prompts(folder / "saved")["prompt"][:] == ["A."]
+        assert load_edit_prompts(str(folder / "saved"), split="test")["prompt"][:] == ["B."]
+        with pytest.raises(ValueError, match="no split 'dev'"):
+            load_edit_prompts(folder / "saved", split="dev")
+        with pytest.raises(ValueError, match="`image_folder` is .*Leave `image_folder` out"):
+            load_edit_prompts(folder / "saved", image_folder=folder)
+
+    def test_other_folders_are_those_of_load_dataset(self, folder):
+        (folder / "data").mkdir()
+        edits(("A.", picture(0))).to_parquet(folder / "data" / "train.parquet")
+        assert load_edit_prompts(folder / "data")[0]["image"].size == (48, 32)
+
+    def test_missing_files(self, tmp_path):
+        for missing in (tmp_path / "no", "missing.jsonl", "./no"):
+            with pytest.raises(FileNotFoundError, match="no file or folder"):
+                load_edit_prompts(missing)
+        (tmp_path / "a.csv").write_text("prompt", encoding="utf-8")
+        with pytest.raises(ValueError, match="is not read"):
+            load_edit_prompts(tmp_path / "a.csv")
+
+
+def gedit_rows():
+    rows = [("k1", "ps_human", "Add a hat.", "en", 0), ("k2", "ps_human", "加一顶帽子。", "cn", 0)]
+    rows.append(("k3", "text_change", "Change the sign.", "en", 1))
+    return Dataset.from_list(
+        [
+            {
+                "key": key,
+                "task_type": task,
+                "instruction": instruction,
+                "instruction_language": language,
+                "input_image": picture(seed, (24, 16)),
+                "input_image_raw": picture(seed),
+                "Intersection_exist": True,
+            }
+            for key, task, instruction, language, seed in rows
+        ]
+    )
+
+
+class TestGEditBench:
+    def test_conversion(self):
+        dataset = convert_gedit_bench(gedit_rows())
+        assert sorted(dataset.column_names) == ["id", "image", "language", "prompt", "task_type"]
+        assert dataset["id"][:] == ["k1", "k2", "k3"]
+        assert dataset["language"][:] == ["en", "cn", "en"]
+        assert dataset[2]["image"].size == (48, 32)
+        assert dataset[2]["prompt"] == "Change the sign."
+
+    def test_one_language(self):
+        assert convert_gedit_bench(gedit_rows(), language="cn")["id"][:] == ["k2"]
+        with pytest.raises(ValueError, match=r"language 'fr', only in \['cn', 'en'\]"):
+            convert_gedit_bench(gedit_rows(), language="fr")
+
+    def test_the_resized_image_where_there_is_no_other(self):
+        dataset = convert_gedit_bench(gedit_rows().remove_columns("input_image_raw"))
+        assert dataset[0]["image"].size == (24, 16)
+
+    def test_a_missing_column(self):
+        with pytest.raises(ValueError, match=r"\['key'\] are missing"):
+            convert_gedit_bench(gedit_rows().remove_columns("key"))
+
+    def test_the_loader_converts(self, tmp_path):
+        gedit_rows().save_to_disk(tmp_path / "gedit")
+        dataset = load_edit_prompts(tmp_path / "gedit")
+        assert dataset["id"][:] == ["k1", "k2", "k3"]
+
+
+class TestShareGPT4oImage:
+    @pytest.fixture
+    def rows(self, tmp_path):
+        (tmp_path / "image").mkdir()
+        for number in range(3):
+            write(tmp_path / "image" / f"v2v_{number}.png", picture(number))
+        return [
+            {
+                "input_prompt": f"Edit {number}.",
+                "input_image": [f"image/v2v_{number}.png"],
+                "output_image": f"image/v2v_{number}_out.png",
+            }
+            for number in range(3)
+        ]
+
+    def test_conversion(self, rows, tmp_path):
+        dataset = convert_sharegpt_4o_image(rows, tmp_path)
+        assert dataset.column_names == ["id", "prompt", "image"]
+        assert dataset["id"][:] == [f"image/v2v_{number}_out.png" for number in range(3)]
+        assert dataset[2]["image"].tobytes() == picture(2).tobytes()
+        check_edit_columns(dataset)
+
+    def test_several_sources(self, rows, tmp_path):
+        rows[1]["input_image"].append("image/v2v_0.png")
+        dataset = convert_sharegpt_4o_image(rows, tmp_path)
+        assert dataset.column_names == ["id", "prompt", "images"]
+        assert [len(row["images"]) for row in dataset] == [1, 2, 1]
+        check_edit_columns(dataset)
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"input_image": None}, "Row 1 of ShareGPT-4o-Image .* drawing from text"),
+            ({"input_prompt": ""}, "Row 1 of ShareGPT-4o-Image"),
+            ({"input_image": ["image/no.png"]}, "Row 1 of ShareGPT-4o-Image: there is no image .*no.png"),
+            ({"input_image": ["/etc/hostname"]}, "Row 1 of ShareGPT-4o-Image: .*absolute"),
+        ],
+    )
+    def test_bad_rows(self, rows, tmp_path, changes, message):
+        rows[1] |= changes
+        with pytest.raises(ValueError, match=message):
+            convert_sharegpt_4o_image(rows, tmp_path)
+
+    def test_the_loader_converts_a_file_and_a_dataset(self, rows, tmp_path):
+        path = tmp_path / "text_and_image_to_image.json"
+        path.write_text(json.dumps(rows), encoding="utf-8")
+        expected = convert_sharegpt_4o_image(rows, tmp_path)
+        assert load_edit_prompts(path)[:2]["prompt"] == expected[:2]["prompt"]
+        Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        with pytest.raises(ValueError, match="`image_folder`"):
+            load_edit_prompts(tmp_path / "saved")
+        dataset = load_edit_prompts(tmp_path / "saved", image_folder=tmp_path)
+        assert dataset["id"][:] == expected["id"][:]
+        assert dataset.features == expected.features
+
+
+class TestDisjoint:
+    BENCHMARK = [("Add a red hat.", 0), ("Make it night.", 1)]
+
+    @pytest.fixture
+    def benchmark(self):
+        return edits(*[(prompt, picture(seed)) for prompt, seed in self.BENCHMARK])
+
+    def kept(self, benchmark, *rows):
+        dataset = Dataset.from_list([{"prompt": p, "image": image, "n": n} for n, (p, image) in enumerate(rows)])
+        return disjoint_from(dataset, benchmark)["n"][:]
+
+    def test_a_source_image_of_the_benchmark_is_left_out(self, benchmark):
+        other_file = Image.open(io.BytesIO(encoded(picture(1), "BMP")))
+        assert other_file.tobytes() == picture(1).tobytes()  # `datasets` stores it as BMP, not as PNG
+        rows = [
+            ("Other.", picture(0)),
+            ("Other.", other_file),
+            ("Other.", picture(2)),
+            ("Other.", picture(0, (32, 48))),
+        ]
+        assert self.kept(benchmark, *rows) == [2, 3]
+
+    def test_the_same_file_is_left_out_also_where_it_is_read_in_another_mode(self):
+        benchmark = with_bytes(encoded(picture(0))).remove_columns("prompt").add_column("prompt", ["Other."])
+        dataset = with_bytes(encoded(picture(0)), encoded(picture(5))).cast_column("image", ImageFeature(mode="L"))
+        assert dataset[0]["image"].convert("RGB").tobytes() != picture(0).tobytes()
+        assert disjoint_from(dataset, benchmark)[0]["image"].tobytes() == picture(5).convert("L").tobytes()
+
+    def test_damaged_pixels_are_an_error_where_they_are_needed(self):
+        whole = encoded(Image.effect_noise((64, 64), 50).convert("RGB"))
+        assert len(disjoint_from(with_bytes(whole, encoded(picture(0, (64, 64)))), with_bytes(whole))) == 1
+        with pytest.raises(ValueError, match="Row 0 of the dataset: its source image cannot be read"):
+            disjoint_from(with_bytes(whole[: len(whole) // 2], encoded(picture(0))), with_bytes(whole))
+
+    def test_rows_of_other_sizes_and_instructions_are_not_decoded(self, benchmark):
+        noise = encoded(Image.effect_noise((80, 64), 50).convert("RGB"))
+        dataset = with_bytes(noise[: len(noise) // 2])  # decoding would be an error
+        assert len(disjoint_from(dataset, benchmark)) == 1
+
+    @pytest.mark.parametrize("prompt", ["Add a red hat.", "  add A\tred hat", "Ａdd a red hat！", "“Add a red hat”"])
+    def test_the_same_edit_in_another_size_or_compression_is_left_out(self, benchmark, prompt):
+        resized = picture(0).resize((96, 60))
+        jpeg = Image.open(io.BytesIO(encoded(picture(0), "JPEG", quality=40)))
+        rows = [(prompt, resized), (prompt, jpeg), (prompt, picture(1, (40, 40))), ("Add a blue hat.", resized)]
+        assert self.kept(benchmark, *rows) == [2, 3]
+
+    def test_the_image_must_be_that_of_the_instruction(self, benchmark):
+        assert self.kept(benchmark, ("Make it night.", picture(0, (40, 40)))) == [0]
+
+    def test_several_sources(self, benchmark):
+        rows = [[picture(5), picture(1)], [picture(5), picture(6)]]
+        dataset = Dataset.from_list([{"prompt": "Join.", "images": images} for images in rows])
+        assert disjoint_from(dataset, benchmark)[0]["images"][1].tobytes() == picture(6).tobytes()
+        of_lists = Dataset.from_list([{"prompt": "x", "images": [picture(8), picture(5)]}])
+        assert self.kept(of_lists, ("A.", picture(5)), ("B.", picture(1))) == [1]
+
+    def test_the_log_counts(self, benchmark, caplog):
+        rows = [("A.", picture(0)), ("Add a red hat.", picture(0, (96, 64))), ("Add a red hat.", picture(3))]
+        with caplog.at_level(logging.INFO, logger="paco_trl.data.edit_prompts"):
+            assert self.kept(benchmark, *rows) == [2]
+            (record,) = caplog.records
+            assert record.levelno == logging.WARNING
+            assert record.getMessage().startswith("Left out 2 of 3 rows that are in the benchmark: 1 with one of its")
+            assert ", 1 with one of its instructions" in record.getMessage()
+            caplog.clear()
+            assert self.kept(benchmark, rows[2]) == [0]
+            assert [r.levelno for r in caplog.records] == [logging.INFO]
+
+    def test_nothing_left_is_an_error(self, benchmark):
+        with pytest.raises(ValueError, match="All 2 rows"):
+            disjoint_from(benchmark, benchmark)
+
+    def test_images_are_not_copied(self, benchmark, tmp_path):
+        edits(*[("A.", picture(seed)) for seed in (0, 7, 1, 8)]).save_to_disk(tmp_path / "saved")
+        dataset = Dataset.load_from_disk(str(tmp_path / "saved"))
+        left = disjoint_from(dataset, benchmark)
+        assert len(left) == 2
+        assert left.cache_files[0]["filename"] == dataset.cache_files[0]["filename"]
+        assert left.data.nbytes == dataset.data.nbytes
+
+    def test_the_loader_leaves_a_benchmark_out(self, benchmark, tmp_path):
+        edits(("A.", picture(0)), ("B.", picture(7))).save_to_disk(tmp_path / "saved")
+        assert load_edit_prompts(tmp_path / "saved")["prompt"][:] == ["A.", "B."]
+        assert load_edit_prompts(tmp_path / "saved", exclude=benchmark)["prompt"][:] == ["B."]
+
+
+def test_the_blocks_of_the_page_run(tmp_path, monkeypatch, capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert len(blocks) == 3
+    for number, code in enumerate(blocks):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        exec(code, {"__name__": "__main__"})
+    assert capsys.readouterr().out == "(64, 48)\n2 rows are left\n"
