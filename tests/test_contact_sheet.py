@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contact sheets: planted colours are where they belong, and rows before and after training are told apart."""
+"""Contact sheets: planted colours are where they belong, rows before and after training, and sources of edits."""
 
 import random
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from paco_trl.trainer.contact_sheet import SheetImage, save_contact_sheet
+from paco_trl.trainer.scored_sheets import ScoredImages, save_scored_sheet
 
 
 CAPTION = "consistency 0.731\nclip_t 0.304\nadvantage -1.204"
@@ -48,6 +50,11 @@ def box_of(sheet, color):
 def ink(sheet, left, top, right, bottom):
     """Number of dark pixels in a box: text, which is the only black thing on these sheets."""
     return int((np.asarray(sheet)[max(top, 0) : bottom, max(left, 0) : right].max(axis=-1) < 50).sum())
+
+
+def shade(sheet, left, top, right, bottom):
+    """Ink of a box with its grey edges, in black pixels: small letters have little else."""
+    return (255 - np.asarray(sheet)[max(top, 0) : bottom, max(left, 0) : right].max(axis=-1).astype(int)).sum() / 255
 
 
 class TestWithoutSeries:
@@ -186,3 +193,169 @@ class TestBeforeAndAfter:
         before, after = (box_of(sheet, color_of(0, 0, series)) for series in range(2))
         assert before[2] - before[0] == pytest.approx(after[2] - after[0], abs=4)
         assert (after[3] - after[1]) / (before[3] - before[1]) == pytest.approx(4, rel=0.1)
+
+
+def test_dollars_in_a_prompt_are_not_mathematics(tmp_path):
+    images = sheet_images(1, 2, caption="")
+    for sources in (None, {0: [Image.new("RGB", (64, 64), SOURCE)]}):
+        for prompt in (r"A tag that says $\frac$ in red", "x"):
+            for image in images:
+                image.prompt_text = prompt
+            sheet = save_contact_sheet(images, "Round 3", tmp_path / "sheet.png", sources)
+            top = box_of(sheet, color_of(0, 0))[1]
+            assert (shade(sheet, 0, top - 18, sheet.width, top - 2) > 100) == (prompt != "x")
+
+
+SOURCE, SECOND_SOURCE = (240, 10, 200), (10, 220, 240)
+
+
+def scored(prompts, generations, series, size=(64, 64)):
+    """Flat images of all prompts in the colours of a series, with three scores each."""
+    images = sheet_images(prompts, generations, ("", ""), size)
+    pictures = [image.image for image in images if image.series == series]
+    rewards = torch.arange(3.0 * len(pictures)).view(-1, 3) / 64 + series
+    return ScoredImages(dict(enumerate(pictures)), generations, ["consistency", "clip_t", "edit"], rewards, {})
+
+
+class TestSources:
+    @pytest.fixture
+    def save(self, tmp_path):
+        """Saves a sheet; gives its picture."""
+
+        def save(sources, prompts=1, generations=1, before=True, size=(64, 64), texts=None, name="sheet"):
+            texts = texts or [f"Edit number {prompt}" for prompt in range(prompts)]
+            first = scored(prompts, generations, 0, size) if before else None
+            shown = scored(prompts, generations, 1, size)
+            save_scored_sheet(tmp_path, name, "Evaluation", texts, shown, first, "eval", 0, [], sources)
+            with Image.open(tmp_path / f"{name}.png") as sheet:
+                return sheet.convert("RGB")
+
+        return save
+
+    def flat(self, size=(64, 64), color=SOURCE):
+        return Image.new("RGB", size, color)
+
+    def test_of_one_image_a_prompt_the_order_is_source_before_after(self, save, tmp_path):
+        plain = save(None, prompts=2, name="plain")
+        sheet = save({1: [self.flat()]}, prompts=2)
+        source, before, after = (box_of(sheet, color) for color in (SOURCE, color_of(1, 0, 0), color_of(1, 0, 1)))
+        assert source[2] < before[0] and before[2] < after[0]
+        assert np.abs(np.subtract(source, before))[[1, 3]].max() <= 1  # side by side, and as high
+        assert source[2] - source[0] == pytest.approx(before[2] - before[0], abs=2)
+        # Beside images as large as they are without it, all the same if their prompt has no source
+        for prompt in range(2):
+            with_sources, without = (box_of(image, color_of(prompt, 0, 1)) for image in (sheet, plain))
+            assert with_sources[2] - with_sources[0] == pytest.approx(without[2] - without[0], abs=1)
+            assert with_sources[3] - with_sources[1] == pytest.approx(without[3] - without[1], abs=1)
+            # The title begins at the left of the column of sources, which is blank below where there are none
+            top, bottom = with_sources[1], with_sources[3]
+            assert shade(sheet, 0, top - 18, source[2], top - 1) > 20
+            assert ink(sheet, 0, top, source[2], bottom) == 0
+        # A caption below the source, of one line; the images' have four
+        captions = [shade(sheet, left, bottom + 1, right, bottom + 17) for left, _, right, bottom in (source, before)]
+        assert min(captions) > 20
+        assert shade(sheet, source[0], source[3] + 17, source[2], source[3] + 50) == 0
+        assert shade(sheet, before[0], before[3] + 17, before[2], before[3] + 50) > 60
+        assert (tmp_path / "sheet.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+
+    def test_without_sources_the_sheet_is_the_same_file(self, save, tmp_path):
+        save(None, name="plain")
+        plain = (tmp_path / "plain.png").read_bytes()
+        for sources in ({}, {0: []}, {7: [self.flat()]}):  # the sheet has no prompt 7
+            save(sources, name="same")
+            assert (tmp_path / "same.png").read_bytes() == plain
+        save({0: [self.flat()]}, name="other")
+        assert (tmp_path / "other.png").read_bytes() != plain
+
+    def test_beside_rows_before_and_after_it_stands_between_them_left_of_their_labels(self, save):
+        colors = [SOURCE, SECOND_SOURCE]
+        sheet = save({prompt: [self.flat(color=color)] for prompt, color in enumerate(colors)}, 2, 3)
+        for prompt, color in enumerate(colors):
+            source = box_of(sheet, color)
+            before, after = (box_of(sheet, color_of(prompt, 0, series)) for series in range(2))
+            assert before[3] < after[1]
+            assert (source[1] + source[3]) / 2 == pytest.approx((before[1] + after[3]) / 2, abs=2)
+            for left, top, _, bottom in (before, after):
+                assert source[2] < left
+                assert shade(sheet, source[2] + 1, top, left, bottom) > 50  # its label
+
+    @pytest.mark.parametrize(
+        ("size", "result", "before"),
+        [
+            ((600, 150), (64, 64), False),
+            ((150, 600), (64, 64), True),
+            ((150, 600), (256, 64), False),
+            ((300, 300), (256, 64), True),
+            ((300, 300), (64, 128), False),
+        ],
+    )
+    def test_sources_of_other_sizes_keep_their_shape_and_shrink_no_image(self, save, size, result, before):
+        plain = save(None, 2, 2, before, result)
+        sheet = save({0: [self.flat(size)]}, 2, 2, before, result)
+        for prompt in range(2):
+            boxes = [box_of(image, color_of(prompt, 1, 1)) for image in (plain, sheet)]
+            widths, heights = ([box[end + 2] - box[end] + 1 for box in boxes] for end in range(2))
+            # Without series, an image of such a sheet can be some pixels wider than with them
+            assert widths[1] == pytest.approx(widths[0], rel=0.03)
+            assert widths[1] / heights[1] == pytest.approx(result[0] / result[1], rel=0.05)
+        left, top, right, bottom = box_of(sheet, SOURCE)
+        assert (right - left + 1) / (bottom - top + 1) == pytest.approx(size[0] / size[1], rel=0.05)
+        # It is as wide as an image, or as high as one or the square of one; and off the titles
+        assert right - left + 1 >= 0.97 * widths[1] or bottom - top + 1 >= 0.97 * max(heights[1], widths[1])
+        first, next_title = box_of(sheet, color_of(0, 0, 0 if before else 1)), box_of(sheet, color_of(1, 0, 1))[1] - 18
+        assert right < first[0] and bottom < next_title
+        assert shade(sheet, 0, min(top, first[1]) - 18, sheet.width, min(top, first[1]) - 1) > 20
+
+    @pytest.mark.parametrize("generations", [1, 2])
+    def test_two_sources_are_one_picture_and_said_to_be_two(self, save, generations):
+        one = save({0: [self.flat()]}, generations=generations)
+        sheet = save({0: [self.flat((512, 512)), self.flat(color=SECOND_SOURCE)]}, generations=generations)
+        first, second = box_of(sheet, SOURCE), box_of(sheet, SECOND_SOURCE)
+        assert 0 < second[1] - first[3] < 15  # the second below the first, close to it
+        assert first[0] == pytest.approx(second[0], abs=1) and first[2] == pytest.approx(second[2], abs=1)
+        image = box_of(sheet, color_of(0, 0, 0))
+        assert 0.65 * (image[2] - image[0]) < first[2] - first[0]
+        assert first[2] < image[0]
+        # "2 sources" is more ink than "source"
+        said = [shade(sheet, 0, second[3] + 1, image[0], second[3] + 17)]
+        left, _, right, bottom = box_of(one, SOURCE)
+        said.append(shade(one, 0, bottom + 1, right, bottom + 17))
+        assert said[0] > 1.2 * said[1] > 50
+
+    def test_high_sources_are_beside_one_another(self, save):
+        sheet = save({0: [self.flat((100, 300)), self.flat((100, 300), SECOND_SOURCE)]})
+        first, second = box_of(sheet, SOURCE), box_of(sheet, SECOND_SOURCE)
+        assert 0 < second[0] - first[2] < 15 and first[1] == second[1] and first[3] == second[3]
+        for left, top, right, bottom in (first, second):
+            assert (bottom - top + 1) / (right - left + 1) == pytest.approx(3, rel=0.05)
+
+    def test_an_instruction_has_three_lines_at_most(self, save):
+        def title(words):
+            sheet = save({0: [self.flat()]}, prompts=2, texts=["word " * words, "Short"])
+            top = box_of(sheet, SOURCE)[1]
+            lines = [
+                shade(sheet, 0, top - 4 - 14 * line, sheet.width, top - 4 - 14 * (line - 1)) for line in (1, 2, 3)
+            ]
+            assert shade(sheet, 0, top - 60, sheet.width, top - 46) == 0  # clear of the sheet's title
+            # And of the caption above
+            bottom, top = (box_of(sheet, color_of(prompt, 0, 1))[end] for prompt, end in ((0, 3), (1, 1)))
+            assert shade(sheet, 0, top - 18, sheet.width, top - 1) > 20
+            return lines, top - bottom
+
+        (short, few), (long, many) = title(3), title(45)
+        assert short[0] > 50 and short[1] == short[2] == 0
+        assert min(long) > 50
+        assert many - few == pytest.approx(2 * 14, abs=3)  # rows make room for it
+        assert title(300)[1] == many
+
+    def test_sources_of_every_mode_have_their_colours(self, save):
+        grey = Image.new("L", (64, 64), 137)
+        sheet = save({0: [grey]})
+        _, top, _, bottom = box_of(sheet, color_of(0, 0))
+        assert sheet.getpixel((60, (top + bottom) // 2)) == (137, 137, 137)
+        half = Image.new("RGBA", (64, 64), (*SOURCE, 255))
+        half.paste((0, 0, 0, 0), (0, 0, 64, 32))  # the upper half is transparent black
+        sheet = save({0: [half]})
+        left, top, right, bottom = box_of(sheet, SOURCE)
+        assert (right - left) / (bottom - top) == pytest.approx(2, rel=0.05)
+        assert shade(sheet, left, top - 80, right, top - 2) == 0

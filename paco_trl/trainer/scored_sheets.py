@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 from transformers import TrainerCallback
 
+from ..utils.images import to_rgb
 from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, SheetImage, save_contact_sheet, send_to_trackers, thumbnail
 
 
@@ -119,6 +120,7 @@ def save_scored_sheet(
     tracker_name: str,
     step: int,
     callbacks: list[TrainerCallback],
+    sources: dict[int, list[Image.Image]] | None = None,
 ) -> None:
     """
     Saves `<name>.png` with the pictures and `<name>.jsonl` with the scores of all images, and sends the sheet to the
@@ -143,9 +145,15 @@ def save_scored_sheet(
             Optimizer step.
         callbacks (`list[~transformers.TrainerCallback]`):
             Callbacks of the trainer, among them those of its trackers.
+        sources (`dict[int, list[PIL.Image.Image]]`, *optional*):
+            Images that a prompt edits, by the number of the prompt: at the left of its row.
     """
     images = _sheet_images(prompts, shown, before)
-    sheet = save_contact_sheet(images, title, folder / f"{name}.png")
+    thumbnails = {}
+    for prompt in sorted({image.prompt for image in images} & set(sources or {})):
+        if sources[prompt]:
+            thumbnails[prompt] = [thumbnail(to_rgb(source, "A source image")) for source in sources[prompt]]
+    sheet = save_contact_sheet(images, title, folder / f"{name}.png", thumbnails)
     with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
         for number in range(len(shown.rewards)):
             prompt, generation = divmod(number, shown.num_generations)
