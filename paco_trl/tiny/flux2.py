@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLUX.2 pipelines small enough to train on a laptop's CPU in seconds."""
+
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKLFlux2,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+)
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from transformers import (
+    LlamaTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PixtralImageProcessor,
+    PixtralProcessor,
+    Qwen3ForCausalLM,
+)
+
+from .flux import enlarge, read_corpus
+from .z_image import qwen3_config, train_qwen3_tokenizer
+
+
+MAX_TOKENS = 128
+SPECIAL_TOKENS = (
+    "[INST]",
+    "[/INST]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[IMG]",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "<pad>",
+)
+
+# Renders a conversation to the same text as the template of the real model
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- set mark = 'SYSTEM_PROMPT' if message.role == 'system' else 'INST' -%}
+{{- '[' + mark + ']' -}}
+{%- for part in message.content -%}
+{{- part.text if part.type == 'text' else '[IMG]' -}}
+{%- endfor -%}
+{{- '[/' + mark + ']' -}}
+{%- endfor -%}"""
+
+
+def build_tiny_flux2(folder: str | Path, seed: int = 0) -> Path:
+    """
+    Builds a FLUX.2-dev pipeline with random weights and saves it in the format of the real one.
+
+    All parts are the real classes at tiny size: double- and single-stream blocks that share their modulation, guidance
+    embedding, a Mistral 3 with vision tower and processor and a tokenizer trained in place, a VAE with statistics of
+    its latents, the scheduler with dynamic shifting. The language model has 31 layers, because the pipeline reads the
+    states after 10, 20 and 30. Images are multiples of 4 pixels, source images at least 64 x 64; a prompt with its
+    system message is at most 128 tokens.
+
+    Args:
+        folder (`str` or `Path`):
+            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+
+    Returns:
+        `Path`: the folder.
+    """
+    folder = Path(folder)
+    tokenizer = _train_mistral_tokenizer()
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+        torch.manual_seed(seed)
+        text_encoder = Mistral3ForConditionalGeneration(_mistral3_config(tokenizer))
+        transformer = _build_transformer(guidance_embeds=True)
+        vae = _build_vae()
+    Flux2Pipeline(
+        scheduler=_build_scheduler(),
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=PixtralProcessor(
+            image_processor=PixtralImageProcessor(size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}),
+            tokenizer=tokenizer,
+            patch_size=14,
+            spatial_merge_size=2,
+            chat_template=CHAT_TEMPLATE,
+        ),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def build_tiny_flux2_klein(folder: str | Path, seed: int = 0, is_distilled: bool = False) -> Path:
+    """
+    Builds a FLUX.2-klein pipeline with random weights and saves it in the format of the real one.
+
+    As [`build_tiny_flux2`], without guidance embedding and with a Qwen3 of 28 layers, of which the pipeline reads the
+    states after 9, 18 and 27. A prompt with its template is at most 64 tokens.
+
+    Args:
+        folder (`str` or `Path`):
+            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+        is_distilled (`bool`, *optional*, defaults to `False`):
+            Whether the pipeline takes the model as distilled to few steps, and so ignores the guidance scale.
+
+    Returns:
+        `Path`: the folder.
+    """
+    folder = Path(folder)
+    tokenizer = train_qwen3_tokenizer()
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+        torch.manual_seed(seed)
+        text_encoder = Qwen3ForCausalLM(qwen3_config(tokenizer, num_hidden_layers=28))
+        transformer = _build_transformer(guidance_embeds=False)
+        vae = _build_vae()
+    Flux2KleinPipeline(
+        scheduler=_build_scheduler(),
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+        is_distilled=is_distilled,
+    ).save_pretrained(folder)
+    return folder
+
+
+def _build_transformer(guidance_embeds: bool) -> Flux2Transformer2DModel:
+    transformer = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,  # three layers of the language model
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=guidance_embeds,
+    )
+    enlarge(transformer, "attn.to_v.weight", "attn.add_v_proj.weight", "attn.to_out.0.weight", "proj_out.weight")
+    enlarge(transformer, "double_stream_modulation_img.linear.weight")
+    return transformer
+
+
+def _build_vae() -> AutoencoderKLFlux2:
+    vae = AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
+        up_block_types=("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=1,  # more groups would normalise away the colour of the whole image
+        sample_size=32,
+    )
+    enlarge(vae, "encoder.conv_out.weight")
+    # Statistics with which it matters that latents are normalised
+    torch.nn.init.normal_(vae.bn.running_mean, std=0.2)
+    torch.nn.init.uniform_(vae.bn.running_var, 0.5, 1.5)
+    return vae
+
+
+def _build_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+
+
+def _mistral3_config(tokenizer: LlamaTokenizer) -> Mistral3Config:
+    return Mistral3Config(
+        text_config={
+            "model_type": "mistral",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 31,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "max_position_embeddings": 4096,
+            "sliding_window": None,
+            "initializer_range": 0.1,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 14,
+            "image_size": 56,
+        },
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=2,
+    )
+
+
+def _train_mistral_tokenizer() -> LlamaTokenizer:
+    # On the system message too, which stands before every prompt, so that it is not hundreds of tokens
+    tokenizer = LlamaTokenizer().train_new_from_iterator(
+        [*read_corpus(), *[SYSTEM_MESSAGE] * 50],
+        vocab_size=1000,
+        new_special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+    )
+    tokenizer.pad_token = "<pad>"
+    tokenizer.model_max_length = MAX_TOKENS
+    return tokenizer

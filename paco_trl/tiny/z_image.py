@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Z-Image pipeline small enough to train on a laptop's CPU in seconds."""
+
+from pathlib import Path
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
+
+from .flux import build_vae, enlarge, read_corpus
+
+
+MAX_TOKENS = 64
+SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+
+# Renders a conversation to the same text as the template of the real model
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking is defined and not enable_thinking -%}
+{{- '<think>\\n\\n</think>\\n\\n' -}}
+{%- endif -%}
+{%- endif -%}"""
+
+
+def build_tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
+    """
+    Builds a Z-Image pipeline with random weights and saves it in the format of the real one.
+
+    All parts are the real classes at tiny size: single-stream blocks with refiners of the noise and of the text, a
+    Qwen3 encoder with a tokenizer trained in place, a VAE, the scheduler with a fixed shift. Images are multiples of 4
+    pixels, 256 at most; a prompt with its template is at most 64 tokens.
+
+    Args:
+        folder (`str` or `Path`):
+            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+
+    Returns:
+        `Path`: the folder.
+    """
+    folder = Path(folder)
+    tokenizer = train_qwen3_tokenizer()
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+        torch.manual_seed(seed)
+        text_encoder = Qwen3Model(qwen3_config(tokenizer, num_hidden_layers=3))
+        transformer = ZImageTransformer2DModel(
+            in_channels=4,
+            dim=32,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=16,
+            axes_dims=[4, 6, 6],
+            axes_lens=[1024, 64, 64],
+        )
+        for token in (transformer.x_pad_token, transformer.cap_pad_token):
+            torch.nn.init.normal_(token, std=0.02)  # they are zero before training
+        vae = build_vae(scaling_factor=0.3611, shift_factor=0.1159)
+    enlarge(transformer, "all_final_layer.2-1.linear.weight")
+    ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def qwen3_config(tokenizer: Qwen2Tokenizer, num_hidden_layers: int) -> Qwen3Config:
+    """
+    Configuration of a Qwen3 with states of 16 channels.
+
+    Args:
+        tokenizer ([`~transformers.Qwen2Tokenizer`]):
+            Its tokenizer.
+        num_hidden_layers (`int`):
+            Number of layers.
+
+    Returns:
+        [`~transformers.Qwen3Config`].
+    """
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def train_qwen3_tokenizer() -> Qwen2Tokenizer:
+    """
+    Trains a byte-level BPE tokenizer on the shipped prompts, with the chat template of Qwen3.
+
+    Returns:
+        [`~transformers.Qwen2Tokenizer`]: for at most 64 tokens.
+    """
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        [*read_corpus(), *["user", "assistant"] * 20],
+        vocab_size=800,
+        new_special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+    )
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.model_max_length = MAX_TOKENS
+    return tokenizer
