@@ -42,6 +42,7 @@ from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import replay
 from paco_trl.tiny import build_tiny_flux
 from paco_trl.trainer.curves import CurvesCallback
+from paco_trl.trainer.prompt_encoder import Encoded
 
 
 # Dense bf16 of the data sheets, https://www.nvidia.com/en-us/data-center/h200/ (H100 SXM: the same)
@@ -354,10 +355,11 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         done.memory_peak = peak_memory(self.watch.device)
         self.rounds.append(done)
 
-    def _draw_round(self, *args, **kwargs):
+    def _draw_round(self, round_index, micro_batches, row_numbers, encoded, sde):
         self.phase, started = "rollout", self.watch.now()
+        self._text_of = {id(each): self.train_rows.prompts[number] for number, each in encoded.items()}
         with self.watch.section("rollout: recording, prompts, moving the VAE"):
-            drawn = super()._draw_round(*args, **kwargs)
+            drawn = super()._draw_round(round_index, micro_batches, row_numbers, encoded, sde)
         self._rollout_seconds = self.watch.now() - started  # ends with images on the CPU: nothing is pending
         return drawn
 
@@ -376,10 +378,11 @@ class MeasuredTrainer(PaCoGRPOTrainer):
             encoded = self.family.encode_prompt(self.pipeline, prompts, self.accelerator.device)
         return {name: tensor.float() for name, tensor in encoded.items()}
 
-    def _prompt_arguments(self, prompts: list[str], encoded: dict):
+    def _prompt_arguments(self, encoded: list[Encoded]):
+        prompts = [self._text_of[id(each)] for each in encoded]
         self._prompts_drawn.append(prompts)
         if not self.is_published:
-            return super()._prompt_arguments(prompts, encoded)
+            return super()._prompt_arguments(encoded)
         arguments = self._encode(prompts)
         return arguments, arguments
 

@@ -79,6 +79,8 @@ class TestDefaults:
         # From its published code, or chosen
         others = {
             "num_inference_steps_eval": 20,
+            "negative_prompt": None,
+            "detach_unconditional": False,
             "weight_decay": 1e-4,
             "lr_scheduler_type": "constant",
             "num_generations_eval": 1,

@@ -647,7 +647,7 @@ class TestMemory:
         studio.prepare()
         drawing = studio.draw(count=4, sde=studio.sde_settings(0.7))
         assert len(drawing.records) == 2
-        embeddings = studio.encode()
+        embeddings = studio.encode().place("cpu")
         latent = latent_elements(
             32, 32, trainer.pipeline.vae_scale_factor, trainer.pipeline.vae.config.latent_channels
         )

@@ -58,11 +58,10 @@ def trainer_images(trainer) -> list[Image.Image]:
 
     trainer.policy.draw = keep
     trainer.scorer.add = lambda *args: None  # nothing is scored
-    rows = [dict(row) for row in trainer.train_dataset.select(range(6))]
-    encoded = trainer.prompt_encoder.fetch([row["prompt"] for row in rows])
+    encoded = trainer.prompt_encoder.fetch(trainer.train_rows, range(6), trainer.args.resolution_scale)
     micro_batches = np.arange(48).reshape(6, 8)
     sde = trainer._sde_settings(99)
-    trainer._draw_round(99, micro_batches, rows, np.arange(6), [(32, 32)] * 6, encoded, sde)
+    trainer._draw_round(99, micro_batches, list(range(6)), encoded, sde)
     trainer.policy.draw = draw
     return drawn
 

@@ -354,7 +354,7 @@ class TestOldPolicy:
 
         def velocity(weights):
             with torch.no_grad(), swapped(trainer.model, weights, 0):
-                return predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale)
+                return predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
 
         assert torch.equal(velocity(record.old[2]), step.old_velocity)
         for others in (record.weights[2], record.weights[3], record.old[0]):
@@ -363,7 +363,7 @@ class TestOldPolicy:
         last = [FluxFamily().call_at(call, step.sample, torch.full((4,), step.sigma)) for call in step.calls]
         for weights, is_it in ((record.old[2], True), (record.weights[2], False)):
             with torch.no_grad(), swapped(trainer.model, weights, 0):
-                v = predict(trainer.model, last, trainer.family, trainer.args.guidance_scale)
+                v = predict(trainer.model, last, trainer.family, trainer.args.guidance_scale, step.sample)
             assert torch.allclose(step.sample - step.sigma * v, step.prev_sample, atol=1e-6) is is_it
 
     def test_the_weights_that_are_trained_are_their_own_again_after_drawing(self, make_nft):
@@ -456,6 +456,12 @@ class TestInherited:
         with pytest.raises(TypeError, match="must be a `PaCoNFTConfig`, got PaCoGRPOConfig"):
             args = PaCoGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
             PaCoNFTTrainer("/nowhere", redness_reward, args, prompts)
+
+    def test_a_page_without_calls_at_other_times_is_refused(self, make_nft, monkeypatch):
+        make_nft()
+        monkeypatch.setattr(FluxFamily, "call_at", Family.call_at)
+        with pytest.raises(ValueError, match="FluxFamily.* does not say how FluxPipeline calls its transformer at"):
+            make_nft()
 
     def test_it_is_a_paco_grpo_trainer(self):
         assert issubclass(PaCoNFTTrainer, PaCoGRPOTrainer) and PaCoNFTTrainer.loss_is_scaled_for_ga is True

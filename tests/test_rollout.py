@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxPipeline
+from diffusers import DiffusionPipeline, FluxPipeline
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -322,24 +322,24 @@ class TestReplay:
 
 
 class DoubledFamily(FluxFamily):
-    def combine(self, outputs, guidance_scale):
+    def combine(self, outputs, guidance_scale, sample, detach_unconditional=False):
         return 2 * outputs[0]
 
 
 class NegatedFamily(FluxFamily):
-    def combine(self, outputs, guidance_scale):
+    def combine(self, outputs, guidance_scale, sample, detach_unconditional=False):
         return -outputs[0]
 
 
 class SlightlyWrongFamily(FluxFamily):
-    def combine(self, outputs, guidance_scale):
+    def combine(self, outputs, guidance_scale, sample, detach_unconditional=False):
         return 1.01 * outputs[0]
 
 
 class ReorderedFamily(FluxFamily):
     """The right rule with other rounding."""
 
-    def combine(self, outputs, guidance_scale):
+    def combine(self, outputs, guidance_scale, sample, detach_unconditional=False):
         return (outputs[0] * guidance_scale) / guidance_scale
 
 
@@ -356,14 +356,14 @@ class TestGuidanceRule:
         policy = build_policy(tiny_flux, ReorderedFamily())
         _, (record,) = draw(policy, prompt_arguments, SDESettings((1,), 0.7))
         output = policy.model(**record.calls[0])[0]
-        assert not torch.equal(policy.family.combine([output], GUIDANCE), output)
+        assert not torch.equal(policy.family.combine([output], GUIDANCE, record.sample), output)
 
     def test_flux_calls_its_transformer_once(self):
-        outputs = [torch.zeros(1, 2), torch.ones(1, 2)]
-        assert FluxFamily().combine(outputs[:1], GUIDANCE) is outputs[0]
+        outputs = [torch.zeros(1, 2, 3), torch.ones(1, 2, 3)]
+        assert FluxFamily().combine(outputs[:1], GUIDANCE, outputs[0]) is outputs[0]
         for wrong in (outputs, []):
-            with pytest.raises(ValueError, match=f"{len(wrong)} times in one step.*true_cfg_scale"):
-                FluxFamily().combine(wrong, GUIDANCE)
+            with pytest.raises(ValueError, match=f"{len(wrong)} times in one step.*knows one"):
+                FluxFamily().combine(wrong, GUIDANCE, outputs[0])
 
     def test_true_cfg_does_not_pass_silently(self, policy, prompt_arguments):
         arguments = {
@@ -498,13 +498,14 @@ class TestFamilyOf:
     def test_flux(self, policy):
         assert type(family_of(policy.pipeline)) is FluxFamily
         assert policy.family.size_multiple(policy.pipeline) == 4
-        assert policy.family.call_arguments(2.5) == {"guidance_scale": 2.5}
+        expected = {"height": 32, "width": 48, "guidance_scale": 2.5}
+        assert policy.family.call_arguments(32, 48, 2.5, []) == expected
 
     def test_an_unknown_pipeline_is_told_the_known_ones(self):
-        class MysteryPipeline:
+        class MysteryPipeline(DiffusionPipeline):
             pass
 
-        with pytest.raises(ValueError, match=r"no family page for MysteryPipeline\. Known: .*FluxPipeline"):
+        with pytest.raises(ValueError, match=r"no family page for MysteryPipeline,.* that have one: .*FluxPipeline"):
             family_of(MysteryPipeline())
 
     def test_default_targets_exist_in_the_transformer(self, tiny_flux):

@@ -371,9 +371,9 @@ class TestMemory:
         trainer = make_trainer(offload_embeddings=offload, per_device_train_batch_size=2)
         prompt_arguments, given, kept_storages = trainer._prompt_arguments, set(), set()
 
-        def on_another_device(prompts, encoded):
+        def on_another_device(encoded):
             # As on an accelerator: what the pipeline is called with is another copy than the one that is kept
-            arguments, kept = prompt_arguments(prompts, encoded)
+            arguments, kept = prompt_arguments(encoded)
             assert offload or all(tensor.device == trainer.accelerator.device for tensor in kept.values())
             arguments = {name: tensor.clone() for name, tensor in arguments.items()}
             given.update(tensor.untyped_storage().data_ptr() for tensor in arguments.values())

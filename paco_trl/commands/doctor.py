@@ -25,13 +25,14 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import TrlParser
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer
-from ..data import check_image_set_columns, load_image_set_prompts, panel_size, split_grid
+from ..data import split_grid
 from ..trainer.checkpoints import checkpoints_of, find_checkpoint
 from ..trainer.export import save_adapter, save_transformer
+from ..trainer.prompt_rows import PromptRows
 from ..trainer.reward_calls import check_required, check_reward_functions, check_reward_weights
 from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
 from .report import COLOURS, FAILED, OK, SKIPPED, WARNING, Row, coloured, report
-from .script_arguments import ScriptArguments, get_peft_config, load_eval_rewards, load_rewards
+from .script_arguments import ScriptArguments, get_peft_config, load_eval_rewards, load_prompts, load_rewards
 from .studio import Drawing, Studio
 
 
@@ -169,12 +170,10 @@ def check_output_folder(patient: Patient) -> Row:
 def check_data(patient: Patient) -> Row:
     """The prompts, their sizes, and whether there are enough of them."""
     script_args, args = patient.script_args, patient.args
-    if script_args.dataset_name is None:
-        raise ValueError("`--dataset_name` is missing: a Hub id, a folder or a JSON-lines file of image-set prompts.")
-    dataset = load_image_set_prompts(script_args.dataset_name, script_args.dataset_split)
+    dataset = load_prompts(script_args, script_args.dataset_split)
     findings = [_examine_prompts(dataset, args, "the dataset")]
     if script_args.eval_split is not None:
-        patient.eval_dataset = load_image_set_prompts(script_args.dataset_name, script_args.eval_split)
+        patient.eval_dataset = load_prompts(script_args, script_args.eval_split)
         findings.append("Evaluation: " + _examine_prompts(patient.eval_dataset, args, "the evaluation dataset"))
     faults, remedies = [], []
     if patient.eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
@@ -217,22 +216,19 @@ def check_data(patient: Patient) -> Row:
 
 
 def _examine_prompts(dataset: Dataset, args: PaCoGRPOConfig, where: str) -> str:
-    check_image_set_columns(dataset)
-    if len(dataset) == 0:
-        raise ValueError(f"{where[0].upper()}{where[1:]} has no rows.")
-    layouts, sizes = Counter(), Counter()
-    columns = [name for name in ("rows", "cols", "height", "width") if name in dataset.column_names]
-    for index, row in enumerate(dataset.select_columns(columns)):
-        height, width = row.get("height") or args.height, row.get("width") or args.width
-        try:
-            panel_size(height, width, row["rows"], row["cols"])
-        except ValueError as error:
-            raise ValueError(f"Row {index} of {where}: {error}") from error
-        layouts[row["rows"], row["cols"]] += 1
-        sizes[height, width] += 1
+    rows = PromptRows(dataset, args, where)
+    sizes = Counter(
+        (height or args.height, width or args.width)
+        for height, width in rows.own_sizes
+        if rows.sources is None or (height is not None and width is not None)
+    )
+    described = [_listed(sizes, with_counts=True)] if sizes else []
+    if rows.sources is not None and len(rows) > sizes.total():
+        described.append(f"that of the source image for {len(rows) - sizes.total()}")
+    sources = "" if rows.sources is None else f"; up to {rows.sources.max_count} source image(s) each"
     return (
-        f"{len(dataset)} prompts (columns: {', '.join(dataset.column_names)}); panels "
-        f"{_listed(layouts, with_counts=True)}; sizes {_listed(sizes, with_counts=True)}, drawn in training at "
+        f"{len(dataset)} prompts (columns: {', '.join(dataset.column_names)}){sources}; panels "
+        f"{_listed(Counter(rows.layouts), with_counts=True)}; sizes {', '.join(described)}, drawn in training at "
         f"{args.resolution_scale:g} of it."
     )
 
@@ -334,7 +330,7 @@ def check_memory(patient: Patient) -> Row:
     """Memory that a process needs, by arithmetic, against what its device has."""
     trainer, args, layout = patient.trainer, patient.args, patient.args.round_layout
     pipeline = trainer.pipeline
-    embeddings = patient.studio.encode()
+    embeddings = patient.studio.encode().place("cpu")
     images = layout.micro_batches_per_process * layout.batch_size
     # A prompt's embeddings are shared by its images, unless micro-batches cross prompts; or they wait in CPU memory
     crosses_prompts = layout.num_generations % layout.batch_size != 0
@@ -343,7 +339,7 @@ def check_memory(patient: Patient) -> Row:
         images,
         layout.num_trained_steps,
         max(
-            latent_elements(*size, pipeline.vae_scale_factor, pipeline.vae.config.latent_channels)
+            latent_elements(*size, pipeline.vae_scale_factor, _latent_channels(pipeline.vae))
             for size in patient.studio.sizes
         ),
         0 if getattr(args, "offload_embeddings", False) else num_embeddings,
@@ -391,6 +387,11 @@ def check_memory(patient: Patient) -> Row:
     lines.append("No CUDA device to compare with." if total is None else f"The device has {_size(total)}.")
     verdict, advice = _fits(estimate, total, is_full)
     return Row("", verdict, "\n".join(lines), advice)
+
+
+def _latent_channels(vae) -> int:
+    """Channels of a latent pixel, under the names that VAEs have for them."""
+    return vae.config.get("latent_channels") or vae.config.z_dim
 
 
 def _describe_optimizer(optim: str) -> str:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that `examples/train_flux.py` and `paco-trl doctor` share, and what is made of them."""
+"""Arguments that the training examples and `paco-trl doctor` share, and what is made of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from datasets import Dataset
 from peft import LoraConfig
 
 from .. import rewards
+from ..data import load_edit_prompts, load_image_set_prompts
 
 
 @dataclass
@@ -16,18 +18,26 @@ class ScriptArguments:
 
     Args:
         model_name_or_path (`str`, *optional*, defaults to `"black-forest-labs/FLUX.1-dev"`):
-            Hub id or folder of the FLUX pipeline.
+            Hub id or folder of the pipeline.
         dataset_name (`str`, *optional*):
-            Image-set prompts: Hub id, folder, or JSON-lines file; raw T2IS rows are converted.
+            Prompts: Hub id, folder, or JSON-lines file; raw rows of T2IS, GEdit-Bench and ShareGPT-4o-Image are
+            converted.
         dataset_split (`str`, *optional*, defaults to `"train"`):
             Split to train on.
         eval_split (`str`, *optional*):
             Split of the same dataset to evaluate on.
+        edits (`bool`, *optional*, defaults to `False`):
+            Whether the prompts are instructions with source images, and not those of image sets.
+        image_folder (`str`, *optional*):
+            Folder that the paths of source images are relative to. If `None`, the folder of the file that names them.
+        exclude_dataset_name (`str`, *optional*):
+            Editing prompts that must not be trained on, such as a benchmark's: rows with one of its source images are
+            left out.
         rewards (`list[str]`, *optional*, defaults to `["consistency", "clip_t"]`):
-            Rewards: `consistency`, `clip_t` (the paper's), `clip_i`, `pick_score`, `no_duplicates`, `layout`,
-            `ocr`; `redness` and `panel_similarity` are for trying things out.
+            Rewards: `consistency`, `clip_t` (the paper's for image sets), `edit` (the paper's for edits), `clip_i`,
+            `pick_score`, `no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out.
         judge_model (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
-            Judge of the reward `consistency`: Hub id or folder, or with `judge_url` its name on the server.
+            Judge of the rewards `consistency` and `edit`: Hub id or folder, or with `judge_url` its name on the server.
         judge_url (`str`, *optional*):
             Address of a served judge, for example `http://127.0.0.1:8000/v1`. If `None`, it is loaded into each process.
         judge_question (`str`, *optional*, defaults to `"theme"`):
@@ -37,7 +47,7 @@ class ScriptArguments:
         eval_rewards (`list[str]`, *optional*):
             Rewards of the evaluation. If `None`, those of `rewards`.
         eval_judge_model (`str`, *optional*):
-            Judge of the evaluation's `consistency`. If `None`, `judge_model`.
+            Judge of the evaluation's `consistency` and `edit`. If `None`, `judge_model`.
         eval_judge_url (`str`, *optional*):
             Address of the evaluation's judge. If `None`, `judge_url`, unless `eval_judge_model` is given.
         clip_model (`str`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
@@ -55,25 +65,47 @@ class ScriptArguments:
     """
 
     model_name_or_path: str = field(
-        default="black-forest-labs/FLUX.1-dev", metadata={"help": "Hub id or folder of the FLUX pipeline."}
+        default="black-forest-labs/FLUX.1-dev", metadata={"help": "Hub id or folder of the pipeline."}
     )
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Image-set prompts: Hub id, folder, or JSON-lines file; raw T2IS rows are converted."},
+        metadata={
+            "help": "Prompts: Hub id, folder, or JSON-lines file; raw rows of T2IS, GEdit-Bench and ShareGPT-4o-Image "
+            "are converted."
+        },
     )
     dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
     eval_split: str | None = field(default=None, metadata={"help": "Split of the same dataset to evaluate on."})
+    edits: bool = field(
+        default=False,
+        metadata={"help": "Whether the prompts are instructions with source images, and not those of image sets."},
+    )
+    image_folder: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder that the paths of source images are relative to. If `None`, the folder of the file that "
+            "names them."
+        },
+    )
+    exclude_dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Editing prompts that must not be trained on, such as a benchmark's: rows with one of its source "
+            "images are left out."
+        },
+    )
     rewards: list[str] = field(
         default_factory=lambda: ["consistency", "clip_t"],
         metadata={
-            "help": "Rewards: consistency, clip_t (the paper's), clip_i, pick_score, no_duplicates, layout, ocr; "
-            "redness and panel_similarity are for trying things out."
+            "help": "Rewards: consistency, clip_t (the paper's for image sets), edit (the paper's for edits), clip_i, "
+            "pick_score, no_duplicates, layout, ocr; redness and panel_similarity are for trying things out."
         },
     )
     judge_model: str = field(
         default="X-GenGroup/PaCo-Reward-7B",
         metadata={
-            "help": "Judge of the reward `consistency`: Hub id or folder, or with `judge_url` its name on the server."
+            "help": "Judge of the rewards `consistency` and `edit`: Hub id or folder, or with `judge_url` its name on "
+            "the server."
         },
     )
     judge_url: str | None = field(
@@ -95,7 +127,8 @@ class ScriptArguments:
         default=None, metadata={"help": "Rewards of the evaluation. If `None`, those of `rewards`."}
     )
     eval_judge_model: str | None = field(
-        default=None, metadata={"help": "Judge of the evaluation's `consistency`. If `None`, `judge_model`."}
+        default=None,
+        metadata={"help": "Judge of the evaluation's `consistency` and `edit`. If `None`, `judge_model`."},
     )
     eval_judge_url: str | None = field(
         default=None,
@@ -123,6 +156,7 @@ class ScriptArguments:
 # Reward -> how it is loaded. The classes bring in their models' packages: only what is asked for is imported.
 _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "consistency": lambda args: _consistency(args, args.judge_model, args.judge_url),
+    "edit": lambda args: rewards.EditReward(args.judge_model, args.judge_url),
     "clip_t": lambda args: rewards.ClipTReward(args.clip_model),
     "clip_i": lambda args: rewards.ClipIReward(args.clip_model),
     "pick_score": lambda args: rewards.PickScoreReward(),
@@ -132,6 +166,38 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "redness": lambda args: rewards.redness_reward,
     "panel_similarity": lambda args: rewards.panel_similarity_reward,
 }
+
+
+def load_prompts(script_args: ScriptArguments, split: str) -> Dataset:
+    """
+    Loads a split of the dataset that the arguments name.
+
+    Args:
+        script_args ([`ScriptArguments`]):
+            Arguments.
+        split (`str`):
+            Split.
+
+    Returns:
+        [`~datasets.Dataset`].
+
+    Raises:
+        ValueError: no dataset is named, or an option that is for editing prompts is given for others.
+    """
+    if script_args.dataset_name is None:
+        raise ValueError("`--dataset_name` is missing: a Hub id, a folder or a JSON-lines file of prompts.")
+    if not script_args.edits:
+        for name in ("image_folder", "exclude_dataset_name"):
+            if getattr(script_args, name) is not None:
+                raise ValueError(f"`--{name}` is {getattr(script_args, name)!r}, but is for prompts with `--edits`.")
+        return load_image_set_prompts(script_args.dataset_name, split)
+    benchmark = script_args.exclude_dataset_name
+    return load_edit_prompts(
+        script_args.dataset_name,
+        split,
+        script_args.image_folder,
+        exclude=load_edit_prompts(benchmark) if benchmark is not None else None,
+    )
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
@@ -193,15 +259,21 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
     if script_args.eval_rewards is None and not has_own_judge:
         return None
     names = script_args.eval_rewards if script_args.eval_rewards is not None else script_args.rewards
-    if has_own_judge and "consistency" not in names:
-        raise ValueError("`--eval_judge_model` and `--eval_judge_url` are for `consistency`, which is no reward here.")
+    if has_own_judge and not {"consistency", "edit"} & set(names):
+        raise ValueError(
+            "`--eval_judge_model` and `--eval_judge_url` are for `consistency` and `edit`, and neither is a reward here."
+        )
     known = dict(zip(script_args.rewards, reward_funcs, strict=True))
     if has_own_judge:
         model = script_args.eval_judge_model or script_args.judge_model
         url = script_args.eval_judge_url
         if url is None and script_args.eval_judge_model is None:
             url = script_args.judge_url
-        known["consistency"] = _consistency(script_args, model, url)
+        known["consistency"], known["edit"] = None, None
+        if "consistency" in names:
+            known["consistency"] = _consistency(script_args, model, url)
+        if "edit" in names:
+            known["edit"] = rewards.EditReward(model, url)
     return [known.get(name) or load_reward(name, script_args) for name in names]
 
 

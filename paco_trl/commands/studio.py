@@ -15,9 +15,9 @@ from PIL import Image
 from torch import nn
 
 from .. import PaCoGRPOTrainer
-from ..rollout import RecordedStep, SDESettings, replay
+from ..rollout import EncodedImage, RecordedStep, SDESettings, replay
 from ..rollout.noise import keyed_generator
-from ..trainer.resolution import training_size
+from ..trainer.prompt_encoder import Encoded
 
 
 class Drawing(NamedTuple):
@@ -41,22 +41,11 @@ class Studio:
 
     def __init__(self, trainer: PaCoGRPOTrainer):
         self.trainer, self.args, self.pipeline = trainer, trainer.args, trainer.pipeline
-        dataset = trainer.train_dataset
-        columns = [name for name in ("rows", "cols", "height", "width") if name in dataset.column_names]
-        sizes = [self._training_size(row) for row in dataset.select_columns(columns)]
-        self.sizes = Counter(sizes)
+        self.rows = trainer.train_rows
+        self.sizes = Counter(self.rows.training_sizes)
         self.height, self.width = min(self.sizes, key=math.prod)
-        self.row = dataset[sizes.index((self.height, self.width))]
-
-    def _training_size(self, row: dict) -> tuple[int, int]:
-        return training_size(
-            row.get("height") or self.args.height,
-            row.get("width") or self.args.width,
-            row["rows"],
-            row["cols"],
-            self.args.resolution_scale,
-            self.trainer.size_multiple,
-        )
+        self.number = self.rows.training_sizes.index((self.height, self.width))
+        self.row = self.rows.row(self.number)
 
     def prepare(self) -> None:
         """Wraps the model as training does: train mode, checkpointing, autocast, DDP."""
@@ -65,15 +54,18 @@ class Studio:
             self.trainer.model.activation_checkpointing_enable()
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
 
-    def encode(self) -> dict[str, torch.Tensor]:
-        """Encodes the prompt, the first time; returns its embeddings, batch dimension 1."""
-        self.trainer.prompt_encoder.encode([self.row["prompt"]])
-        return self.trainer.prompt_encoder.fetch([self.row["prompt"]])[self.row["prompt"]]
+    def encode(self) -> Encoded:
+        """Encodes the prompt and its source images, the first time."""
+        scale = self.args.resolution_scale
+        self.trainer.prompt_encoder.encode(self.rows, [self.number], scale)
+        return self.trainer.prompt_encoder.fetch(self.rows, [self.number], scale)[self.number]
 
     def draw(self, count: int = 1, sde: SDESettings | None = None) -> Drawing:
         """Draws images of the prompt with the policy."""
 
-        def with_policy(prompt_arguments: dict, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
+        def with_policy(
+            prompt_arguments: dict, sources: list[EncodedImage], noise_keys: list
+        ) -> tuple[list[Image.Image], list[RecordedStep]]:
             return self.trainer.policy.draw(
                 prompt_arguments,
                 self.height,
@@ -82,6 +74,7 @@ class Studio:
                 self.args.guidance_scale,
                 noise_keys,
                 sde,
+                sources=sources,
             )
 
         return self._draw(count, with_policy)
@@ -103,16 +96,18 @@ class Studio:
             self.pipeline.name_or_path, subfolder="scheduler", **where
         )
 
-        def with_own_scheduler(prompt_arguments: dict, noise_keys: list) -> tuple[list[Image.Image], list]:
-            images = self.pipeline(
-                **prompt_arguments,
-                height=self.height,
-                width=self.width,
-                num_inference_steps=self.args.num_inference_steps,
-                generator=[keyed_generator(*key, 0) for key in noise_keys],
-                **self.trainer.family.call_arguments(self.args.guidance_scale),
-            ).images
-            return images, []
+        def with_own_scheduler(
+            prompt_arguments: dict, sources: list[EncodedImage], noise_keys: list
+        ) -> tuple[list[Image.Image], list]:
+            family, images = self.trainer.family, [source.image for source in sources]
+            with family.drawing(self.pipeline, images):
+                drawn = self.pipeline(
+                    **family.batch_arguments(prompt_arguments),
+                    **family.call_arguments(self.height, self.width, self.args.guidance_scale, images),
+                    num_inference_steps=self.args.num_inference_steps,
+                    generator=[keyed_generator(*key, 0) for key in noise_keys],
+                ).images
+            return drawn, []
 
         is_new_adapter = isinstance(self.trainer.model, PeftModel) and self.trainer.trained_from is None
         adapter_off = self.trainer.model.disable_adapter() if is_new_adapter else nullcontext()
@@ -138,16 +133,14 @@ class Studio:
     def _draw(self, count: int, call: Callable) -> Drawing:
         # The same noise in every drawing; generations beyond the first are further images of the group
         noise_keys = [(self.args.seed, generation) for generation in range(count)]
-        # Float32, which makes the pipeline keep its latents in float32, as in training
-        prompt_arguments = {
-            name: tensor.to(
-                self.trainer.accelerator.device, torch.float32 if tensor.is_floating_point() else None
-            ).expand(count, *tensor.shape[1:])
-            for name, tensor in self.encode().items()
-        }  # (B, ...)
-        # The one thing that is not public: the VAE on the device, and the autocast of training
+        encoded = self.encode()
+        # What is not public: arguments as in training, the VAE on the device, and the autocast of training
+        prompt_arguments, _ = self.trainer._prompt_arguments([encoded] * count)  # (B, ...)
+        sources = self.trainer._encoded_images(
+            self.trainer._prepare_images(self.rows.images_in(self.row), self.args.resolution_scale), encoded
+        )
         with self.trainer._rollout_components(), _last_sample(self.pipeline.scheduler) as samples:
-            images, records = call(prompt_arguments, noise_keys)
+            images, records = call(prompt_arguments, sources, noise_keys)
         return Drawing(images, samples[0].float(), records)
 
     @contextmanager

@@ -1,9 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout and replay: the unmodified diffusers pipeline as the policy."""
 
-from .families import FAMILIES, Family, FluxFamily, family_of
+from .families import (
+    FAMILIES,
+    Family,
+    Flux2Family,
+    Flux2KleinFamily,
+    FluxFamily,
+    FluxKontextFamily,
+    QwenImageEditFamily,
+    QwenImageEditPlusFamily,
+    QwenImageFamily,
+    StableDiffusion3Family,
+    UnlistedFamily,
+    ZImageFamily,
+    family_of,
+)
 from .noise import keyed_generator
-from .policy import PipelinePolicy, RecordedStep, calls_at, cast_floating_inputs, predict, replay
+from .policy import EncodedImage, PipelinePolicy, RecordedStep, calls_at, cast_floating_inputs, predict, replay
 from .scheduler import FlowMatchSDEScheduler, SDESettings, check_flow_matching
 from .sde import SDE_TYPES, SDEStep, gaussian_log_prob, sde_step, step_std
 
@@ -11,13 +25,23 @@ from .sde import SDE_TYPES, SDEStep, gaussian_log_prob, sde_step, step_std
 __all__ = [
     "FAMILIES",
     "SDE_TYPES",
+    "EncodedImage",
     "Family",
     "FlowMatchSDEScheduler",
+    "Flux2Family",
+    "Flux2KleinFamily",
     "FluxFamily",
+    "FluxKontextFamily",
     "PipelinePolicy",
+    "QwenImageEditFamily",
+    "QwenImageEditPlusFamily",
+    "QwenImageFamily",
     "RecordedStep",
     "SDESettings",
     "SDEStep",
+    "StableDiffusion3Family",
+    "UnlistedFamily",
+    "ZImageFamily",
     "calls_at",
     "cast_floating_inputs",
     "check_flow_matching",

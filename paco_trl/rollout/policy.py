@@ -7,10 +7,12 @@ log-probability of the very same samples.
 """
 
 import inspect
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 from PIL import Image
@@ -79,14 +81,36 @@ class RecordedStep:
             [`RecordedStep`]: arguments that the pipeline has computed itself stay where they are.
         """
 
+        pairs = [
+            pair
+            for name, argument in arguments.items()
+            for pair in zip(_views(argument), _views(kept[name]), strict=True)
+        ]
+
         def swap(tensor: torch.Tensor) -> torch.Tensor:
-            for name, argument in arguments.items():
+            for argument, copy in pairs:
                 is_same = tensor.data_ptr() == argument.data_ptr() and tensor.shape == argument.shape
                 if is_same and tensor.stride() == argument.stride() and tensor.dtype == argument.dtype:
-                    return kept[name]
+                    return copy
             return tensor
 
         return replace(self, calls=recursively_apply(swap, self.calls))
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """
+    A source image, encoded.
+
+    Attributes:
+        image (`PIL.Image.Image`):
+            From [`Family.prepare_image`].
+        latents (`torch.Tensor` of shape `(1, ...)`):
+            What the pipeline's VAE makes of it.
+    """
+
+    image: Image.Image
+    latents: torch.Tensor
 
 
 class PipelinePolicy:
@@ -139,6 +163,7 @@ class PipelinePolicy:
         sde: SDESettings | None = None,
         record_mean: bool = False,
         record_last_step: bool = False,
+        sources: list[EncodedImage] = (),
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """
         Draws a batch of images.
@@ -160,18 +185,22 @@ class PipelinePolicy:
                 Whether the means of the stochastic steps are recorded too, which costs a latent each.
             record_last_step (`bool`, *optional*, defaults to `False`):
                 Whether the last step, which has no noise, is recorded too: its `prev_sample` is the images' latents.
+            sources (`list[EncodedImage]`, *optional*):
+                Source images, the same for all images of the batch.
 
         Returns:
             `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images, and the recorded steps in order.
 
         Raises:
+            TypeError: the pipeline's call does not take an argument that the family's page gives it.
             RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
-                not reached, or an image is not finite.
+                not reached, the pipeline encoded other images than `sources`, or an image is not finite or has another
+                size.
         """
         records: list[RecordedStep] = []
 
         def on_sde_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
-            self._check_guidance_rule(model_output, guidance_scale, index)
+            self._check_guidance_rule(model_output, sample, guidance_scale, index)
             sigma, sigma_next, sigma_max = self.scheduler.sigmas_of(index)
             records.append(
                 RecordedStep(
@@ -202,22 +231,57 @@ class PipelinePolicy:
         self.scheduler.on_ode_step = on_ode_step
         # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
         self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
-        with self._record(steps):
-            images = self.pipeline(
-                **prompt_arguments,
-                height=height,
-                width=width,
-                num_inference_steps=num_inference_steps,
-                generator=[keyed_generator(*key, 0) for key in noise_keys],
-                **self.family.call_arguments(guidance_scale),
-            ).images
+        prepared = [source.image for source in sources]
+        arguments = self.family.batch_arguments(prompt_arguments) | self.family.call_arguments(
+            height, width, guidance_scale, prepared
+        )
+        arguments["num_inference_steps"] = num_inference_steps
+        arguments["generator"] = [keyed_generator(*key, 0) for key in noise_keys]
+        check_arguments(type(self.pipeline).__call__, arguments, type(self.pipeline).__name__)
+        with self._record(steps), self._encoding(sources), self.family.drawing(self.pipeline, prepared):
+            images = self.pipeline(**arguments).images
         if len(records) != len(steps):
             kind = "steps" if record_last_step else "stochastic steps"
             raise RuntimeError(
                 f"{len(records)} {kind} were recorded, but {len(steps)} were asked for ({steps}): "
                 f"the pipeline made other steps than the {num_inference_steps} of its schedule."
             )
-        return images, records
+        if images[0].size != (width, height):
+            raise RuntimeError(
+                f"{type(self.pipeline).__name__} was asked for images of {width} x {height} pixels and drew "
+                f"{images[0].width} x {images[0].height}. Correct `size_multiple` or `call_arguments` of "
+                f"{type(self.family).__name__}."
+            )
+        return images, _with_shared(records, prompt_arguments)
+
+    @contextmanager
+    def _encoding(self, sources: list[EncodedImage]):
+        """Gives the pipeline the latents of the source images where it asks its VAE for them."""
+        waiting = list(sources)
+
+        def encode(pixels: torch.Tensor, *args, **kwargs) -> SimpleNamespace:
+            expected = waiting[0].image.size if waiting else None  # (width, height)
+            if expected is None or (pixels.shape[-1], pixels.shape[-2]) != expected or len(pixels) != 1:
+                raise RuntimeError(
+                    f"{type(self.pipeline).__name__} gives its VAE pixels of the shape {tuple(pixels.shape)} where "
+                    f"{type(self.family).__name__} expects an image of {expected} (width, height) next. Correct "
+                    "`prepare_image` and `call_arguments` of the family's page."
+                )
+            return SimpleNamespace(latents=waiting.pop(0).latents)
+
+        vae = self.pipeline.vae
+        if sources:
+            vae.encode = encode
+        try:
+            yield
+        finally:
+            if sources:
+                del vae.encode
+        if waiting:
+            raise RuntimeError(
+                f"{type(self.pipeline).__name__} did not look at {len(waiting)} of {len(sources)} source image(s). "
+                f"Correct `call_arguments` of {type(self.family).__name__}."
+            )
 
     @contextmanager
     def _record(self, steps: tuple[int, ...]):
@@ -241,20 +305,36 @@ class PipelinePolicy:
         if self._recording and self.scheduler.next_step_index in self._recorded_steps:
             self._outputs.append(output[0])
 
-    def _check_guidance_rule(self, model_output: torch.Tensor, guidance_scale: float, index: int) -> None:
-        combined = self.family.combine(self._outputs, guidance_scale)
+    def _check_guidance_rule(
+        self, model_output: torch.Tensor, sample: torch.Tensor, guidance_scale: float, index: int
+    ) -> None:
+        combined = self.family.combine(self._outputs, guidance_scale, sample)
         if combined is model_output or torch.equal(combined, model_output):
             return
+        if combined.shape != model_output.shape:
+            raise RuntimeError(
+                f"At step {index} the scheduler received a velocity of the shape {tuple(model_output.shape)}, but "
+                f"{type(self.family).__name__}.combine gives {tuple(combined.shape)}. {self.family.advice}"
+            )
         difference = (combined.float() - model_output.float()).abs().max().item()
         scale = model_output.float().abs().max().item()
-        # Half a unit in the last place of bf16 is 2^-9 of the value: another order of the same operations, not a rule
-        if difference > 2**-8 * scale:
+        # Another order of the same operations is not another rule. Half a unit in the last place of bf16 is 2^-9 of the
+        # value; where the transformer computes in float32, 2^-18 is some units of it.
+        precision = 2**-18 if _dtypes(self._outputs) == {torch.float32} else 2**-8
+        if difference > precision * scale:
+            is_negated = (combined.float() + model_output.float()).abs().max().item() <= precision * scale
             raise RuntimeError(
                 f"At step {index} the scheduler received something else than {type(self.family).__name__}.combine "
                 f"makes of the transformer's {len(self._outputs)} output(s): they differ by up to {difference:.3g} "
-                f"(largest value {scale:.3g}, guidance scale {guidance_scale}). Training would follow a wrong "
-                "guidance rule; correct the family's page."
+                f"(largest value {scale:.3g}, guidance scale {guidance_scale})"
+                f"{': it has the opposite sign' if is_negated else ''}. Training would follow a wrong guidance rule. "
+                f"{self.family.advice}"
             )
+
+
+def _dtypes(outputs: list) -> set[torch.dtype]:
+    """Dtypes of outputs, which may be lists of tensors."""
+    return {each.dtype for output in outputs for each in (output if isinstance(output, list) else [output])}
 
 
 def _with_fresh_containers(call: dict[str, Any]) -> dict[str, Any]:
@@ -262,13 +342,69 @@ def _with_fresh_containers(call: dict[str, Any]) -> dict[str, Any]:
     return recursively_apply(lambda tensor: tensor, call)
 
 
+def _with_shared(records: list[RecordedStep], arguments: dict[str, torch.Tensor]) -> list[RecordedStep]:
+    """
+    The records with the arguments of the pipeline's call in place of copies that it made of them.
+
+    Many pipelines repeat embeddings for the images of a prompt, once is no exception: every micro-batch of a round
+    would hold its own.
+    """
+    known: dict[int, torch.Tensor] = {}
+
+    views = [view for argument in arguments.values() for view in _views(argument)]
+
+    def share(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            same = (view for view in views if view.shape == tensor.shape and view.dtype == tensor.dtype)
+            known[id(tensor)] = next((view for view in same if torch.equal(view, tensor)), tensor)
+        return known[id(tensor)]
+
+    return [replace(record, calls=recursively_apply(share, record.calls)) for record in records]
+
+
+def _views(argument: Any) -> list[torch.Tensor]:
+    """An encoded prompt of a batch in the forms in which pipelines take it: whole, once for all images, in a list."""
+    return [argument, argument[:1], *argument] if isinstance(argument, torch.Tensor) else []
+
+
+def check_arguments(function, arguments: dict, owner: str) -> None:
+    """
+    Checks that a pipeline's method takes the arguments that a family's page gives it.
+
+    Args:
+        function (`Callable`):
+            Method of the pipeline.
+        arguments (`dict`):
+            Arguments by name.
+        owner (`str`):
+            Name of the pipeline, for the error.
+
+    Raises:
+        TypeError: it does not take one of them.
+    """
+    parameters = inspect.signature(function).parameters
+    unknown = [name for name in arguments if name not in parameters]
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise TypeError(
+            f"{owner}.{function.__name__} of diffusers {diffusers.__version__} takes no argument "
+            f"{', '.join(f'`{name}`' for name in unknown)}, which the page of its family passes. The pipeline's "
+            f"signature has changed; it takes {', '.join(name for name in parameters if name != 'self')}. Install "
+            "another version of diffusers, or correct the page."
+        )
+
+
 def replay(
-    model: nn.Module, record: RecordedStep, family: Family, guidance_scale: float, sde: SDESettings
+    model: nn.Module,
+    record: RecordedStep,
+    family: Family,
+    guidance_scale: float,
+    sde: SDESettings,
+    detach_unconditional: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Scores a recorded step with the model as it is now.
 
-    One forward for each call of the recorded step, which is one for a guidance-distilled model.
+    One forward for each call of the recorded step: one for a guidance-distilled model.
 
     Args:
         model (`nn.Module`):
@@ -281,13 +417,15 @@ def replay(
             Guidance scale of the rollout.
         sde ([`SDESettings`]):
             Settings of the rollout.
+        detach_unconditional (`bool`, *optional*, defaults to `False`):
+            Whether no gradient flows through the unconditional prediction of true guidance. Where it has a call of its
+            own, nothing is kept for its backward.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
         `(B, ...)` and standard deviation of the step's Gaussian.
     """
-    outputs = [model(**_with_fresh_containers(call))[0] for call in record.calls]
-    model_output = family.combine(outputs, guidance_scale)
+    model_output = predict(model, record.calls, family, guidance_scale, record.sample, detach_unconditional)
     step = sde_step(
         model_output,
         record.sample,
@@ -301,7 +439,14 @@ def replay(
     return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)
 
 
-def predict(model: nn.Module, calls: list[dict[str, Any]], family: Family, guidance_scale: float) -> torch.Tensor:
+def predict(
+    model: nn.Module,
+    calls: list[dict[str, Any]],
+    family: Family,
+    guidance_scale: float,
+    sample: torch.Tensor,
+    detach_unconditional: bool = False,
+) -> torch.Tensor:
     """
     Velocity that a model predicts in the calls of one step.
 
@@ -314,11 +459,20 @@ def predict(model: nn.Module, calls: list[dict[str, Any]], family: Family, guida
             Page of the family, for its guidance rule.
         guidance_scale (`float`):
             Guidance scale of the rollout.
+        sample (`torch.Tensor` of shape `(B, ...)`):
+            Sample, for its shape.
+        detach_unconditional (`bool`, *optional*, defaults to `False`):
+            As in [`replay`].
 
     Returns:
         `torch.Tensor` of shape `(B, ...)`.
     """
-    return family.combine([model(**_with_fresh_containers(call))[0] for call in calls], guidance_scale)
+    outputs = []
+    for number, call in enumerate(calls):
+        # The unconditional prediction is the second call in every pipeline that makes two
+        with torch.no_grad() if detach_unconditional and number > 0 else nullcontext():
+            outputs.append(model(**_with_fresh_containers(call))[0])
+    return family.combine(outputs, guidance_scale, sample, detach_unconditional)
 
 
 def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: torch.Tensor) -> list[dict[str, Any]]:
@@ -377,6 +531,8 @@ def _check_latents(latents: torch.Tensor) -> None:
 def _is_same(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return first is second or (first.dtype == second.dtype and torch.equal(first, second))
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_is_same, first, second))
     return first is second
 
 

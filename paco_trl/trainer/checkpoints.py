@@ -7,10 +7,14 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate.logging import get_logger
 from datasets import Dataset
 
+
+if TYPE_CHECKING:
+    from ..data import SourceImages
 
 logger = get_logger(__name__)
 
@@ -23,13 +27,15 @@ _REPLACED = "replaced-"
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
-def dataset_digest(dataset: Dataset) -> str:
+def dataset_digest(dataset: Dataset, sources: "SourceImages | None" = None) -> str:
     """
     A short digest of the prompts and sizes of a dataset: what decides which images a run draws.
 
     Args:
         dataset ([`~datasets.Dataset`]):
-            Image-set prompts.
+            Image-set or editing prompts.
+        sources ([`~paco_trl.data.SourceImages`], *optional*):
+            Its source images, of which only the sizes are taken: reading all files of a large dataset takes minutes.
 
     Returns:
         `str`.
@@ -38,6 +44,8 @@ def dataset_digest(dataset: Dataset) -> str:
     for column in ("prompt", "rows", "cols", "height", "width"):
         if column in dataset.column_names:
             digest.update(json.dumps([column, list(dataset[column])]).encode())
+    if sources is not None:
+        digest.update(json.dumps([sources.sizes(row) for row in range(len(dataset))]).encode())
     return digest.hexdigest()[:16]
 
 

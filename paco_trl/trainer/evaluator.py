@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from ..evaluation import bootstrap_interval, grid_artifact_score
 from ..rewards import aggregate_rewards
 from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
+from .prompt_rows import PromptRows
 from .reward_calls import RewardError
 
 
@@ -60,9 +61,10 @@ def draw_evaluation(
     trainer: "PaCoGRPOTrainer",
     scorer: "RewardScorer",
     weights: torch.Tensor,
-    rows: list[dict],
+    rows: PromptRows,
     description: str,
-    sizes: list[tuple[int, int]] | None = None,
+    row_numbers: list[int] | None = None,
+    at_training_size: bool = False,
 ) -> Evaluation:
     """
     Draws and scores prompts by the pipeline's ODE, with the model as it is now. Every process calls it.
@@ -76,24 +78,27 @@ def draw_evaluation(
             Rewards.
         weights (`torch.Tensor` of shape `(rewards,)`):
             Their weights in the total.
-        rows (`list[dict]`):
+        rows ([`PromptRows`]):
             Rows of the dataset.
         description (`str`):
             Title of the progress bar.
-        sizes (`list[tuple[int, int]]`, *optional*):
-            Height and width for each row. If `None`, the inference sizes.
+        row_numbers (`list[int]`, *optional*):
+            Numbers of the rows to draw. If `None`, all.
+        at_training_size (`bool`, *optional*, defaults to `False`):
+            Whether they are drawn at the size they are trained at, not at their inference size.
 
     Returns:
         [`Evaluation`].
     """
     args, accelerator, generations = trainer.args, trainer.accelerator, trainer.args.num_generations_eval
-    trainer.prompt_encoder.encode([row["prompt"] for row in rows])
-    if sizes is None:
-        sizes = inference_sizes(trainer, rows)
+    row_numbers = list(range(len(rows))) if row_numbers is None else row_numbers
+    sizes = rows.training_sizes if at_training_size else rows.inference_sizes
+    scale = args.resolution_scale if at_training_size else 1.0
+    trainer.prompt_encoder.encode(rows, row_numbers, scale)
 
     # Each process draws the same number of images, as ZeRO-3 needs; what was added for that is not counted
     processes = accelerator.num_processes
-    total = len(rows) * generations
+    total = len(row_numbers) * generations
     padded = (np.arange(-(-total // processes) * processes) % total).reshape(-1, processes)
     mine, artifacts, pictures = [], [], []
     scorer.start()
@@ -101,20 +106,25 @@ def draw_evaluation(
         for numbers in tqdm(
             padded.tolist(), desc=description, disable=args.disable_tqdm or not accelerator.is_main_process
         ):
-            encoded = trainer.prompt_encoder.fetch([rows[number // generations]["prompt"] for number in numbers])
+            fetched = [row_numbers[number // generations] for number in numbers]
+            encoded = trainer.prompt_encoder.fetch(rows, fetched, scale)
             number = numbers[accelerator.process_index]
-            row_number, generation = divmod(number, generations)
-            row = rows[row_number]
+            place, generation = divmod(number, generations)
+            row_number = row_numbers[place]
+            row = rows.row(row_number)
             images, _ = trainer.policy.draw(
-                trainer._prompt_arguments([row["prompt"]], encoded)[0],
+                trainer._prompt_arguments([encoded[row_number]])[0],
                 *sizes[row_number],
                 args.num_inference_steps_eval,
                 args.guidance_scale,
-                noise_keys=[trainer._noise_key("evaluation", 0, row_number, generation)],
+                noise_keys=[trainer._noise_key("evaluation", 0, place, generation)],
+                sources=trainer._encoded_images(
+                    trainer._prepare_images(rows.images_in(row), scale), encoded[row_number]
+                ),
             )
             scorer.add([row], images, trainer.state)
             artifacts.append(_grid_artifact(images[0], trainer.size_multiple, row))
-            if row_number < MAX_PROMPTS and generation < MAX_IMAGES:
+            if place < MAX_PROMPTS and generation < MAX_IMAGES:
                 pictures.append((number, thumbnail(images[0])))
             mine.append(number)
     order = padded.T.reshape(-1)  # process by process
@@ -130,23 +140,6 @@ def draw_evaluation(
         scores.metrics,
         dict(gather_object(pictures)) if accelerator.num_processes > 1 else dict(pictures),
     )
-
-
-def inference_sizes(trainer: "PaCoGRPOTrainer", rows: list[dict]) -> list[tuple[int, int]]:
-    """
-    Sizes at which rows are drawn in the end.
-
-    Args:
-        trainer ([`PaCoGRPOTrainer`]):
-            Trainer, for rows without a size.
-        rows (`list[dict]`):
-            Rows of a dataset.
-
-    Returns:
-        `list[tuple[int, int]]`: height and width.
-    """
-    args = trainer.args
-    return [(row.get("height") or args.height, row.get("width") or args.width) for row in rows]
 
 
 def _grid_artifact(image: Image.Image, period: int, row: dict) -> float:
@@ -265,7 +258,7 @@ def _add_mean(
         metrics[f"{interval}_low"], metrics[f"{interval}_high"] = low, high
 
 
-def baseline_key(trainer: "PaCoGRPOTrainer", names: list[str], rows: list[dict]) -> str:
+def baseline_key(trainer: "PaCoGRPOTrainer", names: list[str], rows: PromptRows) -> str:
     """
     A digest of all that a baseline depends on: with another one it is drawn anew.
 
@@ -274,7 +267,7 @@ def baseline_key(trainer: "PaCoGRPOTrainer", names: list[str], rows: list[dict])
             Trainer.
         names (`list[str]`):
             Names of the rewards.
-        rows (`list[dict]`):
+        rows ([`PromptRows`]):
             Rows of the dataset.
 
     Returns:
@@ -289,10 +282,11 @@ def baseline_key(trainer: "PaCoGRPOTrainer", names: list[str], rows: list[dict])
         args.num_generations_eval,
         args.num_inference_steps_eval,
         args.guidance_scale,
+        args.negative_prompt,
         args.vae_tiling,
         str(trainer.compute_dtype),
-        inference_sizes(trainer, rows),
-        rows,  # rewards read any of their columns
+        rows.inference_sizes,
+        [rows.content(number) for number in range(len(rows))],  # rewards read any of their columns
     ]
     return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]
 

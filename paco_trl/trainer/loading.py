@@ -23,10 +23,14 @@ class PolicyConfig(FrozenDict):
 
     model_type = "diffusers"
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the transformer, from which transformers fills the `auto` buckets of a DeepSpeed config."""
-        return self["num_attention_heads"] * self["attention_head_dim"]
+    def __getattr__(self, name: str) -> int:
+        # Width of the transformer, from which transformers fills the `auto` buckets of a DeepSpeed config. Only asked
+        # for where the config has no entry of that name.
+        if name == "hidden_size" and "dim" in self:  # Z-Image
+            return self["dim"]
+        if name == "hidden_size" and {"num_attention_heads", "attention_head_dim"} <= self.keys():
+            return self["num_attention_heads"] * self["attention_head_dim"]
+        raise AttributeError(f"The transformer's config has no `{name}`.")
 
     def to_dict(self) -> dict:
         """Public entries; the private ones hold paths of the machine the model was loaded on."""
@@ -117,7 +121,8 @@ def _check_config(model: str, model_init_kwargs: dict) -> None:
     # A pipeline that cannot be trained is known from its small index file, before gigabytes are read
     where = {name: model_init_kwargs[name] for name in ("revision", "cache_dir", "token") if name in model_init_kwargs}
     config = DiffusionPipeline.load_config(model, **where)
-    family_of(config["_class_name"])
+    name = config["_class_name"]
+    family_of(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class
     _, scheduler = config.get("scheduler") or (None, None)
     scheduler_class = getattr(diffusers, scheduler or "", None)  # None for a scheduler of the repository's own
     if scheduler_class is not None:

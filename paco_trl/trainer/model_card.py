@@ -65,7 +65,7 @@ def render_model_card(
     lora = trainer.model.peft_config[trainer.model.active_adapter] if is_adapter else None
     card_data = ModelCardData(
         library_name="diffusers",
-        pipeline_tag="text-to-image",
+        pipeline_tag="image-to-image" if trainer.train_rows.sources is not None else "text-to-image",
         # A folder means nothing to anybody else
         base_model=None if is_local else base_model,
         base_model_relation=None if is_local else "adapter" if is_adapter else "finetune",
@@ -103,6 +103,8 @@ def render_model_card(
             has_scores=bool(last),
             evaluations=_evaluations(trainer),
             pictures=latest_pictures(trainer),
+            is_editing=trainer.train_rows.sources is not None,
+            negative_prompt=trainer.prompt_encoder.negative_prompt,
             paper=trainer._paper,
             versions={name: version(name) for name in LIBRARIES},
         )

@@ -127,7 +127,8 @@ class PaCoGRPOConfig(GRPOConfig):
 
         height (`int`, *optional*, defaults to `1024`):
             Height in pixels at which images are generated in the end, for rows of the dataset without a `height`
-            column (paper: evaluation at 1024).
+            column (paper: evaluation at 1024). Edited images then have the aspect ratio of their source, and
+            `height * width` pixels.
         width (`int`, *optional*, defaults to `1024`):
             Width in pixels at which images are generated in the end, for rows of the dataset without a `width` column
             (paper: evaluation at 1024).
@@ -142,7 +143,14 @@ class PaCoGRPOConfig(GRPOConfig):
         num_inference_steps_eval (`int`, *optional*, defaults to `20`):
             Denoising steps of an image drawn by `evaluate()` (published code).
         guidance_scale (`float`, *optional*, defaults to `3.5`):
-            Guidance scale, in training and evaluation (paper).
+            Guidance scale, in training and evaluation (paper). Of the kind that the model has: distilled into it, or
+            true guidance between a conditional and an unconditional prediction.
+        negative_prompt (`str`, *optional*):
+            Negative prompt of true guidance. If `None`, the pipeline's own; where it has none and would leave guidance
+            out (Qwen-Image), that is an error.
+        detach_unconditional (`bool`, *optional*, defaults to `False`):
+            Whether no gradient flows through the unconditional prediction of true guidance. With gradients through
+            both, the gradient is that of the policy which drew.
         sde_type (`str`, *optional*, defaults to `"flow_sde"`):
             Kind of stochastic step: `"flow_sde"` (paper), `"dance_sde"` or `"cps"`. The formulas are those of
             [`~paco_trl.rollout.sde_step`].
@@ -281,7 +289,24 @@ class PaCoGRPOConfig(GRPOConfig):
     num_inference_steps_eval: int = field(
         default=20, metadata={"help": "Denoising steps of an image drawn by `evaluate()`."}
     )
-    guidance_scale: float = field(default=3.5, metadata={"help": "Guidance scale, in training and evaluation."})
+    guidance_scale: float = field(
+        default=3.5,
+        metadata={
+            "help": "Guidance scale, in training and evaluation. Of the kind that the model has: distilled into it, or "
+            "true guidance between a conditional and an unconditional prediction."
+        },
+    )
+    negative_prompt: str | None = field(
+        default=None,
+        metadata={
+            "help": "Negative prompt of true guidance. If `None`, the pipeline's own; where it has none and would leave "
+            "guidance out (Qwen-Image), that is an error."
+        },
+    )
+    detach_unconditional: bool = field(
+        default=False,
+        metadata={"help": "Whether no gradient flows through the unconditional prediction of true guidance."},
+    )
     sde_type: str = field(
         default="flow_sde", metadata={"help": "Kind of stochastic step: 'flow_sde', 'dance_sde' or 'cps'."}
     )

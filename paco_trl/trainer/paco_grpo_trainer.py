@@ -2,10 +2,11 @@
 """PaCo-GRPO: group-relative policy optimisation of a flow-matching pipeline, at reduced resolution."""
 
 import copy
+import functools
 import inspect
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -27,9 +28,16 @@ from trl.models.utils import add_hooks, prepare_deepspeed, remove_hooks
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity
 
-from ..data import check_image_set_columns
 from ..rewards import aggregate_rewards
-from ..rollout import PipelinePolicy, RecordedStep, SDESettings, cast_floating_inputs, family_of, replay
+from ..rollout import (
+    EncodedImage,
+    PipelinePolicy,
+    RecordedStep,
+    SDESettings,
+    cast_floating_inputs,
+    family_of,
+    replay,
+)
 from ..utils.random_state import kept_random_state
 from .advantages import group_advantages
 from .checkpoint_files import EMA_WEIGHTS, POLICY_WEIGHTS, load_rollout, write_checkpoint
@@ -40,9 +48,8 @@ from .checkpoints import (
     dataset_digest,
     find_checkpoint,
 )
-from .contact_sheet import TRACKERS_WITH_PICTURES, start_trackers
+from .contact_sheet import MAX_PROMPTS, TRACKERS_WITH_PICTURES, start_trackers
 from .curves import CurvesCallback
-from .dataset_sizes import check_panel_sizes, check_sizes
 from .ema import EMA
 from .evaluator import (
     Evaluation,
@@ -67,9 +74,9 @@ from .loading import (
 from .losses import clipped_surrogate, gaussian_kl, guard_gradient_weight, guarded_surrogate
 from .model_card import PAPER, render_model_card
 from .paco_grpo_config import PaCoGRPOConfig
-from .prompt_encoder import PromptEncoder
+from .prompt_encoder import Encoded, PromptEncoder
+from .prompt_rows import PromptRows
 from .publishing import push_checkpoint
-from .resolution import training_size
 from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
 from .scored_sheets import ScoredImages, save_scored_sheet
 from .scoring import RewardScorer
@@ -138,8 +145,12 @@ class PaCoGRPOTrainer(GRPOTrainer):
         args ([`PaCoGRPOConfig`], *optional*):
             Settings. If `None`, the paper's, with an output folder named after the model.
         train_dataset ([`~datasets.Dataset`]):
-            Image-set prompts with the columns `prompt`, `rows`, `cols` and `panels`, optionally `height`, `width`, and
-            any others that the rewards take. See [`~paco_trl.data.load_image_set_prompts`].
+            Prompts, of one of two kinds, with any other columns that the rewards take:
+
+            - Image sets: the columns `prompt`, `rows`, `cols` and `panels`, optionally `height` and `width`. See
+              [`~paco_trl.data.load_image_set_prompts`].
+            - Edits: `prompt`, the instruction, and the source `image` (or `images`, for pipelines that take several),
+              optionally `height` and `width`. See [`~paco_trl.data.load_edit_prompts`].
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Prompts of the same format for `evaluate()`.
         eval_reward_funcs (`Callable` or `list[Callable]`, *optional*):
@@ -198,7 +209,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             self.eval_reward_required = [True] * len(eval_rewards[0])
         self.eval_reward_func_names = eval_rewards[1]
         self.layout = args.round_layout
-        self._check_train_dataset(train_dataset, args)
+        self.train_rows = self._check_train_dataset(train_dataset, args)
         check_columns(reward_funcs, train_dataset, "the dataset")
         eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
         eval_datasets = {name: dataset for name, dataset in eval_datasets.items() if dataset is not None}
@@ -208,12 +219,12 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 "is no `eval_dataset` to evaluate on. Pass one, or switch them off."
             )
         check_best_metric(args, eval_dataset)
+        eval_rows = []
         for name, dataset in eval_datasets.items():
-            check_image_set_columns(dataset)
+            eval_rows.append(PromptRows(dataset, args, f"the dataset '{name}'"))
             check_columns(
                 reward_funcs if eval_reward_funcs is None else eval_reward_funcs, dataset, f"the dataset '{name}'"
             )
-            check_panel_sizes(dataset, args, f"the dataset '{name}'")
         is_deepspeed = args.deepspeed_plugin is not None
         self.base_model = base_model_name(model)
         self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
@@ -221,7 +232,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             "base_model": self.base_model,
             "adapter": adapter_digest(peft_config),
             "dataset_size": len(train_dataset),
-            "dataset": dataset_digest(train_dataset),
+            "dataset": dataset_digest(train_dataset, self.train_rows.sources),
             # Which round a step belongs to
             "optimizer_steps_per_generation": self.layout.num_optimizer_steps,
             "num_iterations": args.num_iterations,
@@ -259,15 +270,15 @@ class PaCoGRPOTrainer(GRPOTrainer):
         )
         self.family = family_of(self.pipeline)
         self.size_multiple = self.family.size_multiple(self.pipeline)
-        training_sizes = check_sizes(train_dataset, args, self.size_multiple, "the dataset")
-        if len(training_sizes) > 1 and args.num_generations % args.per_device_train_batch_size != 0:
+        negative_prompt = self.family.resolve_negative_prompt(self.pipeline, args.guidance_scale, args.negative_prompt)
+        if args.detach_unconditional and negative_prompt is None:
             raise ValueError(
-                f"The dataset has images of {len(training_sizes)} training sizes ({sorted(training_sizes)}), so a "
-                f"micro-batch must not cross prompts: `per_device_train_batch_size` "
-                f"({args.per_device_train_batch_size}) must divide `num_generations` ({args.num_generations})."
+                f"`detach_unconditional` is for true guidance, but {type(self.pipeline).__name__} makes no unconditional "
+                f"prediction of its own at `guidance_scale` = {args.guidance_scale}: it would be ignored. Leave it out."
             )
-        for name, dataset in eval_datasets.items():
-            check_sizes(dataset, args, self.size_multiple, f"the dataset '{name}'")
+        for rows in (self.train_rows, *eval_rows):
+            rows.measure(self.pipeline, self.family)
+        self._check_micro_batches(args)
         signature = inspect.signature(self.pipeline.transformer.forward)
         if is_deepspeed:
             # Its default is the dtype of the model: hundreds of micro-batches would be added up in bf16
@@ -341,10 +352,11 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.epsilon_low = args.epsilon
         self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
         self.beta = args.beta
-        self.prompt_encoder = PromptEncoder(self.pipeline, self.family, self.accelerator)
+        self.prompt_encoder = PromptEncoder(self.pipeline, self.family, self.accelerator, negative_prompt)
         self.scorer = RewardScorer(self.reward_funcs, self.reward_func_names, self.accelerator)
         self.eval_scorer = RewardScorer(*eval_rewards, self.accelerator)
         self.ema: EMA | None = None  # from the beginning of `train()`
+        self._eval_rows = eval_rows
         self._baselines: dict[str, Evaluation] = {}
         self._resumed_from: Path | None = None
         self._saved_step: int | None = None  # of the last checkpoint of this `train()`
@@ -365,27 +377,52 @@ class PaCoGRPOTrainer(GRPOTrainer):
 
     # ---- Checks ----
 
-    def _check_train_dataset(self, dataset: Dataset | None, args: PaCoGRPOConfig) -> None:
+    def _check_train_dataset(self, dataset: Dataset | None, args: PaCoGRPOConfig) -> PromptRows:
         if not isinstance(dataset, Dataset):
             raise TypeError(
                 f"`train_dataset` must be a `datasets.Dataset`, got {type(dataset).__name__}: a round takes rows by "
                 "number. Load a streamed dataset without `streaming=True`."
             )
-        check_image_set_columns(dataset)
+        rows = PromptRows(dataset, args, "the dataset")
         if len(dataset) < self.layout.num_prompts:
             raise ValueError(
                 f"The dataset has {len(dataset)} prompts, but a round takes {self.layout.num_prompts} different ones. "
                 f"Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts. (A round: "
                 f"{self.layout.describe()})"
             )
-        check_panel_sizes(dataset, args, "the dataset")
+        return rows
+
+    def _check_micro_batches(self, args: PaCoGRPOConfig) -> None:
+        """A micro-batch holds images of several prompts only where they are drawn in one call of the pipeline."""
+        most = self.family.max_batch_size
+        if most is not None and args.per_device_train_batch_size > most:
+            raise ValueError(
+                f"`per_device_train_batch_size` is {args.per_device_train_batch_size}, but "
+                f"{type(self.family).__name__} draws at most {most} with {type(self.pipeline).__name__} in one call. "
+                f"Set `per_device_train_batch_size={most}`."
+            )
+        if args.num_generations % args.per_device_train_batch_size == 0:
+            return
+        sizes = set(self.train_rows.training_sizes)
+        if len(sizes) > 1:
+            reason = f"The dataset has images of {len(sizes)} training sizes ({sorted(sizes)})"
+        elif self.train_rows.sources is not None:
+            reason = "Each prompt has source images of its own"
+        elif not self.family.has_fixed_length:
+            reason = f"{type(self.pipeline).__name__} encodes each prompt to a length of its own"
+        else:
+            return
+        raise ValueError(
+            f"{reason}, so a micro-batch must not cross prompts: `per_device_train_batch_size` "
+            f"({args.per_device_train_batch_size}) must divide `num_generations` ({args.num_generations})."
+        )
 
     def _course(self, args: PaCoGRPOConfig) -> dict:
         """What decides how a run goes on: with other values it goes on, but not as it would have."""
         layout = self.layout
         names = (
             "seed", "per_device_train_batch_size", "height", "width", "resolution_scale",
-            "num_inference_steps", "guidance_scale", "sde_type", "sde_steps", "num_sde_steps", "noise_level",
+            "num_inference_steps", "guidance_scale", "negative_prompt", "detach_unconditional", "sde_type", "sde_steps", "num_sde_steps", "noise_level",
             "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
             "multi_objective_aggregation", "log_tame_threshold", "scale_rewards", "advantage_clip",
             "shuffle_dataset", "bf16", "max_grad_norm", "warmup_steps",
@@ -487,8 +524,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             needed.update(self._rows_of_round(round_index).tolist())
             if len(needed) == len(self.train_dataset):
                 break
-        prompts = self.train_dataset["prompt"]
-        self.prompt_encoder.encode([prompts[row] for row in sorted(needed)])
+        self.prompt_encoder.encode(self.train_rows, sorted(needed), self.args.resolution_scale)
 
     # ---- Rollout ----
 
@@ -503,33 +539,21 @@ class PaCoGRPOTrainer(GRPOTrainer):
         layout, args = self.layout, self.args
 
         # 1. The round's prompts, and which process draws which images
-        row_numbers = self._rows_of_round(round_index)
-        rows = self.train_dataset[row_numbers.tolist()]
-        rows = [{name: column[i] for name, column in rows.items()} for i in range(len(row_numbers))]
-        sizes = [
-            training_size(
-                row.get("height") or args.height,
-                row.get("width") or args.width,
-                row["rows"],
-                row["cols"],
-                args.resolution_scale,
-                self.size_multiple,
-            )
-            for row in rows
-        ]
+        row_numbers = self._rows_of_round(round_index).tolist()
+        sizes = [self.train_rows.training_sizes[number] for number in row_numbers]
         assignment = layout.assign(
             sizes, (args.seed, _STREAMS["batches"], round_index)
         )  # (processes, micro-batches, B)
         sde = self._sde_settings(round_index)
         self._encode_prompts_of_run(round_index)
-        encoded = self.prompt_encoder.fetch([row["prompt"] for row in rows])
+        encoded = self.prompt_encoder.fetch(self.train_rows, row_numbers, args.resolution_scale)
         encode_time = time.perf_counter() - started
 
         # 2. Draw, and score beside it
         started = time.perf_counter()
         mine = assignment[self.accelerator.process_index]  # (micro-batches, B)
         self.scorer.start()
-        images, records = self._draw_round(round_index, mine, rows, row_numbers, sizes, encoded, sde)
+        images, records = self._draw_round(round_index, mine, row_numbers, encoded, sde)
         rollout_time = time.perf_counter() - started
 
         # 3. Every process holds all rewards afterwards, in the order of the round (prompt-major)
@@ -577,7 +601,11 @@ class PaCoGRPOTrainer(GRPOTrainer):
             )
             # fmt: on
             self._save_sheet(
-                f"round_{round_index:05d}", f"Round {round_index}, step {self.state.global_step}", rows, shown
+                f"round_{round_index:05d}",
+                f"Round {round_index}, step {self.state.global_step}",
+                self.train_rows,
+                row_numbers,
+                shown,
             )
 
         # 6. Keep what the training steps need
@@ -587,33 +615,38 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self,
         round_index: int,
         micro_batches: np.ndarray,
-        rows: list[dict],
-        row_numbers: np.ndarray,
-        sizes: list[tuple[int, int]],
-        encoded: dict,
+        row_numbers: list[int],
+        encoded: dict[int, Encoded],
         sde: SDESettings,
     ) -> tuple[list[Image.Image], list[list[RecordedStep]]]:
         """Draws this process's images of a round, and the stochastic steps of each micro-batch."""
-        generations = self.layout.num_generations
+        args, generations = self.args, self.layout.num_generations
         images: list[Image.Image] = []
         records: list[list[RecordedStep]] = []
+        read = functools.cache(self.train_rows.row)  # decodes source images: once a round
+        prepare = functools.cache(
+            lambda row: self._prepare_images(self.train_rows.images_in(read(row)), args.resolution_scale)
+        )
         with self._rollout_components():
             for micro_batch in tqdm(
                 micro_batches.tolist(),
                 desc=f"Round {round_index}: drawing",
-                disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
+                disable=args.disable_tqdm or not self.accelerator.is_main_process,
                 leave=False,
             ):
-                prompts = [image // generations for image in micro_batch]
-                arguments, kept = self._prompt_arguments([rows[prompt]["prompt"] for prompt in prompts], encoded)
+                rows = [row_numbers[image // generations] for image in micro_batch]
+                arguments, kept = self._prompt_arguments([encoded[row] for row in rows])
+                sources = self._encoded_images(prepare(rows[0]), encoded[rows[0]])
                 noise_keys = [
-                    self._noise_key("training", round_index, int(row_numbers[prompt]), image % generations)
-                    for prompt, image in zip(prompts, micro_batch, strict=True)
+                    self._noise_key("training", round_index, row, image % generations)
+                    for row, image in zip(rows, micro_batch, strict=True)
                 ]
-                drawn, recorded = self._draw_micro_batch(arguments, sizes[prompts[0]], noise_keys, sde)
-                self.scorer.add([rows[prompt] for prompt in prompts], drawn, self.state)
+                drawn, recorded = self._draw_micro_batch(
+                    arguments, self.train_rows.training_sizes[rows[0]], noise_keys, sde, sources
+                )
+                self.scorer.add([read(row) for row in rows], drawn, self.state)
                 images.extend(drawn)
-                if self.args.offload_embeddings:
+                if args.offload_embeddings:
                     recorded = [record.offloaded(arguments, kept) for record in recorded]
                 records.append(recorded)
         return images, records
@@ -624,6 +657,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         size: tuple[int, int],
         noise_keys: list[tuple[int, ...]],
         sde: SDESettings,
+        sources: list[EncodedImage],
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """Draws a micro-batch, and records what is trained: an entry for each trained step."""
         return self.policy.draw(
@@ -634,6 +668,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             noise_keys=noise_keys,
             sde=sde,
             record_mean=self.args.loss_type == "grpo_guard",
+            sources=sources,
         )
 
     def _fill_buffer(
@@ -674,31 +709,28 @@ class PaCoGRPOTrainer(GRPOTrainer):
     def _noise_key(self, stream: str, round_index: int, row: int, generation: int) -> tuple[int, ...]:
         return (self.args.seed, _STREAMS[stream], round_index, row, generation)
 
-    def _prompt_arguments(
-        self, prompts: list[str], encoded: dict
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def _prompt_arguments(self, encoded: list[Encoded]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """
         Arguments of the pipeline's call for a micro-batch, float32: on the accelerator, and where they are kept.
 
-        Float32 embeddings make the pipeline keep its latents in float32. Images of one prompt share one copy, which
-        the recorded calls refer to as well: on the accelerator, or in CPU memory with `offload_embeddings`.
+        Images of one prompt share one copy, which the recorded calls refer to as well: on the accelerator, or in CPU
+        memory with `offload_embeddings`.
         """
         device = self.accelerator.device
-        place = "cpu" if self.args.offload_embeddings else device
-        for prompt in dict.fromkeys(prompts):
-            encoded[prompt] = {
-                name: tensor.to(place, torch.float32 if tensor.is_floating_point() else None)
-                for name, tensor in encoded[prompt].items()
-            }
-        if len(set(prompts)) == 1:
-            kept = {
-                name: tensor.expand(len(prompts), *tensor.shape[1:]) for name, tensor in encoded[prompts[0]].items()
-            }
+        placed = [each.place("cpu" if self.args.offload_embeddings else device) for each in encoded]
+        if all(each is encoded[0] for each in encoded):
+            kept = {name: tensor.expand(len(encoded), *tensor.shape[1:]) for name, tensor in placed[0].items()}
         else:
-            kept = {
-                name: torch.cat([encoded[prompt][name] for prompt in prompts]) for name in encoded[prompts[0]]
-            }  # (B, ...)
+            kept = {name: torch.cat([each[name] for each in placed]) for name in placed[0]}  # (B, ...)
         return {name: tensor.to(device) for name, tensor in kept.items()}, kept
+
+    def _prepare_images(self, images: list[Image.Image], scale: float) -> list[Image.Image]:
+        """Source images at the size at which the pipeline reads them, times `scale` per side."""
+        return [self.family.prepare_image(self.pipeline, image, scale) for image in images]
+
+    def _encoded_images(self, images: list[Image.Image], encoded: Encoded) -> list[EncodedImage]:
+        latents = [each.to(self.accelerator.device) for each in encoded.image_latents]
+        return [EncodedImage(image, each) for image, each in zip(images, latents, strict=True)]
 
     @contextmanager
     def _rollout_components(self):
@@ -784,23 +816,28 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self,
         name: str,
         title: str,
-        rows: list[dict],
+        rows: PromptRows,
+        numbers: Sequence[int],
         shown: ScoredImages,
         before: ScoredImages | None = None,
         tracker_name: str = "contact_sheet",
     ) -> None:
         """Saves pictures and scores of the first prompts, and sends the pictures to the trackers."""
         if self.accelerator.is_main_process:
+            sources = None
+            if rows.sources is not None:
+                sources = {prompt: rows.images(number) for prompt, number in enumerate(numbers[:MAX_PROMPTS])}
             save_scored_sheet(
                 Path(self.args.output_dir) / "contact_sheets",
                 name,
                 title,
-                [row["prompt"] for row in rows],
+                [rows.prompts[number] for number in numbers],
                 shown,
                 before,
                 tracker_name,
                 self.state.global_step,
                 self.callback_handler.callbacks,
+                sources,
             )
 
     # ---- Loss ----
@@ -835,7 +872,9 @@ class PaCoGRPOTrainer(GRPOTrainer):
             with torch.no_grad(), self._reference(model) as reference:
                 _, ref_mean, _ = replay(reference, record, self.family, self.args.guidance_scale, sde)
 
-        log_prob, mean, std = replay(model, record, self.family, self.args.guidance_scale, sde)
+        log_prob, mean, std = replay(
+            model, record, self.family, self.args.guidance_scale, sde, self.args.detach_unconditional
+        )
         if self.args.loss_type == "grpo_guard":
             surrogate = guarded_surrogate(
                 log_prob, record.log_prob, mean, record.mean, std, advantages, self.epsilon_low, self.epsilon_high,
@@ -916,9 +955,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
                 "`evaluate()` was called before `train()`, but DeepSpeed places the model on the accelerator only when "
                 "training begins. To evaluate the untrained model, set `eval_on_start=True`."
             )
-        check_image_set_columns(eval_dataset)
-        check_sizes(eval_dataset, self.args, self.size_multiple, "the evaluation dataset")
-        rows = list(eval_dataset)
+        rows = self._rows_of(eval_dataset)
         was_training = self.model.training
         self.model.eval()
         try:
@@ -932,6 +969,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
                     f"{metric_key_prefix}_step_{step:06d}",
                     f"Evaluation, step {step}",
                     rows,
+                    range(len(rows)),
                     self._shown(after),
                     None if before is None or before is after else self._shown(before),
                     f"{metric_key_prefix}_contact_sheet",
@@ -942,7 +980,13 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _draw_before_and_after(self, rows: list[dict], name: str) -> tuple[Evaluation | None, Evaluation]:
+    def _rows_of(self, eval_dataset: Dataset) -> PromptRows:
+        """Its rows, read once where the dataset is the trainer's own."""
+        known = (rows for rows in self._eval_rows if rows.dataset is eval_dataset)
+        rows = next(known, None) or PromptRows(eval_dataset, self.args, "the evaluation dataset")
+        return rows.measure(self.pipeline, self.family)
+
+    def _draw_before_and_after(self, rows: PromptRows, name: str) -> tuple[Evaluation | None, Evaluation]:
         num_baselines = len(self._baselines)
         before = self._baseline(rows, name)
         is_drawn_now = len(self._baselines) > num_baselines and self.state.global_step == 0
@@ -951,7 +995,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         with swapped(self.model, self.ema.average if self.ema else None, zero_stage_of(self)):
             return before, self._draw_evaluation(rows, "Evaluating")
 
-    def _draw_evaluation(self, rows: list[dict], description: str) -> Evaluation:
+    def _draw_evaluation(self, rows: PromptRows, description: str) -> Evaluation:
         evaluation = draw_evaluation(self, self.eval_scorer, self.eval_reward_weights, rows, description)
         # Here, so that a baseline that could not be scored is neither kept nor compared with
         is_needed = torch.tensor(self.eval_reward_required) & (self.eval_reward_weights != 0)
@@ -964,7 +1008,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             evaluation.extra,
         )  # fmt: skip
 
-    def _baseline(self, rows: list[dict], name: str) -> Evaluation | None:
+    def _baseline(self, rows: PromptRows, name: str) -> Evaluation | None:
         """The evaluation of the model without training; drawn once, and kept in the output folder."""
         key = baseline_key(self, self.eval_reward_func_names, rows)
         if key not in self._baselines:
@@ -1078,7 +1122,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
             self.model.eval()
             for name, dataset in datasets.items():
-                self._baseline(list(dataset), f"eval_{name}" if name else "eval")
+                self._baseline(self._rows_of(dataset), f"eval_{name}" if name else "eval")
             self.model.train()
         if checkpoint is not None and self._is_evaluation_due():
             with kept_random_state(self.accelerator.device):

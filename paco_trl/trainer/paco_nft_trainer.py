@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from ..rollout import RecordedStep, calls_at, keyed_generator, predict
+from ..rollout import EncodedImage, Family, RecordedStep, calls_at, keyed_generator, predict
 from .ema import EMA
 from .losses import add_flow_noise, nft_loss, nft_old_policy_decay, nft_reward_probability, velocity_error
 from .model_card import PAPER
@@ -135,6 +135,12 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers, peft_config
         )  # fmt: skip
+        if type(self.family).call_at is Family.call_at:
+            raise ValueError(
+                f"The page of the family ({type(self.family).__name__}) does not say how {type(self.pipeline).__name__} calls its transformer at "
+                "another time, which the noised images of DiffusionNFT need. Add `call_at` to the family's page, or "
+                "train with `PaCoGRPOTrainer`."
+            )
         self.old_policy: EMA | None = None  # from the beginning of `train()`
         self._rows: list[torch.Tensor] = []  # of the micro-steps of an optimizer step
         self.add_callback(_OldPolicyCallback(self))
@@ -188,6 +194,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         size: tuple[int, int],
         noise_keys: list[tuple[int, ...]],
         sde: None,
+        sources: list[EncodedImage],
     ) -> tuple[list[Image.Image], list[NoisedStep]]:
         """Draws a micro-batch and noises it: an entry for each time, with the old velocity there."""
         args = self.args
@@ -198,6 +205,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             args.guidance_scale,
             noise_keys=noise_keys,
             record_last_step=True,
+            sources=sources,
         )
         latents = last.prev_sample  # (B, ...)
         # A schedule depends on the size. Its last step is left out: in the published code too
@@ -214,7 +222,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             noised = add_flow_noise(latents, noise.to(latents.device), sigma)  # (B, ...)
             calls = calls_at(last, self.family, noised.sample, sigma)
             with torch.no_grad():
-                old_velocity = predict(self.model, calls, self.family, args.guidance_scale)
+                old_velocity = predict(self.model, calls, self.family, args.guidance_scale, noised.sample)
             record = {f.name: getattr(last, f.name) for f in fields(last)} | {"calls": calls}
             steps.append(NoisedStep(**record, times=sigma, target=noised.target, old_velocity=old_velocity))
         return images, steps
@@ -239,9 +247,13 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         reference_velocity = None
         if self.beta > 0:
             with torch.no_grad(), self._reference(model) as reference:
-                reference_velocity = predict(reference, record.calls, self.family, args.guidance_scale).float()
+                reference_velocity = predict(
+                    reference, record.calls, self.family, args.guidance_scale, record.sample
+                ).float()
 
-        velocity = predict(model, record.calls, self.family, args.guidance_scale)  # (B, ...)
+        velocity = predict(
+            model, record.calls, self.family, args.guidance_scale, record.sample, args.detach_unconditional
+        )  # (B, ...)
         probability = nft_reward_probability(inputs["advantages"], args.advantage_clip)  # (B,)
         loss = nft_loss(velocity, record.old_velocity, record.target, probability, args.nft_beta, record.times)  # (B,)
         kl = torch.zeros_like(loss)

@@ -102,7 +102,9 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
     """
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         name, least = get_callable_name(function), getattr(function, "min_panels", 1)
-        for row, (rows, cols) in enumerate(zip(dataset["rows"], dataset["cols"], strict=True)):
+        # Rows without a layout, as of editing prompts, have one panel
+        layouts = [dataset[side] if side in dataset.column_names else [1] * len(dataset) for side in ("rows", "cols")]
+        for row, (rows, cols) in enumerate(zip(*layouts, strict=True)):
             if rows * cols < least:
                 raise ValueError(
                     f"The reward '{name}' compares panels, at least {least}, but row {row} of {where} has "
@@ -114,7 +116,9 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                     f"The reward '{name}' needs the column `{column}`, but {where} has "
                     f"{', '.join(dataset.column_names)}. Add it, or use another reward."
                 )
-            if isinstance(dataset.features[column], Image):  # would be decoded, and is checked where it is used
+            if column in ("image", "images") or isinstance(
+                dataset.features[column], Image
+            ):  # would be decoded, and is checked where it is used
                 continue
             for row, value in enumerate(dataset[column]):
                 if not (value.strip() if isinstance(value, str) else value):

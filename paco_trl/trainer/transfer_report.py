@@ -16,8 +16,7 @@ from ..evaluation.transfer import (
     transfer_table,
     transfer_warning,
 )
-from .evaluator import draw_evaluation, inference_sizes
-from .resolution import training_size
+from .evaluator import draw_evaluation
 
 
 if TYPE_CHECKING:
@@ -37,20 +36,20 @@ def report_resolution_transfer(trainer: "PaCoGRPOTrainer") -> None:
         trainer ([`PaCoGRPOTrainer`]):
             Trainer; every process calls this.
     """
-    args, dataset = trainer.args, trainer.train_dataset
-    order = np.random.default_rng(args.seed).permutation(len(dataset))[: args.resolution_transfer_prompts]
-    rows = [dataset[int(index)] for index in order]
-    inference = inference_sizes(trainer, rows)
-    training = [
-        training_size(*size, row["rows"], row["cols"], args.resolution_scale, trainer.size_multiple)
-        for row, size in zip(rows, inference, strict=True)
-    ]
+    args, rows = trainer.args, trainer.train_rows
+    order = np.random.default_rng(args.seed).permutation(len(rows))[: args.resolution_transfer_prompts].tolist()
     trainer.model.eval()
     scores = {
         side: draw_evaluation(
-            trainer, trainer.scorer, trainer.reward_weights, rows, f"Resolution transfer, {side} size", sizes
+            trainer,
+            trainer.scorer,
+            trainer.reward_weights,
+            rows,
+            f"Resolution transfer, {side} size",
+            order,
+            at_training_size=side == "training",
         ).rewards
-        for side, sizes in (("training", training), ("inference", inference))
+        for side in ("training", "inference")
     }
     trainer.model.train()
     if not trainer.accelerator.is_main_process:

@@ -2,11 +2,26 @@
 """What differs between model families: a page for each."""
 
 from .base import Family
-from .flux import FluxFamily
+from .flux import FluxFamily, FluxKontextFamily
+from .flux2 import Flux2Family, Flux2KleinFamily
+from .qwen_image import QwenImageEditFamily, QwenImageEditPlusFamily, QwenImageFamily
+from .stable_diffusion_3 import StableDiffusion3Family
+from .unlisted import UnlistedFamily
+from .z_image import ZImageFamily
 
 
 # Pipeline class -> its page
-FAMILIES = {"FluxPipeline": FluxFamily}
+FAMILIES = {
+    "FluxPipeline": FluxFamily,
+    "FluxKontextPipeline": FluxKontextFamily,
+    "QwenImagePipeline": QwenImageFamily,
+    "QwenImageEditPipeline": QwenImageEditFamily,
+    "QwenImageEditPlusPipeline": QwenImageEditPlusFamily,
+    "StableDiffusion3Pipeline": StableDiffusion3Family,
+    "Flux2Pipeline": Flux2Family,
+    "Flux2KleinPipeline": Flux2KleinFamily,
+    "ZImagePipeline": ZImageFamily,
+}
 
 
 def family_of(pipeline) -> Family:
@@ -18,18 +33,29 @@ def family_of(pipeline) -> Family:
             Pipeline to train, or the name of its class.
 
     Returns:
-        [`Family`].
+        [`Family`]: an [`UnlistedFamily`], with a warning, where there is no page for the pipeline's class.
 
     Raises:
-        ValueError: there is no page for the pipeline's class.
+        ValueError: the pipeline needs a page and has none.
     """
     name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
-    if name not in FAMILIES:
-        raise ValueError(
-            f"There is no family page for {name}. Known: {', '.join(sorted(FAMILIES))}. A new family is one class in "
-            "`paco_trl/rollout/families/`: `base.py` says what it provides."
-        )
-    return FAMILIES[name]()
+    if name in FAMILIES:
+        return FAMILIES[name]()
+    return UnlistedFamily(pipeline, listed=FAMILIES)
 
 
-__all__ = ["FAMILIES", "Family", "FluxFamily", "family_of"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Flux2Family",
+    "Flux2KleinFamily",
+    "FluxFamily",
+    "FluxKontextFamily",
+    "QwenImageEditFamily",
+    "QwenImageEditPlusFamily",
+    "QwenImageFamily",
+    "StableDiffusion3Family",
+    "UnlistedFamily",
+    "ZImageFamily",
+    "family_of",
+]

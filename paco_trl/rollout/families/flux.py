@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLUX.1-dev: guidance is distilled into the model, so a step is one call and the scheduler gets its output."""
+"""FLUX.1: guidance is distilled into the model, so a step is one call, and the scheduler gets its output."""
 
 from typing import Any
 
 import torch
+from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+from PIL import Image
 
 from .base import Family
 
@@ -28,7 +30,9 @@ class FluxFamily(Family):
     ]
     text_encoders = ("text_encoder", "text_encoder_2")
 
-    def encode_prompt(self, pipeline, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:
+    def encode_prompt(
+        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+    ) -> dict[str, torch.Tensor]:
         prompt_embeds, pooled_prompt_embeds, _ = pipeline.encode_prompt(
             prompt,
             prompt_2=None,
@@ -43,18 +47,48 @@ class FluxFamily(Family):
     def size_multiple(self, pipeline) -> int:
         return pipeline.vae_scale_factor * 2  # latents are packed in 2 x 2 patches
 
-    def call_arguments(self, guidance_scale: float) -> dict:
-        return {"guidance_scale": guidance_scale}
-
-    def combine(self, outputs: list[torch.Tensor], guidance_scale: float) -> torch.Tensor:
-        if len(outputs) != 1:
-            raise ValueError(
-                f"FluxPipeline called its transformer {len(outputs)} times in one step, where guidance-distilled FLUX "
-                "calls it once. True classifier-free guidance (`true_cfg_scale`) is not part of this family's page."
-            )
-        return outputs[0]
+    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+        return {"height": height, "width": width, "guidance_scale": guidance_scale}
 
     def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
         # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
         timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
-        return {**call, "hidden_states": sample.to(call["hidden_states"].dtype), "timestep": timestep}
+        hidden_states = call["hidden_states"]
+        # The tokens of a source image come after those of the sample
+        tokens = torch.cat([sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]], dim=1)
+        return {**call, "hidden_states": tokens, "timestep": timestep}
+
+
+class FluxKontextFamily(FluxFamily):
+    """[`~diffusers.FluxKontextPipeline`]: the tokens of a source image follow those of the image."""
+
+    max_images = 1
+
+    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+        arguments = super().call_arguments(height, width, guidance_scale, images)
+        # The pipeline makes its own size of an area, by default of 1024 x 1024, whatever height and width say
+        arguments["max_area"] = height * width
+        if images:
+            arguments |= {"image": images[0], "_auto_resize": False}
+        return arguments
+
+    def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
+        step = self.size_multiple(pipeline)
+        width, height = _preferred_resolution(*sizes[0], step)  # of about 1024 x 1024 pixels
+        factor = (area / 1024**2) ** 0.5
+        return max(1, round(height * factor / step)) * step, max(1, round(width * factor / step)) * step
+
+    def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
+        step = self.size_multiple(pipeline)
+        width, height = _preferred_resolution(image.width, image.height, step)
+        return pipeline.image_processor.resize(
+            image, max(1, round(height // step * scale)) * step, max(1, round(width // step * scale)) * step
+        )
+
+
+def _preferred_resolution(width: int, height: int, step: int) -> tuple[int, int]:
+    """Width and height that Kontext was trained with whose aspect ratio is closest, as its pipeline chooses them."""
+    # It compares with the aspect ratio of the source rounded down, which can be another neighbour's
+    ratio = max(1, width // step) / max(1, height // step)
+    _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+    return width, height

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLUX.2: dev, with guidance distilled into it, and klein, with true guidance of two calls. Both edit as well."""
+
+from typing import Any
+
+import torch
+from PIL import Image
+
+from .base import Family, true_guidance_prompt
+
+
+# Tokens that the pipelines read, and pad to, unless their call says otherwise
+MAX_TOKENS = 512
+
+# Larger source images are shrunk to this area, in pixels
+IMAGE_AREA = 1024 * 1024
+
+# The pipelines refuse source images with a shorter side, in pixels
+MIN_SIDE = 64
+
+
+class Flux2Family(Family):
+    """[`~diffusers.Flux2Pipeline`]: FLUX.2-dev."""
+
+    # Attention projections of both streams and feed-forward layers of the double-stream blocks, as the paper's targets
+    # for FLUX.1; and of the single-stream blocks, where most of the depth is, the layer of queries, keys and values,
+    # which is that of the feed-forward too. Their `attn.to_out` cannot be named without the container of the same name
+    # in the other blocks; the paper's targets leave it out for FLUX.1 as well.
+    lora_target_modules = [
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+        "attn.to_qkv_mlp_proj",
+    ]
+    text_encoders = ("text_encoder",)
+    max_images = 6  # what its makers recommend as most
+
+    def encode_prompt(
+        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        prompt_embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TOKENS)
+        return {"prompt_embeds": prompt_embeds}  # (1, 512, 15360)
+
+    def is_truncated(self, pipeline, prompt: str) -> bool:
+        messages = [
+            {"role": "system", "content": [{"type": "text", "text": pipeline.system_message}]},
+            {"role": "user", "content": [{"type": "text", "text": prompt}]},
+        ]
+        tokens = pipeline.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        return torch.as_tensor(tokens).numel() > MAX_TOKENS
+
+    def size_multiple(self, pipeline) -> int:
+        return pipeline.vae_scale_factor * 2  # latents are packed in 2 x 2 patches
+
+    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+        arguments = {"height": height, "width": width, "guidance_scale": guidance_scale}
+        return arguments | {"image": images} if images else arguments
+
+    def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
+        processor, step = pipeline.image_processor, self.size_multiple(pipeline)
+        processor.check_image_input(image)  # here, since the pipeline itself sees it at another size
+        if image.width * image.height > IMAGE_AREA:
+            image = processor._resize_to_target_area(image, IMAGE_AREA)
+        if scale != 1.0:
+            size = (max(MIN_SIDE, round(side * scale)) for side in image.size)
+            image = image.resize(tuple(size), Image.Resampling.LANCZOS)
+        # Cropped, not resized, to what the pipeline needs
+        return processor.resize(image, image.height // step * step, image.width // step * step, resize_mode="crop")
+
+    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+        # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
+        timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
+        hidden_states = call["hidden_states"]
+        # The tokens of source images come after those of the sample
+        tokens = torch.cat([sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]], dim=1)
+        return {**call, "hidden_states": tokens, "timestep": timestep}
+
+
+class Flux2KleinFamily(Flux2Family):
+    """[`~diffusers.Flux2KleinPipeline`]: FLUX.2-klein, base or distilled."""
+
+    max_calls = 2
+    max_images = 4  # what its makers name as most
+
+    def is_truncated(self, pipeline, prompt: str) -> bool:
+        messages = [{"role": "user", "content": prompt}]
+        text = pipeline.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        return len(pipeline.tokenizer(text).input_ids) > MAX_TOKENS
+
+    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
+        if not pipeline.config.is_distilled:
+            return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")
+        if guidance_scale > 1 or negative_prompt is not None:
+            raise ValueError(
+                f"`guidance_scale` is {guidance_scale} and `negative_prompt` {negative_prompt!r}, but this "
+                f"{type(pipeline).__name__} is distilled to a few steps without guidance (`is_distilled=True`): both "
+                "would be ignored. Set `guidance_scale=1.0` and leave the negative prompt out."
+            )
+        return None

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen-Image: true guidance of two calls, rescaled to the norm of the conditional prediction; editing with it."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+from PIL import Image
+
+from .base import Family, true_guidance_prompt
+
+
+# Tokens of a prompt that the pipeline reads unless its call says otherwise
+MAX_TOKENS = 512
+
+# Areas in pixels at which the editing pipelines read source images: for the VAE, and for the text encoder of the plus
+# version, which sees a smaller picture
+IMAGE_AREA = 1024 * 1024
+PLUS_CONDITION_AREA = 384 * 384
+
+
+class QwenImageFamily(Family):
+    """[`~diffusers.QwenImagePipeline`]."""
+
+    # Attention projections and feed-forward layers of both streams, as the paper's targets for FLUX.1
+    lora_target_modules = [
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    ]
+    text_encoders = ("text_encoder",)
+    max_calls = 2
+    has_fixed_length = False
+
+    def encode_prompt(
+        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        return _embeddings(pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TOKENS))
+
+    def is_truncated(self, pipeline, prompt: str) -> bool:
+        tokens = pipeline.tokenizer(pipeline.prompt_template_encode.format(prompt)).input_ids
+        return len(tokens) - pipeline.prompt_template_encode_start_idx > MAX_TOKENS
+
+    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
+        if pipeline.transformer.config.guidance_embeds:
+            raise ValueError(
+                f"The transformer of this {type(pipeline).__name__} has guidance distilled into it "
+                "(`guidance_embeds=True`), which this family's page does not know: it is for models with true guidance."
+            )
+        return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default=None)
+
+    def size_multiple(self, pipeline) -> int:
+        return pipeline.vae_scale_factor * 2  # latents are packed in 2 x 2 patches
+
+    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+        return {"height": height, "width": width, "true_cfg_scale": guidance_scale}
+
+    def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+        combined = super().guide(conditional, unconditional, guidance_scale)  # (B, tokens, channels)
+        norm = torch.norm(conditional, dim=-1, keepdim=True)
+        return combined * (norm / torch.norm(combined, dim=-1, keepdim=True))
+
+    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+        # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
+        timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
+        hidden_states = call["hidden_states"]
+        # The tokens of source images come after those of the sample
+        tokens = torch.cat([sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]], dim=1)
+        return {**call, "hidden_states": tokens, "timestep": timestep}
+
+
+class QwenImageEditFamily(QwenImageFamily):
+    """[`~diffusers.QwenImageEditPipeline`]: its text encoder and its VAE both see the source image."""
+
+    max_images = 1
+    needs_images = True
+    prompt_sees_images = True
+
+    def encode_prompt(
+        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        image = self.prepare_image(pipeline, images[0], scale)
+        return _embeddings(pipeline.encode_prompt(prompt, image=image, device=device))
+
+    def is_truncated(self, pipeline, prompt: str) -> bool:
+        return False  # the pipeline reads all of it
+
+    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+        return super().call_arguments(height, width, guidance_scale, images) | {"image": images[0]}
+
+    def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
+        width, height, *_ = calculate_dimensions(area, sizes[0][0] / sizes[0][1])
+        return max(height, 32), max(width, 32)
+
+    def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
+        width, height, *_ = calculate_dimensions(IMAGE_AREA * scale**2, image.width / image.height)
+        return pipeline.image_processor.resize(image, max(height, 32), max(width, 32))
+
+    def image_pixels(self, pipeline, image: Image.Image) -> torch.Tensor:
+        return super().image_pixels(pipeline, image).unsqueeze(2)  # (1, 3, 1, H, W): a video of one frame
+
+    @contextmanager
+    def drawing(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
+        # The area of the source image is written into the pipeline's call. What it makes of an area and an aspect ratio
+        # is a function of its module, which is told here that the images have their size already.
+        module = sys.modules[type(pipeline).__module__]
+        own = module.calculate_dimensions
+        extra = own(IMAGE_AREA, 1.0)[2:]  # one of the two pipelines gets a third value, which it does not use
+        sizes = {image.width / image.height: image.size for image in images}
+        module.calculate_dimensions = lambda area, ratio: (*sizes[ratio], *extra)
+        try:
+            yield
+        finally:
+            module.calculate_dimensions = own
+
+
+class QwenImageEditPlusFamily(QwenImageEditFamily):
+    """[`~diffusers.QwenImageEditPlusPipeline`] (2509 and later): up to three source images."""
+
+    max_images = 3  # what the models were trained with, as their cards say
+
+    def encode_prompt(
+        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        seen = []  # always at its own size, which is small
+        for image in images:
+            width, height, *_ = calculate_dimensions(PLUS_CONDITION_AREA, image.width / image.height)
+            seen.append(pipeline.image_processor.resize(image, height, width))
+        return _embeddings(pipeline.encode_prompt(prompt, image=seen, device=device))
+
+    def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
+        return super().edited_size(pipeline, sizes[-1:], area)  # the pipeline takes that of the last source
+
+    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+        return super().call_arguments(height, width, guidance_scale, images) | {"image": images}
+
+    def batch_arguments(self, arguments: dict[str, torch.Tensor]) -> dict[str, Any]:
+        # It refuses several prompts in a call, but not several images of one
+        batch_size = len(arguments["prompt_embeds"])
+        return {name: tensor[:1] for name, tensor in arguments.items()} | {"num_images_per_prompt": batch_size}
+
+
+def _embeddings(encoded: tuple[torch.Tensor, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    prompt_embeds, mask = encoded
+    if mask is None:  # all tokens are valid; without a mask the pipeline warns at each call
+        mask = torch.ones(prompt_embeds.shape[:2], dtype=torch.long, device=prompt_embeds.device)
+    return {"prompt_embeds": prompt_embeds, "prompt_embeds_mask": mask}  # (1, L, D), (1, L)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stable Diffusion 3 and 3.5: true guidance in one call of a doubled batch."""
+
+from typing import Any
+
+import torch
+from PIL import Image
+
+from .base import Family, true_guidance_prompt
+
+
+# Tokens of T5 that the pipeline reads unless its call says otherwise
+MAX_TOKENS = 256
+
+
+class StableDiffusion3Family(Family):
+    """[`~diffusers.StableDiffusion3Pipeline`]."""
+
+    # Attention projections and feed-forward layers of both streams, as the paper's targets for FLUX.1. Those of the
+    # second attention that some layers of 3.5-medium have (`attn2`) end in the same names.
+    lora_target_modules = [
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    ]
+    text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+    def encode_prompt(
+        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        prompt_embeds, _, pooled_prompt_embeds, _ = pipeline.encode_prompt(
+            prompt,
+            prompt_2=None,
+            prompt_3=None,
+            device=device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=MAX_TOKENS,
+        )
+        return {
+            "prompt_embeds": prompt_embeds,  # (1, 77 + 256, 4096)
+            "pooled_prompt_embeds": pooled_prompt_embeds,  # (1, 2048)
+        }
+
+    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
+        return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")
+
+    def size_multiple(self, pipeline) -> int:
+        return pipeline.vae_scale_factor * pipeline.patch_size
+
+    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+        return {"height": height, "width": width, "guidance_scale": guidance_scale}
+
+    def branches(self, outputs: list[Any], sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        (output,) = outputs  # (B or 2 B, channels, height, width)
+        if len(output) == len(sample):
+            return output, None
+        unconditional, conditional = output.chunk(2)
+        return conditional, unconditional
+
+    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+        copies = len(call["hidden_states"]) // len(sample)
+        return {
+            **call,
+            "hidden_states": torch.cat([sample.to(call["hidden_states"].dtype)] * copies),
+            "timestep": torch.cat([(sigma * 1000).to(call["timestep"].dtype)] * copies),
+        }

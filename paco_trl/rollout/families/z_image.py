@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Z-Image: true guidance in one call of a doubled list; the model predicts the velocity with the other sign."""
+
+from typing import Any
+
+import torch
+from PIL import Image
+
+from .base import Family, true_guidance_prompt
+
+
+# Tokens that the pipeline reads unless its call says otherwise
+MAX_TOKENS = 512
+
+
+class ZImageFamily(Family):
+    """[`~diffusers.ZImagePipeline`]. Z-Image-Turbo is trained with `guidance_scale=0.0`."""
+
+    # Attention projections and feed-forward layers, as the paper's targets for FLUX.1
+    lora_target_modules = [
+        "attention.to_q",
+        "attention.to_k",
+        "attention.to_v",
+        "attention.to_out.0",
+        "feed_forward.w1",
+        "feed_forward.w2",
+        "feed_forward.w3",
+    ]
+    text_encoders = ("text_encoder",)
+    has_fixed_length = False
+
+    def encode_prompt(
+        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        (prompt_embeds,), _ = pipeline.encode_prompt(
+            prompt, device=device, do_classifier_free_guidance=False, max_sequence_length=MAX_TOKENS
+        )
+        return {"prompt_embeds": prompt_embeds.unsqueeze(0)}  # (1, L, D)
+
+    def is_truncated(self, pipeline, prompt: str) -> bool:
+        messages = [{"role": "user", "content": prompt}]
+        text = pipeline.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+        return len(pipeline.tokenizer(text).input_ids) > MAX_TOKENS
+
+    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
+        return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="", off_at=0.0)
+
+    def size_multiple(self, pipeline) -> int:
+        return pipeline.vae_scale_factor * 2  # patches of 2 x 2
+
+    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+        return {"height": height, "width": width, "guidance_scale": guidance_scale}
+
+    def batch_arguments(self, arguments: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {name: list(tensor) for name, tensor in arguments.items()}  # a tensor for each image
+
+    def branches(self, outputs: list[Any], sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        (output,) = outputs  # a list of B or 2 B tensors (channels, 1, height, width)
+        velocity = -torch.stack([each.float() for each in output]).squeeze(2)
+        if len(velocity) == len(sample):
+            return velocity, None
+        return velocity[: len(sample)], velocity[len(sample) :]
+
+    def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+        return conditional + guidance_scale * (conditional - unconditional)
+
+    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+        copies = len(call["x"]) // len(sample)
+        sample = sample.to(call["x"][0].dtype).unsqueeze(2)  # (B, channels, 1, height, width)
+        timestep = (1000 - sigma * 1000) / 1000
+        return {**call, "x": list(sample) * copies, "t": timestep.to(call["t"].dtype).repeat(copies)}

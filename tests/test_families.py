@@ -1,0 +1,971 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Every family page against diffusers' own pipeline, on tiny models with a LoRA that is not the identity.
+
+Plain FLUX is in `test_rollout.py`.
+"""
+
+import copy
+import inspect
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from diffusers import DiffusionPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+
+from paco_trl import tiny
+from paco_trl.rollout import (
+    FAMILIES,
+    EncodedImage,
+    PipelinePolicy,
+    SDESettings,
+    calls_at,
+    cast_floating_inputs,
+    family_of,
+    keyed_generator,
+    replay,
+)
+from paco_trl.rollout.families import flux2, qwen_image, z_image
+from paco_trl.trainer.loading import load_pipeline, prepare_transformer
+from paco_trl.trainer.prompt_encoder import PromptEncoder
+from paco_trl.trainer.prompt_rows import PromptRows
+
+
+PROMPT, OTHER_PROMPT, NEGATIVE = "a cat in the morning", "a red house in the rain, many panels", "blue, at night"
+NUM_STEPS, SDE = 4, SDESettings((1, 2), 0.7)
+KEYS = [(42, 3, 0, 0, 0), (42, 3, 0, 0, 1)]
+LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
+
+
+def stripes(width: int, height: int, colour: tuple[int, int, int]) -> Image.Image:
+    """An image that looks different when it is resized, cropped or turned in another way."""
+    y, x = np.mgrid[:height, :width]
+    wave = 127 + 100 * np.sin(x / 5 + y * y / (7 * height)) + 20 * np.cos(y / 3)
+    return Image.fromarray((wave[..., None] * np.array(colour) / 255).clip(0, 255).astype(np.uint8))
+
+
+RED, BLUE, GREEN = stripes(72, 64, (255, 60, 40)), stripes(64, 80, (40, 60, 255)), stripes(90, 70, (60, 220, 80))
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    A pipeline and how it is used.
+
+    Args:
+        builder: Name of the tiny pipeline's builder.
+        pipeline: Name of the pipeline's class.
+        guidance_scale: Guidance scale.
+        negative_prompt: Negative prompt of the settings.
+        images: Source images.
+        plain: What a user of the plain pipeline passes beside prompt, size, steps and generators.
+        size: Height and width of the drawn image.
+        scale: Factor for source images; the plain pipeline is called with the same area.
+        guide: The rule of true guidance, written again.
+        split: Conditional and unconditional prediction from the outputs of a step, written again.
+        options: Arguments of the builder.
+    """
+
+    builder: str
+    pipeline: str
+    guidance_scale: float
+    negative_prompt: str | None = None
+    images: tuple[Image.Image, ...] = ()
+    plain: dict = field(default_factory=dict)
+    size: int = 32
+    scale: float = 1.0
+    guide: Callable | None = None
+    split: Callable | None = None
+    options: dict = field(default_factory=dict)
+
+    @property
+    def is_guided(self) -> bool:
+        return self.guide is not None
+
+    @property
+    def calls(self) -> int:
+        """Calls of the transformer in a step."""
+        return 2 if self.split is two_calls else 1
+
+
+def usual(conditional, unconditional, scale):
+    return unconditional + scale * (conditional - unconditional)
+
+
+def rescaled(conditional, unconditional, scale):
+    combined = usual(conditional, unconditional, scale)
+    return combined * conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
+
+
+def from_conditional(conditional, unconditional, scale):
+    return conditional + scale * (conditional - unconditional)
+
+
+def two_calls(outputs, sample):
+    return [output[:, : sample.shape[1]] for output in outputs]
+
+
+def doubled(outputs, sample):
+    return outputs[0][len(sample) :], outputs[0][: len(sample)]
+
+
+def doubled_list(outputs, sample):
+    velocity = -torch.stack(list(outputs[0]))[:, :, 0]
+    return velocity[: len(sample)], velocity[len(sample) :]
+
+
+CASES = {
+    "kontext": Case(
+        "build_tiny_flux_kontext",
+        "FluxKontextPipeline",
+        2.5,
+        images=(RED,),
+        plain={"guidance_scale": 2.5, "image": RED, "max_area": 64 * 64, "max_sequence_length": 32},
+        size=64,
+    ),
+    "kontext, text only": Case(
+        "build_tiny_flux_kontext",
+        "FluxKontextPipeline",
+        2.5,
+        plain={"guidance_scale": 2.5, "max_area": 64 * 64, "max_sequence_length": 32},
+        size=64,
+    ),
+    "sd3": Case(
+        "build_tiny_stable_diffusion_3",
+        "StableDiffusion3Pipeline",
+        4.0,
+        negative_prompt=NEGATIVE,
+        plain={"guidance_scale": 4.0, "negative_prompt": NEGATIVE},
+        guide=usual,
+        split=doubled,
+    ),
+    "sd3, no negative prompt": Case(
+        "build_tiny_stable_diffusion_3",
+        "StableDiffusion3Pipeline",
+        4.0,
+        plain={"guidance_scale": 4.0},
+        guide=usual,
+        split=doubled,
+    ),
+    "sd3, unguided": Case(
+        "build_tiny_stable_diffusion_3", "StableDiffusion3Pipeline", 1.0, plain={"guidance_scale": 1.0}
+    ),
+    "flux2": Case("build_tiny_flux2", "Flux2Pipeline", 2.5, plain={"guidance_scale": 2.5}),
+    "flux2, editing": Case(
+        "build_tiny_flux2",
+        "Flux2Pipeline",
+        2.5,
+        images=(RED, BLUE),
+        plain={"guidance_scale": 2.5, "image": [RED, BLUE]},
+    ),
+    "klein": Case(
+        "build_tiny_flux2_klein",
+        "Flux2KleinPipeline",
+        4.0,
+        plain={"guidance_scale": 4.0},
+        guide=usual,
+        split=two_calls,
+    ),
+    "klein, editing": Case(
+        "build_tiny_flux2_klein",
+        "Flux2KleinPipeline",
+        4.0,
+        images=(RED,),
+        plain={"guidance_scale": 4.0, "image": RED},
+        guide=usual,
+        split=two_calls,
+    ),
+    "klein, distilled": Case(
+        "build_tiny_flux2_klein",
+        "Flux2KleinPipeline",
+        1.0,
+        plain={"guidance_scale": 1.0},
+        options={"is_distilled": True},
+    ),
+    "z-image": Case(
+        "build_tiny_z_image",
+        "ZImagePipeline",
+        3.0,
+        negative_prompt=NEGATIVE,
+        plain={"guidance_scale": 3.0, "negative_prompt": NEGATIVE},
+        guide=from_conditional,
+        split=doubled_list,
+    ),
+    "z-image, turbo": Case("build_tiny_z_image", "ZImagePipeline", 0.0, plain={"guidance_scale": 0.0}),
+    "qwen": Case(
+        "build_tiny_qwen_image",
+        "QwenImagePipeline",
+        4.0,
+        negative_prompt=NEGATIVE,
+        plain={"true_cfg_scale": 4.0, "negative_prompt": NEGATIVE},
+        guide=rescaled,
+        split=two_calls,
+    ),
+    "qwen, unguided": Case("build_tiny_qwen_image", "QwenImagePipeline", 1.0, plain={"true_cfg_scale": 1.0}),
+    "qwen-edit": Case(
+        "build_tiny_qwen_image_edit",
+        "QwenImageEditPipeline",
+        4.0,
+        negative_prompt=" ",
+        images=(RED,),
+        plain={"true_cfg_scale": 4.0, "negative_prompt": " ", "image": RED},
+        scale=0.125,
+        guide=rescaled,
+        split=two_calls,
+    ),
+    "qwen-edit-plus": Case(
+        "build_tiny_qwen_image_edit_plus",
+        "QwenImageEditPlusPipeline",
+        4.0,
+        negative_prompt=" ",
+        images=(RED, BLUE),
+        plain={"true_cfg_scale": 4.0, "negative_prompt": " ", "image": [RED, BLUE]},
+        scale=0.125,
+        guide=rescaled,
+        split=two_calls,
+    ),
+}
+GUIDED = [name for name, case in CASES.items() if case.is_guided]
+EDITING = [name for name, case in CASES.items() if case.images]
+SEEN_BY_THE_TEXT_ENCODER = ["build_tiny_qwen_image_edit", "build_tiny_qwen_image_edit_plus"]
+
+
+# ---- Building ----
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory) -> Callable:
+    """Folder of a tiny pipeline, built once."""
+    folders = {}
+
+    def of(builder: str, **options):
+        key = (builder, *options.items())
+        if key not in folders:
+            folders[key] = getattr(tiny, builder)(tmp_path_factory.mktemp("models") / "tiny", **options)
+        return folders[key]
+
+    return of
+
+
+def build_policy(folder, dtype=torch.float32) -> PipelinePolicy:
+    """As the trainer builds it; then the LoRA's B matrices, which start as zeros, are filled."""
+    pipeline = load_pipeline(str(folder), dtype)
+    family = family_of(pipeline)
+    signature = inspect.signature(pipeline.transformer.forward)
+    model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    if dtype != torch.float32:
+        for name in ("post_quant_conv", "decoder"):
+            if getattr(pipeline.vae, name, None) is not None:
+                cast_floating_inputs(getattr(pipeline.vae, name), dtype)
+    return PipelinePolicy(pipeline, family, model, signature)
+
+
+def build_plain(folder, policy) -> DiffusionPipeline:
+    """A pipeline that nobody has touched, with the same adapter."""
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    # On a CPU torch may take other kernels, which round otherwise, for weights that want a gradient
+    for name in ("vae", *policy.family.text_encoders):
+        getattr(pipeline, name).requires_grad_(False)
+    config = copy.deepcopy(LORA)
+    config.target_modules = policy.family.lora_target_modules
+    with_adapter = get_peft_model(pipeline.transformer, config)
+    with_adapter.load_state_dict(policy.model.state_dict())
+    pipeline.transformer = with_adapter
+    return pipeline
+
+
+@dataclass
+class Setup:
+    """A policy, an untouched pipeline of the same weights, and the case's prompt and images encoded for two images."""
+
+    case: Case
+    policy: PipelinePolicy
+    plain: DiffusionPipeline
+    arguments: dict[str, torch.Tensor]
+    sources: list[EncodedImage]
+
+    @property
+    def family(self):
+        return self.policy.family
+
+    def draw(self, sde=None, batch_size=2, num_steps=NUM_STEPS, **changes):
+        call = {"arguments": self.arguments, "sources": self.sources} | changes
+        return self.policy.draw(
+            {name: tensor[:batch_size] for name, tensor in call["arguments"].items()},
+            self.case.size,
+            self.case.size,
+            num_steps,
+            self.case.guidance_scale,
+            KEYS[:batch_size],
+            sde,
+            sources=call["sources"],
+        )
+
+    def draw_plain(self, batch_size=1, num_steps=NUM_STEPS, scale=None, **changes):
+        """The call of a user."""
+        call = {"prompt": PROMPT, "height": self.case.size, "width": self.case.size, **self.case.plain, **changes}
+        generators = [keyed_generator(*key, 0) for key in KEYS[:batch_size]]
+        with area_of_sources(scale or self.case.scale):
+            images = self.plain(
+                **call, num_inference_steps=num_steps, num_images_per_prompt=batch_size, generator=generators
+            ).images
+        return pixels(images)
+
+    def replay(self, record, **kwargs):
+        return replay(self.policy.model, record, self.family, self.case.guidance_scale, SDE, **kwargs)
+
+
+@contextmanager
+def area_of_sources(scale: float):
+    """Qwen's editing pipelines enlarge sources to 1024 x 1024 pixels, which takes seconds to encode: less for tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+
+            def calculate(area, ratio, plain=module.calculate_dimensions):
+                return plain(area * scale**2 if area == 1024 * 1024 else area, ratio)  # else: for the text encoder
+
+            patch.setattr(module, "calculate_dimensions", calculate)
+        yield
+
+
+def rows_of(prompts: list[str], images: list[tuple[Image.Image, ...]]) -> PromptRows:
+    columns, features = {"prompt": prompts}, {"prompt": Value("string")}
+    if any(images):
+        columns["images"] = [list(each) for each in images]
+        features["images"] = List(ImageFeature())
+    else:
+        columns |= {"rows": [1] * len(prompts), "cols": [1] * len(prompts), "panels": [[text] for text in prompts]}
+        features |= {"rows": Value("int64"), "cols": Value("int64"), "panels": List(Value("string"))}
+    args = SimpleNamespace(height=64, width=64, resolution_scale=1.0)
+    return PromptRows(Dataset.from_dict(columns, Features(features)), args, "the dataset")
+
+
+def new_encoder(policy, case) -> PromptEncoder:
+    negative = policy.family.resolve_negative_prompt(policy.pipeline, case.guidance_scale, case.negative_prompt)
+    return PromptEncoder(policy.pipeline, policy.family, Accelerator(cpu=True), negative)
+
+
+def encode(policy, case) -> tuple[dict[str, torch.Tensor], list[EncodedImage]]:
+    """Prompt and images of a case as the trainer passes them for a batch of two."""
+    rows, encoder = rows_of([PROMPT], [case.images]), new_encoder(policy, case)
+    encoder.encode(rows, [0], case.scale)
+    encoded = encoder.fetch(rows, [0], case.scale)[0]
+    arguments = {name: tensor.expand(2, *tensor.shape[1:]) for name, tensor in encoded.place("cpu").items()}
+    prepared = [policy.family.prepare_image(policy.pipeline, image, case.scale) for image in case.images]
+    return arguments, [EncodedImage(*each) for each in zip(prepared, encoded.image_latents, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def setup_of(folder_of) -> Callable[[str], Setup]:
+    """Setups by name of the case; cases of one builder share the models."""
+    models, setups = {}, {}
+
+    def of(name: str) -> Setup:
+        if name not in setups:
+            case = CASES[name]
+            folder = folder_of(case.builder, **case.options)
+            if folder not in models:
+                policy = build_policy(folder)
+                models[folder] = policy, build_plain(folder, policy)
+            policy, plain = models[folder]
+            setups[name] = Setup(case, policy, plain, *encode(policy, case))
+        return setups[name]
+
+    return of
+
+
+@pytest.fixture(params=CASES)
+def setup(request, setup_of) -> Setup:
+    return setup_of(request.param)
+
+
+@pytest.fixture
+def guided(request, setup_of) -> Setup:
+    return setup_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def recorded(setup_of) -> Callable:
+    """The two stochastic steps of a setup, drawn once."""
+    records = {}
+
+    def of(setup: Setup):
+        key = next(name for name, case in CASES.items() if case is setup.case)
+        if key not in records:
+            records[key] = setup.draw(SDE)[1]
+        return records[key]
+
+    return of
+
+
+# ---- Helpers ----
+
+
+def pixels(images) -> np.ndarray:
+    return np.stack([np.asarray(image) for image in images])
+
+
+class Stop(Exception):
+    pass
+
+
+@contextmanager
+def counted(**modules):
+    """Counts the forwards of modules, by name."""
+    counts = Counter()
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            handle = module.register_forward_hook(lambda *_, name=name: counts.update([name]))
+            stack.callback(handle.remove)
+        yield counts
+
+
+@contextmanager
+def moved_adapter(policy, size=0.02):
+    """Changes every LoRA weight."""
+    trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in trained]
+    generator = torch.Generator().manual_seed(6)
+    for parameter in trained:
+        parameter.data += size * torch.randn(parameter.shape, generator=generator)
+    yield
+    for parameter, values in zip(trained, before, strict=True):
+        parameter.data.copy_(values)
+
+
+def pixels_for_vae(pipeline, call: Callable) -> torch.Tensor:
+    """The pixels that a call of a pipeline gives to its VAE first."""
+    seen = []
+
+    def encode(pixels, *args, **kwargs):
+        seen.append(pixels)
+        raise Stop
+
+    pipeline.vae.encode = encode
+    try:
+        with pytest.raises(Stop):
+            call()
+    finally:
+        del pipeline.vae.encode
+    return seen[0]
+
+
+# ---- Tests ----
+
+
+def test_every_family_has_a_case():
+    assert {case.pipeline for case in CASES.values()} | {"FluxPipeline"} == set(FAMILIES)
+
+
+def test_class_and_default_targets(setup):
+    assert type(setup.policy.pipeline).__name__ == setup.case.pipeline
+    assert type(setup.family) is FAMILIES[setup.case.pipeline]
+    assert set(setup.family.text_encoders) <= set(setup.policy.pipeline.components)
+    names = [name for name, _ in setup.policy.model.named_modules()]
+    with_adapter = {name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A")}
+    for target in setup.family.lora_target_modules:
+        assert any(name.endswith("." + target) for name in with_adapter), target
+
+
+class TestUnmodifiedPipeline:
+    def test_draws_the_image_of_a_users_call(self, setup):
+        case = setup.case
+        expected = setup.draw_plain(num_steps=2)
+        # What the image depends on
+        assert not np.array_equal(setup.draw_plain(num_steps=2, prompt=OTHER_PROMPT), expected)
+        with setup.plain.transformer.disable_adapter():
+            assert not np.array_equal(setup.draw_plain(num_steps=2), expected)
+        (name,) = {"guidance_scale", "true_cfg_scale"} & case.plain.keys()
+        if case.is_guided or "flux" in case.builder and not case.options:
+            assert not np.array_equal(setup.draw_plain(num_steps=2, **{name: case.plain[name] - 1}), expected)
+        if case.negative_prompt is not None:
+            assert not np.array_equal(setup.draw_plain(num_steps=2, negative_prompt=OTHER_PROMPT), expected)
+        if case.images:
+            other = GREEN if len(case.images) == 1 else [*case.images[:-1], GREEN]
+            assert not np.array_equal(setup.draw_plain(num_steps=2, image=other), expected)
+
+        for sde in (None, replace(SDE, steps=(1,), noise_level=0.0)):
+            images, records = setup.draw(sde, batch_size=1, num_steps=2)
+            assert records == []
+            assert np.array_equal(pixels(images), expected)
+
+    def test_draws_the_images_of_a_users_call_in_a_batch(self, setup):
+        expected = setup.draw_plain(batch_size=2)
+        assert not np.array_equal(expected[0], expected[1])
+        images, _ = setup.draw()
+        assert np.array_equal(pixels(images), expected)
+
+    @pytest.mark.parametrize("name", ["qwen-edit", "qwen-edit-plus"])
+    def test_at_the_pipelines_own_size_of_sources(self, setup_of, name):
+        setup = setup_of(name)  # the other tests have smaller ones; Kontext's always have their own size
+        image, seen = stripes(90, 64, (255, 60, 40)), []
+        encode = setup.plain.vae.encode
+        setup.plain.vae.encode = lambda pixels: seen.append((pixels, encode(pixels))) or seen[-1][1]
+        try:
+            expected = setup.draw_plain(num_steps=2, scale=1.0, image=image)
+        finally:
+            del setup.plain.vae.encode
+        ((given, encoded),) = seen
+        prepared = setup.family.prepare_image(setup.policy.pipeline, image, 1.0)
+        assert torch.equal(setup.family.image_pixels(setup.policy.pipeline, prepared), given)
+        source = EncodedImage(prepared, encoded.latent_dist.mode())
+        with torch.no_grad():
+            prompt, negative = (
+                setup.family.encode_prompt(setup.policy.pipeline, text, "cpu", [image], 1.0)
+                for text in (PROMPT, setup.case.negative_prompt)
+            )
+        arguments = prompt | {f"negative_{name}": tensor for name, tensor in negative.items()}
+        images, _ = setup.draw(batch_size=1, num_steps=2, arguments=arguments, sources=[source])
+        assert np.array_equal(pixels(images), expected)
+
+
+class TestReplay:
+    def test_the_ratio_is_exactly_one(self, setup, recorded):
+        records = recorded(setup)
+        assert [record.index for record in records] == [1, 2]
+        for record in records:
+            assert len(record.calls) == setup.case.calls
+            log_prob, _, _ = setup.replay(record)
+            assert log_prob.requires_grad
+            assert torch.equal(log_prob, record.log_prob)
+            assert record.log_prob[0] != record.log_prob[1]
+        with moved_adapter(setup.policy):
+            for record in records:
+                assert ((setup.replay(record)[0] - record.log_prob).abs() > 1e-5).all()
+        assert torch.equal(setup.replay(records[0])[0], records[0].log_prob)
+
+    @pytest.mark.parametrize("guided", GUIDED, indirect=True)
+    def test_gradient_with_and_without_the_unconditional_branch(self, guided, recorded):
+        case, record = guided.case, recorded(guided)[1]
+        trained = [parameter for parameter in guided.policy.model.parameters() if parameter.requires_grad]
+        weights = torch.tensor([1.0, -0.4])
+
+        def by_hand(is_detached: bool) -> torch.Tensor:
+            outputs = [guided.policy.model(**copy_containers(call))[0] for call in record.calls]
+            conditional, unconditional = case.split(outputs, record.sample)
+            v = case.guide(conditional, unconditional.detach() if is_detached else unconditional, case.guidance_scale)
+            t, t_next, x = record.sigma, record.sigma_next, record.sample
+            s = SDE.noise_level * math.sqrt(t / (1 - t))
+            std = s * math.sqrt(t - t_next)
+            mean = x + (v + s**2 / (2 * t) * (x + (1 - t) * v)) * (t_next - t)
+            squares = ((record.prev_sample - mean) ** 2).flatten(1).mean(1)
+            return -squares / (2 * std**2) - math.log(std) - math.log(math.sqrt(2 * math.pi))
+
+        def gradient(log_prob: torch.Tensor) -> torch.Tensor:
+            gradients = torch.autograd.grad((weights * log_prob).sum(), trained, allow_unused=True)
+            return torch.cat([g.flatten() for g in gradients if g is not None])
+
+        with moved_adapter(guided.policy):
+            full, detached = gradient(by_hand(False)), gradient(by_hand(True))
+            largest = full.abs().max()
+            assert (full - detached).abs().max() > 0.01 * largest
+            for is_detached, expected in ((False, full), (True, detached)):
+                log_prob, _, _ = guided.replay(record, detach_unconditional=is_detached)
+                torch.testing.assert_close(log_prob, by_hand(is_detached), rtol=1e-4, atol=1e-5)
+                assert (gradient(log_prob) - expected).abs().max() < 2e-4 * largest
+            log_prob, _, _ = guided.replay(record)
+            assert (gradient(log_prob) - full).abs().max() < 2e-4 * largest  # the default
+
+
+def copy_containers(call: dict) -> dict:
+    return recursively_apply(lambda tensor: tensor, call)
+
+
+class TestAWrongRuleIsCaught:
+    """Each is one mistake on a page."""
+
+    @staticmethod
+    def assert_caught(setup, what="received"):
+        with pytest.raises(RuntimeError, match=what):
+            setup.draw(SDE, batch_size=1)
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_other_sign(self, setup_of, name, monkeypatch):
+        setup = setup_of(name)
+        setup.draw(SDE, batch_size=1)
+        own = setup.family.branches
+
+        def wrong(outputs, sample):
+            conditional, unconditional = own(outputs, sample)
+            return -conditional, None if unconditional is None else -unconditional
+
+        monkeypatch.setattr(setup.family, "branches", wrong)  # for Z-Image: without its negation
+        self.assert_caught(setup)
+
+    @pytest.mark.parametrize("guided", GUIDED, indirect=True)
+    def test_swapped_branches(self, guided, monkeypatch):
+        own = guided.family.branches
+        monkeypatch.setattr(guided.family, "branches", lambda outputs, sample: own(outputs, sample)[::-1])
+        self.assert_caught(guided)
+
+    @pytest.mark.parametrize("guided", GUIDED, indirect=True)
+    def test_without_guidance(self, guided, monkeypatch):
+        own = guided.family.branches
+        monkeypatch.setattr(guided.family, "branches", lambda *given: (own(*given)[0], None))
+        self.assert_caught(guided)
+
+    @pytest.mark.parametrize("guided", GUIDED, indirect=True)
+    def test_a_guidance_scale_that_is_a_little_off(self, guided, monkeypatch):
+        own = guided.family.guide
+        monkeypatch.setattr(guided.family, "guide", lambda c, u, scale: own(c, u, 1.01 * scale))
+        self.assert_caught(guided)
+
+    @pytest.mark.parametrize("name", ["qwen", "qwen-edit", "qwen-edit-plus"])
+    def test_without_rescaling_to_the_norm(self, setup_of, name, monkeypatch):
+        setup = setup_of(name)
+        monkeypatch.setattr(setup.family, "guide", usual)
+        self.assert_caught(setup)
+
+    @pytest.mark.parametrize("name", EDITING)
+    def test_without_leaving_out_the_tokens_of_sources(self, setup_of, name, monkeypatch):
+        setup = setup_of(name)
+        monkeypatch.setattr(setup.family, "branches", lambda outputs, sample: [*outputs, None][:2])
+        self.assert_caught(setup, "received a velocity of the shape")
+
+    def test_more_calls_than_the_page_knows(self, setup_of, monkeypatch):
+        setup = setup_of("qwen")
+        monkeypatch.setattr(setup.family, "max_calls", 1)
+        with pytest.raises(ValueError, match="called its transformer 2 times in one step, where QwenImageFamily"):
+            setup.draw(SDE, batch_size=1)
+
+
+class TestOtherTimes:
+    def test_the_calls_of_a_step_are_those_of_another_at_its_sample_and_time(self, setup, recorded):
+        first, second = recorded(setup)
+        for record, other in ((first, first), (first, second), (second, first)):
+            for call, expected in zip(record.calls, other.calls, strict=True):
+                before = copy_containers(call)
+                made = setup.family.call_at(call, other.sample, torch.full((2,), other.sigma))
+                assert made.keys() == expected.keys()
+                for name in made:
+                    assert is_same(made[name], expected[name]), name
+                    assert is_same(call[name], before[name]), name  # the record is left as it is
+        assert any(not is_same(first.calls[0][name], second.calls[0][name]) for name in first.calls[0])
+
+    def test_the_check_of_a_rollout_passes(self, setup, recorded):
+        first, second = recorded(setup)
+        made = calls_at(first, setup.family, second.sample, torch.full((2,), second.sigma))
+        assert len(made) == len(second.calls)
+
+    def test_each_image_of_a_batch_has_its_time(self, setup, recorded):
+        first, second = recorded(setup)
+        sigma = torch.tensor([first.sigma, second.sigma])
+        own = first.calls[0]
+        mixed = setup.family.call_at(own, first.sample, sigma)
+        name = next(name for name in ("timestep", "t") if name in own)
+        times = mixed[name].view(-1, 2)  # for two images, once or twice
+        assert torch.equal(times[:, 0], own[name].view(-1, 2)[:, 0])
+        assert torch.equal(times[:, 1], second.calls[0][name].view(-1, 2)[:, 1])
+        assert (times[:, 0] != times[:, 1]).all()
+
+
+def is_same(first, second) -> bool:
+    if torch.is_tensor(first):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, list):
+        return len(first) == len(second) and all(is_same(*pair) for pair in zip(first, second, strict=True))
+    return first == second
+
+
+class TestCounts:
+    def test_drawing_calls_the_transformer_only(self, setup):
+        pipeline = setup.policy.pipeline
+        modules = {name: getattr(pipeline, name) for name in setup.family.text_encoders}
+        modules |= {"vae": pipeline.vae.encoder, "decoder": pipeline.vae.decoder, "transformer": setup.policy.model}
+        with counted(**modules) as counts:
+            setup.draw(SDE)
+        assert counts == {"transformer": NUM_STEPS * setup.case.calls, "decoder": 1}
+
+    def test_what_is_the_same_is_encoded_once(self, setup):
+        case, pipeline = setup.case, setup.policy.pipeline
+        text_encoder, vae = getattr(pipeline, setup.family.text_encoders[-1]), pipeline.vae.encoder
+        others = tuple(image.rotate(180) for image in case.images)  # other images of the same size
+        rows = rows_of(
+            [PROMPT, OTHER_PROMPT, PROMPT, PROMPT, PROMPT],
+            [case.images, case.images, case.images, others, case.images],
+        )
+        encoder = new_encoder(setup.policy, case)
+        # Prompts, or pairs of prompt and source where the text encoder sees the sources; the negative one likewise
+        expected, negative = (3, 2) if case.builder in SEEN_BY_THE_TEXT_ENCODER else (2, 1)
+        with counted(text_encoder=text_encoder, vae=vae) as counts:
+            for numbers in ([0, 1], [1, 2, 3, 4]):
+                encoder.encode(rows, numbers, 0.125 if case.images else 1.0)
+            assert counts["text_encoder"] == expected + (negative if case.is_guided else 0)
+            assert counts["vae"] == 2 * len(case.images)
+            encoded = encoder.fetch(rows, [0, 2], 0.125 if case.images else 1.0)
+            assert counts["vae"] == 2 * len(case.images)
+        assert all(encoded[0].prompt[name] is encoded[2].prompt[name] for name in encoded[0].prompt)
+
+
+# Width and height of a source -> those at which it is read, at factors 1 and 0.375
+SIZES = {
+    "kontext": {
+        (64, 64): ((1024, 1024), (384, 384)),
+        (37, 53): ((1024, 1024), (384, 384)),  # the aspect ratio is that of multiples of 32 pixels
+        (1600, 200): ((1568, 672), (576, 256)),
+        (201, 1501): ((672, 1568), (256, 576)),
+        (1300, 1100): ((1088, 928), (416, 352)),
+    },
+    "flux2, editing": {
+        (64, 64): ((64, 64), (64, 64)),
+        (67, 101): ((64, 100), (64, 64)),
+        (533, 70): ((532, 68), (200, 64)),
+        (90, 530): ((88, 528), (64, 196)),
+        (1300, 1100): ((1112, 940), (416, 352)),
+    },
+    "qwen-edit": {
+        (64, 64): ((1024, 1024), (384, 384)),
+        (37, 53): ((864, 1216), (320, 448)),
+        (1600, 200): ((2912, 352), (1088, 128)),
+        (201, 1501): ((384, 2784), (128, 1056)),
+        (1300, 1100): ((1120, 928), (416, 352)),
+    },
+}
+SIZES["klein, editing"] = SIZES["flux2, editing"]
+SIZES["qwen-edit-plus"] = SIZES["qwen-edit"]
+
+
+class TestSizesOfSources:
+    @pytest.mark.parametrize("name", EDITING)
+    def test_own_size_to_the_pixel(self, setup_of, name):
+        setup = setup_of(name)
+        for size, (own, _) in SIZES[name].items():
+            image = stripes(*size, (255, 120, 60))
+            expected = pixels_for_vae(setup.plain, lambda image=image: setup.draw_plain(image=image, scale=1.0))
+            prepared = setup.family.prepare_image(setup.policy.pipeline, image, 1.0)
+            assert prepared.size == own, size
+            assert torch.equal(setup.family.image_pixels(setup.policy.pipeline, prepared), expected), size
+
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    @pytest.mark.parametrize("name", EDITING)
+    def test_tokens(self, setup_of, name, count):
+        setup = setup_of(name)
+        pipeline, family = setup.policy.pipeline, setup.family
+        if count > family.max_images:
+            pytest.skip("the pipeline takes fewer source images")
+        factor = family.size_multiple(pipeline)
+        sizes = list(SIZES[name])
+        for start in range(len(sizes)):
+            chosen = [sizes[(start + place) % len(sizes)] for place in range(count)]
+            for which, scale in enumerate((1.0, 0.375)):
+                expected = (setup.case.size // factor) ** 2
+                sources = []
+                for size in chosen:
+                    width, height = SIZES[name][size][which]
+                    expected += (width // factor) * (height // factor)
+                    prepared = family.prepare_image(pipeline, Image.new("RGB", size, "red"), scale)
+                    frames = family.image_pixels(pipeline, prepared).shape[2:-2]
+                    latents = torch.zeros(1, 4, *frames, height * 2 // factor, width * 2 // factor)
+                    sources.append(EncodedImage(prepared, latents))
+                seen = []
+
+                def stop(module, args, kwargs, seen=seen):
+                    seen.append(kwargs["hidden_states"].shape)
+                    raise Stop
+
+                handle = setup.policy.model.register_forward_pre_hook(stop, with_kwargs=True)
+                with pytest.raises(Stop):
+                    setup.draw(sources=sources, num_steps=2)
+                handle.remove()
+                assert seen == [(2, expected, 16)], (chosen, scale)
+
+    @pytest.mark.parametrize(
+        ("size", "message"), [((63, 200), "Image too small"), ((900, 100), "Aspect ratio too extreme")]
+    )
+    @pytest.mark.parametrize("scale", [1.0, 0.375])
+    def test_flux2_refuses_some_at_any_factor(self, setup_of, size, message, scale):
+        setup = setup_of("flux2, editing")
+        image = Image.new("RGB", size)
+        with pytest.raises(ValueError, match=message):
+            setup.draw_plain(image=image)
+        with pytest.raises(ValueError, match=message):
+            setup.family.prepare_image(setup.policy.pipeline, image, scale)
+
+    @pytest.mark.parametrize("name", ["kontext", "qwen-edit"])
+    def test_a_source_too_many_is_an_error(self, setup_of, name):
+        setup = setup_of(name)
+        assert setup.family.max_images == 1
+        with pytest.raises(RuntimeError, match=r"did not look at 1 of 2 source image\(s\)"):
+            setup.draw(sources=setup.sources * 2, num_steps=2)
+
+    @pytest.mark.parametrize("name", EDITING)
+    def test_a_page_that_does_not_pass_the_prepared_source_is_caught(self, setup_of, name, monkeypatch):
+        setup = setup_of(name)
+        own = setup.family.call_arguments
+        other = stripes(128, 64, (200, 0, 0))
+
+        def wrong(height, width, guidance_scale, images):
+            arguments = own(height, width, guidance_scale, images)
+            return arguments | {"image": [other, *images[1:]] if isinstance(arguments["image"], list) else other}
+
+        monkeypatch.setattr(setup.family, "call_arguments", wrong)
+        monkeypatch.setattr(setup.family, "drawing", lambda *_: area_of_sources(0.125))
+        with pytest.raises(RuntimeError, match="Correct `prepare_image` and `call_arguments` of the family's page"):
+            setup.draw(num_steps=2)
+
+
+class TestSettingsThatWouldBeIgnored:
+    @pytest.mark.parametrize(
+        ("name", "guidance_scale", "negative_prompt", "message"),
+        [
+            ("kontext", 2.5, NEGATIVE, "distilled into the model and has no negative prompt"),
+            ("flux2", 2.5, NEGATIVE, "distilled into the model and has no negative prompt"),
+            ("sd3", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
+            ("klein", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
+            ("klein, distilled", 1.0, NEGATIVE, "distilled to a few steps without guidance"),
+            ("klein, distilled", 4.0, None, "distilled to a few steps without guidance"),
+            ("z-image", 0.0, NEGATIVE, "has no guidance at `guidance_scale` = 0.0"),
+            ("qwen", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
+            ("qwen", 4.0, None, "leaves guidance out without a negative prompt"),
+            ("qwen-edit", 4.0, None, "leaves guidance out without a negative prompt"),
+            ("qwen-edit-plus", 4.0, None, "leaves guidance out without a negative prompt"),
+        ],
+    )
+    def test_they_are_errors(self, setup_of, name, guidance_scale, negative_prompt, message):
+        setup = setup_of(name)
+        with pytest.raises(ValueError, match=message):
+            setup.family.resolve_negative_prompt(setup.policy.pipeline, guidance_scale, negative_prompt)
+
+    @pytest.mark.parametrize(
+        ("name", "guidance_scale", "negative_prompt", "expected"),
+        [
+            ("kontext", 2.5, None, None),
+            ("sd3", 4.0, None, ""),
+            ("sd3", 4.0, NEGATIVE, NEGATIVE),
+            ("sd3", 1.0, None, None),
+            ("klein", 4.0, None, ""),
+            ("klein", 4.0, NEGATIVE, NEGATIVE),
+            ("klein, distilled", 1.0, None, None),
+            ("z-image", 1.0, None, ""),  # which doubles the difference already
+            ("z-image", 0.0, None, None),
+            ("qwen", 4.0, " ", " "),
+            ("qwen", 1.0, None, None),
+        ],
+    )
+    def test_the_others_are_not(self, setup_of, name, guidance_scale, negative_prompt, expected):
+        setup = setup_of(name)
+        found = setup.family.resolve_negative_prompt(setup.policy.pipeline, guidance_scale, negative_prompt)
+        assert found == expected
+
+    def test_guidance_of_a_flux_without_guidance_embedding(self, setup_of):
+        setup = setup_of("kontext")
+        config = {**setup.policy.pipeline.transformer.config, "guidance_embeds": False}
+        schnell = SimpleNamespace(transformer=SimpleNamespace(config=config))
+        with pytest.raises(ValueError, match=r"`guidance_scale` is 3.5, but the transformer .* takes none"):
+            setup.family.resolve_negative_prompt(schnell, 3.5, None)
+        assert setup.family.resolve_negative_prompt(schnell, 1.0, None) is None
+
+    def test_distilled_guidance_of_qwen(self, setup_of):
+        setup = setup_of("qwen")
+        config = SimpleNamespace(guidance_embeds=True)
+        distilled = SimpleNamespace(transformer=SimpleNamespace(config=config))
+        with pytest.raises(ValueError, match="has guidance distilled into it"):
+            setup.family.resolve_negative_prompt(distilled, 4.0, " ")
+
+    def test_z_image_is_guided_by_a_scale_of_one(self, setup_of):
+        setup = setup_of("z-image, turbo")
+        assert not np.array_equal(setup.draw_plain(guidance_scale=1.0), setup.draw_plain())
+
+
+class TestTruncation:
+    @pytest.mark.parametrize(
+        ("name", "module"), [("flux2", flux2), ("klein", flux2), ("z-image", z_image), ("qwen", qwen_image)]
+    )
+    def test_the_first_prompt_that_is_cut_is_found(self, setup_of, name, module, monkeypatch):
+        setup = setup_of(name)
+        pipeline, family, seen = setup.policy.pipeline, setup.family, []
+
+        def read(prompt: str) -> int:
+            """How many tokens the page lets the pipeline read of a prompt."""
+            encoded = family.encode_prompt(pipeline, prompt, "cpu")["prompt_embeds"]
+            return encoded.shape[1] if name in ("z-image", "qwen") else int(seen.pop().sum())
+
+        def keep_mask(module, args, kwargs):
+            seen.append(kwargs["attention_mask"])
+
+        handle = pipeline.text_encoder.register_forward_pre_hook(keep_mask, with_kwargs=True)
+        with torch.no_grad(), monkeypatch.context() as patch:
+            own = module.MAX_TOKENS
+            overhead = read("a a") - 2
+            # One token each, so that the boundary is met exactly
+            prompts = [" ".join(["a"] * (own - overhead + extra)) for extra in range(-3, 4)]
+            lengths = [read(prompt) for prompt in prompts]
+            found = [family.is_truncated(pipeline, prompt) for prompt in prompts]
+            patch.setattr(module, "MAX_TOKENS", own + 16)
+            whole = [read(prompt) for prompt in prompts]
+        handle.remove()
+        assert own in whole and whole[-1] > own and np.diff(whole).max() == 1
+        assert found == [length < all_of_it for length, all_of_it in zip(lengths, whole, strict=True)]
+        assert not family.is_truncated(pipeline, PROMPT)
+
+    @pytest.mark.parametrize("name", ["qwen-edit", "qwen-edit-plus"])
+    def test_editing_with_qwen_reads_all(self, setup_of, name):
+        setup = setup_of(name)
+        lengths = []
+        for number in (1, 600, 1200):
+            prompt = " ".join(["cat"] * number)
+            assert not setup.family.is_truncated(setup.policy.pipeline, prompt)
+            with torch.no_grad():
+                encoded = setup.family.encode_prompt(
+                    setup.policy.pipeline, prompt, "cpu", list(setup.case.images), setup.case.scale
+                )
+            lengths.append(encoded["prompt_embeds"].shape[1])
+        assert np.diff(lengths).tolist() == [599, 600]
+
+    @pytest.mark.parametrize("name", ["kontext", "sd3"])
+    def test_what_the_pipeline_says_itself_is_counted(self, setup_of, name, caplog):
+        setup = setup_of(name)
+        encoder = new_encoder(setup.policy, setup.case)
+        images = setup.case.images
+        rows = rows_of([PROMPT, " ".join(["cat"] * 400), " ".join(["dog"] * 400)], [images] * 3)
+        with caplog.at_level(logging.WARNING):
+            encoder.encode(rows, [0], setup.case.scale)
+            assert "truncated" not in caplog.text
+            encoder.encode(rows, [1, 2], setup.case.scale)
+        assert "For 2 of 2 prompts: " in caplog.text
+        assert "dog dog" not in caplog.text
+
+
+class TestBf16:
+    @pytest.mark.parametrize("name", CASES)
+    def test_draws_and_replays(self, folder_of, name):
+        case = CASES[name]
+        policy = build_policy(folder_of(case.builder, **case.options), torch.bfloat16)
+        assert policy.pipeline.vae.dtype == torch.bfloat16
+        low = Setup(case, policy, None, *encode(policy, case))
+        with torch.autocast("cpu", torch.bfloat16):
+            images, records = low.draw(SDE)
+        assert pixels(images).std() > 5
+        trained = [parameter for parameter in low.policy.model.parameters() if parameter.requires_grad]
+        assert all(parameter.dtype == torch.float32 for parameter in trained)
+        for record in records:
+            assert record.sample.dtype == record.prev_sample.dtype == torch.float32
+            assert not torch.equal(record.prev_sample, record.prev_sample.bfloat16().float())
+            with torch.autocast("cpu", torch.bfloat16):
+                log_prob, _, _ = low.replay(record)
+                assert torch.equal(log_prob, record.log_prob)
+                for call in record.calls:
+                    again = low.family.call_at(call, record.sample, torch.full((2,), record.sigma))
+                    assert all(is_same(again[name], call[name]) for name in call)
+            assert torch.autograd.grad(log_prob.sum(), trained, allow_unused=True)[0].isfinite().all()
+            with moved_adapter(low.policy), torch.autocast("cpu", torch.bfloat16):
+                assert (low.replay(record)[0] != record.log_prob).all()

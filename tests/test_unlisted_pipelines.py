@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of diffusers that have no family page: drawn and trained with defaults, or refused."""
+
+import copy
+import inspect
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AuraFlowPipeline,
+    AuraFlowTransformer2DModel,
+    ChromaInpaintPipeline,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
+)
+from peft import LoraConfig, PeftModel
+from transformers import (
+    Gemma2Config,
+    Gemma2Model,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+from paco_trl.rollout import PipelinePolicy, SDESettings, family_of, keyed_generator, replay
+from paco_trl.rollout.families import FluxFamily, UnlistedFamily
+from paco_trl.tiny.flux import build_vae, enlarge, train_clip_and_t5_tokenizers
+from paco_trl.trainer.loading import load_pipeline, prepare_transformer
+
+
+NUM_STEPS, SIZE = 4, 32
+KEY = (42, 3, 0, 0, 0)
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is no family page")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_clip_and_t5_tokenizers()[1]
+
+
+def with_common_parts(tokenizer, **components):
+    return {
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "vae": build_vae(scaling_factor=0.3611, shift_factor=0.1159),
+        "tokenizer": tokenizer,
+        **components,
+    }
+
+
+def build_chroma(tokenizer):
+    """One call a step; with guidance two. Its `encode_prompt` returns position ids without batch dimension, and None."""
+    transformer = ChromaTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(4, 4, 8),
+        approximator_num_channels=16,
+        approximator_hidden_dim=16,
+        approximator_layers=1,
+    )
+    enlarge(transformer, "attn.to_v.weight", "attn.to_out.0.weight", "proj_out.weight", "context_embedder.weight")
+    text_encoder = T5EncoderModel(T5Config(vocab_size=len(tokenizer), **T5))
+    return ChromaPipeline(**with_common_parts(tokenizer, text_encoder=text_encoder, transformer=transformer))
+
+
+def build_aura_flow(tokenizer):
+    """One call a step; with guidance one of a doubled batch."""
+    transformer = AuraFlowTransformer2DModel(
+        sample_size=16,
+        in_channels=4,
+        num_mmdit_layers=1,
+        num_single_dit_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        caption_projection_dim=32,
+        out_channels=4,
+        pos_embed_max_size=256,
+    )
+    layers = ("to_v.weight", "add_v_proj.weight", "to_out.0.weight", "norm1.linear.weight", "context_embedder.weight")
+    enlarge(transformer, *layers)
+    enlarge(transformer, *layers)
+    text_encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **T5))
+    return AuraFlowPipeline(**with_common_parts(tokenizer, text_encoder=text_encoder, transformer=transformer))
+
+
+def build_lumina2(tokenizer):
+    """The scheduler gets the transformer's output with the other sign."""
+    transformer = Lumina2Transformer2DModel(
+        sample_size=4,
+        in_channels=4,
+        hidden_size=32,
+        num_layers=1,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        axes_dim_rope=(4, 4, 8),
+        axes_lens=(300, 64, 64),
+        cap_feat_dim=16,
+    )
+    text_encoder = Gemma2Model(
+        Gemma2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+        )
+    )
+    return Lumina2Pipeline(**with_common_parts(tokenizer, text_encoder=text_encoder, transformer=transformer))
+
+
+BUILDERS = {"chroma": build_chroma, "aura_flow": build_aura_flow, "lumina2": build_lumina2}
+
+
+@pytest.fixture(scope="module")
+def built(tokenizer):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipelines = {name: build(tokenizer) for name, build in BUILDERS.items()}
+    for pipeline in pipelines.values():
+        pipeline.text_encoder.eval()  # a new one has dropout
+    return pipelines
+
+
+@pytest.fixture(scope="module")
+def folders(built, tmp_path_factory):
+    """The pipelines that can be trained, saved."""
+    folder = tmp_path_factory.mktemp("unlisted")
+    for name in ("chroma", "aura_flow"):
+        built[name].save_pretrained(folder / name)
+    return {name: str(folder / name) for name in ("chroma", "aura_flow")}
+
+
+def build_policy(pipeline, guidance_scale=1.0, has_adapter=True):
+    """As the trainer builds it; then the LoRA's B matrices, which start as zeros, are filled."""
+    pipeline = load_pipeline(copy.deepcopy(pipeline), torch.float32)
+    family = family_of(pipeline)
+    assert family.resolve_negative_prompt(pipeline, guidance_scale, None) is None
+    signature = inspect.signature(pipeline.transformer.forward)
+    model = pipeline.transformer
+    if has_adapter:
+        model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    return PipelinePolicy(pipeline, family, model, signature)
+
+
+def encode(policy, prompt):
+    with torch.no_grad():
+        return policy.family.encode_prompt(policy.pipeline, prompt, "cpu")
+
+
+def draw(policy, arguments, noise_level, guidance_scale=1.0):
+    return policy.draw(arguments, SIZE, SIZE, NUM_STEPS, guidance_scale, [KEY], SDESettings((1, 2), noise_level))
+
+
+def draw_plainly(pipeline, prompt, **arguments):
+    generator = [keyed_generator(*KEY, 0)]
+    arguments = {"guidance_scale": 1.0, **arguments}
+    image = pipeline(
+        prompt, height=SIZE, width=SIZE, num_inference_steps=NUM_STEPS, generator=generator, **arguments
+    ).images[0]
+    return np.asarray(image, dtype=np.int16)
+
+
+def count_calls(module):
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("name", ["chroma", "aura_flow"])
+class TestDrawing:
+    def test_without_noise_it_is_the_pipelines_own_image(self, built, prompts, name):
+        policy, texts = build_policy(built[name]), ["a red fox", prompts["prompt"][0]]
+        encoded = [encode(policy, text) for text in texts]
+        own = policy.pipeline.scheduler
+        drawn = [np.asarray(draw(policy, each, noise_level=0.0)[0][0], dtype=np.int16) for each in encoded]
+        policy.scheduler = policy.pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(own.config)
+        plain = [draw_plainly(policy.pipeline, text) for text in texts]
+        assert np.abs(plain[0] - plain[1]).mean() > 0.1  # the prompt matters
+        assert np.array_equal(drawn[0], plain[0]) and np.array_equal(drawn[1], plain[1])
+
+    def test_the_ratio_is_one_until_the_adapter_moves(self, built, name):
+        policy = build_policy(built[name])
+        _, records = draw(policy, encode(policy, "a red fox"), noise_level=0.7)
+        assert [record.index for record in records] == [1, 2]
+        sde = SDESettings((1, 2), 0.7)
+        for record in records:
+            assert torch.equal(replay(policy.model, record, policy.family, 1.0, sde)[0], record.log_prob)
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.data *= 1.5
+        for record in records:
+            assert not torch.equal(replay(policy.model, record, policy.family, 1.0, sde)[0], record.log_prob)
+
+    def test_the_text_encoder_runs_once_for_a_prompt(self, built, name):
+        policy = build_policy(built[name])
+        encoder_calls = count_calls(policy.pipeline.text_encoder)
+        transformer_calls = count_calls(policy.model)
+        state = torch.get_rng_state()
+        encoded = encode(policy, "a red fox")
+        assert len(encoder_calls) == 1 and len(transformer_calls) == 0
+        assert torch.equal(torch.get_rng_state(), state)
+        for _ in range(2):
+            draw(policy, encoded, noise_level=0.7)
+        assert len(encoder_calls) == 1 and len(transformer_calls) == 2 * NUM_STEPS
+        # What was put in the place of its method is gone
+        draw_plainly(policy.pipeline, "a red fox")
+        assert len(encoder_calls) == 2
+        assert "encode_prompt" not in vars(policy.pipeline)
+
+    def test_another_process_draws_it_too(self, built, name):
+        """All that is needed is in the tensors: another process may have encoded no prompt itself."""
+        policy = build_policy(built[name])
+        encoded = pickle.loads(pickle.dumps(encode(policy, "a red fox")))
+        assert all(isinstance(value, torch.Tensor) for value in encoded.values())
+        (here,), _ = draw(policy, encoded, noise_level=0.7)
+        elsewhere = build_policy(built[name])
+        (there,), _ = draw(elsewhere, encoded, noise_level=0.7)
+        assert np.array_equal(np.asarray(here), np.asarray(there))
+
+    def test_defaults(self, built, name):
+        with pytest.warns(UserWarning, match=r"no family page for \w+\. Assumed") as caught:
+            family = family_of(built[name])
+        (message,) = [str(each.message) for each in caught if "family page" in str(each.message)]
+        assert type(built[name]).__name__ in message
+        for assumed in ("the velocity", "only `encode_prompt` needs text_encoder", "`guidance_scale`", "multiples of 4", "to_q, to_k"):
+            assert assumed in message, assumed
+        assert isinstance(family, UnlistedFamily) and family.max_batch_size == 1 and family.max_images == 0
+        assert family.text_encoders == ("text_encoder",)
+        assert family.lora_target_modules == ["to_q", "to_k", "to_v", "to_out.0"]
+        assert family.size_multiple(built[name]) == 4
+
+
+class TestEncoding:
+    def test_tensors_without_a_batch_survive(self, built):
+        """Floating-point tensors may become float32 on the way, all else stays as the pipeline had it."""
+        family = family_of(built["chroma"])
+        family.resolve_negative_prompt(built["chroma"], 1.0, None)
+        with torch.no_grad():
+            encoded = family.encode_prompt(built["chroma"], "a red fox", "cpu")
+            own = built["chroma"].encode_prompt("a red fox", do_classifier_free_guidance=False)
+        assert all(len(tensor) == 1 for tensor in encoded.values())
+        assert family.batch_arguments(encoded) == {"prompt": "a red fox"}
+        with family.drawing(built["chroma"], []):
+            embeds, text_ids, mask, *negatives = built["chroma"].encode_prompt("whatever")
+        assert embeds.shape == (1, 512, 16) and torch.equal(embeds, own[0])
+        assert text_ids.shape == (512, 3) and torch.equal(text_ids, own[1])
+        assert torch.equal(mask, own[2])
+        assert negatives == [None, None, None]
+
+    def test_further_calls_while_drawing_are_an_error(self, built):
+        policy = build_policy(built["chroma"])
+        policy.family.batch_arguments(encode(policy, "a red fox"))
+        with policy.family.drawing(policy.pipeline, []):
+            policy.pipeline.encode_prompt("a red fox")
+            with pytest.raises(RuntimeError, match="more often while it draws"):
+                policy.pipeline.encode_prompt("a red fox")
+
+    def test_two_images_in_a_call_are_an_error(self, built):
+        policy = build_policy(built["chroma"])
+        encoded = encode(policy, "a red fox")
+        with pytest.raises(ValueError, match="ChromaPipeline draws one at a time"):
+            policy.family.batch_arguments({name: torch.cat([tensor] * 2) for name, tensor in encoded.items()})
+
+    def test_a_pipeline_that_fails_with_a_prompt_alone(self, built):
+        class NeedsMorePipeline(ChromaPipeline):
+            def prepare_latents(self, *args):
+                return self.source.height
+
+        pipeline = NeedsMorePipeline(**{**built["chroma"].components, "image_encoder": None})
+        pipeline.source = None
+        family = family_of(pipeline)
+        family.resolve_negative_prompt(pipeline, 1.0, None)
+        with pytest.raises(ValueError, match=r"with a prompt alone, it fails \(AttributeError.*height.*add_a_family"):
+            family.encode_prompt(pipeline, "a red fox", "cpu")
+        assert "encode_prompt" not in vars(pipeline) and not pipeline.transformer._forward_pre_hooks
+
+    def test_a_pipeline_that_does_not_use_its_method(self, built):
+        class OtherwisePipeline(ChromaPipeline):
+            def __call__(self, prompt, height, width, num_inference_steps, generator):
+                return self.transformer()
+
+        family = family_of(OtherwisePipeline(**built["chroma"].components))
+        family.resolve_negative_prompt(built["chroma"], 1.0, None)
+        with pytest.raises(ValueError, match="does not use its `encode_prompt`"):
+            family.encode_prompt(OtherwisePipeline(**built["chroma"].components), "a red fox", "cpu")
+
+    def test_a_negative_prompt(self, built):
+        with pytest.raises(ValueError, match="`negative_prompt` is 'ugly', but there is no family page for Chroma"):
+            family_of(built["chroma"]).resolve_negative_prompt(built["chroma"], 1.0, "ugly")
+
+    def test_guidance_that_the_call_does_not_take(self, built):
+        class PlainPipeline(ChromaPipeline):
+            def __call__(self, prompt, height, width, num_inference_steps, generator):
+                pass
+
+        pipeline = PlainPipeline(**built["chroma"].components)
+        family = family_of(pipeline)
+        assert family.call_arguments(32, 48, 1.0, []) == {"height": 32, "width": 48}
+        assert family.resolve_negative_prompt(pipeline, 1.0, None) is None
+        with pytest.raises(ValueError, match="`guidance_scale` is 3.5, but PlainPipeline takes none"):
+            family.resolve_negative_prompt(pipeline, 3.5, None)
+
+
+class TestRefusedAtTheFirstRollout:
+    @pytest.mark.parametrize(
+        ("name", "guidance_scale", "seen"),
+        [
+            ("chroma", 3.5, r"called its transformer 2 times.*`max_calls`.*`guide`.*`guidance_scale` is 3.5"),
+            ("aura_flow", 3.5, r"doubled batch.*`branches`, `guide`.*`guidance_scale` is 3.5"),
+            ("lumina2", 1.0, r"opposite sign.*no family page for Lumina2Pipeline.*`branches`.*add_a_family"),
+        ],
+    )
+    def test_what_was_seen_and_what_a_page_would_say(self, built, name, guidance_scale, seen):
+        policy = build_policy(built[name], guidance_scale, has_adapter=name != "lumina2")
+        encoded = encode(policy, "a red fox")
+        with pytest.raises((ValueError, RuntimeError), match=seen):
+            draw(policy, encoded, 0.7, guidance_scale)
+
+    @pytest.mark.parametrize(
+        ("output", "seen"),
+        [
+            (torch.zeros(1, 5, 8), r"the shape \(1, 5, 8\) for a sample of \(1, 4, 8\).*with `branches`"),
+            ([torch.zeros(4, 8)], "output is a list, not a tensor.*with `branches`"),
+        ],
+    )
+    def test_another_shape(self, built, output, seen):
+        family, sample = family_of(built["chroma"]), torch.zeros(1, 4, 8)
+        assert family.combine([sample], 1.0, sample) is sample
+        with pytest.raises(ValueError, match=seen):
+            family.combine([output], 1.0, sample)
+
+
+class TestRefusedByTheClass:
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("ChromaInpaintPipeline", "it changes a given image.*it fills a mask"),
+            ("FluxControlPipeline", "it follows a given image"),
+            (
+                "WanImageToVideoPipeline",
+                r"it draws videos.*cannot draw from a prompt alone \(its call needs `image`\)",
+            ),
+            ("SanaPipeline", "draws at sizes of its own"),
+            ("StableDiffusionPipeline", "it has no component `transformer`"),
+            (
+                "VisualClozePipeline",
+                "no method `encode_prompt`; its call takes no `prompt`; its call takes no `height`",
+            ),
+            ("Cosmos2TextToImagePipeline", "it has no method `save_lora_weights`"),
+        ],
+    )
+    def test_by_its_name(self, name, reason):
+        expected = rf"no family page for {name}.*{reason}.*docs/add_a_family\.md.*FluxPipeline"
+        with pytest.raises(ValueError, match=expected):
+            family_of(name)
+
+    def test_a_name_is_only_checked(self, recwarn):
+        assert isinstance(family_of("ChromaPipeline"), UnlistedFamily)
+        assert isinstance(family_of("PipelineOfARepositorysOwn"), UnlistedFamily)
+        assert type(family_of("FluxPipeline")) is FluxFamily
+        assert not [each for each in recwarn if "family page" in str(each.message)]
+
+    def test_an_object(self, built):
+        pipeline = ChromaInpaintPipeline(**built["chroma"].components)
+        with pytest.raises(ValueError, match="no family page for ChromaInpaintPipeline.*it fills a mask"):
+            family_of(pipeline)
+
+    @pytest.mark.parametrize(
+        ("spoil", "reason"),
+        [
+            (lambda pipeline: setattr(pipeline, "vae", None), "it has no component `vae`"),
+            (lambda pipeline: delattr(pipeline, "vae_scale_factor"), "it has no attribute `vae_scale_factor`"),
+        ],
+    )
+    def test_what_only_the_object_shows(self, built, spoil, reason):
+        pipeline = ChromaPipeline(**built["chroma"].components)
+        family_of(pipeline)
+        spoil(pipeline)
+        with pytest.raises(ValueError, match=f"no family page for ChromaPipeline.*{reason}"):
+            family_of(pipeline)
+
+    def test_no_layer_for_an_adapter(self, built):
+        components = dict(built["chroma"].components)
+        components["transformer"] = components["text_encoder"]  # its layers are called q, k, v, o
+        family = family_of(ChromaPipeline(**components))
+        with pytest.raises(ValueError, match="none of the layers.*to_q.*Set `target_modules`"):
+            _ = family.lora_target_modules
+
+
+class TestTraining:
+    def test_batches_of_several_images(self, make_trainer, folders):
+        with pytest.raises(ValueError, match="`per_device_train_batch_size` is 2.*ChromaPipeline.*batch_size=1`"):
+            make_trainer(model=folders["chroma"], guidance_scale=1.0, per_device_train_batch_size=2)
+
+    # With activation checkpointing diffusers loses the mask of Chroma's single-stream blocks, and the ratio is not 1
+    @pytest.mark.parametrize(("name", "gradient_checkpointing"), [("chroma", False), ("aura_flow", True)])
+    def test_it_trains_and_exports(self, make_trainer, folders, prompts, tmp_path, name, gradient_checkpointing):
+        trainer = make_trainer(
+            model=folders[name],
+            gradient_checkpointing=gradient_checkpointing,
+            train_dataset=prompts.select(range(2)),
+            peft_config=LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian"),
+            per_device_train_batch_size=1,
+            guidance_scale=1.0,
+            num_generations=2,
+            num_prompts_per_generation=2,
+            height=32,
+            width=32,
+            max_steps=4,
+            learning_rate=0.2,
+            epsilon=0.1,
+        )
+        encoder_calls = count_calls(trainer.pipeline.text_encoder)
+        transformer_calls = count_calls(trainer.model)
+        trainer.train()
+        assert len(encoder_calls) == 2  # two rounds of the same two prompts
+        assert len(transformer_calls) > 2 * 4 * NUM_STEPS  # both rounds were drawn
+        history = [entry for entry in trainer.state.log_history if "reward" in entry]
+        assert [entry.get("ratio_deviation_on_policy/step_1") for entry in history] == [0, None, 0, None]
+        assert history[0]["grad_norm"] > 0
+
+        trainer.save_model(str(tmp_path / "adapter"))
+        base, by_diffusers, by_peft = (DiffusionPipeline.from_pretrained(folders[name]) for _ in range(3))
+        by_diffusers.load_lora_weights(tmp_path / "adapter")
+        by_peft.transformer = PeftModel.from_pretrained(by_peft.transformer, tmp_path / "adapter")
+        images = [draw_plainly(pipeline, "a red fox") for pipeline in (base, by_diffusers, by_peft)]
+        assert np.abs(images[1] - images[0]).mean() > 0.5  # the adapter does something
+        assert np.array_equal(images[1], images[2])
