@@ -24,12 +24,16 @@ The judge on a GPU of its own, as in the paper (`paco-trl serve-reward --help`):
     accelerate launch ... examples/train_flux.py --judge_url http://127.0.0.1:8000/v1 --judge_model paco-reward ...
 """
 
-from datasets import Dataset
 from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
-from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config, load_eval_rewards, load_rewards
-from paco_trl.data import load_image_set_prompts
+from paco_trl.commands.script_arguments import (
+    ScriptArguments,
+    get_peft_config,
+    load_eval_rewards,
+    load_prompts,
+    load_rewards,
+)
 from paco_trl.utils.processes import end_training
 
 
@@ -37,12 +41,10 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     ################
     # Dataset
     ################
-    if script_args.dataset_name is None:
-        raise ValueError("`--dataset_name` is missing: a Hub id, a folder or a JSON-lines file of image-set prompts.")
-    train_dataset: Dataset = load_image_set_prompts(script_args.dataset_name, script_args.dataset_split)
+    train_dataset = load_prompts(script_args, script_args.dataset_split)
     eval_dataset = None
     if script_args.eval_split is not None:
-        eval_dataset = load_image_set_prompts(script_args.dataset_name, script_args.eval_split)
+        eval_dataset = load_prompts(script_args, script_args.eval_split)
 
     reward_funcs = load_rewards(script_args)
 
