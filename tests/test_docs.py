@@ -40,6 +40,8 @@ OWN_OPTIONS = [
 # Config that the options of a script are those of, beside its own
 SCRIPTS = {
     "train_flux.py": "PaCoGRPOConfig",
+    "train_flux_kontext.py": "PaCoGRPOConfig",
+    "train_qwen_image_edit.py": "PaCoGRPOConfig",
     "train_reward.py": "PaCoRewardConfig",
     "evaluate_reward.py": None,
 }
@@ -132,28 +134,40 @@ class TestLinks:
         assert reached == set(PAGES)
 
 
+def run_blocks(pages: list[Path], folder: Path) -> tuple[int, str]:
+    """Runs the blocks of pages that are marked runnable; returns their number and what they print."""
+    runnable = [code for page in pages for is_runnable, code in blocks(page, "python") if is_runnable]
+    # In one process, since importing takes most of the time; with nothing in common but the folder
+    driver = "import json, sys\nfor code in json.loads(sys.argv[1]):\n    exec(code, {'__name__': '__main__'})"
+    done = subprocess.run(
+        [sys.executable, "-c", driver, json.dumps(runnable)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return len(runnable), done.stdout
+
+
 class TestSnippets:
     def test_runnable_blocks_of_the_readme_run(self, tmp_path):
-        runnable = [code for is_runnable, code in blocks(ROOT / "README.md", "python") if is_runnable]
-        assert len(runnable) == 4
-        # In one process, since importing takes most of the time; with nothing in common but the folder
-        driver = "import json, sys\nfor code in json.loads(sys.argv[1]):\n    exec(code, {'__name__': '__main__'})"
-        done = subprocess.run(
-            [sys.executable, "-c", driver, json.dumps(runnable)],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-5000:]
+        number, printed = run_blocks([ROOT / "README.md"], tmp_path)
+        assert number == 4
         # What the text around them promises
         assert (tmp_path / "paco-tiny" / "contact_sheets" / "round_00001.png").exists()
         assert (tmp_path / "paco-tiny" / "pytorch_lora_weights.safetensors").exists()
         for name in ("adapter_model.safetensors", "README.md", "eval_calibration.png", "eval_wrong_pairs.png"):
             assert (tmp_path / "tiny-judge" / name).exists()
-        same, other = map(float, re.search(r"same colour: (\S+), other colour: (\S+)", done.stdout).groups())
+        same, other = map(float, re.search(r"same colour: (\S+), other colour: (\S+)", printed).groups())
         assert other < 0.2 < 0.8 < same
+
+    def test_runnable_blocks_of_the_other_pages_run(self, tmp_path):
+        number, printed = run_blocks([page for page in PAGES if page.name != "README.md"], tmp_path)
+        assert number == 3
+        assert "ratio 1.0" in printed  # of the page that docs/add_a_family.md writes from zero
+        assert (tmp_path / "paco-edit" / "pytorch_lora_weights.safetensors").exists()
 
     @pytest.mark.parametrize("code", PYTHON_BLOCKS)
     def test_python_compiles_and_what_it_imports_exists(self, code):
@@ -333,7 +347,7 @@ def commands_with_options(page: Path) -> list[tuple[str, list[str]]]:
 
 def script_options(script: str) -> set[str]:
     """Options of an example itself."""
-    if script == "train_flux.py":  # it shares them with `paco-trl doctor`
+    if SCRIPTS[script] == "PaCoGRPOConfig":  # they share them with `paco-trl doctor`
         return {field.name for field in dataclasses.fields(ScriptArguments)}
     tree = ast.parse((ROOT / "examples" / script).read_text(encoding="utf-8"))
     (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ScriptArguments"]
