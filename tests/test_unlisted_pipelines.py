@@ -244,7 +244,13 @@ class TestDrawing:
             family = family_of(built[name])
         (message,) = [str(each.message) for each in caught if "family page" in str(each.message)]
         assert type(built[name]).__name__ in message
-        for assumed in ("the velocity", "only `encode_prompt` needs text_encoder", "`guidance_scale`", "multiples of 4", "to_q, to_k"):
+        for assumed in (
+            "the velocity",
+            "only `encode_prompt` needs text_encoder",
+            "`guidance_scale`",
+            "multiples of 4",
+            "to_q, to_k",
+        ):
             assert assumed in message, assumed
         assert isinstance(family, UnlistedFamily) and family.max_batch_size == 1 and family.max_images == 0
         assert family.text_encoders == ("text_encoder",)

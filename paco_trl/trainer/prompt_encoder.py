@@ -157,20 +157,18 @@ class PromptEncoder:
     def _encode_prompts(self, rows: PromptRows, new: dict[Condition, int]) -> None:
         if not new:
             return
-        mine, num_truncated = self._share(new), 0
-        device = self.accelerator.device
-        with self._on_accelerator(self.family.text_encoders), self._truncations_counted(len(mine)):
-            for condition, number in tqdm(mine, desc="Encoding prompts", disable=not self.accelerator.is_main_process):
+        device, count = self.accelerator.device, sum(each.prompt != self.negative_prompt for each in new)
+        with self._on_accelerator(self.family.text_encoders), self._truncations_counted(count) as truncations:
+            for condition, number in tqdm(
+                self._share(new), desc="Encoding prompts", disable=not self.accelerator.is_main_process
+            ):
                 images = rows.images(number) if condition.images else []
                 encoded = self.family.encode_prompt(self.pipeline, condition.prompt, device, images, condition.scale)
                 self._prompts[condition] = send_to_device(encoded, "cpu")
-                num_truncated += self.family.is_truncated(self.pipeline, condition.prompt)
+                if self.family.is_truncated(self.pipeline, condition.prompt):
+                    name = type(self.pipeline).__name__
+                    truncations[f"the end of the text was truncated, because {name} reads no more of it"] += 1
         self._known.update(new)
-        if num_truncated:
-            logger.warning(
-                f"For {num_truncated} of {len(mine)} prompts: the end of the text was truncated, because "
-                f"{type(self.pipeline).__name__} reads no more of it."
-            )
         if self._prompts:
             size = sum(tensor.nbytes for tensor in next(iter(self._prompts.values())).values())
             logger.info(
@@ -205,22 +203,24 @@ class PromptEncoder:
 
     @contextmanager
     def _truncations_counted(self, count: int):
+        """Warns of truncated prompts with their number on all processes, once for each kind. Every process enters it."""
         # Prompts of image sets are longer than CLIP reads, always. The pipeline says so for each prompt, with the whole
         # text; a line for each kind says as much.
-        messages = Counter()
+        truncations = Counter()
 
         def count_truncations(record: logging.LogRecord) -> bool:
             message = record.getMessage()
             if "was truncated" not in message:
                 return True
-            messages[message.split(":")[0]] += 1
+            truncations[message.split(":")[0]] += 1
             return False
 
         pipeline_logger = logging.getLogger(type(self.pipeline).__module__)
         pipeline_logger.addFilter(count_truncations)
         try:
-            yield
+            yield truncations
         finally:
             pipeline_logger.removeFilter(count_truncations)
-        for message, number in messages.items():
+        everywhere = gather_object([truncations]) if self.accelerator.num_processes > 1 else [truncations]
+        for message, number in sum(everywhere, Counter()).items():
             logger.warning(f"For {number} of {count} prompts: {message}.")

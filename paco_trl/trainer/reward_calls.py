@@ -103,7 +103,10 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         name, least = get_callable_name(function), getattr(function, "min_panels", 1)
         # Rows without a layout, as of editing prompts, have one panel
-        layouts = [dataset[side] if side in dataset.column_names else [1] * len(dataset) for side in ("rows", "cols")]
+        layouts = [
+            [count or 1 for count in dataset[side]] if side in dataset.column_names else [1] * len(dataset)
+            for side in ("rows", "cols")
+        ]
         for row, (rows, cols) in enumerate(zip(*layouts, strict=True)):
             if rows * cols < least:
                 raise ValueError(

@@ -71,8 +71,8 @@ class Flux2Family(Family):
         if image.width * image.height > IMAGE_AREA:
             image = processor._resize_to_target_area(image, IMAGE_AREA)
         if scale != 1.0:
-            size = (max(MIN_SIDE, round(side * scale)) for side in image.size)
-            image = image.resize(tuple(size), Image.Resampling.LANCZOS)
+            factor = max(scale, MIN_SIDE / min(image.size))
+            image = image.resize([round(side * factor) for side in image.size], Image.Resampling.LANCZOS)
         # Cropped, not resized, to what the pipeline needs
         return processor.resize(image, image.height // step * step, image.width // step * step, resize_mode="crop")
 

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The editing examples as users start them, their defaults, and `paco-trl doctor` on editing prompts."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image, ImageDraw
+from rich.console import Console
+from safetensors.torch import load_file
+from trl import TrlParser
+
+from paco_trl import PaCoGRPOConfig, tiny
+from paco_trl.commands import doctor
+from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config, load_prompts
+from test_examples import CONFIGS, ROOT, free_port, run
+
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from train_flux_kontext import KontextArguments, KontextConfig  # noqa: E402
+from train_qwen_image_edit import QwenImageEditArguments, QwenImageEditConfig  # noqa: E402
+
+
+# Beside what the scripts set. The pipelines read sources at about a megapixel times this scale squared
+SETTINGS = {
+    "rewards": ["redness"],
+    "height": 1024,
+    "width": 1024,
+    "resolution_scale": 1 / 16,
+    "num_generations": 4,
+    "num_prompts_per_generation": 4,
+    "per_device_train_batch_size": 2,
+    "num_inference_steps": 3,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "disable_tqdm": True,
+    "gradient_checkpointing": False,
+}
+SIZES = [(64, 64), (96, 64), (64, 80)]
+INSTRUCTIONS = ["Paint the house red.", "Add a tree.", "Remove the car.", "Make it night.", "Turn it upside down."]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    """A folder with a JSON-lines file of edits, whose paths are relative to it, and a benchmark that has one of them."""
+    folder = tmp_path_factory.mktemp("editing-examples")
+    (folder / "pictures").mkdir()
+    rows = []
+    for number, instruction in enumerate(INSTRUCTIONS):
+        width, height = SIZES[number % 3]
+        image = Image.new("RGB", (width, height), ["#fa1e96", "#1efa96", "#961efa", "#fa961e", "#1e96fa"][number])
+        ImageDraw.Draw(image).ellipse((8, 8, width // 2, height - 8 * number), fill="#202020")
+        image.save(folder / "pictures" / f"{number}.png")
+        rows.append({"prompt": instruction, "image": f"pictures/{number}.png"})
+    (folder / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    benchmark = {"prompt": "What else could be asked?", "image": "pictures/4.png"}
+    (folder / "benchmark.jsonl").write_text(json.dumps(benchmark) + "\n")
+    (folder / "settings.yaml").write_text(yaml.safe_dump({"dataset_name": str(folder / "edits.jsonl"), **SETTINGS}))
+    return folder
+
+
+def train(
+    workspace: Path, script: str, model: Path, name: str, launcher: list[str], *options: str, **environment: str
+) -> Path:
+    output = workspace / name
+    command = [*launcher, f"examples/{script}", "--config", str(workspace / "settings.yaml")]
+    command += ["--model_name_or_path", str(model), "--output_dir", str(output), *options]
+    assert f"Adapter: {output}" in run(command, **environment)
+    return output
+
+
+@pytest.fixture(scope="module")
+def kontext(tmp_path_factory) -> Path:
+    return tiny.build_tiny_flux_kontext(tmp_path_factory.mktemp("models") / "tiny-flux-kontext")
+
+
+@pytest.fixture(scope="module")
+def qwen_edit(tmp_path_factory) -> Path:
+    return tiny.build_tiny_qwen_image_edit(tmp_path_factory.mktemp("models") / "tiny-qwen-image-edit")
+
+
+@pytest.fixture(scope="module")
+def klein(tmp_path_factory) -> Path:
+    return tiny.build_tiny_flux2_klein(tmp_path_factory.mktemp("models") / "tiny-flux2-klein")
+
+
+@pytest.fixture(scope="module")
+def kontext_alone(workspace, kontext) -> Path:
+    return train(workspace, "train_flux_kontext.py", kontext, "kontext-alone", [sys.executable])
+
+
+# Two trained steps, one round: the run is short
+QWEN_OPTIONS = ("--sde_steps", "0", "1", "--max_steps", "2", "--num_prompts_per_generation", "2")
+
+
+@pytest.fixture(scope="module")
+def qwen_alone(workspace, qwen_edit) -> Path:
+    return train(workspace, "train_qwen_image_edit.py", qwen_edit, "qwen-alone", [sys.executable], *QWEN_OPTIONS)
+
+
+def sheet(output: Path, round_index: int) -> list[dict]:
+    lines = (output / "contact_sheets" / f"round_{round_index:05d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def scores(output: Path, round_index: int) -> list[float]:
+    return [entry[key] for entry in sheet(output, round_index) for key in ("redness_reward", "advantage")]
+
+
+def assert_same_training(output: Path, reference: Path, rounds: int, images: int) -> None:
+    """The same images, rewards and advantages, and the same adapter within rounding."""
+    for round_index in range(rounds):
+        expected = scores(reference, round_index)
+        assert len(expected) == 2 * images
+        assert len(set(expected)) > images  # images differ
+        assert scores(output, round_index) == pytest.approx(expected, abs=2e-2 if round_index else 2e-5)
+    adapter, reference_adapter = (load_file(folder / "adapter_model.safetensors") for folder in (output, reference))
+    assert adapter.keys() == reference_adapter.keys()
+    for name, value in reference_adapter.items():
+        assert (adapter[name] - value).abs().max() < 1e-4, name
+    # B begins at 0, and stays there in a last block whose text stream leads nowhere
+    moved = [value.abs().max().item() > 1e-3 for name, value in reference_adapter.items() if "lora_B" in name]
+    assert sum(moved) > 0.7 * len(moved) > 0
+
+
+class TestScripts:
+    def test_kontext_alone(self, kontext_alone):
+        assert {"adapter_model.safetensors", "pytorch_lora_weights.safetensors", "README.md"} <= {
+            path.name for path in kontext_alone.iterdir()
+        }
+        card = (kontext_alone / "README.md").read_text()
+        assert "pipeline_tag: image-to-image" in card
+        assert "| sampler | 3 steps, guidance 2.5 |" in card  # the script's own guidance
+        assert "noise level 0.9, steps [1]" in card
+        prompts = [entry["prompt"] for index in (0, 1) for entry in sheet(kontext_alone, index)]
+        assert set(prompts) <= set(INSTRUCTIONS) and len(prompts) == 2 * 16
+        assert (kontext_alone / "contact_sheets" / "round_00001.png").exists()
+
+    @pytest.mark.slow
+    def test_kontext_on_two_processes_equals_one(self, workspace, kontext, kontext_alone):
+        config = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
+            "use_cpu": True,
+            "num_processes": 2,
+            "num_machines": 1,
+            "machine_rank": 0,
+            "mixed_precision": "no",
+            "main_process_port": free_port(),
+        }
+        (workspace / "ddp.yaml").write_text(yaml.safe_dump(config))
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(workspace / "ddp.yaml")]
+        output = train(
+            workspace, "train_flux_kontext.py", kontext, "kontext-ddp", launcher, "--ddp_backend", "gloo"
+        )  # fmt: skip
+        assert_same_training(output, kontext_alone, 2, 16)
+
+    def test_qwen_image_edit_with_zero3_equals_one_process(self, workspace, qwen_edit, qwen_alone):
+        config = str(CONFIGS / "cpu_zero3.yaml")
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+        launcher += ["--main_process_port", str(free_port())]
+        options = ("--ddp_backend", "gloo", *QWEN_OPTIONS)
+        output = train(
+            workspace, "train_qwen_image_edit.py", qwen_edit, "qwen-zero3", launcher, *options, DS_ACCELERATOR="cpu"
+        )  # fmt: skip
+        assert_same_training(output, qwen_alone, 1, 8)
+        card = (output / "README.md").read_text()
+        assert 'guidance 4.0 against the negative prompt " "' in card and "noise level 1.0, steps [0, 1]" in card
+
+    @pytest.mark.slow
+    def test_the_edit_reward_with_another_script_and_a_benchmark_left_out(self, workspace, klein, tiny_qwen, tmp_path):
+        command = [sys.executable, "examples/train_flux.py", "--config", str(workspace / "settings.yaml")]
+        command += ["--model_name_or_path", str(klein), "--output_dir", str(tmp_path / "out"), "--edits"]
+        command += ["--rewards", "edit", "--judge_model", str(tiny_qwen), "--guidance_scale", "4"]
+        command += ["--exclude_dataset_name", str(workspace / "benchmark.jsonl")]
+        command += ["--resolution_scale", "1", "--height", "32", "--width", "32", "--max_steps", "2"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=540
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        assert "Left out 1 of 5 rows" in done.stderr
+        entries = sheet(tmp_path / "out", 0)
+        assert len(entries) == 16
+        assert {entry["prompt"] for entry in entries} == set(INSTRUCTIONS[:4])
+        assert all(0 < entry["edit"] < 1 for entry in entries)
+
+
+class TestDefaults:
+    """The paper's table."""
+
+    COMMON = {
+        "num_generations": 16,
+        "num_prompts_per_generation": 42,
+        "resolution_scale": 384 / 1024,
+        "height": 1024,
+        "width": 1024,
+        "learning_rate": 3e-4,
+        "epsilon": 1e-4,
+        "advantage_clip": 5.0,
+        "beta": 0.0,
+        "per_device_train_batch_size": 1,
+    }
+    CASES = [
+        (
+            KontextArguments,
+            KontextConfig,
+            "FLUX.1-Kontext-dev",
+            {
+                "num_inference_steps": 8,
+                "sde_steps": [1],
+                "noise_level": 0.9,
+                "guidance_scale": 2.5,
+                "negative_prompt": None,
+            },
+        ),
+        (
+            QwenImageEditArguments,
+            QwenImageEditConfig,
+            "Qwen-Image-Edit",
+            {
+                "num_inference_steps": 10,
+                "sde_steps": [1, 2, 3, 4],
+                "noise_level": 1.0,
+                "guidance_scale": 4.0,
+                "negative_prompt": " ",
+            },
+        ),
+    ]
+
+    @pytest.mark.parametrize(("arguments", "config", "name", "settings"), CASES)
+    def test_defaults(self, arguments, config, name, settings, tmp_path):
+        parser = TrlParser((arguments, config))
+        script_args, args = parser.parse_args_and_config(
+            ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
+        )
+        assert {field: getattr(args, field) for field in settings} == settings
+        assert {field: getattr(args, field) for field in self.COMMON} == self.COMMON
+        assert args.round_layout.num_images == 672 and args.round_layout.num_optimizer_steps == 2
+        assert args.ema_decay is not None
+        assert script_args.model_name_or_path.endswith(f"/{name}")
+        assert script_args.edits and script_args.rewards == ["edit"]
+        adapter = get_peft_config(script_args)
+        assert (adapter.r, adapter.lora_alpha, adapter.init_lora_weights) == (64, 128, "gaussian")
+        # They can be changed, and have the options of `train_flux.py`
+        changed = ["--guidance_scale", "3", "--rewards", "redness", "--edits", "False", "--output_dir", str(tmp_path)]
+        script_args, args = parser.parse_args_and_config([*changed, "--use_cpu", "--bf16", "False"])
+        assert args.guidance_scale == 3.0 and script_args.rewards == ["redness"] and not script_args.edits
+
+    @pytest.mark.parametrize(("arguments", "config", "name", "settings"), CASES)
+    def test_nothing_else_is_set(self, arguments, config, name, settings):
+        assert issubclass(arguments, ScriptArguments) and issubclass(config, PaCoGRPOConfig)
+        assert set(inspect.get_annotations(config)) <= {*settings, *self.COMMON}
+        assert set(inspect.get_annotations(arguments)) == {"model_name_or_path", "edits", "rewards"}
+
+
+class TestPrompts:
+    def arguments(self, workspace: Path, **kwargs) -> ScriptArguments:
+        return ScriptArguments(dataset_name=str(workspace / "edits.jsonl"), **kwargs)
+
+    def test_edits(self, workspace):
+        dataset = load_prompts(self.arguments(workspace, edits=True), "train")
+        assert list(dataset["prompt"]) == INSTRUCTIONS
+        assert [image.size for image in dataset["image"]] == [SIZES[number % 3] for number in range(5)]
+
+    def test_the_folder_of_images(self, workspace, tmp_path):
+        (tmp_path / "edits.jsonl").write_text((workspace / "edits.jsonl").read_text())
+        arguments = ScriptArguments(dataset_name=str(tmp_path / "edits.jsonl"), edits=True)
+        with pytest.raises(ValueError, match="there is no image"):
+            load_prompts(arguments, "train")
+        arguments.image_folder = str(workspace)
+        assert len(load_prompts(arguments, "train")) == 5
+
+    def test_the_benchmark_is_left_out(self, workspace):
+        arguments = self.arguments(workspace, edits=True, exclude_dataset_name=str(workspace / "benchmark.jsonl"))
+        assert list(load_prompts(arguments, "train")["prompt"]) == INSTRUCTIONS[:4]
+
+    @pytest.mark.parametrize("option", ["image_folder", "exclude_dataset_name"])
+    def test_options_that_are_for_edits(self, workspace, option):
+        with pytest.raises(ValueError, match=f"`--{option}` is .* but is for prompts with `--edits`"):
+            load_prompts(self.arguments(workspace, **{option: str(workspace)}), "train")
+
+
+class TestDoctor:
+    def examine(self, workspace: Path, model: Path, *options: str) -> dict[str, doctor.Row]:
+        arguments = ["--config", str(workspace / "settings.yaml"), "--output_dir", str(workspace / "out")]
+        arguments += ["--model_name_or_path", str(model), "--rewards", "redness", "--guidance_scale", "4"]
+        arguments += [
+            "--resolution_scale",
+            "1",
+            "--height",
+            "32",
+            "--width",
+            "32",
+            "--num_prompts_per_generation",
+            "2",
+        ]
+        return {row.check: row for row in doctor.examine([*arguments, *options], Console(quiet=True))}
+
+    def test_edits_pass(self, workspace, klein):
+        rows = self.examine(workspace, klein, "--edits")
+        assert {name: row.verdict for name, row in rows.items()} == {
+            "versions": "ok",
+            "configuration": "ok",
+            "output folder": "ok",
+            "data": "ok",
+            "rewards": "ok",
+            "model and adapter": "ok",
+            "memory": "ok",
+            "noise-free image": "ok",
+            "ratio": "ok",
+            "saved files": "ok",
+            "reward redness_reward": "ok",
+        }
+        assert not (workspace / "out").exists()
+
+    def test_edits_without_the_option_do_not(self, workspace, klein):
+        rows = self.examine(workspace, klein)
+        assert rows["data"].verdict == "failed"

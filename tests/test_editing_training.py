@@ -1,0 +1,650 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PaCoGRPOTrainer on editing prompts: sizes, what is encoded and how often, rewards, sheets, resuming, and errors."""
+
+import io
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from peft import LoraConfig
+from PIL import Image, ImageDraw
+
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, tiny
+from paco_trl.rewards import EditReward, redness_reward
+from paco_trl.rollout import replay
+from paco_trl.trainer import paco_grpo_trainer, scored_sheets
+from paco_trl.trainer.model_card import render_model_card
+
+
+COLOURS = ["#fa1e96", "#1efa96", "#961efa", "#fa961e", "#1e96fa", "#96fa1e", "#2d2dff"]
+
+# Two prompts a round; sources of at least 64 pixels a side stay as they are
+SETTINGS = {
+    "use_cpu": True,
+    "bf16": False,
+    "height": 32,
+    "width": 32,
+    "resolution_scale": 1.0,
+    "guidance_scale": 4.0,
+    "num_generations": 4,
+    "num_prompts_per_generation": 2,
+    "per_device_train_batch_size": 4,
+    "num_inference_steps": 3,
+    "num_inference_steps_eval": 2,
+    "gradient_checkpointing": False,
+    "max_steps": 2,
+    "learning_rate": 1e-2,
+    "report_to": "none",
+    "save_strategy": "no",
+    "log_completions": False,
+    "disable_tqdm": True,
+}
+
+
+def picture(width: int, height: int, number: int) -> Image.Image:
+    """A box on a ground of one colour each, which are in no other picture."""
+    image = Image.new("RGB", (width, height), COLOURS[number])
+    ImageDraw.Draw(image).rectangle((width // 3, height // 3, width // 2, height // 2), fill=COLOURS[number - 1])
+    return image
+
+
+def edits(*rows: tuple[str, Image.Image], **columns) -> Dataset:
+    """Editing prompts of pairs of an instruction and its source."""
+    prompts, images = zip(*rows, strict=True)
+    return Dataset.from_dict({"prompt": prompts, "image": images, **columns}).cast_column("image", ImageFeature())
+
+
+@pytest.fixture(scope="module")
+def klein(tmp_path_factory) -> str:
+    """A pipeline with true guidance, which can also draw from text alone."""
+    return str(tiny.build_tiny_flux2_klein(tmp_path_factory.mktemp("models") / "tiny-flux2-klein"))
+
+
+@pytest.fixture(scope="module")
+def qwen_edit(tmp_path_factory) -> str:
+    """A pipeline whose text encoder sees the source, and that needs one."""
+    return str(tiny.build_tiny_qwen_image_edit(tmp_path_factory.mktemp("models") / "tiny-qwen-image-edit"))
+
+
+@pytest.fixture(scope="module")
+def kontext(tmp_path_factory) -> str:
+    """A pipeline with guidance distilled into it."""
+    return str(tiny.build_tiny_flux_kontext(tmp_path_factory.mktemp("models") / "tiny-flux-kontext"))
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    """Four edits of three sizes; the first and the last have the same picture, the first two the same instruction."""
+    return edits(
+        ("Paint the house red.", picture(64, 64, 0)),
+        ("Paint the house red.", picture(96, 64, 1)),
+        ("Add a tree.", picture(64, 80, 2)),
+        ("Remove the car.", picture(64, 64, 0)),
+    )
+
+
+def make(model: str, dataset: Dataset, folder: Path, reward_funcs=redness_reward, **kwargs) -> PaCoGRPOTrainer:
+    """A trainer; further arguments are settings, or `eval_dataset` and `eval_reward_funcs` of the trainer."""
+    others = {name: kwargs.pop(name) for name in ("eval_dataset", "eval_reward_funcs") if name in kwargs}
+    return PaCoGRPOTrainer(
+        model=model,
+        reward_funcs=reward_funcs,
+        args=PaCoGRPOConfig(str(folder), **{**SETTINGS, **kwargs}),
+        train_dataset=dataset,
+        peft_config=LoraConfig(
+            r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=["to_q", "to_k", "to_v"]
+        ),
+        **others,
+    )
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    assert first.keys() == second.keys()
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def logs_with(trainer, key: str) -> list:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def watch(trainer) -> list[str]:
+    """What its models do from now on: "text", "image" and "step", for the encoders and the transformer, in order."""
+    events = []
+    for module, event in (
+        (trainer.pipeline.text_encoder, "text"),
+        (trainer.pipeline.vae.encoder, "image"),
+        (trainer.model, "step"),
+    ):
+        module.register_forward_hook(lambda *_, event=event: events.append(event))
+    return events
+
+
+class SpyReward:
+    """Redness, which keeps what it was called with."""
+
+    __name__ = "spy"
+
+    def __init__(self):
+        self.calls: list[dict] = []
+
+    def __call__(self, prompts, completions, **columns):
+        for number, (prompt, image) in enumerate(zip(prompts, completions, strict=True)):
+            values = {name: value[number] for name, value in columns.items() if isinstance(value, list)}
+            self.calls.append({"prompt": prompt, "completion": image, **values})
+        return redness_reward(prompts, completions)
+
+
+@pytest.fixture(scope="module")
+def untouched(klein, dataset, tmp_path_factory) -> PaCoGRPOTrainer:
+    """A run of two rounds on all four edits."""
+    trainer = make(klein, dataset, tmp_path_factory.mktemp("untouched"), max_steps=4)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Dataset:
+    """Sizes of its own, of the source, and a set of panels from a reference image."""
+    return edits(
+        ("Paint the house red.", picture(64, 64, 0)),
+        ("Add a tree.", picture(96, 64, 1)),
+        ("Make it night.", picture(64, 96, 2)),
+        ("Remove the car.", picture(128, 64, 3)),
+        ("A cat from three sides.", picture(128, 64, 4)),
+        ("A dog from both sides.", picture(64, 64, 5)),
+        height=[None, None, None, 40, None, 64],
+        width=[None, None, None, 48, None, 32],
+        rows=[1, 1, 1, 1, 1, 2],
+        cols=[1, 1, 1, 1, 3, 1],
+        panels=[["whole"]] * 4 + [["left", "front", "right"], ["left", "right"]],
+        kind=list("abcdef"),
+    )
+
+
+class TestSizes:
+    # About 64 x 64 pixels with the aspect ratio of the source, in multiples of 4 and of what the panels need
+    INFERENCE = [(64, 64), (52, 80), (80, 52), (40, 48), (44, 96), (64, 32)]
+    TRAINING = [(32, 32), (24, 40), (40, 24), (20, 24), (24, 48), (32, 16)]
+
+    def test_sizes_sources_panels_and_columns(self, klein, mixed, tmp_path):
+        spy = SpyReward()
+        settings = {"height": 64, "width": 64, "resolution_scale": 0.5, "max_steps": 6}
+        trainer = make(klein, mixed, tmp_path, spy, **settings)
+        assert trainer.train_rows.inference_sizes == self.INFERENCE
+        assert trainer.train_rows.training_sizes == self.TRAINING
+        trainer.train()
+        assert len(spy.calls) == 6 * 4
+        assert Counter(call["prompt"] for call in spy.calls) == dict.fromkeys(mixed["prompt"], 4)
+        for call in spy.calls:
+            row = list(mixed["prompt"]).index(call["prompt"])
+            assert call["completion"].size == self.TRAINING[row][::-1]
+            # The source as the user gave it, not as the pipeline reads it
+            assert call["image"].mode == "RGB"
+            assert np.array_equal(np.asarray(call["image"]), np.asarray(mixed[row]["image"]))
+            assert call["kind"] == "abcdef"[row]
+            assert call["panels"] == mixed[row]["panels"]
+            assert len(call["panel_images"]) == len(call["panels"]) == call["rows"] * call["cols"]
+            height, width = self.TRAINING[row]
+            panel = (width // call["cols"], height // call["rows"])
+            assert {image.size for image in call["panel_images"]} == {panel}
+        assert len({call["completion"].size for call in spy.calls}) == 6
+
+    def test_rows_without_a_layout_beside_rows_with_one(self, klein, tmp_path):
+        grids = edits(
+            ("Paint the house red.", picture(64, 64, 0)),
+            ("A dog from both sides.", picture(64, 64, 5)),
+            rows=[None, 1],
+            cols=[None, 2],
+            panels=[None, ["left", "right"]],
+        )
+        spy = SpyReward()
+        make(klein, grids, tmp_path, spy).train()
+        panels = {call["prompt"]: len(call["panel_images"]) for call in spy.calls}
+        assert panels == {"Paint the house red.": 1, "A dog from both sides.": 2}
+
+    def test_several_sources(self, tmp_path):
+        folder = tiny.build_tiny_flux2(tmp_path / "tiny-flux2")
+        rows = [
+            {"prompt": "Put them together.", "images": [picture(64, 64, 0), picture(96, 64, 1)]},
+            {"prompt": "Paint it red.", "images": [picture(64, 96, 2)]},
+        ]
+        spy = SpyReward()
+        trainer = make(str(folder), Dataset.from_list(rows), tmp_path / "out", spy)
+        trainer.train()
+        # The size follows from the first source
+        assert trainer.train_rows.training_sizes == [(32, 32), (40, 28)]
+        assert len(spy.calls) == 8
+        for call in spy.calls:
+            expected = next(row["images"] for row in rows if row["prompt"] == call["prompt"])
+            assert [np.asarray(image).tolist() for image in call["images"]] == [
+                np.asarray(image).tolist() for image in expected
+            ]
+            assert "image" not in call
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+
+
+def run_and_evaluate(model, dataset, folder, **settings) -> list[list[str]]:
+    """The events of a run and of two evaluations after it, which read sources at another size."""
+    evaluation = edits(("Remove the car.", picture(64, 64, 0)), ("Add a dog.", picture(96, 64, 3)))
+    trainer = make(model, dataset, folder, eval_dataset=evaluation, **settings)
+    parts = []
+    events = watch(trainer)
+    trainer.train()
+    for _ in range(2):
+        parts.append(events.copy())
+        events.clear()
+        trainer.evaluate()
+    return [*parts, events]
+
+
+@pytest.fixture(scope="module")
+def klein_events(klein, dataset, tmp_path_factory) -> list[list[str]]:
+    settings = {"height": 64, "width": 64, "resolution_scale": 0.5, "max_steps": 4}
+    return run_and_evaluate(klein, dataset, tmp_path_factory.mktemp("events"), **settings)
+
+
+class TestEncoding:
+    def test_each_source_once_and_before_anything_is_drawn(self, klein_events):
+        training, first, second = klein_events
+        # 2 rounds x 2 micro-batches x (3 steps drawn + 1 trained) x 2 calls
+        assert Counter(training)["step"] == 2 * 2 * 4 * 2
+        assert Counter(training)["image"] == 3
+        assert Counter(first)["image"] == 2  # at full size
+        assert Counter(second)["image"] == 0
+        assert Counter(second)["step"] == 2 * 2 * 2
+        for events in klein_events:
+            steps = [number for number, event in enumerate(events) if event == "step"]
+            assert set(events[steps[0] :]) == {"step"}
+
+    def test_each_prompt_once(self, klein_events):
+        training, first, second = klein_events
+        assert Counter(training)["text"] == 3 + 1  # three instructions, the negative prompt
+        assert Counter(first)["text"] == 1
+        assert Counter(second)["text"] == 0
+
+    def test_each_prompt_once_with_each_source_that_the_text_encoder_sees(self, qwen_edit, tmp_path):
+        pictures = picture(96, 64, 0), picture(64, 96, 1)
+        seen = edits(
+            ("Paint the house red.", pictures[0]),
+            ("Paint the house red.", pictures[1]),
+            ("Add a tree.", pictures[0]),
+            ("Add a tree.", pictures[0]),
+        )
+        trainer = make(
+            qwen_edit,
+            seen,
+            tmp_path,
+            height=1024,
+            width=1024,
+            resolution_scale=1 / 16,
+            negative_prompt=" ",
+            max_steps=4,
+        )
+        events = watch(trainer)
+        trainer.train()
+        assert Counter(events)["image"] == 2
+        assert Counter(events)["text"] == 3 + 2  # the negative prompt with each source
+        assert Counter(events)["step"] == 2 * 2 * 4 * 2
+        assert set(events[events.index("step") :]) == {"step"}
+        assert trainer.train_rows.training_sizes == [(48, 80), (80, 48), (48, 80), (48, 80)]
+
+    def test_truncated_instructions_are_counted_once(self, klein, tmp_path, caplog):
+        long = edits(
+            ("Paint the house red. " * 200, picture(64, 64, 0)),
+            ("Add a tree. " * 300, picture(64, 64, 1)),
+            ("Remove the car.", picture(64, 64, 2)),
+            ("Make it night.", picture(64, 64, 3)),
+        )
+        # The evaluation reads the source at another size, and the instruction as before
+        settings = {"height": 64, "width": 64, "resolution_scale": 0.5, "max_steps": 4}
+        trainer = make(klein, long, tmp_path, eval_dataset=long.select([0]), **settings)
+        with caplog.at_level(logging.WARNING, logger="paco_trl"):
+            trainer.train()
+            trainer.evaluate()
+        found = [record.getMessage() for record in caplog.records if "truncated" in record.getMessage()]
+        assert len(found) == 1
+        assert "For 2 of 4 prompts: " in found[0] and "Flux2KleinPipeline" in found[0]  # the negative one is one
+
+    def test_offloaded_embeddings_give_the_same_weights(self, klein, dataset, untouched, tmp_path):
+        trainer = make(klein, dataset, tmp_path, max_steps=4, offload_embeddings=True)
+        trainer.train()
+        assert are_equal(weights_of(trainer), weights_of(untouched))
+
+
+class TestTraining:
+    def test_the_ratio_is_one_and_weights_move(self, untouched):
+        assert logs_with(untouched, "ratio_deviation_on_policy/step_1") == [0.0, 0.0]
+        assert max(logs_with(untouched, "ratio_deviation/step_1")) > 0
+        moved = [value.abs().max() for name, value in weights_of(untouched).items() if "lora_B" in name]
+        assert len(moved) > 0 and min(moved) > 1e-3  # B begins at 0
+
+    def test_other_sources_give_other_weights(self, klein, dataset, untouched, tmp_path):
+        for name, shift in (("same", 0), ("other", 3)):
+            pictures = [picture(*image.size, place + shift) for place, image in enumerate(dataset["image"])]
+            pictures[3] = pictures[0]  # as in the fixture
+            sources = edits(*zip(dataset["prompt"], pictures, strict=True))
+            trainer = make(klein, sources, tmp_path / name, max_steps=4)
+            trainer.train()
+            assert trainer.train_rows.training_sizes == untouched.train_rows.training_sizes
+            assert are_equal(weights_of(trainer), weights_of(untouched)) == (shift == 0)
+
+    def test_replay_sees_the_source(self, klein, dataset, tmp_path):
+        trainer = make(klein, dataset, tmp_path)
+        trainer.state.max_steps = 2
+        buffer = trainer._generate_and_score_completions(0)
+        assert len(buffer) == 2
+        for entry in buffer:
+            record = entry["record"]
+            own = record.sample.shape[1]
+            assert len(record.calls) == 2
+            for call in record.calls:
+                assert call["hidden_states"].shape[1] >= own + 64 * 64 // 16  # a token for each 4 x 4 pixels
+            with torch.no_grad():
+                arguments = (trainer.model, record, trainer.family, 4.0, entry["sde"])
+                log_prob, _, _ = replay(*arguments)
+                assert torch.equal(log_prob, record.log_prob)
+                for call in record.calls:
+                    tokens = call["hidden_states"].clone()
+                    tokens[:, own:] *= -1
+                    call["hidden_states"] = tokens
+                other, _, _ = replay(*arguments)
+            assert not torch.equal(other, log_prob)
+
+    def test_the_gradient_of_the_unconditional_prediction(self, klein, dataset, untouched, tmp_path):
+        trainer = make(klein, dataset, tmp_path, max_steps=4, detach_unconditional=True)
+        trainer.train()
+        assert logs_with(trainer, "reward")[0] == logs_with(untouched, "reward")[0]
+        assert not are_equal(weights_of(trainer), weights_of(untouched))
+
+    def test_the_edit_reward(self, klein, dataset, tiny_qwen, tmp_path):
+        trainer = make(klein, dataset, tmp_path, EditReward(PaCoReward.from_pretrained(tiny_qwen)))
+        trainer.train()
+        assert logs_with(trainer, "rewards/edit/failure_rate") == [0.0, 0.0]
+        assert 0 < logs_with(trainer, "rewards/edit/mean")[0] < 1
+        assert logs_with(trainer, "rewards/edit/std")[0] > 0
+        assert any(value.abs().max() > 0 for name, value in weights_of(trainer).items() if "lora_B" in name)
+
+
+def num_pixels(sheet: Image.Image, colour: tuple[int, int, int]) -> int:
+    """Pixels of the left half of a sheet that have exactly this colour."""
+    pixels = np.asarray(sheet.convert("RGB"))
+    return int((pixels[:, : pixels.shape[1] // 2] == colour).all(axis=-1).sum())
+
+
+class TestSheets:
+    def test_sheets_show_the_sources(self, klein, dataset, tmp_path, monkeypatch):
+        saved = []
+        names = ("folder", "name", "title", "prompts", "shown", "before", "tracker_name", "step", "callbacks")
+
+        def save(*args):
+            saved.append(dict(zip((*names, "sources"), args, strict=True)))
+            scored_sheets.save_scored_sheet(*args)
+
+        monkeypatch.setattr(paco_grpo_trainer, "save_scored_sheet", save)
+        settings = {"log_completions": True, "eval_dataset": dataset.select([1, 2]), "eval_strategy": "steps"}
+        make(klein, dataset, tmp_path / "out", eval_steps=2, **settings).train()
+        assert [sheet["name"] for sheet in saved] == ["round_00000", "eval_step_000002"]
+        assert saved[1]["before"] is not None
+        for sheet in saved:
+            plain = tmp_path / "plain"
+            scored_sheets.save_scored_sheet(**{**sheet, "folder": plain, "sources": None})
+            name = sheet["name"]
+            lines = (tmp_path / "out" / "contact_sheets" / f"{name}.jsonl").read_text()
+            assert lines == (plain / f"{name}.jsonl").read_text()
+            assert len(lines.splitlines()) == len(sheet["shown"].rewards)
+            with (
+                Image.open(tmp_path / "out" / "contact_sheets" / f"{name}.png") as with_sources,
+                Image.open(plain / f"{name}.png") as without,
+            ):
+                assert with_sources.width > without.width + 100  # a column
+                shown = [list(dataset["prompt"]).index(prompt) for prompt in sheet["prompts"]]
+                assert len(shown) == 2
+                for prompt, source in sheet["sources"].items():
+                    colour = source[0].getpixel((0, 0))
+                    assert num_pixels(with_sources, colour) > 2000, (name, prompt)
+                    assert num_pixels(without, colour) == 0
+        before = json.loads(lines.splitlines()[0])
+        assert {"redness_reward", "redness_reward_before"} <= before.keys()
+
+
+@pytest.fixture(scope="module")
+def saving() -> dict:
+    evaluation = edits(("Add a dog.", picture(96, 64, 3)), ("Make it night.", picture(64, 64, 4)))
+    return {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": evaluation,
+    }
+
+
+def drawn(trainer) -> list[bool]:
+    """For each image drawn from now on, whether it is of an evaluation."""
+    draws, draw = [], trainer.policy.draw
+
+    def keep(*args, **kwargs):
+        draws.append(kwargs.get("sde") is None)
+        return draw(*args, **kwargs)
+
+    trainer.policy.draw = keep
+    return draws
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(klein, dataset, saving, tmp_path_factory):
+    trainer = make(klein, dataset, tmp_path_factory.mktemp("run"), **saving)
+    trainer.draws = drawn(trainer)
+    trainer.train()
+    return trainer
+
+
+class TestEvaluationAndResuming:
+    def test_the_baseline_is_drawn_once(self, uninterrupted):
+        # Two images each: the baseline, and the evaluations after two and four steps
+        assert sum(uninterrupted.draws) == 2 * 3
+        assert len(logs_with(uninterrupted, "eval_reward")) == 2
+        assert len(set(logs_with(uninterrupted, "eval_reward_baseline"))) == 1
+        assert len(set(logs_with(uninterrupted, "eval_reward"))) == 2
+
+    def test_resumed_equals_uninterrupted(self, klein, dataset, saving, uninterrupted, untouched, tmp_path):
+        assert are_equal(weights_of(uninterrupted), weights_of(untouched))  # evaluations change nothing
+        checkpoint = Path(uninterrupted.args.output_dir) / "checkpoint-2"
+        # In the folder of the run, whose baseline is there; read anew from files, as by another process
+        trainer = make(klein, dataset, Path(uninterrupted.args.output_dir), **saving)
+        draws = drawn(trainer)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert trainer.state.global_step == 4
+        assert sum(draws) == 2 and len(draws) == 2 + 2
+        assert are_equal(weights_of(trainer), weights_of(uninterrupted))
+        for key in ("eval_reward", "eval_reward_baseline", "reward"):
+            assert logs_with(trainer, key) == logs_with(uninterrupted, key)
+
+    def test_another_dataset_of_sources_is_refused(self, klein, dataset, saving, uninterrupted):
+        checkpoint = str(Path(uninterrupted.args.output_dir) / "checkpoint-2")
+        images = [image.crop((0, 0, image.width, 64)) for image in dataset["image"]]
+        assert [image.size for image in images] != [image.size for image in dataset["image"]]
+        others = edits(*zip(dataset["prompt"], images, strict=True))
+        trainer = make(klein, others, Path(uninterrupted.args.output_dir) / "elsewhere", **saving)
+        with pytest.raises(ValueError, match="dataset"):
+            trainer.train(resume_from_checkpoint=checkpoint)
+
+    def test_a_baseline_of_other_sources_is_drawn_anew(self, klein, dataset, saving, uninterrupted, tmp_path):
+        key = paco_grpo_trainer.baseline_key
+        names = uninterrupted.eval_reward_func_names
+        (rows,) = uninterrupted._eval_rows
+        again = paco_grpo_trainer.PromptRows(saving["eval_dataset"], uninterrupted.args, "the dataset")
+        again.measure(uninterrupted.pipeline, uninterrupted.family)
+        assert key(uninterrupted, names, again) == key(uninterrupted, names, rows)
+        others = edits(("Add a dog.", picture(96, 64, 2)), ("Make it night.", picture(64, 64, 4)))
+        other_rows = paco_grpo_trainer.PromptRows(others, uninterrupted.args, "the dataset")
+        other_rows.measure(uninterrupted.pipeline, uninterrupted.family)
+        assert other_rows.inference_sizes == rows.inference_sizes
+        assert key(uninterrupted, names, other_rows) != key(uninterrupted, names, rows)
+
+
+class TestModelCard:
+    def test_card(self, klein, dataset, untouched, tmp_path):
+        card = str(render_model_card(untouched))
+        assert "pipeline_tag: image-to-image" in card
+        assert 'against the negative prompt ""' in card
+        assert "belong together" not in card and "copies of one another" not in card
+        assert "change in an image what an instruction says and nothing else" in card
+        other = str(render_model_card(make(klein, dataset, tmp_path, negative_prompt='blurred "art"')))
+        assert "negative prompt" in other and "blurred" in other
+
+    def test_card_of_image_sets(self, make_trainer):
+        card = str(render_model_card(make_trainer()))
+        assert "pipeline_tag: text-to-image" in card
+        assert "belong together" in card and "negative prompt" not in card
+
+
+def as_file(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    return str(path)
+
+
+def png(width: int = 64, height: int = 64) -> bytes:
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class TestDataErrors:
+    """The model's path does not exist: what is wrong with the data is found before."""
+
+    def of_files(self, *paths: str | None) -> Dataset:
+        return edits(*((f"Paint number {number}.", path) for number, path in enumerate(paths)))
+
+    def refuse(self, dataset: Dataset, folder: Path, *parts: str, **kwargs) -> None:
+        with pytest.raises(ValueError) as error:
+            make("/nowhere/model", dataset, folder, **kwargs)
+        for part in parts:
+            assert part in str(error.value)
+
+    def test_the_twin_gets_as_far_as_the_model(self, dataset, tmp_path):
+        with pytest.raises(Exception, match="/nowhere/model"):
+            make("/nowhere/model", dataset, tmp_path)
+
+    def test_files(self, tmp_path):
+        good = as_file(tmp_path / "good.png", png())
+        bad = as_file(tmp_path / "bad.png", b"this is no image, but long enough for a header" * 4)
+        short = as_file(tmp_path / "short.png", png()[:20])
+        folder = tmp_path / "out"
+        self.refuse(self.of_files(good, None), folder, "Row 1 of the dataset: its source image is None")
+        self.refuse(self.of_files(good, good, bad), folder, "Row 2 of the dataset", "cannot be read", bad)
+        self.refuse(self.of_files(good, short), folder, "Row 1 of the dataset", "cannot be read", short)
+        missing = str(tmp_path / "missing.png")
+        self.refuse(self.of_files(missing, good), folder, "Row 0 of the dataset", missing, "no such file")
+        evaluation = {"eval_dataset": self.of_files(good, missing)}
+        self.refuse(self.of_files(good, good), folder, "Row 1 of the dataset 'evaluation'", missing, **evaluation)
+
+    def test_sizes_of_sets(self, tmp_path):
+        grids = edits(
+            *((prompt, picture(64, 64, 0)) for prompt in ("One.", "Two.")),
+            height=[32, 32],
+            width=[32, 32],
+            rows=[1, 1],
+            cols=[1, 3],
+            panels=[["a"], ["a", "b", "c"]],
+        )
+        self.refuse(grids, tmp_path, "Row 1 of the dataset", "32")
+
+    def test_rewards_without_their_column(self, tiny_qwen, tmp_path):
+        reward = EditReward(PaCoReward.from_pretrained(tiny_qwen))
+        rows = [{"prompt": f"Edit {number}.", "images": [picture(64, 64, 0)]} for number in range(2)]
+        self.refuse(
+            Dataset.from_list(rows), tmp_path, "The reward 'edit' needs the column `image`", reward_funcs=reward
+        )
+        sets = Dataset.from_list([{"prompt": f"Set {n}.", "rows": 1, "cols": 1, "panels": ["a"]} for n in range(2)])
+        self.refuse(sets, tmp_path, "The reward 'edit' needs the column `image`", reward_funcs=reward)
+
+    def test_pixels_that_are_cut_short(self, klein, tmp_path):
+        good = as_file(tmp_path / "good.png", png())
+        cut = as_file(tmp_path / "cut.png", png()[:-4000])  # the header is whole
+        trainer = make(klein, self.of_files(good, cut), tmp_path / "out")
+        events = watch(trainer)
+        with pytest.raises(ValueError, match="Row 1 of the dataset.* cannot be read") as error:
+            trainer.train()
+        assert cut in str(error.value)
+        assert "step" not in events
+
+
+class TestModelErrors:
+    """What needs the model is found when the trainer is made."""
+
+    def test_a_pipeline_that_draws_from_text(self, tiny_flux, dataset, tmp_path):
+        with pytest.raises(ValueError, match="Row 0 of the dataset has 1 source image.* FluxPipeline takes none"):
+            make(str(tiny_flux), dataset, tmp_path)
+
+    def test_a_pipeline_that_edits(self, qwen_edit, prompts, tmp_path):
+        with pytest.raises(
+            ValueError, match="QwenImageEditPipeline edits images, but the dataset has no source images"
+        ):
+            make(qwen_edit, prompts, tmp_path, height=64, width=64, negative_prompt=" ")
+
+    def test_more_sources_than_the_pipeline_takes(self, klein, tmp_path):
+        def with_sources(*counts: int) -> Dataset:
+            return Dataset.from_list(
+                [
+                    {"prompt": f"Edit {n}.", "images": [picture(64, 64, k) for k in range(count)]}
+                    for n, count in enumerate(counts)
+                ]
+            )
+
+        make(klein, with_sources(1, 4), tmp_path)
+        with pytest.raises(ValueError, match="Row 1 of the dataset has 5 source image.* takes at most 4"):
+            make(klein, with_sources(1, 5), tmp_path)
+        with pytest.raises(ValueError, match="Row 2 of the dataset 'evaluation' has 5 source image"):
+            make(klein, with_sources(1, 4), tmp_path, eval_dataset=with_sources(1, 2, 5))
+
+    def test_micro_batches_that_cross_prompts(self, klein, tmp_path):
+        same_size = edits(*((f"Edit {number}.", picture(64, 64, number)) for number in range(4)))
+        make(klein, same_size, tmp_path, per_device_train_batch_size=2)
+        with pytest.raises(ValueError, match="source images of its own.*`per_device_train_batch_size`"):
+            make(klein, same_size, tmp_path, num_prompts_per_generation=4, per_device_train_batch_size=8)
+
+    @pytest.mark.parametrize(
+        ("pipeline", "settings", "option"),
+        [
+            ("klein", {"guidance_scale": 1.0, "negative_prompt": "blurred"}, "negative_prompt"),
+            ("klein", {"guidance_scale": 1.0, "detach_unconditional": True}, "detach_unconditional"),
+            ("distilled", {"guidance_scale": 4.0}, "guidance_scale"),
+            ("kontext", {"guidance_scale": 2.5, "negative_prompt": "blurred"}, "negative_prompt"),
+            ("kontext", {"guidance_scale": 2.5, "detach_unconditional": True}, "detach_unconditional"),
+            ("qwen_edit", {"guidance_scale": 4.0}, "guidance_scale"),
+            ("qwen_edit", {"guidance_scale": 1.0, "negative_prompt": " "}, "negative_prompt"),
+        ],
+    )
+    def test_guidance_that_would_be_ignored(self, request, pipeline, settings, option, dataset, tmp_path):
+        if pipeline == "distilled":
+            folder = str(tiny.build_tiny_flux2_klein(tmp_path / "distilled", is_distilled=True))
+        else:
+            folder = request.getfixturevalue(pipeline)
+        with pytest.raises(ValueError, match=f"^`{option}`"):
+            make(folder, dataset, tmp_path / "out", **settings)
+
+    @pytest.mark.parametrize(
+        ("pipeline", "settings"),
+        [
+            ("klein", {"guidance_scale": 4.0, "negative_prompt": "blurred", "detach_unconditional": True}),
+            ("klein", {"guidance_scale": 1.0}),
+            ("kontext", {"guidance_scale": 2.5}),
+            ("qwen_edit", {"guidance_scale": 4.0, "negative_prompt": " ", "detach_unconditional": True}),
+            ("qwen_edit", {"guidance_scale": 1.0}),
+        ],
+    )
+    def test_guidance_that_works(self, request, pipeline, settings, dataset, tmp_path):
+        make(request.getfixturevalue(pipeline), dataset, tmp_path, **settings)
