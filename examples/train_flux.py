@@ -30,9 +30,10 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.commands.script_arguments import (
     ScriptArguments,
     get_peft_config,
+    load_eval_prompts,
     load_eval_rewards,
-    load_prompts,
     load_rewards,
+    load_train_prompts,
 )
 from paco_trl.utils.processes import end_training
 
@@ -41,10 +42,8 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     ################
     # Dataset
     ################
-    train_dataset = load_prompts(script_args, script_args.dataset_split)
-    eval_dataset = None
-    if script_args.eval_split is not None:
-        eval_dataset = load_prompts(script_args, script_args.eval_split)
+    train_dataset = load_train_prompts(script_args)
+    eval_dataset = load_eval_prompts(script_args)
 
     reward_funcs = load_rewards(script_args)
 

@@ -8,12 +8,13 @@ Trains a LoRA on FLUX.1-Kontext with PaCo-GRPO, to change in a picture what an i
 `train_flux.py` with the paper's settings for this model: 8 steps, noise 0.9, guidance 2.5, trained at 384 pixels for
 images of 1024, rewarded by the judge's edit score. It takes the same options.
 
-    python examples/train_flux_kontext.py --dataset_name user/edit-prompts --output_dir paco-kontext
+    python examples/train_flux_kontext.py --dataset_name user/edit-prompts --max_steps 200 --output_dir paco-kontext
 
 ShareGPT-4o-Image, without the pictures of GEdit-Bench:
 
     python examples/train_flux_kontext.py --dataset_name ShareGPT-4o-Image/text_and_image_to_image.json \
-        --image_folder ShareGPT-4o-Image --exclude_dataset_name stepfun-ai/GEdit-Bench --output_dir paco-kontext
+        --image_folder ShareGPT-4o-Image --exclude_dataset_name stepfun-ai/GEdit-Bench --max_steps 200 \
+        --output_dir paco-kontext
 
 Several GPUs, DeepSpeed ZeRO-3:
 
@@ -35,6 +36,9 @@ class KontextArguments(ScriptArguments):
         default="black-forest-labs/FLUX.1-Kontext-dev", metadata={"help": "Hub id or folder of the pipeline."}
     )
     edits: bool = field(default=True, metadata={"help": "Whether the prompts are instructions with source images."})
+    max_source_images: int | None = field(
+        default=1, metadata={"help": "Largest number of source images of a row; the pipeline takes one."}
+    )
     rewards: list[str] = field(
         default_factory=lambda: ["edit"], metadata={"help": "Rewards, as in `train_flux.py` (paper: edit)."}
     )
@@ -47,6 +51,10 @@ class KontextConfig(PaCoGRPOConfig):
     guidance_scale: float = field(default=2.5, metadata={"help": "Guidance scale (paper)."})
     resolution_scale: float = field(
         default=0.375, metadata={"help": "Factor per side from inference to training: 384 for 1024 (paper)."}
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={"help": "How several rewards become one. The paper has one here, and tames none."},
     )
 
 

@@ -8,7 +8,8 @@ Trains a LoRA on Qwen-Image-Edit with PaCo-GRPO, to change in a picture what an 
 `train_flux.py` with the paper's settings for this model: 10 steps of which steps 1 to 4 are stochastic, noise 1.0, true
 guidance 4.0, trained at 384 pixels for images of 1024, rewarded by the judge's edit score. It takes the same options.
 
-    python examples/train_qwen_image_edit.py --dataset_name user/edit-prompts --output_dir paco-qwen-image-edit
+    python examples/train_qwen_image_edit.py --dataset_name user/edit-prompts --max_steps 200 \
+        --output_dir paco-qwen-image-edit
 
 `Qwen/Qwen-Image-Edit-2509` and its successors take up to three source images a prompt, in a column `images`.
 
@@ -51,6 +52,10 @@ class QwenImageEditConfig(PaCoGRPOConfig):
     )
     resolution_scale: float = field(
         default=0.375, metadata={"help": "Factor per side from inference to training: 384 for 1024 (paper)."}
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={"help": "How several rewards become one. The paper has one here, and tames none."},
     )
 
 

@@ -474,6 +474,20 @@ class TestShareGPT4oImage:
         assert dataset[2]["image"].tobytes() == picture(2).tobytes()
         check_edit_columns(dataset)
 
+    def test_rows_with_too_many_sources_are_left_out(self, rows, tmp_path, caplog):
+        rows[1]["input_image"].append("image/v2v_0.png")
+        dataset = convert_sharegpt_4o_image(rows, tmp_path, max_images=1)
+        assert dataset.column_names == ["id", "prompt", "image"] and len(dataset) == 2
+        assert "1 row(s) with more than 1 source image(s)" in caplog.text
+        (tmp_path / "rows.json").write_text(json.dumps(rows))
+        assert len(load_edit_prompts(tmp_path / "rows.json")) == 3
+        assert len(load_edit_prompts(tmp_path / "rows.json", max_images=1)) == 2
+        # Of other data the column stays
+        load_edit_prompts(tmp_path / "rows.json").save_to_disk(tmp_path / "saved")
+        assert load_edit_prompts(tmp_path / "saved", max_images=1)["prompt"][:] == ["Edit 0.", "Edit 2."]
+        with pytest.raises(ValueError, match="more than 0 source image"):
+            load_edit_prompts(tmp_path / "saved", max_images=0)
+
     def test_several_sources(self, rows, tmp_path):
         rows[1]["input_image"].append("image/v2v_0.png")
         dataset = convert_sharegpt_4o_image(rows, tmp_path)
@@ -596,9 +610,16 @@ class TestDisjoint:
 
 def test_the_blocks_of_the_page_run(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
-    assert len(blocks) == 3
+    # That of the image folder needs the pictures that the text describes
+    folder = next(number for number, code in enumerate(blocks) if "imagefolder" in code)
+    assert len(blocks) == 4
     for number, code in enumerate(blocks):
         (tmp_path / str(number)).mkdir()
+        if number == folder:
+            pictures = tmp_path / str(number) / "pictures"
+            pictures.mkdir()
+            write(pictures / "car.png", picture(0))
+            (pictures / "metadata.jsonl").write_text('{"file_name": "car.png", "prompt": "Paint the car green."}\n')
         monkeypatch.chdir(tmp_path / str(number))
         exec(code, {"__name__": "__main__"})
     assert capsys.readouterr().out == "(64, 48)\n2 rows are left\n"

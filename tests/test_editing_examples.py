@@ -17,7 +17,13 @@ from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, tiny
 from paco_trl.commands import doctor
-from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config, load_prompts
+from paco_trl.commands.script_arguments import (
+    ScriptArguments,
+    get_peft_config,
+    load_eval_prompts,
+    load_train_prompts,
+)
+from paco_trl.data import load_edit_prompts
 from test_examples import CONFIGS, ROOT, free_port, run
 
 
@@ -209,6 +215,7 @@ class TestDefaults:
         "learning_rate": 3e-4,
         "epsilon": 1e-4,
         "advantage_clip": 5.0,
+        "multi_objective_aggregation": "sum_then_normalize",
         "beta": 0.0,
         "per_device_train_batch_size": 1,
     }
@@ -262,7 +269,9 @@ class TestDefaults:
     def test_nothing_else_is_set(self, arguments, config, name, settings):
         assert issubclass(arguments, ScriptArguments) and issubclass(config, PaCoGRPOConfig)
         assert set(inspect.get_annotations(config)) <= {*settings, *self.COMMON}
-        assert set(inspect.get_annotations(arguments)) == {"model_name_or_path", "edits", "rewards"}
+        assert set(inspect.get_annotations(arguments)) - {"max_source_images"} == {
+            "model_name_or_path", "edits", "rewards"
+        }  # fmt: skip
 
 
 class TestPrompts:
@@ -270,7 +279,7 @@ class TestPrompts:
         return ScriptArguments(dataset_name=str(workspace / "edits.jsonl"), **kwargs)
 
     def test_edits(self, workspace):
-        dataset = load_prompts(self.arguments(workspace, edits=True), "train")
+        dataset = load_train_prompts(self.arguments(workspace, edits=True))
         assert list(dataset["prompt"]) == INSTRUCTIONS
         assert [image.size for image in dataset["image"]] == [SIZES[number % 3] for number in range(5)]
 
@@ -278,18 +287,28 @@ class TestPrompts:
         (tmp_path / "edits.jsonl").write_text((workspace / "edits.jsonl").read_text())
         arguments = ScriptArguments(dataset_name=str(tmp_path / "edits.jsonl"), edits=True)
         with pytest.raises(ValueError, match="there is no image"):
-            load_prompts(arguments, "train")
+            load_train_prompts(arguments)
         arguments.image_folder = str(workspace)
-        assert len(load_prompts(arguments, "train")) == 5
+        assert len(load_train_prompts(arguments)) == 5
 
     def test_the_benchmark_is_left_out(self, workspace):
         arguments = self.arguments(workspace, edits=True, exclude_dataset_name=str(workspace / "benchmark.jsonl"))
-        assert list(load_prompts(arguments, "train")["prompt"]) == INSTRUCTIONS[:4]
+        assert list(load_train_prompts(arguments)["prompt"]) == INSTRUCTIONS[:4]
+
+    def test_evaluation(self, workspace):
+        assert load_eval_prompts(self.arguments(workspace, edits=True)) is None
+        assert len(load_eval_prompts(self.arguments(workspace, edits=True, eval_split="train"))) == 5
+        with pytest.raises(ValueError, match="`--eval_split` is 'test', but .*edits.jsonl' is a file"):
+            load_eval_prompts(self.arguments(workspace, edits=True, eval_split="test"))
+        # The benchmark is left out of the training only
+        benchmark = str(workspace / "benchmark.jsonl")
+        arguments = self.arguments(workspace, edits=True, eval_dataset_name=benchmark, exclude_dataset_name=benchmark)
+        assert len(load_eval_prompts(arguments)) == len(load_edit_prompts(benchmark)) > 0
 
     @pytest.mark.parametrize("option", ["image_folder", "exclude_dataset_name"])
     def test_options_that_are_for_edits(self, workspace, option):
         with pytest.raises(ValueError, match=f"`--{option}` is .* but is for prompts with `--edits`"):
-            load_prompts(self.arguments(workspace, **{option: str(workspace)}), "train")
+            load_train_prompts(self.arguments(workspace, **{option: str(workspace)}))
 
 
 class TestDoctor:

@@ -479,6 +479,12 @@ class TestEvaluationAndResuming:
         trainer = make(klein, others, Path(uninterrupted.args.output_dir) / "elsewhere", **saving)
         with pytest.raises(ValueError, match="dataset"):
             trainer.train(resume_from_checkpoint=checkpoint)
+        # Of the same sizes
+        images = [Image.effect_noise(image.size, 50).convert("RGB") for image in dataset["image"]]
+        others = edits(*zip(dataset["prompt"], images, strict=True))
+        trainer = make(klein, others, Path(uninterrupted.args.output_dir) / "elsewhere", **saving)
+        with pytest.raises(ValueError, match="dataset"):
+            trainer.train(resume_from_checkpoint=checkpoint)
 
     def test_a_baseline_of_other_sources_is_drawn_anew(self, klein, dataset, saving, uninterrupted, tmp_path):
         key = paco_grpo_trainer.baseline_key
@@ -501,6 +507,7 @@ class TestModelCard:
         assert 'against the negative prompt ""' in card
         assert "belong together" not in card and "copies of one another" not in card
         assert "change in an image what an instruction says and nothing else" in card
+        assert 'pipe(image=load_image("source.png"), prompt="Paint the car red.", guidance_scale=4.0)' in card
         other = str(render_model_card(make(klein, dataset, tmp_path, negative_prompt='blurred "art"')))
         assert "negative prompt" in other and "blurred" in other
 
@@ -564,10 +571,6 @@ class TestDataErrors:
 
     def test_rewards_without_their_column(self, tiny_qwen, tmp_path):
         reward = EditReward(PaCoReward.from_pretrained(tiny_qwen))
-        rows = [{"prompt": f"Edit {number}.", "images": [picture(64, 64, 0)]} for number in range(2)]
-        self.refuse(
-            Dataset.from_list(rows), tmp_path, "The reward 'edit' needs the column `image`", reward_funcs=reward
-        )
         sets = Dataset.from_list([{"prompt": f"Set {n}.", "rows": 1, "cols": 1, "panels": ["a"]} for n in range(2)])
         self.refuse(sets, tmp_path, "The reward 'edit' needs the column `image`", reward_funcs=reward)
 
@@ -594,6 +597,13 @@ class TestModelErrors:
             ValueError, match="QwenImageEditPipeline edits images, but the dataset has no source images"
         ):
             make(qwen_edit, prompts, tmp_path, height=64, width=64, negative_prompt=" ")
+
+    @pytest.mark.parametrize(("width", "height"), [(63, 100), (64, 513)])
+    def test_a_source_that_the_pipeline_refuses(self, klein, tmp_path, width, height):
+        good = ("Paint it red.", picture(64, 512, 0))
+        make(klein, edits(good, good), tmp_path)
+        with pytest.raises(ValueError, match=f"Row 1 of the dataset: its source image has {width} x {height} pixels"):
+            make(klein, edits(good, ("Paint it red.", picture(width, height, 1))), tmp_path)
 
     def test_more_sources_than_the_pipeline_takes(self, klein, tmp_path):
         def with_sources(*counts: int) -> Dataset:

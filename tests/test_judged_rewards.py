@@ -582,6 +582,22 @@ class TestEdit:
         rewards = self.call(EditReward(any_judge))
         assert rewards == close(expected) and abs(rewards[0] - rewards[1]) > 0.01
 
+    def test_several_sources_are_averaged(self, any_judge):
+        alone = [self.call(EditReward(any_judge)), self.call(EditReward(any_judge), self.SOURCES[::-1])]
+        several = [self.SOURCES, self.SOURCES[:1]]
+        rewards = EditReward(any_judge)(self.INSTRUCTIONS, self.EDITED, images=several)
+        rewards = asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
+        assert abs(alone[0][0] - alone[1][0]) > 0.01
+        assert rewards == close([(alone[0][0] + alone[1][0]) / 2, alone[1][1]])
+
+    def test_a_large_source_is_shrunk_for_the_judge(self, server, served_judge):
+        large = Image.new("RGB", (4000, 1000), (200, 200, 200))
+        self.call(EditReward(served_judge), [large, self.SOURCES[1]])
+        sizes = sorted(pictures_of(body)[0][0].size for body in server.requests)
+        # Then rounded to whole patches
+        assert sizes[-1][0] * sizes[-1][1] == pytest.approx(2_097_152, rel=0.01)
+        assert sizes[0] == self.SOURCES[1].size and large.size == (4000, 1000)
+
     def test_the_source_is_first(self, server, served_judge):
         self.call(EditReward(served_judge))
         sent = [pictures_of(body) for body in server.requests]

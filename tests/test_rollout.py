@@ -447,6 +447,25 @@ class TestRecordedArguments:
         assert len(taken) == 2
 
 
+class TestSignature:
+    def test_an_argument_that_the_pipeline_does_not_take_is_named_before_drawing(self, tiny_flux):
+        class NewerFamily(FluxFamily):
+            def call_arguments(self, *args):
+                return super().call_arguments(*args) | {"fidelity": 1.0}
+
+        build_policy(tiny_flux, FluxFamily())
+        with pytest.raises(TypeError, match="FluxPipeline.__call__ of diffusers .* takes no argument `fidelity`"):
+            build_policy(tiny_flux, NewerFamily())
+
+    def test_an_image_of_another_size_is_an_error(self, tiny_flux, prompt_arguments):
+        class SmallFamily(FluxFamily):
+            def call_arguments(self, height, width, *args):
+                return super().call_arguments(height // 2, width, *args)
+
+        with pytest.raises(RuntimeError, match="asked for images of 32 x 32 pixels and drew 32 x 16"):
+            draw(build_policy(tiny_flux, SmallFamily()), prompt_arguments, None)
+
+
 class TestCastFloatingInputs:
     class Recorder(nn.Module):
         def forward(self, *args, **kwargs):
@@ -454,9 +473,11 @@ class TestCastFloatingInputs:
 
     def test_casts_floats_and_leaves_the_rest(self):
         module = self.Recorder()
-        inputs = (torch.ones(2), torch.arange(2), torch.tensor([True, False]))
+        inputs = (torch.ones(2, 1), torch.arange(2), torch.tensor([True, False]))
+        times = torch.tensor([857.69, 602.15])  # bf16 has 856 and 604
         keywords = {
-            "nested": {"deep": [torch.ones(3, dtype=torch.float64), torch.arange(3)]},
+            "nested": {"deep": [torch.ones(3, 1, dtype=torch.float64), torch.arange(3)]},
+            "times": times,
             "text": "a",
             "none": None,
         }
@@ -470,6 +491,7 @@ class TestCastFloatingInputs:
         deep = received["nested"]["deep"]
         assert deep[0].dtype == torch.bfloat16 and deep[1].dtype == torch.int64
         assert received["text"] == "a" and received["none"] is None
+        assert received["times"] is times
         assert keywords["nested"]["deep"][0].dtype == torch.float64  # the caller's own are left alone
 
     def test_a_bf16_policy_takes_float32_latents_and_replays_them(self, tiny_flux, prompt_arguments):

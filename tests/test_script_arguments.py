@@ -48,7 +48,7 @@ def test_rewards_without_a_judge(clip):
     assert load_eval_rewards(arguments, loaded) is None
     evaluation = load_eval_rewards(dataclasses.replace(arguments, eval_rewards=["layout", "clip_t"]), loaded)
     assert evaluation[1] is loaded[0] and evaluation[0] is loaded[3]  # loaded once
-    with pytest.raises(ValueError, match="Unknown reward 'clip': `--rewards` takes consistency, clip_t"):
+    with pytest.raises(ValueError, match="Unknown reward 'clip': `--rewards` takes consistency, edit, clip_t"):
         load_reward("clip", arguments)
 
 

@@ -32,7 +32,14 @@ from ..trainer.prompt_rows import PromptRows
 from ..trainer.reward_calls import check_required, check_reward_functions, check_reward_weights
 from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
 from .report import COLOURS, FAILED, OK, SKIPPED, WARNING, Row, coloured, report
-from .script_arguments import ScriptArguments, get_peft_config, load_eval_rewards, load_prompts, load_rewards
+from .script_arguments import (
+    ScriptArguments,
+    get_peft_config,
+    load_eval_prompts,
+    load_eval_rewards,
+    load_rewards,
+    load_train_prompts,
+)
 from .studio import Drawing, Studio
 
 
@@ -170,10 +177,10 @@ def check_output_folder(patient: Patient) -> Row:
 def check_data(patient: Patient) -> Row:
     """The prompts, their sizes, and whether there are enough of them."""
     script_args, args = patient.script_args, patient.args
-    dataset = load_prompts(script_args, script_args.dataset_split)
+    dataset = load_train_prompts(script_args)
     findings = [_examine_prompts(dataset, args, "the dataset")]
-    if script_args.eval_split is not None:
-        patient.eval_dataset = load_prompts(script_args, script_args.eval_split)
+    patient.eval_dataset = load_eval_prompts(script_args)
+    if patient.eval_dataset is not None:
         findings.append("Evaluation: " + _examine_prompts(patient.eval_dataset, args, "the evaluation dataset"))
     faults, remedies = [], []
     if patient.eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
@@ -344,11 +351,16 @@ def check_memory(patient: Patient) -> Row:
         ),
         0 if getattr(args, "offload_embeddings", False) else num_embeddings,
         sum(tensor.numel() for tensor in embeddings.values()),
-        latents_per_step=3 if args.loss_type == "grpo_guard" else 2,
+        # With source images the transformer's input is recorded too, which is another tensor than the sample
+        latents_per_step=(3 if args.loss_type == "grpo_guard" else 2) + (2 if trainer.train_rows.sources else 0),
     )
     zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin is not None else None
     is_full = not isinstance(trainer.model, PeftModel)
-    encoders = {name: weights_bytes(getattr(pipeline, name)) for name in trainer.family.text_encoders}
+    encoders = {
+        name: weights_bytes(encoder)
+        for name in trainer.family.text_encoders
+        if (encoder := getattr(pipeline, name)) is not None  # Stable Diffusion 3.5 runs without T5
+    }
     estimate = estimate_memory(
         weights_bytes(trainer.model, trainable=False),
         sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),

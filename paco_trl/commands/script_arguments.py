@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from datasets import Dataset
 from peft import LoraConfig
@@ -24,12 +25,16 @@ class ScriptArguments:
             converted.
         dataset_split (`str`, *optional*, defaults to `"train"`):
             Split to train on.
+        eval_dataset_name (`str`, *optional*):
+            Prompts to evaluate on, as `dataset_name`. If `None`, those of `dataset_name`.
         eval_split (`str`, *optional*):
-            Split of the same dataset to evaluate on.
+            Split to evaluate on. If `None`, `train` of `eval_dataset_name`, and nothing is evaluated without one.
         edits (`bool`, *optional*, defaults to `False`):
             Whether the prompts are instructions with source images, and not those of image sets.
         image_folder (`str`, *optional*):
             Folder that the paths of source images are relative to. If `None`, the folder of the file that names them.
+        max_source_images (`int`, *optional*):
+            Largest number of source images of a row; rows with more are left out. If `None`, all are kept.
         exclude_dataset_name (`str`, *optional*):
             Editing prompts that must not be trained on, such as a benchmark's: rows with one of its source images are
             left out.
@@ -75,7 +80,17 @@ class ScriptArguments:
         },
     )
     dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    eval_split: str | None = field(default=None, metadata={"help": "Split of the same dataset to evaluate on."})
+    eval_dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Prompts to evaluate on, as `dataset_name`. If `None`, those of `dataset_name`."},
+    )
+    eval_split: str | None = field(
+        default=None,
+        metadata={
+            "help": "Split to evaluate on. If `None`, `train` of `eval_dataset_name`, and nothing is evaluated without "
+            "one."
+        },
+    )
     edits: bool = field(
         default=False,
         metadata={"help": "Whether the prompts are instructions with source images, and not those of image sets."},
@@ -85,6 +100,12 @@ class ScriptArguments:
         metadata={
             "help": "Folder that the paths of source images are relative to. If `None`, the folder of the file that "
             "names them."
+        },
+    )
+    max_source_images: int | None = field(
+        default=None,
+        metadata={
+            "help": "Largest number of source images of a row; rows with more are left out. If `None`, all are kept."
         },
     )
     exclude_dataset_name: str | None = field(
@@ -168,15 +189,13 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
 }
 
 
-def load_prompts(script_args: ScriptArguments, split: str) -> Dataset:
+def load_train_prompts(script_args: ScriptArguments) -> Dataset:
     """
-    Loads a split of the dataset that the arguments name.
+    Loads the prompts to train on.
 
     Args:
         script_args ([`ScriptArguments`]):
             Arguments.
-        split (`str`):
-            Split.
 
     Returns:
         [`~datasets.Dataset`].
@@ -186,17 +205,52 @@ def load_prompts(script_args: ScriptArguments, split: str) -> Dataset:
     """
     if script_args.dataset_name is None:
         raise ValueError("`--dataset_name` is missing: a Hub id, a folder or a JSON-lines file of prompts.")
+    return _load_prompts(script_args, script_args.dataset_name, script_args.dataset_split)
+
+
+def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
+    """
+    Loads the prompts to evaluate on.
+
+    Args:
+        script_args ([`ScriptArguments`]):
+            Arguments.
+
+    Returns:
+        [`~datasets.Dataset`], or `None` if none are named.
+
+    Raises:
+        ValueError: the split is of a file, which has one.
+    """
+    name, split = script_args.eval_dataset_name, script_args.eval_split
+    if split is None and name is None:
+        return None
+    if name is None:
+        name = script_args.dataset_name
+        if name is not None and Path(name).is_file() and split != script_args.dataset_split:
+            raise ValueError(
+                f"`--eval_split` is {split!r}, but '{name}' is a file, whose rows are all trained on: it has no other "
+                "split. Name another file with `--eval_dataset_name`."
+            )
+    return _load_prompts(script_args, name, split or "train", is_training=False)
+
+
+def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
     if not script_args.edits:
-        for name in ("image_folder", "exclude_dataset_name"):
-            if getattr(script_args, name) is not None:
-                raise ValueError(f"`--{name}` is {getattr(script_args, name)!r}, but is for prompts with `--edits`.")
-        return load_image_set_prompts(script_args.dataset_name, split)
-    benchmark = script_args.exclude_dataset_name
+        for option in ("image_folder", "max_source_images", "exclude_dataset_name"):
+            if getattr(script_args, option) is not None:
+                raise ValueError(
+                    f"`--{option}` is {getattr(script_args, option)!r}, but is for prompts with `--edits`."
+                )
+        return load_image_set_prompts(name, split)
+    is_named_by_path = name == script_args.dataset_name
+    benchmark = script_args.exclude_dataset_name if is_training else None
     return load_edit_prompts(
-        script_args.dataset_name,
+        name,
         split,
-        script_args.image_folder,
+        script_args.image_folder if is_named_by_path else None,
         exclude=load_edit_prompts(benchmark) if benchmark is not None else None,
+        max_images=script_args.max_source_images,
     )
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from PIL import Image
 from tqdm.auto import tqdm
 
 from .columns import check_is_dataset, shorten
@@ -23,7 +21,9 @@ from .source_images import SourceImages
 
 
 if TYPE_CHECKING:
+    import numpy as np
     from datasets import Dataset
+    from PIL import Image
 
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,9 @@ def convert_gedit_bench(dataset: "Dataset", language: str | None = None) -> "Dat
     return dataset
 
 
-def convert_sharegpt_4o_image(rows: "Iterable[Mapping[str, Any]] | Dataset", image_folder: str | Path) -> "Dataset":
+def convert_sharegpt_4o_image(
+    rows: "Iterable[Mapping[str, Any]] | Dataset", image_folder: str | Path, max_images: int | None = None
+) -> "Dataset":
     """
     Convert raw editing rows of ShareGPT-4o-Image (https://huggingface.co/papers/2506.18095) to editing prompts.
 
@@ -212,18 +214,21 @@ def convert_sharegpt_4o_image(rows: "Iterable[Mapping[str, Any]] | Dataset", ima
             The raw rows.
         image_folder (`str` or `Path`):
             Folder that the paths are relative to.
+        max_images (`int`, *optional*):
+            Largest number of sources of a row; rows with more are left out, and counted. When left out, all are kept.
 
     Returns:
         [`~datasets.Dataset`]: the columns `id`, `prompt` and `image`, or `images` if any row has several sources.
 
     Raises:
-        ValueError: With the number of the row: a text or a path is missing, or there is no such file.
+        ValueError: With the number of the row: a text or a path is missing, or there is no such file. Or no row is
+            left.
     """
     from datasets import Dataset, Features, List, Value
     from datasets import Image as ImageFeature
 
     folder = Path(image_folder).expanduser().absolute()
-    ids, prompts, sources = [], [], []
+    ids, prompts, sources, left_out = [], [], [], 0
     for number, row in enumerate(rows):
         prompt, paths = row.get("input_prompt"), row.get("input_image")
         paths = [paths] if isinstance(paths, str) else paths
@@ -233,11 +238,15 @@ def convert_sharegpt_4o_image(rows: "Iterable[Mapping[str, Any]] | Dataset", ima
                 f"{shorten(paths)}. It must have an instruction and at least one path; rows for drawing from text "
                 "alone are no editing prompts."
             )
+        if max_images is not None and len(paths) > max_images:
+            left_out += 1
+            continue
         ids.append(row.get("output_image"))
         prompts.append(prompt)
         sources.append([_find_image(path, folder, f"Row {number} of ShareGPT-4o-Image") for path in paths])
+    _report_left_out(left_out, max_images)
     if not prompts:
-        raise ValueError("ShareGPT-4o-Image has no rows. Check the file that they come from.")
+        raise ValueError("ShareGPT-4o-Image has no rows. Check the file that they come from, and `max_images`.")
     features = {"id": Value("string"), "prompt": Value("string")}
     if all(len(paths) == 1 for paths in sources):
         column, images, feature = "image", [path for (path,) in sources], ImageFeature()
@@ -246,6 +255,22 @@ def convert_sharegpt_4o_image(rows: "Iterable[Mapping[str, Any]] | Dataset", ima
     return Dataset.from_dict(
         {"id": ids, "prompt": prompts, column: images}, features=Features({**features, column: feature})
     )
+
+
+def _at_most(dataset: "Dataset", max_images: int) -> "Dataset":
+    """The rows with so many source images at most. Nothing is decoded."""
+    table = dataset.select_columns("images").with_format("arrow")
+    counts = [len(table[row].column("images")[0].values or []) for row in range(len(dataset))]
+    kept = [row for row, count in enumerate(counts) if count <= max_images]
+    _report_left_out(len(counts) - len(kept), max_images)
+    if not kept:
+        raise ValueError(f"All rows have more than {max_images} source image(s) (`max_images`): none is left.")
+    return dataset.select(kept)
+
+
+def _report_left_out(count: int, max_images: int | None) -> None:
+    if count:
+        logger.warning(f"{count} row(s) with more than {max_images} source image(s) (`max_images`) are left out.")
 
 
 def _find_image(path: Any, folder: Path, where: str) -> str:
@@ -263,7 +288,7 @@ def _find_image(path: Any, folder: Path, where: str) -> str:
     return str(found)
 
 
-def _edit_rows_of_file(path: Path, image_folder: str | Path | None) -> "Dataset":
+def _edit_rows_of_file(path: Path, image_folder: str | Path | None, max_images: int | None) -> "Dataset":
     from datasets import Dataset, List
     from datasets import Image as ImageFeature
 
@@ -272,7 +297,7 @@ def _edit_rows_of_file(path: Path, image_folder: str | Path | None) -> "Dataset"
     # Every key of every row: `Dataset.from_list` takes the keys of the first row only
     names = list(dict.fromkeys(name for row in rows for name in row))
     if _is_sharegpt(names) and "prompt" not in names:
-        return convert_sharegpt_4o_image(rows, folder)
+        return convert_sharegpt_4o_image(rows, folder, max_images)
     columns = {name: [row.get(name) for row in rows] for name in names}
     if "image" in columns:
         columns["image"] = [
@@ -300,6 +325,7 @@ def load_edit_prompts(
     split: str = "train",
     image_folder: str | Path | None = None,
     exclude: "Dataset | None" = None,
+    max_images: int | None = None,
 ) -> "Dataset":
     """
     Load editing prompts, from the Hub or from disk, and check their columns. Images are not decoded.
@@ -323,6 +349,9 @@ def load_edit_prompts(
         exclude ([`~datasets.Dataset`], *optional*):
             Editing prompts that must not be trained on, such as a benchmark's: rows that are among them are left out,
             see [`disjoint_from`].
+        max_images (`int`, *optional*):
+            Largest number of source images of a row, such as the pipeline takes; rows with more are left out, and
+            counted. When left out, all are kept.
 
     Returns:
         [`~datasets.Dataset`]: the checked prompts.
@@ -348,7 +377,7 @@ def load_edit_prompts(
     if path.is_file():
         if path.suffix not in (".json", ".jsonl"):
             raise ValueError(f"The file {str(path)!r} is not read: editing prompts are `.jsonl` or `.json` files.")
-        dataset = _edit_rows_of_file(path, image_folder)
+        dataset = _edit_rows_of_file(path, image_folder, max_images)
     else:
         dataset = _load_split(path, str(name_or_path), split)
         if _is_sharegpt(dataset.column_names) and "prompt" not in dataset.column_names:
@@ -358,7 +387,8 @@ def load_edit_prompts(
                     "and extract the archives, and give their folder as `image_folder`."
                 )
             needed = [name for name in ("input_prompt", "input_image", "output_image") if name in dataset.column_names]
-            dataset = convert_sharegpt_4o_image(dataset.with_format(None).select_columns(needed), image_folder)
+            rows = dataset.with_format(None).select_columns(needed)
+            dataset = convert_sharegpt_4o_image(rows, image_folder, max_images)
         elif image_folder is not None:
             raise ValueError(
                 f"`image_folder` is {str(image_folder)!r}, but {str(name_or_path)!r} is no file with paths in it: its "
@@ -367,6 +397,8 @@ def load_edit_prompts(
     if _is_gedit(dataset.column_names) and "prompt" not in dataset.column_names:
         dataset = convert_gedit_bench(dataset)
     check_edit_columns(dataset, str(name_or_path))
+    if max_images is not None and "images" in dataset.column_names:
+        dataset = _at_most(dataset, max_images)
     return dataset if exclude is None else disjoint_from(dataset, exclude)
 
 
@@ -466,14 +498,17 @@ def _normalised(text: str) -> str:
     return " ".join("".join(" " if unicodedata.category(char).startswith("P") else char for char in text).split())
 
 
-def _pixel_digest(image: Image.Image) -> str:
+def _pixel_digest(image: "Image.Image") -> str:
     return hashlib.blake2b(f"{image.size} ".encode() + image.tobytes(), digest_size=32).hexdigest()
 
 
-def _thumbnail(image: Image.Image) -> np.ndarray:
+def _thumbnail(image: "Image.Image") -> "np.ndarray":
+    import numpy as np
+    from PIL import Image
+
     small = image.convert("L").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
     return np.asarray(small, dtype=np.int16)  # (16, 16)
 
 
-def _look_the_same(first: np.ndarray, second: np.ndarray) -> bool:
-    return bool(np.abs(first - second).mean() < _LOOKS_THE_SAME)
+def _look_the_same(first: "np.ndarray", second: "np.ndarray") -> bool:
+    return bool(abs(first - second).mean() < _LOOKS_THE_SAME)

@@ -7,15 +7,13 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from PIL import ExifTags, Image
 from tqdm.auto import tqdm
-
-from ..utils.images import to_rgb
 
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
+    from PIL import Image
 
 
 # Rows from which on reading the headers shows a progress bar
@@ -152,7 +150,37 @@ class SourceImages:
             self._digests[row] = tuple(self._digest(row, index, image) for index, image in enumerate(images))
         return self._digests[row]
 
-    def load(self, row: int) -> list[Image.Image]:
+    def is_read(self, row: int) -> bool:
+        """Whether [`SourceImages.digests`] knows a row without reading its files."""
+        return row in self._digests
+
+    def remember(self, digests: dict[int, tuple[str, ...]]) -> None:
+        """
+        Take over digests that other processes have computed.
+
+        Args:
+            digests (`dict[int, tuple[str, ...]]`):
+                By number of the row.
+        """
+        self._digests |= digests
+
+    def lengths(self, row: int) -> list[int]:
+        """
+        Give the lengths of the files of the images of a row.
+
+        Args:
+            row (`int`):
+                Number of the row.
+
+        Returns:
+            `list[int]`: in bytes.
+        """
+        return [
+            len(image["bytes"].as_buffer()) if _has_bytes(image) else Path(_path_of(image)).stat().st_size
+            for image in self._images(row)
+        ]
+
+    def load(self, row: int) -> list["Image.Image"]:
         """
         Decode the images of a row.
 
@@ -219,7 +247,9 @@ class SourceImages:
         except OSError as error:
             raise self._unreadable(self._name(row, index), _path_of(image), error) from error
 
-    def _load(self, row: int, index: int, image: "pa.StructScalar") -> Image.Image:
+    def _load(self, row: int, index: int, image: "pa.StructScalar") -> "Image.Image":
+        from ..utils.images import to_rgb
+
         name, path = self._name(row, index), _path_of(image)
         try:
             decoded = to_rgb(self._feature.decode_example(image.as_py()), "The image")
@@ -255,6 +285,8 @@ def _open_stream(image: "pa.StructScalar") -> BinaryIO:
 
 def _decoded_size(stream: BinaryIO) -> tuple[int, int]:
     """Width and height that an image has when `datasets` decodes it, from its header."""
+    from PIL import ExifTags, Image
+
     image = Image.open(stream)
     width, height = image.size
     if image.format == "TIFF":

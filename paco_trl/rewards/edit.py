@@ -11,16 +11,22 @@ from .judge import Judge
 from .judged_reward import JudgedReward, WeightedQuestion, column_of
 
 
+# Pixels of a source that the judge sees at most: those of the images that the paper's judge was trained with
+MAX_PIXELS = 2_097_152
+
+
 class EditReward(JudgedReward):
     """
     Quality of an edited image ([PaCo-RL](https://huggingface.co/papers/2512.04784), Part 2): the square root of a
     judge's P(Yes) for consistency with the source times that for following the instruction.
 
     - Range: [0, 1].
-    - Cost: two forwards of the judge for each image.
+    - Cost: two forwards of the judge for each image and source.
     - Source and licence: as [`ConsistencyReward`].
 
-    The prompt is the instruction, and the column `image` has the source. An image that is a copy of its source does not
+    The prompt is the instruction, and the column `image` has the source, or `images` several: the score is then the mean
+    over them (not the paper's, which has one). A source of more than 2,097,152 pixels is shrunk to that, the paper's
+    limit for the judge. An image that is a copy of its source does not
     follow the instruction, and one that ignores it is not consistent: neither alone is rewarded.
 
     Args:
@@ -55,21 +61,33 @@ class EditReward(JudgedReward):
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns
     ) -> list[list[WeightedQuestion]]:
-        sources = column_of(columns, "image", len(completions), "An edit reward")
-        for index, source in enumerate(sources):
-            if not isinstance(source, Image.Image):
-                raise ValueError(
-                    f"`image` of image {index} is {str(source)[:100]}, not a PIL image. Cast the column to "
-                    "`datasets.Image()`, or fill it."
-                )
+        name = "images" if columns.get("images") is not None else "image"
+        rows = column_of(columns, name, len(completions), "An edit reward")
+        rows = [list(row) if name == "images" else [row] for row in rows]
+        for index, sources in enumerate(rows):
+            for source in sources:
+                if not isinstance(source, Image.Image):
+                    raise ValueError(
+                        f"`{name}` of image {index} is {str(source)[:100]}, not a PIL image. Cast the column to "
+                        "`datasets.Image()`, or fill it."
+                    )
         return [
             [
-                WeightedQuestion(source, edited, edit_consistency_question(prompt)),
-                WeightedQuestion(source, edited, edit_following_question(prompt)),
+                WeightedQuestion(_shrunk(source), edited, question(prompt))
+                for source in sources
+                for question in (edit_consistency_question, edit_following_question)
             ]
-            for prompt, source, edited in zip(prompts, sources, completions, strict=True)
+            for prompt, sources, edited in zip(prompts, rows, completions, strict=True)
         ]
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
-        consistency, following = scores
-        return math.sqrt(consistency * following)
+        pairs = zip(scores[::2], scores[1::2], strict=True)  # of each source: consistency, following
+        return sum(math.sqrt(consistency * following) for consistency, following in pairs) / (len(scores) // 2)
+
+
+def _shrunk(source: Image.Image) -> Image.Image:
+    factor = math.sqrt(MAX_PIXELS / (source.width * source.height))
+    if factor >= 1:
+        return source
+    width, height = (max(1, int(side * factor)) for side in source.size)
+    return source.resize((width, height), Image.Resampling.LANCZOS)

@@ -129,6 +129,7 @@ class PipelinePolicy:
             Signature of the transformer's own `forward` (the adapter's wrapper takes anything).
 
     Raises:
+        TypeError: the pipeline's call does not take an argument that the family's page gives it.
         ValueError: the scheduler is not flow matching.
     """
 
@@ -141,6 +142,13 @@ class PipelinePolicy:
         object.__setattr__(pipeline, "scheduler", self.scheduler)
         object.__setattr__(pipeline, "transformer", model)
         pipeline.set_progress_bar_config(disable=True)
+        # Before anything is encoded or drawn
+        images = [Image.new("RGB", (64, 64))] * min(family.max_images, 1)
+        check_arguments(
+            type(pipeline).__call__,
+            family.call_arguments(64, 64, 1.0, images) | dict.fromkeys(("num_inference_steps", "generator")),
+            type(pipeline).__name__,
+        )
         self.model = model
         self._signature = forward_signature
         self._recording = False
@@ -540,7 +548,8 @@ def cast_floating_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """
     Lets a low-precision module take the float32 tensors that the pipeline computes with.
 
-    Registered once, it acts on the rollout's calls and the replay's alike, so that both see the same numbers.
+    Registered once, it acts on the rollout's calls and the replay's alike, so that both see the same numbers. What has
+    one number for each image stays as it is: times and guidance scales, which some transformers read in float32.
 
     Args:
         module (`nn.Module`):
@@ -550,7 +559,7 @@ def cast_floating_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.ndim > 1 else tensor
 
     def hook(module: nn.Module, args: tuple, kwargs: dict):
         return recursively_apply(cast, args), recursively_apply(cast, kwargs)

@@ -35,7 +35,8 @@ def dataset_digest(dataset: Dataset, sources: "SourceImages | None" = None) -> s
         dataset ([`~datasets.Dataset`]):
             Image-set or editing prompts.
         sources ([`~paco_trl.data.SourceImages`], *optional*):
-            Its source images, of which only the sizes are taken: reading all files of a large dataset takes minutes.
+            Its source images, of which the sizes and the lengths of the files are taken: reading all files of a large
+            dataset takes minutes.
 
     Returns:
         `str`.
@@ -45,7 +46,8 @@ def dataset_digest(dataset: Dataset, sources: "SourceImages | None" = None) -> s
         if column in dataset.column_names:
             digest.update(json.dumps([column, list(dataset[column])]).encode())
     if sources is not None:
-        digest.update(json.dumps([sources.sizes(row) for row in range(len(dataset))]).encode())
+        rows = range(len(dataset))
+        digest.update(json.dumps([(sources.sizes(row), sources.lengths(row)) for row in rows]).encode())
     return digest.hexdigest()[:16]
 
 

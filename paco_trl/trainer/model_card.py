@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The card of a trained adapter, filled in from the trainer."""
 
+import json
 import os
 import textwrap
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
+from PIL import Image
 
 
 if TYPE_CHECKING:
@@ -104,10 +106,21 @@ def render_model_card(
             evaluations=_evaluations(trainer),
             pictures=latest_pictures(trainer),
             is_editing=trainer.train_rows.sources is not None,
+            call=_call(trainer),
             negative_prompt=trainer.prompt_encoder.negative_prompt,
             paper=trainer._paper,
             versions={name: version(name) for name in LIBRARIES},
         )
+
+
+def _call(trainer: "PaCoGRPOTrainer") -> str:
+    """Arguments with which the pipeline draws as in training, beside the prompt: without them some leave guidance out."""
+    images = [Image.new("RGB", (64, 64))] * min(trainer.family.max_images, 1)
+    arguments = trainer.family.call_arguments(64, 64, trainer.args.guidance_scale, images)
+    kept = {name: value for name, value in arguments.items() if name.endswith(("guidance_scale", "cfg_scale"))}
+    if trainer.args.negative_prompt is not None:
+        kept["negative_prompt"] = trainer.args.negative_prompt
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in kept.items())
 
 
 def latest_pictures(trainer: "PaCoGRPOTrainer") -> dict[str, Path]:

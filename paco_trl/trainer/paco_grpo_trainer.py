@@ -623,7 +623,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         args, generations = self.args, self.layout.num_generations
         images: list[Image.Image] = []
         records: list[list[RecordedStep]] = []
-        read = functools.cache(self.train_rows.row)  # decodes source images: once a round
+        read = functools.lru_cache(8)(self.train_rows.row)  # decodes source images, which may be large
         prepare = functools.cache(
             lambda row: self._prepare_images(self.train_rows.images_in(read(row)), args.resolution_scale)
         )

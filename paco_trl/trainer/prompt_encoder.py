@@ -98,6 +98,7 @@ class PromptEncoder:
             scale (`float`, *optional*, defaults to `1.0`):
                 Factor per side at which source images are read.
         """
+        self._read_digests(rows, numbers)
         prompts: dict[Condition, int] = {}  # with a row that has its source images
         images: dict[tuple[str, float], tuple[int, int]] = {}  # with a row and the place in it
         for number in dict.fromkeys(numbers):
@@ -108,8 +109,8 @@ class PromptEncoder:
             for place, digest in enumerate(condition.images):
                 if (digest, scale) not in self._known:
                     images.setdefault((digest, scale), (number, place))
+        self._encode_images(rows, images)  # first: a damaged file is found here
         self._encode_prompts(rows, prompts)
-        self._encode_images(rows, images)
 
     def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, Encoded]:
         """
@@ -138,6 +139,18 @@ class PromptEncoder:
             for number, condition in conditions.items()
         }
 
+    def _read_digests(self, rows: PromptRows, numbers: list[int]) -> None:
+        """Reads the files of source images, each on one process."""
+        if rows.sources is None:
+            return
+        new = [number for number in dict.fromkeys(numbers) if not rows.sources.is_read(number)]
+        if not new:
+            return
+        mine = new[self.accelerator.process_index :: self.accelerator.num_processes]
+        is_hidden = len(new) < 1000 or not self.accelerator.is_main_process
+        read = [(number, rows.sources.digests(number)) for number in tqdm(mine, "Reading images", disable=is_hidden)]
+        rows.sources.remember(self._exchange(read))
+
     def _seen(self, condition: Condition) -> Condition:
         """What of a condition the text encoders see."""
         return condition if self.family.prompt_sees_images else Condition(condition.prompt)
@@ -163,7 +176,10 @@ class PromptEncoder:
                 self._share(new), desc="Encoding prompts", disable=not self.accelerator.is_main_process
             ):
                 images = rows.images(number) if condition.images else []
-                encoded = self.family.encode_prompt(self.pipeline, condition.prompt, device, images, condition.scale)
+                with rows.named(number):
+                    encoded = self.family.encode_prompt(
+                        self.pipeline, condition.prompt, device, images, condition.scale
+                    )
                 self._prompts[condition] = send_to_device(encoded, "cpu")
                 if self.family.is_truncated(self.pipeline, condition.prompt):
                     name = type(self.pipeline).__name__
@@ -181,13 +197,14 @@ class PromptEncoder:
         if not new:
             return
         vae, device = self.pipeline.vae, self.accelerator.device
-        with self._on_accelerator(("vae",)):
+        with self._on_accelerator(("vae",)), _untiled(vae):
             for (digest, scale), (number, place) in tqdm(
                 self._share(new), desc="Encoding source images", disable=not self.accelerator.is_main_process
             ):
-                image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
-                pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
-                self._images[digest, scale] = vae.encode(pixels).latent_dist.mode().float().cpu()
+                with rows.named(number):
+                    image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
+                    pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
+                    self._images[digest, scale] = vae.encode(pixels).latent_dist.mode().float().cpu()
         self._known.update(new)
 
     @contextmanager
@@ -224,3 +241,16 @@ class PromptEncoder:
         everywhere = gather_object([truncations]) if self.accelerator.num_processes > 1 else [truncations]
         for message, number in sum(everywhere, Counter()).items():
             logger.warning(f"For {number} of {count} prompts: {message}.")
+
+
+@contextmanager
+def _untiled(vae):
+    """`vae_tiling` is for images that are drawn: a pipeline encodes its source images whole."""
+    is_tiled = getattr(vae, "use_tiling", False)
+    if is_tiled:
+        vae.disable_tiling()
+    try:
+        yield
+    finally:
+        if is_tiled:
+            vae.enable_tiling()

@@ -2,6 +2,8 @@
 """The rows of a dataset as a trainer draws them: layout, sizes, source images."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +161,17 @@ class PromptRows:
             return Condition(self.prompts[number])
         return Condition(self.prompts[number], self.sources.digests(number), scale)
 
+    @contextmanager
+    def named(self, number: int) -> Iterator[None]:
+        """Errors of what is done with a row say which it is."""
+        try:
+            yield
+        except ValueError as error:
+            name = f"Row {number} of {self.where}"
+            if str(error).startswith(name):
+                raise
+            raise ValueError(f"{name}: {error}") from error
+
     def content(self, number: int) -> dict[str, Any]:
         """A row for a digest: pictures as digests of their files."""
         row = dict(self._without_images[number])
@@ -184,3 +197,7 @@ class PromptRows:
                 f"{name} takes {taken}. Leave images out, or choose another pipeline. Pictures that are for a reward "
                 "alone need another column name."
             )
+        for number in range(len(self)):
+            with self.named(number):
+                for width, height in self.sources.sizes(number):
+                    family.check_image_size(width, height)

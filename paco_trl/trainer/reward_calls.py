@@ -114,6 +114,8 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                     f"{rows} x {cols}. Leave the row out, or use another reward."
                 )
         for column in getattr(function, "needed_columns", ()):
+            if column == "image" and "images" in dataset.column_names:
+                continue  # several source images
             if column not in dataset.column_names:
                 raise ValueError(
                     f"The reward '{name}' needs the column `{column}`, but {where} has "

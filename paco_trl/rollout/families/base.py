@@ -156,6 +156,18 @@ class Family(ABC):
             max(1, round((area * ratio) ** 0.5 / step)) * step,
         )
 
+    def check_image_size(self, width: int, height: int) -> None:  # noqa: B027  (most pipelines take any)
+        """
+        Refuses source images that the pipeline would refuse, before anything is encoded.
+
+        Args:
+            width (`int`), height (`int`):
+                Size of a source image in pixels.
+
+        Raises:
+            ValueError: with what the pipeline takes.
+        """
+
     def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
         """
         Resizes a source image to the size at which the pipeline gives it to its VAE, times a factor.

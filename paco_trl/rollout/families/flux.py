@@ -4,7 +4,6 @@
 from typing import Any
 
 import torch
-from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 from PIL import Image
 
 from .base import Family
@@ -88,6 +87,9 @@ class FluxKontextFamily(FluxFamily):
 
 def _preferred_resolution(width: int, height: int, step: int) -> tuple[int, int]:
     """Width and height that Kontext was trained with whose aspect ratio is closest, as its pipeline chooses them."""
+    # Here, since only this pipeline needs it
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
     # It compares with the aspect ratio of the source rounded down, which can be another neighbour's
     ratio = max(1, width // step) / max(1, height // step)
     _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)

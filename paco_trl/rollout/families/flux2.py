@@ -15,8 +15,9 @@ MAX_TOKENS = 512
 # Larger source images are shrunk to this area, in pixels
 IMAGE_AREA = 1024 * 1024
 
-# The pipelines refuse source images with a shorter side, in pixels
+# The pipelines refuse source images with a shorter side, in pixels, or a larger aspect ratio
 MIN_SIDE = 64
+MAX_RATIO = 8
 
 
 class Flux2Family(Family):
@@ -65,9 +66,16 @@ class Flux2Family(Family):
         arguments = {"height": height, "width": width, "guidance_scale": guidance_scale}
         return arguments | {"image": images} if images else arguments
 
+    def check_image_size(self, width: int, height: int) -> None:
+        if min(width, height) < MIN_SIDE or max(width, height) > MAX_RATIO * min(width, height):
+            raise ValueError(
+                f"its source image has {width} x {height} pixels (width x height), but FLUX.2 takes none with a side "
+                f"under {MIN_SIDE} pixels or more than {MAX_RATIO} times as long as high. Replace it, or leave the row "
+                "out."
+            )
+
     def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
         processor, step = pipeline.image_processor, self.size_multiple(pipeline)
-        processor.check_image_input(image)  # here, since the pipeline itself sees it at another size
         if image.width * image.height > IMAGE_AREA:
             image = processor._resize_to_target_area(image, IMAGE_AREA)
         if scale != 1.0:

@@ -4,10 +4,11 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import diffusers
 import torch
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 from PIL import Image
 
 from .base import Family, true_guidance_prompt
@@ -101,12 +102,12 @@ class QwenImageEditFamily(QwenImageFamily):
         return super().call_arguments(height, width, guidance_scale, images) | {"image": images[0]}
 
     def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
-        width, height, *_ = calculate_dimensions(area, sizes[0][0] / sizes[0][1])
-        return max(height, 32), max(width, 32)
+        width, height = _dimensions(pipeline, area, sizes[0][0] / sizes[0][1])
+        return height, width
 
     def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
-        width, height, *_ = calculate_dimensions(IMAGE_AREA * scale**2, image.width / image.height)
-        return pipeline.image_processor.resize(image, max(height, 32), max(width, 32))
+        width, height = _dimensions(pipeline, IMAGE_AREA * scale**2, image.width / image.height)
+        return pipeline.image_processor.resize(image, height, width)
 
     def image_pixels(self, pipeline, image: Image.Image) -> torch.Tensor:
         return super().image_pixels(pipeline, image).unsqueeze(2)  # (1, 3, 1, H, W): a video of one frame
@@ -115,7 +116,7 @@ class QwenImageEditFamily(QwenImageFamily):
     def drawing(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
         # The area of the source image is written into the pipeline's call. What it makes of an area and an aspect ratio
         # is a function of its module, which is told here that the images have their size already.
-        module = sys.modules[type(pipeline).__module__]
+        module = _module_of(pipeline)
         own = module.calculate_dimensions
         extra = own(IMAGE_AREA, 1.0)[2:]  # one of the two pipelines gets a third value, which it does not use
         sizes = {image.width / image.height: image.size for image in images}
@@ -136,7 +137,7 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
     ) -> dict[str, torch.Tensor]:
         seen = []  # always at its own size, which is small
         for image in images:
-            width, height, *_ = calculate_dimensions(PLUS_CONDITION_AREA, image.width / image.height)
+            width, height = _dimensions(pipeline, PLUS_CONDITION_AREA, image.width / image.height)
             seen.append(pipeline.image_processor.resize(image, height, width))
         return _embeddings(pipeline.encode_prompt(prompt, image=seen, device=device))
 
@@ -150,6 +151,23 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
         # It refuses several prompts in a call, but not several images of one
         batch_size = len(arguments["prompt_embeds"])
         return {name: tensor[:1] for name, tensor in arguments.items()} | {"num_images_per_prompt": batch_size}
+
+
+def _module_of(pipeline) -> ModuleType:
+    """Module of an editing pipeline, in which it finds the sizes of images."""
+    module = sys.modules[type(pipeline).__module__]
+    if not hasattr(module, "calculate_dimensions"):
+        raise RuntimeError(
+            f"{module.__name__} of diffusers {diffusers.__version__} has no `calculate_dimensions`, by which this "
+            "family's page controls the size of source images. Install another version of diffusers, or correct the page."
+        )
+    return module
+
+
+def _dimensions(pipeline, area: float, ratio: float) -> tuple[int, int]:
+    """Width and height of an area and an aspect ratio as the pipeline chooses them, multiples of 32, and at least that."""
+    width, height, *_ = _module_of(pipeline).calculate_dimensions(area, ratio)
+    return max(width, 32), max(height, 32)
 
 
 def _embeddings(encoded: tuple[torch.Tensor, torch.Tensor | None]) -> dict[str, torch.Tensor]:
