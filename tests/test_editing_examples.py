@@ -142,6 +142,7 @@ def assert_same_training(output: Path, reference: Path, rounds: int, images: int
 
 
 class TestScripts:
+    @pytest.mark.slow
     def test_kontext_alone(self, kontext_alone):
         assert {"adapter_model.safetensors", "pytorch_lora_weights.safetensors", "README.md"} <= {
             path.name for path in kontext_alone.iterdir()
