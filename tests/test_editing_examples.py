@@ -174,6 +174,7 @@ class TestScripts:
         )  # fmt: skip
         assert_same_training(output, kontext_alone, 2, 16)
 
+    @pytest.mark.slow
     def test_qwen_image_edit_with_zero3_equals_one_process(self, workspace, qwen_edit, qwen_alone):
         config = str(CONFIGS / "cpu_zero3.yaml")
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]

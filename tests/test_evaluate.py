@@ -271,7 +271,7 @@ class TestMetrics:
         assert [metrics[f"{prefix}ci_{end}"] for end in ("low", "high")] == close(bootstrap_interval(after, groups))
         assert metrics[f"{prefix}baseline"] == close(before.mean())
         assert metrics[f"{prefix}gain"] == close((after - before).mean())
-        assert abs(metrics[f"{prefix}gain"]) > 1e-4
+        assert abs(metrics[f"{prefix}gain"]) > 2e-5  # how much depends on the tokenizers, which are trained in place
         interval = [metrics[f"{prefix}gain_ci_{end}"] for end in ("low", "high")]
         assert interval == close(bootstrap_interval(after - before, groups))
         # Not drawn image by image, and the differences of the same images, not of any two

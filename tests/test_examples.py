@@ -142,6 +142,7 @@ def test_alone(alone):
     assert (alone / "checkpoint-2" / "pytorch_lora_weights.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(workspace, alone):
     config = {
         "compute_environment": "LOCAL_MACHINE",

@@ -11,6 +11,10 @@ from PIL import Image
 from paco_trl import tiny
 
 
+# The fast tests of the families use the same pipelines
+pytestmark = pytest.mark.slow
+
+
 VISIBLE = 2 / 255  # mean change of a channel, of images in [0, 1]
 RED, BLUE = Image.new("RGB", (64, 64), (255, 0, 0)), Image.new("RGB", (64, 64), (0, 0, 255))
 OTHER_PROMPT = "a red house in the rain, many panels"

@@ -14,6 +14,10 @@ from paco_trl.tiny import build_tiny_qwen_image, build_tiny_qwen_image_edit, bui
 from paco_trl.tiny.qwen_image import _build_parts
 
 
+# The fast tests of the families use the same pipelines
+pytestmark = pytest.mark.slow
+
+
 PROMPT, OTHER_PROMPT = "a cat in the rain", "four panels of a red house at night"
 RED, BLUE = (Image.new("RGB", (64, 64), colour) for colour in ((220, 30, 30), (30, 30, 220)))
 VISIBLE = 1.0  # mean difference of two images, of 255
