@@ -38,7 +38,7 @@ test: .venv/.installed
 	$(BIN)/python -m pytest -m "not slow and not vllm" -n 2 --dist loadfile tests
 
 test-slow: .venv/.installed
-	$(BIN)/python -m pytest -m slow tests
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile tests
 
 test-lowest: | $(filter .venv-uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-lowest
