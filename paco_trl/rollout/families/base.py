@@ -300,6 +300,25 @@ class Family(ABC):
         )
 
 
+def packed_call_at(call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+    """
+    [`Family.call_at`] of transformers that take a sequence of tokens, the sample's and then those of source images, and
+    times from 0 to 1.
+
+    Args:
+        call (`dict`), sample (`torch.Tensor` of shape `(B, tokens, channels)`), sigma (`torch.Tensor` of shape `(B,)`):
+            As there.
+
+    Returns:
+        `dict`.
+    """
+    # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
+    timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
+    hidden_states = call["hidden_states"]
+    tokens = torch.cat([sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]], dim=1)
+    return {**call, "hidden_states": tokens, "timestep": timestep}
+
+
 def true_guidance_prompt(
     pipeline, guidance_scale: float, negative_prompt: str | None, default: str | None, off_at: float = 1.0
 ) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from .base import Family
+from .base import Family, packed_call_at
 
 
 class FluxFamily(Family):
@@ -50,12 +50,7 @@ class FluxFamily(Family):
         return {"height": height, "width": width, "guidance_scale": guidance_scale}
 
     def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
-        # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
-        timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
-        hidden_states = call["hidden_states"]
-        # The tokens of a source image come after those of the sample
-        tokens = torch.cat([sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]], dim=1)
-        return {**call, "hidden_states": tokens, "timestep": timestep}
+        return packed_call_at(call, sample, sigma)
 
 
 class FluxKontextFamily(FluxFamily):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from .base import Family, true_guidance_prompt
+from .base import Family, packed_call_at, true_guidance_prompt
 
 
 # Tokens that the pipelines read, and pad to, unless their call says otherwise
@@ -85,12 +85,7 @@ class Flux2Family(Family):
         return processor.resize(image, image.height // step * step, image.width // step * step, resize_mode="crop")
 
     def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
-        # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
-        timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
-        hidden_states = call["hidden_states"]
-        # The tokens of source images come after those of the sample
-        tokens = torch.cat([sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]], dim=1)
-        return {**call, "hidden_states": tokens, "timestep": timestep}
+        return packed_call_at(call, sample, sigma)
 
 
 class Flux2KleinFamily(Flux2Family):

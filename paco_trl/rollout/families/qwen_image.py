@@ -11,7 +11,7 @@ import diffusers
 import torch
 from PIL import Image
 
-from .base import Family, true_guidance_prompt
+from .base import Family, packed_call_at, true_guidance_prompt
 
 
 # Tokens of a prompt that the pipeline reads unless its call says otherwise
@@ -74,12 +74,7 @@ class QwenImageFamily(Family):
         return combined * (norm / torch.norm(combined, dim=-1, keepdim=True))
 
     def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
-        # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
-        timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
-        hidden_states = call["hidden_states"]
-        # The tokens of source images come after those of the sample
-        tokens = torch.cat([sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]], dim=1)
-        return {**call, "hidden_states": tokens, "timestep": timestep}
+        return packed_call_at(call, sample, sigma)
 
 
 class QwenImageEditFamily(QwenImageFamily):
