@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How well annotators agree: with each other, with the majority of the others, and with gold questions."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .annotations import Annotation
+from .voting import majority_vote
+
+
+def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
+    """
+    Kendall's coefficient of concordance, corrected for ties.
+
+    With m annotators, n candidates, and R_j the sum of the ranks of candidate j (tied ones have their mean rank):
+
+        W = 12 * sum_j (R_j - m (n + 1) / 2)^2 / (m^2 (n^3 - n) - m * sum over all groups of t tied ranks of (t^3 - t))
+
+    Args:
+        ranks (`Sequence[Sequence[int]]`):
+            For each annotator the rank of each candidate.
+
+    Returns:
+        `float`: 0 (the sums of the ranks are all equal) to 1 (all annotators give the same ranks); NaN if there are
+        fewer than two annotators, or every annotator ties all candidates.
+    """
+    import numpy as np
+    from scipy.stats import rankdata
+
+    if len(ranks) < 2:
+        return math.nan
+    means = rankdata(np.asarray(ranks), axis=1)  # (m, n)
+    m, n = means.shape
+    ties = sum(int(count) ** 3 - int(count) for row in means for count in np.unique(row, return_counts=True)[1])
+    most = m**2 * (n**3 - n) - m * ties
+    return float(12 * np.sum((means.sum(0) - m * (n + 1) / 2) ** 2) / most) if most > 0 else math.nan
+
+
+def count_agreement(first: Sequence[int], second: Sequence[int]) -> tuple[int, int]:
+    """
+    Count the pairs of candidates that two annotators put in the same order.
+
+    Args:
+        first (`Sequence[int]`), second (`Sequence[int]`):
+            Rank of each candidate.
+
+    Returns:
+        `tuple[int, int]`: pairs in the same order, and pairs that both put in an order. A pair that one of them ties is
+        in neither.
+    """
+    signs = [(first[i] - first[j]) * (second[i] - second[j]) for i, j in itertools.combinations(range(len(first)), 2)]
+    return sum(sign > 0 for sign in signs), sum(sign != 0 for sign in signs)
+
+
+def _share(counts: Iterable[tuple[int, int]]) -> float | None:
+    agreed, total = (sum(column) for column in zip(*counts, strict=True)) if (counts := list(counts)) else (0, 0)
+    return agreed / total if total else None
+
+
+def _by_instance(annotations: Iterable[Annotation]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Give the ranks by instance and annotator."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for annotation in annotations:
+        if annotation.ranks is not None:
+            found.setdefault(annotation.instance, {})[annotation.annotator] = annotation.ranks
+    return found
+
+
+def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotation] = ()) -> dict[str, Any]:
+    """
+    Measure the agreement of annotators.
+
+    Args:
+        annotations (`Sequence[Annotation]`):
+            Their annotations.
+        gold (`Sequence[Annotation]`, *optional*, defaults to `()`):
+            Annotations that are known to be right, of some of the instances.
+
+    Returns:
+        `dict`:
+            - `instances`, `instances_of_several`: number of ranked instances, and of those by two annotators or more.
+            - `kendalls_w`: mean of [`kendalls_w`] over those by two or more; `None` without any.
+            - `pairwise_agreement`: share of the pairs of candidates that two annotators put in the same order, over all
+              twos of annotators of all instances; 0.5 is chance. `None` without any.
+            - `annotators`: for each one `ranked`, `skipped`, `agreement_with_others` (the same share against the
+              majority of the other annotators of the instance) and `gold_agreement` (against `gold`), `None` where
+              there is nothing to compare with.
+    """
+    by_instance, truth = _by_instance(annotations), {annotation.instance: annotation.ranks for annotation in gold}
+    several = [list(ranks.values()) for ranks in by_instance.values() if len(ranks) > 1]
+    concordances = [value for value in map(kendalls_w, several) if not math.isnan(value)]
+    report: dict[str, Any] = {
+        "instances": len(by_instance),
+        "instances_of_several": len(several),
+        "kendalls_w": sum(concordances) / len(concordances) if concordances else None,
+        "pairwise_agreement": _share(
+            count_agreement(first, second) for ranks in several for first, second in itertools.combinations(ranks, 2)
+        ),
+        "annotators": {},
+    }
+    for name in sorted({annotation.annotator for annotation in annotations}):
+        own = {annotation.instance: annotation.ranks for annotation in annotations if annotation.annotator == name}
+        ranked = {instance: ranks for instance, ranks in own.items() if ranks is not None}
+        others = {
+            instance: [other for annotator, other in by_instance[instance].items() if annotator != name]
+            for instance in ranked
+        }
+        report["annotators"][name] = {
+            "ranked": len(ranked),
+            "skipped": len(own) - len(ranked),
+            "agreement_with_others": _share(
+                _count_against_majority(ranks, others[instance])
+                for instance, ranks in ranked.items()
+                if others[instance]
+            ),
+            "gold_agreement": _share(
+                count_agreement(ranks, truth[instance])
+                for instance, ranks in ranked.items()
+                if truth.get(instance) is not None
+            ),
+        }
+    return report
+
+
+def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -> list[str]:
+    """
+    Find the annotators who answer too few gold questions right.
+
+    Args:
+        report (`Mapping`):
+            From [`agreement_report`], with gold questions.
+        min_gold_agreement (`float`):
+            The least `gold_agreement`, from 0 to 1.
+
+    Returns:
+        `list[str]`: those below it. Those who saw no gold question are not among them.
+
+    Raises:
+        ValueError: If it is out of range, or nobody answered a gold question.
+    """
+    if not 0 <= min_gold_agreement <= 1:
+        raise ValueError(f"`min_gold_agreement` is {min_gold_agreement}, but it is a share: from 0 to 1.")
+    shares = {name: entry["gold_agreement"] for name, entry in report["annotators"].items()}
+    if all(share is None for share in shares.values()):
+        raise ValueError(
+            f"`min_gold_agreement` is {min_gold_agreement}, but none of the annotators {list(shares)} answered a gold "
+            "question. Give gold questions to the annotators, or leave `min_gold_agreement` out."
+        )
+    return [name for name, share in shares.items() if share is not None and share < min_gold_agreement]
+
+
+def _count_against_majority(ranks: Sequence[int], others: Sequence[Sequence[int]]) -> tuple[int, int]:
+    relation = majority_vote(others).relation
+    signs = [
+        relation[i][j] * (ranks[j] - ranks[i]) for i, j in itertools.combinations(range(len(ranks)), 2)
+    ]  # positive where both put i and j in the same order
+    return sum(sign > 0 for sign in signs), sum(sign != 0 for sign in signs)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ranked instances to the dataset: pairs in two splits, rankings that are held out, and what there is to report."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .annotations import Annotation
+from .make_pairs import Decision, decide_pairs, pairs_dataset, vote_on_instances
+from .pair_panels import instances_to_rankings
+from .split import check_no_leak, connected_prompts, keyed_hash, split_prompts
+from .voting import Vote
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+
+def build_pairs(
+    instances: "Dataset",
+    panels: "Dataset",
+    prompts: "Dataset",
+    annotations: Sequence[Annotation],
+    num_negatives: int = 1,
+    test_size: float = 0.1,
+    max_rankings: int | None = 3136,
+    seed: int = 0,
+) -> tuple["DatasetDict", "Dataset | None", dict[str, Any]]:
+    """
+    Make pairs of annotated instances, split by prompt, and hold out rankings as a benchmark.
+
+    Args:
+        instances ([`~datasets.Dataset`]):
+            The ranking instances.
+        panels ([`~datasets.Dataset`]):
+            The panels, with `sha256`.
+        prompts ([`~datasets.Dataset`]):
+            The prompts.
+        annotations (`Sequence[Annotation]`):
+            The annotations of one or several annotators.
+        num_negatives (`int`, *optional*, defaults to `1`):
+            Number of inconsistent pairs that an instance gives at most, when several candidates are tied at the bottom.
+        test_size (`float`, *optional*, defaults to `0.1`):
+            Share of the prompts that are held out. (The paper holds out 3,136 of 33,984 instances, 9 %, at random, so
+            that prompts and images are in both parts.)
+        max_rankings (`int`, *optional*, defaults to `3136`):
+            Most rankings to hold out (paper), chosen at random with the seed; `None` for all.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the split and of all choices.
+
+    Returns:
+        `tuple[DatasetDict, Dataset | None, dict]`:
+            - the pairs, `train` and, unless `test_size` is 0, `test`;
+            - the rankings of the held-out prompts on whose order there is a majority for each two candidates, `None` if
+              there are none (with ties, as in rankings by construction, there is no order);
+            - the report: `instances`; `votes`: of the instances those `ranked`, `ordered` (all candidates in one order),
+              `with_ties`, `circular`, `without_best`, `without_worst`, and the `tied_pairs` of candidates, which are
+              discarded; `contradictions`: pairs that are dropped because they have as many votes for Yes as for No;
+              `splits`: for each one `pairs`, `consistent`, `inconsistent`, `prompts`, `images`, `categories`;
+              `held_out_rankings`.
+
+    Raises:
+        ValueError: If no pair comes out, or the prompts cannot be split.
+    """
+    from datasets import DatasetDict
+
+    rows = list(instances.with_format(None))
+    votes = vote_on_instances(annotations)
+    decisions = decide_pairs(rows, votes, num_negatives, seed)
+    pairs = pairs_dataset(decisions, panels, prompts)
+    report = {"instances": len(rows), "votes": _count_votes(votes), "contradictions": _count_dropped(decisions)}
+    if len(pairs) == 0:
+        raise ValueError(
+            f"{len(annotations)} annotations of {len(rows)} instances give no pair: {report['votes']}, and "
+            f"{report['contradictions']} pairs with as many votes for Yes as for No. Rank more instances, or take an "
+            "odd number of annotators."
+        )
+
+    texts = dict(zip(prompts["id"][:], prompts["prompt"][:], strict=True))
+    hashes = dict(zip(panels["id"][:], panels["sha256"][:], strict=True))
+    used = set(pairs["group"][:])
+    images: dict[str, set[str]] = {}
+    for name, prompt_id in zip(panels["id"][:], panels["prompt_id"][:], strict=True):
+        images.setdefault(prompt_id, set()).add(hashes[name])
+    groups = connected_prompts({name: text for name, text in texts.items() if name in used}, images)
+    held_out = split_prompts(groups, test_size, seed)
+
+    of_test = [row for row, group in enumerate(pairs["group"][:]) if group in held_out]
+    of_train = [row for row, group in enumerate(pairs["group"][:]) if group not in held_out]
+    splits = DatasetDict(train=pairs.select(of_train))
+    if of_test:
+        splits["test"] = pairs.select(of_test)
+        check_no_leak(splits["train"], splits["test"], texts, hashes)
+
+    orders = {
+        row["id"]: votes[row["id"]][0].ranking for row in rows if row["prompt_id"] in held_out and row["id"] in votes
+    }
+    orders = {name: ranking for name, ranking in orders.items() if ranking is not None}
+    if max_rankings is not None and len(orders) > max_rankings:
+        kept = set(sorted(orders, key=lambda name: keyed_hash(seed, name))[:max_rankings])
+        orders = {name: ranking for name, ranking in orders.items() if name in kept}
+    rankings = instances_to_rankings(instances, panels, prompts, orders) if orders else None
+
+    report["splits"] = {name: _describe(split) for name, split in splits.items()}
+    report["held_out_rankings"] = len(orders)
+    return splits, rankings, report
+
+
+def _count_votes(votes: dict[str, tuple[Vote, Any]]) -> dict[str, int]:
+    found = [vote for vote, _ in votes.values()]
+    return {
+        "ranked": len(found),
+        "ordered": sum(vote.ranking is not None for vote in found),
+        "with_ties": sum(vote.num_ties > 0 for vote in found),
+        "circular": sum(vote.is_circular for vote in found),
+        "tied_pairs": sum(vote.num_ties for vote in found),
+        "without_best": sum(vote.best is None for vote in found),
+        "without_worst": sum(not vote.worst for vote in found),
+    }
+
+
+def _count_dropped(decisions: Sequence[Decision]) -> int:
+    return sum(decision.yes == decision.no for decision in decisions)
+
+
+def _describe(pairs: "Dataset") -> dict[str, Any]:
+    votes = pairs["votes"][:]
+    consistent = sum(vote["yes"] > vote["no"] for vote in votes)
+    return {
+        "pairs": len(pairs),
+        "consistent": consistent,
+        "inconsistent": len(pairs) - consistent,
+        "prompts": len(set(pairs["group"][:])),
+        "images": len({name for names in pairs["panels"][:] for name in names}),
+        "categories": dict(Counter(name for name in pairs["category"][:] if name)),
+    }

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits by prompt: what is held out shares no prompt and no image with what is trained on."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def keyed_hash(*key: int | str) -> int:
+    """
+    Give a number that looks random and depends on its key alone: not on the order of other rows, or on a generator.
+
+    Args:
+        *key (`int` or `str`):
+            The key, for example a seed and an id.
+
+    Returns:
+        `int`: 256 bits.
+    """
+    return int.from_bytes(hashlib.sha256("\0".join(map(str, key)).encode("utf-8", "surrogatepass")).digest(), "big")
+
+
+def _normalised(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]) -> list[list[str]]:
+    """
+    Put together the prompts that must not be split: those with the same text, or with an image in common.
+
+    Args:
+        prompts (`Mapping[str, str]`):
+            Text of each prompt, by its id. Case and white space do not count.
+        images (`Mapping[str, set[str]]`):
+            Digests of the images of each prompt, by its id.
+
+    Returns:
+        `list[list[str]]`: ids of the prompts of each group, in the order of `prompts`.
+    """
+    from scipy.cluster.hierarchy import DisjointSet
+
+    groups = DisjointSet(prompts)
+    first_with: dict[tuple[str, str], str] = {}
+    for name, text in prompts.items():
+        for content in [("text", _normalised(text)), *(("image", image) for image in sorted(images.get(name, ())))]:
+            groups.merge(first_with.setdefault(content, name), name)
+    place_of = {name: place for place, name in enumerate(prompts)}
+    found = [sorted(group, key=place_of.__getitem__) for group in groups.subsets()]
+    return sorted(found, key=lambda group: place_of[group[0]])
+
+
+def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[str]:
+    """
+    Choose the prompts that are held out.
+
+    Args:
+        groups (`list[list[str]]`):
+            Groups of prompts that stay together, see [`connected_prompts`].
+        test_size (`float`):
+            Share of the prompts to hold out, from 0 to 1 (without 1). The groups are gone through in an order that
+            depends on the seed and their ids, and taken whole while there is room.
+        seed (`int`):
+            Seed.
+
+    Returns:
+        `set[str]`: ids of the prompts that are held out.
+
+    Raises:
+        ValueError: If `test_size` is out of range, or nothing would be held out, or nothing left to train on.
+    """
+    if not 0 <= test_size < 1:
+        raise ValueError(f"`test_size` is {test_size}, but it is a share of the prompts: from 0 to below 1.")
+    total = sum(map(len, groups))
+    if test_size == 0:
+        return set()
+    wanted = max(1, round(test_size * total))
+    chosen: set[str] = set()
+    for group in sorted(groups, key=lambda group: keyed_hash(seed, group[0])):
+        if len(chosen) + len(group) <= min(wanted, total - 1):
+            chosen.update(group)
+    if not chosen:
+        raise ValueError(
+            f"`test_size` is {test_size} of {total} prompts, but no group of prompts fits into it: the {len(groups)} "
+            f"groups that share a text or an image have {min(map(len, groups), default=0)} to "
+            f"{max(map(len, groups), default=0)} prompts. Draw grids of more prompts, or set `test_size` to 0."
+        )
+    return chosen
+
+
+def check_no_leak(train: "Dataset", test: "Dataset", texts: Mapping[str, str], images: Mapping[str, str]) -> None:
+    """
+    Check that two datasets share no prompt, no text and no image.
+
+    Args:
+        train ([`~datasets.Dataset`]), test ([`~datasets.Dataset`]):
+            Datasets with `group` (the prompt's id) and `panels` (ids of the panels).
+        texts (`Mapping[str, str]`):
+            Text of each prompt.
+        images (`Mapping[str, str]`):
+            Digest of each panel.
+
+    Raises:
+        ValueError: If they share something; the error says what.
+    """
+
+    def contents(dataset: "Dataset") -> dict[str, set[str]]:
+        groups = set(dataset["group"][:])
+        return {
+            "prompts": groups,
+            "prompt texts": {_normalised(texts[name]) for name in groups},
+            "images": {images[name] for names in dataset["panels"][:] for name in names},
+        }
+
+    first, second = contents(train), contents(test)
+    for what in first:
+        shared = sorted(first[what] & second[what])
+        if shared:
+            raise ValueError(
+                f"{len(shared)} {what} are both in the training data and in what is held out, such as {shared[0]!r}: "
+                "a judge could be measured on what it was trained on. Make the split anew."
+            )

@@ -1,0 +1,592 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ranking instances to pairs: annotations, votes, agreement, the split; with a world whose truth is known."""
+
+import csv
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, Image, List, load_from_disk
+from PIL import Image as PILImage
+from scipy.stats import friedmanchisquare
+
+from paco_trl.data import check_pair_columns, check_ranking_columns, theme_question, validate_pairs
+from paco_trl.data.building import (
+    Annotation,
+    StageFolder,
+    agreement_report,
+    annotation_files,
+    append_annotation,
+    build_pairs,
+    count_agreement,
+    digest,
+    export_annotations,
+    export_tasks,
+    import_annotations,
+    judge_annotator_name,
+    kendalls_w,
+    majority_vote,
+    rank_automatically,
+    rank_with_judge,
+    ranks_of_ranking,
+    read_annotations,
+    untrusted_annotators,
+)
+from paco_trl.data.building.annotations import check_annotator, format_ranking, parse_ranking
+from paco_trl.data.building.annotators import construction_ranks, ranks_of_scores
+from paco_trl.data.building.make_pairs import decide_pairs, vote_on_instances
+from paco_trl.data.building.split import check_no_leak, connected_prompts, split_prompts
+from paco_trl.data.building.stage_folder import append_line, file_name, read_lines, write_atomically
+from paco_trl.rewards import JudgeUnavailableError
+from planted_world import PlantedWorld
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> PlantedWorld:
+    return PlantedWorld(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def automatic(world, tmp_path) -> list[Annotation]:
+    rank_automatically(world.instances, world.panels, tmp_path)
+    return read_annotations(annotation_files(tmp_path), world.instances)
+
+
+def tasks(counts: dict[str, int]) -> Dataset:
+    """Instances with so many candidates each."""
+    rows = [
+        {"id": name, "prompt_id": "p", "reference": "r", "candidates": [f"{name}{index}" for index in range(count)]}
+        for name, count in counts.items()
+    ]
+    return Dataset.from_list(rows)
+
+
+class TestStageFolder:
+    def test_settings_are_kept(self, tmp_path):
+        StageFolder(tmp_path / "stage", {"seeds": (0, 1), "size": 2})
+        StageFolder(tmp_path / "stage", {"seeds": [0, 1], "size": 2})
+        with pytest.raises(ValueError, match=r"begun with other settings: `size` was 2 and is now 3\. "):
+            StageFolder(tmp_path / "stage", {"seeds": [0, 1], "size": 3})
+        with pytest.raises(ValueError, match=r"`size` was 2 and is now None"):
+            StageFolder(tmp_path / "stage", {"seeds": [0, 1]})
+        StageFolder(tmp_path / "stage")  # what is done anew each time has none
+
+    def test_a_result_replaces_the_one_before(self, tmp_path):
+        folder = StageFolder(tmp_path / "stage")
+        assert not folder.is_done
+        with pytest.raises(FileNotFoundError, match="'stage' was not run, or not to its end"):
+            folder.load()
+        for number in (1, 2):
+            folder.finish(Dataset.from_dict({"number": [number]}), {"count": number})
+            assert folder.is_done
+            assert (folder.load()["number"][:], folder.report) == ([number], {"count": number})
+        assert sorted(path.name for path in folder.path.iterdir()) == ["dataset", "report.json"]
+
+    def test_killed_between_the_renames(self, tmp_path):
+        folder = StageFolder(tmp_path)
+        folder.finish(Dataset.from_dict({"number": [1]}), {})
+        (tmp_path / "dataset").rename(tmp_path / "dataset.replaced")
+        assert not folder.is_done
+        assert StageFolder(tmp_path).load()["number"][:] == [1]
+
+    def test_torn_lines(self, tmp_path, caplog):
+        path = tmp_path / "done.jsonl"
+        append_line(path, {"id": "ü\u2028"})
+        with open(path, "ab") as file:
+            file.write(b'{"id": "half')
+        assert [record for _, record in read_lines(path)] == [{"id": "ü\u2028"}]
+        assert "was not written to its end" in caplog.text
+        append_line(path, {"id": 2})
+        assert [record["id"] for _, record in read_lines(path)] == ["ü\u2028", 2]
+        # The twin: a whole line that lacks its end is kept
+        path.write_bytes(b'{"id": 1}')
+        append_line(path, {"id": 2})
+        assert [record["id"] for _, record in read_lines(path)] == [1, 2]
+        path.write_bytes(b'{"id": \n{"id": 2}\n')
+        with pytest.raises(ValueError, match=r"done\.jsonl, line 1 is not valid JSON"):
+            read_lines(path)
+
+    def test_journal(self, tmp_path):
+        folder = StageFolder(tmp_path)
+        folder.journal("done").append({"id": 1})
+        journal = folder.journal("done")
+        journal.append({"id": 2})
+        assert journal.records == folder.journal("done").records == [{"id": 1}, {"id": 2}]
+
+    def test_files_are_whole_or_not_there(self, tmp_path):
+        write_atomically(tmp_path / "new" / "a.txt", "one")
+        with pytest.raises(TypeError):
+            write_atomically(tmp_path / "new" / "a.txt", 3)
+        assert [(path.name, path.read_text()) for path in (tmp_path / "new").iterdir()] == [("a.txt", "one")]
+
+    def test_names_and_digests(self):
+        names = ["a/b", "a%2Fb", "..", ".", "ä b", "A", "x.png"]
+        assert len({file_name(name) for name in names}) == len(names)
+        assert all("/" not in file_name(name) and file_name(name) not in (".", "..") for name in names)
+        assert digest({"a": 1, "b": [2]}) == digest({"b": (2,), "a": 1}) != digest({"a": 1, "b": [3]})
+
+
+class TestAnnotations:
+    def test_orders_and_texts(self):
+        for order in itertools.permutations(range(4)):
+            ranks = ranks_of_ranking(order)
+            assert [ranks[index] for index in order] == [1, 2, 3, 4]
+            assert parse_ranking(format_ranking(ranks)) == ranks
+        assert format_ranking((2, 3, 1, 3)) == "2>0>1=3"
+        assert parse_ranking(" 2 > 0 > 1 = 3") == (2, 3, 1, 3)
+        for text in ("2>0", "0>0>1", "a>b", "0>>1", ""):
+            with pytest.raises(ValueError, match="the ranking"):
+                parse_ranking(text)
+
+    def test_the_last_one_counts(self, tmp_path):
+        instances = tasks({"x": 3, "y": 2})
+        append_annotation(tmp_path, {"annotator": "anna", "instance": "y", "ranking": [0, 1], "seconds": 3})
+        append_annotation(tmp_path, {"annotator": "anna", "instance": "x", "ranking": [0, 1, 2]})
+        append_annotation(tmp_path, {"annotator": "anna", "instance": "y", "ranking": [1, 0]})
+        append_annotation(tmp_path, {"annotator": "ben", "instance": "x", "ranks": [1, 2, 2]})
+        append_annotation(tmp_path, {"annotator": "ben", "instance": "y", "skipped": True})
+        assert read_annotations(annotation_files(tmp_path), instances) == [
+            Annotation("anna", "x", (1, 2, 3)),
+            Annotation("anna", "y", (2, 1)),
+            Annotation("ben", "x", (1, 2, 2)),
+            Annotation("ben", "y", None),
+        ]
+        assert [a.annotator for a in read_annotations(annotation_files(tmp_path, ["ben"]), instances)] == ["ben"] * 2
+
+    @pytest.mark.parametrize(
+        ("record", "message"),
+        [
+            ({"instance": "z", "ranking": [0, 1, 2]}, "there is no instance 'z'; the first is 'x'"),
+            ({"instance": "x", "ranking": [0, 1]}, "it ranks 2 candidates, but the instance has 3"),
+            ({"instance": "x", "ranking": [0, 1, 1]}, "does not name each of 3 candidates exactly once"),
+            ({"instance": "x", "ranking": [1, 2, 3]}, "does not name each of 3 candidates exactly once"),
+            ({"instance": "x", "ranking": [True, 0, 2]}, "does not name each of 3 candidates"),
+            ({"instance": "x", "ranks": [1, 2]}, "it ranks 2 candidates"),
+            ({"instance": "x", "ranks": [0, 1, 2]}, "whole numbers from 1"),
+            ({"instance": "x"}, "must have one of `ranking`, `ranks` and `skipped: true`"),
+            ({"instance": "x", "ranking": [0, 1, 2], "annotator": "../a"}, "The annotator's name is '../a'"),
+            ({"instance": "x", "ranking": 7}, "`ranking` is 7, but must be a list"),
+            ([], "is \\[\\], but must be an object"),
+        ],
+    )
+    def test_broken_ones_are_named(self, tmp_path, record, message):
+        instances, path = tasks({"x": 3}), tmp_path / "all.jsonl"
+        good = {"annotator": "anna", "instance": "x", "ranking": [2, 0, 1]}
+        path.write_text(json.dumps(good) + "\n")
+        assert len(read_annotations([path], instances)) == 1
+        broken = {"annotator": "anna", **record} if isinstance(record, dict) else record
+        path.write_text(json.dumps(good) + "\n" + json.dumps(broken) + "\n")
+        with pytest.raises(ValueError, match=rf"all\.jsonl, line 2.*{message}"):
+            import_annotations(path, tmp_path / "annotations", instances)
+        assert not (tmp_path / "annotations").exists()
+
+    @pytest.mark.parametrize("name", ["", "a b", "../x", ".", ".hidden", "ä", "a/b", "x" * 41, None])
+    def test_names(self, name):
+        assert check_annotator("Anna_2.b-c") == "Anna_2.b-c"
+        with pytest.raises(ValueError, match="annotator's name"):
+            check_annotator(name)
+
+    @pytest.mark.parametrize("suffix", ["csv", "json"])
+    def test_other_tools(self, tmp_path, suffix):
+        instances = tasks({"x": 3, 'y, "z"': 2})
+        annotations = [
+            Annotation("anna", "x", (2, 1, 2)),
+            Annotation("anna", 'y, "z"', None),
+            Annotation("ben", "x", (1, 2, 3)),
+        ]
+        path = tmp_path / f"out.{suffix}"
+        export_annotations(annotations, path)
+        assert import_annotations(path, tmp_path / "folder", instances) == {"anna": 2, "ben": 1}
+        read = read_annotations(annotation_files(tmp_path / "folder"), instances)
+        # Equal in what they say: two at rank 2 are those behind the first
+        assert [(a.annotator, a.instance, a.ranks and format_ranking(a.ranks)) for a in read] == [
+            ("anna", "x", "1>0=2"),
+            ("anna", 'y, "z"', None),
+            ("ben", "x", "0>1>2"),
+        ]
+
+    def test_csv_of_a_spreadsheet(self, tmp_path):
+        path = tmp_path / "in.csv"
+        path.write_bytes("\ufeffannotator,instance,ranking,note\r\nanna,x,1>0>2,ok\r\nben,x,,\r\n".encode())
+        assert import_annotations(path, tmp_path, tasks({"x": 3})) == {"anna": 1, "ben": 1}
+        path.write_text("annotator,instance\nanna,x\n")
+        with pytest.raises(ValueError, match=r"needs \['ranking'\] besides"):
+            import_annotations(path, tmp_path, tasks({"x": 3}))
+        path.write_text("annotator,instance,ranking\nanna,x,1>0\n")
+        with pytest.raises(ValueError, match=r"in\.csv, line 2: it ranks 2 candidates"):
+            import_annotations(path, tmp_path, tasks({"x": 3}))
+
+    def test_tasks_for_other_tools(self, world, tmp_path):
+        export_tasks(world.instances, world.panels, world.prompts, tmp_path / "tasks.csv")
+        with open(tmp_path / "tasks.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["instance"] for row in rows] == world.instances["id"][:]
+        files = dict(zip(world.panels["id"], [image.filename for image in world.panels["image"]], strict=True))
+        assert rows[5]["reference"] == files[world.instances[5]["reference"]]
+        assert [rows[5][f"candidate_{index}"] for index in range(4)] == [
+            files[name] for name in world.instances[5]["candidates"]
+        ]
+        with pytest.raises(ValueError, match=r"must end in \.csv or \.json"):
+            export_tasks(world.instances, world.panels, world.prompts, tmp_path / "tasks.xls")
+
+    def test_nobody(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="no annotations in"):
+            annotation_files(tmp_path)
+        append_annotation(tmp_path, {"annotator": "anna", "instance": "x", "skipped": True})
+        with pytest.raises(FileNotFoundError, match=r"no annotations of \['ben'\].*those of \['anna'\]"):
+            annotation_files(tmp_path, ["ben"])
+
+
+class TestVoting:
+    def test_an_order_by_majority(self):
+        vote = majority_vote([ranks_of_ranking(order) for order in ([0, 1, 2, 3], [0, 2, 1, 3], [1, 0, 2, 3])])
+        assert (vote.ranking, vote.best, vote.worst, vote.num_ties) == ([0, 1, 2, 3], 0, [3], 0)
+
+    def test_ties_have_no_order(self):
+        vote = majority_vote([ranks_of_ranking([0, 1, 2]), ranks_of_ranking([0, 2, 1])])
+        assert (vote.ranking, vote.best, vote.num_ties, vote.is_circular) == (None, 0, 1, False)
+        assert vote.worst == [1, 2]
+
+    def test_a_circle_has_no_order(self):
+        vote = majority_vote([ranks_of_ranking(order) for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1])])
+        assert (vote.ranking, vote.best, vote.worst, vote.num_ties, vote.is_circular) == (None, None, [], 0, True)
+
+    def test_those_who_tie_do_not_vote(self):
+        assert majority_vote([[1, 1], [1, 1], [1, 2]]).ranking == [0, 1]
+        assert majority_vote([[1, 1], [1, 1]]).ranking is None
+        assert (majority_vote([[1, 1]]).best, majority_vote([[1, 1]]).worst) == (None, [])
+
+    def test_against_every_order(self):
+        """With one annotator, each order comes back."""
+        for order in itertools.permutations(range(5)):
+            vote = majority_vote([ranks_of_ranking(order)])
+            assert (vote.ranking, vote.best, vote.worst) == (list(order), order[0], [order[-1]])
+
+    @pytest.mark.parametrize("ranks", [[], [[1, 2], [1, 2, 3]]])
+    def test_nothing_to_count(self, ranks):
+        with pytest.raises(ValueError, match="The annotators rank"):
+            majority_vote(ranks)
+
+
+class TestAgreement:
+    def test_kendalls_w_is_scipys(self):
+        """W is Friedman's statistic, over the number of annotators and of candidates but one; with ties."""
+        rng, compared = np.random.default_rng(0), 0
+        for _ in range(100):
+            m, n = int(rng.integers(2, 6)), int(rng.integers(3, 6))
+            ranks = rng.integers(1, n + 1, (m, n))
+            if all(len(set(row)) == 1 for row in ranks.tolist()):
+                continue
+            expected = friedmanchisquare(*ranks.T).statistic / (m * (n - 1))
+            assert kendalls_w(ranks.tolist()) == pytest.approx(expected, abs=1e-12)
+            compared += 1
+        assert compared > 80
+
+    def test_kendalls_w_at_its_ends(self):
+        assert kendalls_w([[1, 2, 3, 4]] * 3) == 1
+        assert kendalls_w([[1, 2, 3, 4], [4, 3, 2, 1]]) == 0
+        assert math.isnan(kendalls_w([[1, 2, 3]]))
+        assert math.isnan(kendalls_w([[1, 1], [1, 1]]))
+
+    def test_pairs_in_the_same_order(self):
+        assert count_agreement([1, 2, 3, 4], [1, 2, 3, 4]) == (6, 6)
+        assert count_agreement([1, 2, 3, 4], [4, 3, 2, 1]) == (0, 6)
+        assert count_agreement([1, 2, 2, 4], [1, 2, 3, 3]) == (4, 4)
+
+    def test_report(self):
+        rng = np.random.default_rng(1)
+        annotations, gold = [], []
+        for number in range(40):
+            truth = ranks_of_ranking(rng.permutation(4).tolist())
+            gold += [Annotation("expert", f"i{number}", truth)] * (number % 4 == 0)
+            random = ranks_of_ranking(rng.permutation(4).tolist())
+            annotations += [
+                Annotation("anna", f"i{number}", truth),
+                Annotation("ben", f"i{number}", truth),
+                Annotation("carl", f"i{number}", random if number else None),
+            ]
+        report = agreement_report(annotations, gold)
+        assert (report["instances"], report["instances_of_several"]) == (40, 40)
+        assert report["annotators"]["carl"]["ranked"] == 39
+        assert report["annotators"]["carl"]["skipped"] == 1
+        assert report["annotators"]["anna"]["gold_agreement"] == 1
+        assert 0.2 < report["annotators"]["carl"]["gold_agreement"] < 0.8
+        assert 0.3 < report["annotators"]["carl"]["agreement_with_others"] < 0.7
+        # A majority of one to one is a tie: where they put the same two in the same order, anna and ben agree
+        assert report["annotators"]["anna"]["agreement_with_others"] == 1
+        assert 0.55 < report["pairwise_agreement"] < 0.8  # (1 + 0.5 + 0.5) / 3
+        assert 0.4 < report["kendalls_w"] < 0.8
+        assert untrusted_annotators(report, 0.9) == ["carl"]
+        assert untrusted_annotators(report, 0.0) == []
+
+    def test_one_alone_agrees_with_nobody(self):
+        report = agreement_report([Annotation("anna", "x", (1, 2))])
+        assert (report["kendalls_w"], report["pairwise_agreement"]) == (None, None)
+        assert report["annotators"]["anna"] == {
+            "ranked": 1,
+            "skipped": 0,
+            "agreement_with_others": None,
+            "gold_agreement": None,
+        }
+        with pytest.raises(ValueError, match="answered a gold question"):
+            untrusted_annotators(report, 0.5)
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            untrusted_annotators(report, 2)
+
+
+class TestSplit:
+    def test_what_belongs_together(self):
+        texts = {"a": "One  text", "b": "two", "c": "one text", "d": "three", "e": "four"}
+        images = {"b": {"1", "2"}, "d": {"2"}, "a": {"3"}, "e": {"4"}}
+        assert connected_prompts(texts, images) == [["a", "c"], ["b", "d"], ["e"]]
+
+    def test_shares(self):
+        groups = [[f"p{index}"] for index in range(50)]
+        chosen = split_prompts(groups, 0.2, seed=0)
+        assert len(chosen) == 10
+        assert chosen == split_prompts(groups[::-1], 0.2, seed=0) != split_prompts(groups, 0.2, seed=1)
+        assert split_prompts(groups, 0, seed=0) == set()
+        # Groups are taken whole, and some are left to train on
+        assert split_prompts([["a", "b"], ["c"]], 0.4, seed=0) == {"c"}
+        with pytest.raises(ValueError, match="no group of prompts fits into it: the 1 groups .* have 2 to 2 prompts"):
+            split_prompts([["a", "b"]], 0.4, seed=0)
+        with pytest.raises(ValueError, match="no group"):
+            split_prompts([["a"]], 0.9, seed=0)
+        for size in (-0.1, 1, 2):
+            with pytest.raises(ValueError, match="from 0 to below 1"):
+                split_prompts(groups, size, seed=0)
+
+    def test_leaks_are_found(self):
+        def data(group, panels):
+            return Dataset.from_dict({"group": [group], "panels": [panels]})
+
+        texts = {"a": "one", "b": "two", "c": "ONE "}
+        images = {"1": "x", "2": "y", "3": "x"}
+        check_no_leak(data("a", ["1"]), data("b", ["2"]), texts, images)
+        for train, test, what in [
+            (data("a", ["1"]), data("a", ["2"]), "prompts"),
+            (data("a", ["1"]), data("c", ["2"]), "prompt texts"),
+            (data("a", ["1"]), data("b", ["3"]), "images"),
+        ]:
+            with pytest.raises(ValueError, match=f"1 {what} are both"):
+                check_no_leak(train, test, texts, images)
+
+
+class TestDecisions:
+    """Two panels of one prompt, as reference and candidate, in both directions."""
+
+    ROWS = [
+        {"id": "x", "prompt_id": "p", "reference": "a", "candidates": ["b", "c", "d"]},
+        {"id": "y", "prompt_id": "p", "reference": "b", "candidates": ["a", "c", "d"]},
+    ]
+
+    def decide(self, *ranks: tuple[str, list[int]], **kwargs) -> dict:
+        annotations = [Annotation(f"n{number}", name, tuple(given)) for number, (name, given) in enumerate(ranks)]
+        decisions = decide_pairs(self.ROWS, vote_on_instances(annotations), **kwargs)
+        return {(one.first, one.second): (one.yes, one.no) for one in decisions}
+
+    def test_best_and_worst(self):
+        assert self.decide(("x", [1, 2, 3])) == {("a", "b"): (1, 0), ("a", "d"): (0, 1)}
+
+    def test_votes_of_several(self):
+        assert self.decide(("x", [1, 2, 3]), ("x", [1, 3, 2]), ("x", [1, 2, 3])) == {
+            ("a", "b"): (3, 0),
+            ("a", "d"): (0, 2),
+        }
+
+    def test_instances_vote_together(self):
+        found = self.decide(("x", [1, 2, 3]), ("y", [1, 2, 3]))
+        assert found == {("a", "b"): (2, 0), ("a", "d"): (0, 1), ("b", "d"): (0, 1)}
+
+    def test_contradictions(self):
+        """In one instance b is the best for a, in the other a is the worst for b."""
+        assert self.decide(("x", [1, 2, 3]), ("y", [3, 2, 1]))["a", "b"] == (1, 1)
+        assert self.decide(("x", [1, 2, 3]), ("x", [1, 2, 3]), ("y", [3, 2, 1]))["a", "b"] == (2, 1)
+
+    def test_tied_at_the_bottom(self):
+        one = self.decide(("x", [1, 2, 2]))
+        assert one["a", "b"] == (1, 0)
+        assert len(one) == 2
+        assert self.decide(("x", [1, 2, 2]), num_negatives=2) == {
+            ("a", "b"): (1, 0),
+            ("a", "c"): (0, 1),
+            ("a", "d"): (0, 1),
+        }
+        chosen = {next(iter(set(self.decide(("x", [1, 2, 2]), seed=seed)) - {("a", "b")})) for seed in range(20)}
+        assert chosen == {("a", "c"), ("a", "d")}
+
+    def test_tied_at_the_top_is_no_positive(self):
+        assert self.decide(("x", [1, 1, 2])) == {("a", "d"): (0, 1)}
+        assert self.decide(("x", [1, 1, 1])) == {}
+
+
+class TestAutomatic:
+    def test_the_label_comes_from_construction(self, world, automatic):
+        assert construction_ranks(3, [0, 3, 1]) == (2, 1, 2)
+        rows = {row["id"]: row for row in world.instances}
+        assert len(automatic) == len(rows) == 6 * 48
+        for annotation in automatic:
+            row = rows[annotation.instance]
+            truth = [world.is_consistent(row["reference"], name) for name in row["candidates"]]
+            assert truth.count(True) == 1
+            assert [rank == 1 for rank in annotation.ranks] == truth
+
+    def test_pairs_are_true(self, world, automatic):
+        pairs, rankings, report = build_pairs(world.instances, world.panels, world.prompts, automatic, test_size=0.34)
+        assert rankings is None  # the others are tied
+        assert report["votes"]["ordered"] == 0
+        assert report["votes"]["with_ties"] == report["instances"] == 288
+        assert report["contradictions"] == 0
+        for split in pairs.values():
+            for row in split.remove_columns("images"):
+                assert world.is_consistent(*row["panels"]) == (row["completion"][0]["content"] == "Yes")
+        # 4 grids with 6 pairs of panels each, and none twice
+        assert report["splits"]["train"]["consistent"] == 4 * 24
+        assert report["splits"]["test"]["consistent"] == 2 * 24
+        assert report["splits"]["train"]["pairs"] == len(pairs["train"])
+        assert report["splits"]["test"]["prompts"] == 2
+        assert report["splits"]["train"]["images"] == 64
+        assert sum(report["splits"]["train"]["categories"].values()) == len(pairs["train"])
+        keys = [frozenset(names) for split in pairs.values() for names in split["panels"]]
+        assert len(keys) == len(set(keys))
+
+    def test_the_format_is_that_of_the_trainer(self, world, automatic, tmp_path):
+        pairs, _, _ = build_pairs(world.instances, world.panels, world.prompts, automatic)
+        StageFolder(tmp_path / "pairs").finish(pairs, {})
+        train = load_from_disk(tmp_path / "pairs" / "dataset")["train"]
+        assert train.features == pairs["train"].features
+        check_pair_columns(train)
+        assert len(validate_pairs(train)) == len(train)
+        row = train[0]
+        theme = dict(zip(world.prompts["id"], world.prompts["theme"], strict=True))[row["group"]]
+        assert row["prompt"] == [{"role": "user", "content": theme_question(theme)}]
+        first, second = (world.panels[world.panels["id"][:].index(name)]["image"] for name in row["panels"])
+        assert [image.tobytes() for image in row["images"]] == [first.tobytes(), second.tobytes()]
+        # Each image is on the disk once: the pairs have its path, where `save_to_disk` would have a copy in each
+        pairs["train"].select([0]).save_to_disk(tmp_path / "copied")
+        copied = load_from_disk(tmp_path / "copied").cast_column("images", List(Image(decode=False)))
+        assert all(image["bytes"] for image in copied[0]["images"])
+        stored = train.cast_column("images", List(Image(decode=False)))["images"][:]
+        assert all(image["bytes"] is None and Path(image["path"]).is_file() for pair in stored for image in pair)
+        assert len({image["path"] for pair in stored for image in pair}) == 5 * 16
+
+    def test_no_leak(self, world, automatic):
+        pairs, _, _ = build_pairs(world.instances, world.panels, world.prompts, automatic)
+        assert set(pairs["train"]["group"]).isdisjoint(pairs["test"]["group"])
+        assert len(pairs["test"]) > 0
+
+        def hashes(split):
+            return {image.tobytes() for images in split["images"] for image in images}
+
+        assert hashes(pairs["train"]).isdisjoint(hashes(pairs["test"]))
+
+    def test_prompts_that_share_an_image_stay_together(self, world, automatic):
+        """The twin of the split: with the images of another prompt, a prompt goes where that one goes."""
+        sha256 = world.panels["sha256"][:]
+        shared = [name if not name.startswith("p001/0/0") else "p000/0/0" for name in world.panels["id"]]
+        digests = dict(zip(world.panels["id"], sha256, strict=True))
+        panels = world.panels.remove_columns("sha256").add_column("sha256", [digests[name] for name in shared])
+        separated = set()
+        for seed in range(12):
+            for data, is_shared in ((panels, True), (world.panels, False)):
+                pairs, _, _ = build_pairs(world.instances, data, world.prompts, automatic, test_size=0.5, seed=seed)
+                is_split = ("p000" in pairs["test"]["group"][:]) != ("p001" in pairs["test"]["group"][:])
+                if is_split:
+                    separated.add(is_shared)
+        assert separated == {False}
+
+    def test_nothing_comes_out(self, world):
+        skipped = [Annotation("anna", name, None) for name in world.instances["id"]]
+        with pytest.raises(ValueError, match="288 annotations of 288 instances give no pair"):
+            build_pairs(world.instances, world.panels, world.prompts, skipped)
+
+
+class ColourJudge:
+    """A real function of the pixels: the closer the mean colours, the more consistent."""
+
+    name = "user/colour-judge"
+
+    def __init__(self):
+        self.calls, self.pairs = 0, 0
+        self.stop_after = None
+        self.unanswered = set()
+
+    def score(self, images, prompts):
+        if self.stop_after is not None and self.calls >= self.stop_after:
+            raise JudgeUnavailableError("the judge at http://127.0.0.1:9/v1 is down")
+        self.calls += 1
+        self.pairs += len(images)
+        assert len(images) == len(prompts)
+        assert all("A journey of figure number" in prompt for prompt in prompts)
+        scores = []
+        for first, second in images:
+            means = [np.asarray(PILImage.open(path), float).mean((0, 1)) for path in (first, second)]
+            hue = [mean - mean.mean() for mean in means]
+            scores.append(float(np.exp(-np.abs(hue[0] - hue[1]).sum() / 50)))
+            if str(second).endswith(tuple(self.unanswered)):
+                scores[-1] = None
+        return scores
+
+
+class TestJudge:
+    def test_ranks_of_scores(self):
+        assert ranks_of_scores([0.2, 0.9, 0.2, 0.5]) == (3, 1, 3, 2)
+        assert judge_annotator_name("X-GenGroup/PaCo-Reward-7B") == "PaCo-Reward-7B"
+        assert check_annotator(judge_annotator_name("/some folder/.x y/")) == "x-y"
+
+    def test_it_ranks(self, world, tmp_path):
+        judge = ColourJudge()
+        arguments = (world.instances, world.panels, world.prompts, judge, "judge", tmp_path)
+        assert rank_with_judge(*arguments) == {"ranked": 288, "found": 0, "unanswered": 0}
+        assert (judge.calls, judge.pairs) == (6, 288 * 4)  # a call for each prompt
+        annotations = read_annotations(annotation_files(tmp_path), world.instances)
+        pairs, rankings, report = build_pairs(
+            world.instances, world.panels, world.prompts, annotations, test_size=0.34, max_rankings=50
+        )
+        right = [
+            world.is_consistent(*row["panels"]) == (row["completion"][0]["content"] == "Yes")
+            for split in pairs.values()
+            for row in split.remove_columns("images")
+        ]
+        assert np.mean(right) > 0.9
+        check_ranking_columns(rankings)
+        assert len(rankings) == report["held_out_rankings"] == 50
+        assert set(rankings["group"]) <= set(pairs["test"]["group"])
+        themes = dict(zip(world.prompts["id"], world.prompts["theme"], strict=True))
+        assert rankings["theme"][:] == [themes[name] for name in rankings["group"]]
+        assert rank_with_judge(*arguments)["found"] == 288
+        assert judge.calls == 6  # nothing is asked twice
+
+    def test_a_judge_that_goes_down(self, world, tmp_path):
+        judge = ColourJudge()
+        judge.stop_after = 2
+        with pytest.raises(JudgeUnavailableError, match=r"http://127\.0\.0\.1:9/v1"):
+            rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path / "a")
+        assert len(read_annotations(annotation_files(tmp_path / "a"), world.instances)) == 96
+        judge.stop_after = None
+        counts = rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path / "a")
+        assert counts == {"ranked": 192, "found": 96, "unanswered": 0}
+        rank_with_judge(world.instances, world.panels, world.prompts, ColourJudge(), "judge", tmp_path / "b")
+        assert (tmp_path / "a/judge.jsonl").read_bytes() == (tmp_path / "b/judge.jsonl").read_bytes()
+
+    def test_no_score_is_no_rank(self, world, tmp_path, caplog):
+        judge = ColourJudge()
+        judge.unanswered = {"p002/0-1.png"}
+        counts = rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path)
+        assert counts == {"ranked": 276, "found": 0, "unanswered": 12}  # the candidates at position 1 of p002
+        assert "left 12 of 288 instances unanswered" in caplog.text
+        judge.unanswered = set()
+        assert rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path) == {
+            "ranked": 12,
+            "found": 276,
+            "unanswered": 0,
+        }
+
+    def test_prompts_that_are_not_there(self, world, tmp_path):
+        with pytest.raises(ValueError, match="of the prompt 'p003', which is not among the 3 prompts"):
+            rank_with_judge(
+                world.instances, world.panels, world.prompts.select(range(3)), ColourJudge(), "judge", tmp_path
+            )
