@@ -5,12 +5,13 @@ import itertools
 import json
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..rankings import default_question
 from .annotations import annotation_files, append_annotation, check_annotator, read_annotations
-from .stage_folder import write_atomically
+from .stage_folder import read_lines, write_atomically
 
 
 if TYPE_CHECKING:
@@ -93,6 +94,29 @@ def judge_annotator_name(name: str) -> str:
         `str`: the last part of it, as a name of an annotator.
     """
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name.rstrip("/")).name)[:40].strip(".-") or "judge"
+
+
+def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None) -> dict[str, str]:
+    """
+    Tell who annotated: people, a judge, or the construction.
+
+    Args:
+        folder (`str` or `Path`):
+            Folder of the annotations.
+        annotators (`Sequence[str]`, *optional*):
+            Names of those to tell of; all when left out.
+
+    Returns:
+        `dict[str, str]`: `"people"`, `"judge"` (its annotations have scores) or `"automatic"`, by name; empty if nobody
+        has annotated yet.
+    """
+    if not any(Path(folder).glob("*.jsonl")):
+        return {}
+    kinds = {}
+    for path in annotation_files(folder, annotators):
+        has_scores = any("scores" in record for _, record in read_lines(path))
+        kinds[path.stem] = AUTOMATIC if path.stem == AUTOMATIC else "judge" if has_scores else "people"
+    return kinds
 
 
 def rank_with_judge(

@@ -291,6 +291,12 @@ class StageFolder:
         return any((self._dataset / marker).is_file() for marker in _MARKERS)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What the stage was started with; empty for one that has no settings."""
+        file = self.path / _SETTINGS
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+    @property
     def report(self) -> dict[str, Any]:
         """What the stage reported at its end; empty before."""
         file = self.path / _REPORT
@@ -324,6 +330,11 @@ class StageFolder:
         save_with_paths(dataset, staged)
         write_atomically(self.path / _REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
         _put_in_place(staged, self._dataset)
+
+    def clear(self) -> None:
+        """Take away the result of an earlier run, where this one has none."""
+        shutil.rmtree(self._dataset, ignore_errors=True)
+        (self.path / _REPORT).unlink(missing_ok=True)
 
     def load(self) -> "Dataset | DatasetDict":
         """
