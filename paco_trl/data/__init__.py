@@ -18,6 +18,7 @@ from .image_sets import (
     convert_t2is,
     criteria_dict,
     demo_prompts_path,
+    format_image_set_prompt,
     load_image_set_prompts,
     parse_image_set_prompt,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "disjoint_from",
     "edit_consistency_question",
     "edit_following_question",
+    "format_image_set_prompt",
     "has_source_images",
     "is_label_only",
     "join_grid",

@@ -38,6 +38,9 @@ _COL_NAMES = {
     3: ["LEFT", "MIDDLE", "RIGHT"],
     4: ["LEFT", "MIDDLE-LEFT", "MIDDLE-RIGHT", "RIGHT"],
 }
+_NUMBER_WORDS = dict(
+    enumerate("ONE TWO THREE FOUR FIVE SIX SEVEN EIGHT NINE TEN ELEVEN TWELVE".split(), start=1)  # then in digits
+)
 
 
 class ImageSetPrompt(NamedTuple):
@@ -147,6 +150,75 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
                 "its marker."
             )
     return ImageSetPrompt(theme, rows, cols, panels)
+
+
+def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str]) -> str:
+    """
+    Write an image-set prompt in the T2IS format, the inverse of [`parse_image_set_prompt`].
+
+    Panels are marked by their position (`[TOP]-[LEFT]:`) where all positions of the layout have names, and by numbers
+    (`PANEL-1:`) elsewhere.
+
+    Args:
+        theme (`str`):
+            Subject and what all panels share. If it does not name the layout, as the theme of a parsed prompt does,
+            `"FOUR-PANEL Images with a 2x2 grid layout: "` (with the number and the layout) is put in front of it.
+        rows (`int`):
+            Number of rows of the grid.
+        cols (`int`):
+            Number of columns of the grid.
+        panels (`list[str]`):
+            Texts of the panels, row by row. A marker counts only after the end of a sentence, so that the theme and
+            all panels but the last must end with one.
+
+    Returns:
+        `str`: the prompt. Parsed, it gives the layout, the panels and the theme (with the layout in front) back, but for
+        spaces at their ends.
+
+    Raises:
+        ValueError: If the texts do not come back: another number of panels, an empty one, one that does not end a
+            sentence, one with a marker inside, or a theme of another layout.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.data import format_image_set_prompt
+
+    >>> format_image_set_prompt("A fox.", 1, 2, ["It sleeps.", "It runs."])
+    'TWO-PANEL Images with a 1x2 grid layout: A fox. [LEFT]:It sleeps. [RIGHT]:It runs.'
+    ```
+    """
+    if rows < 1 or cols < 1 or len(panels) != rows * cols:
+        raise ValueError(
+            f"There are {len(panels)} panel texts for a {rows}x{cols} grid (rows x cols), which has {rows * cols} "
+            "panels. Give one text for each panel, row by row."
+        )
+    theme, panels = theme.strip(), [panel.strip() for panel in panels]
+    if not theme:
+        raise ValueError("The theme is empty, but it must say what all panels show.")
+    if _LAYOUT_PHRASE.search(theme) is None:
+        number = _NUMBER_WORDS.get(rows * cols, str(rows * cols))
+        theme = f"{number}-PANEL Images with a {rows}x{cols} grid layout: {theme}"
+    markers = _position_markers(rows, cols) or [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]
+    texts = [marker + panel for marker, panel in zip(markers, panels, strict=True)]
+    prompt = " ".join([theme, *texts])
+    for what, text in [("theme", theme), *((f"panel {index}", text) for index, text in enumerate(panels[:-1]))]:
+        if not text.rstrip(_CLOSING_MARKS).endswith(_SENTENCE_ENDS):
+            raise ValueError(
+                f"The {what} does not end a sentence: {_shorten(text)}. The marker of the next panel would be taken for "
+                "text. End it with a full stop."
+            )
+    try:
+        parsed = parse_image_set_prompt(prompt)
+    except ValueError as error:
+        raise ValueError(f"These texts do not make an image-set prompt: {error}") from error
+    if parsed != (theme, rows, cols, panels):
+        raise ValueError(
+            f"The texts of the prompt {_shorten(prompt)} would not be read as they are: its theme names a "
+            f"{parsed.rows}x{parsed.cols} grid layout and not {rows}x{cols}, or a text has a panel marker inside. Take it "
+            "out."
+        )
+    return prompt
 
 
 def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> dict[str, dict[str, str]]:

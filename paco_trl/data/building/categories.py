@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The categories of image sets, and the dimensions in which the images of each are consistent.
+
+As in the PaCo-RL paper (https://arxiv.org/abs/2512.04784). Its editing categories are not here: edit pairs are not made
+from image sets.
+"""
+
+from typing import NamedTuple
+
+
+class Category(NamedTuple):
+    """
+    A kind of image set.
+
+    Attributes:
+        name (`str`):
+            Name, as it stands in the column `category`.
+        group (`str`):
+            Name of the group that it belongs to.
+        dimensions (`tuple[str, ...]`):
+            What the images of a set must share: keys of `DIMENSIONS`, as they stand in the column `dimensions`.
+    """
+
+    name: str
+    group: str
+    dimensions: tuple[str, ...]
+
+
+# Dimension -> what it asks of a set, as an LLM or a VLM is told
+DIMENSIONS = {
+    "identity": (
+        "the same person, animal or object is recognisable in every image: face, hair, build, clothing, shape, "
+        "proportions and marks stay the same"
+    ),
+    "style": (
+        "every image is made in the same way: medium, line, palette, texture, lighting and level of detail stay the same"
+    ),
+    "logic": (
+        "the images fit together: order of events, cause and effect, place, time and the state of things do not "
+        "contradict each other"
+    ),
+}
+
+CATEGORIES = (
+    Category("home decoration", "design style generation", ("style",)),
+    Category("IP product", "design style generation", ("identity", "style")),
+    Category("font design", "design style generation", ("style",)),
+    Category("poster design", "design style generation", ("style", "logic")),
+    Category("creative style", "design style generation", ("style",)),
+    Category("children book", "story generation", ("identity", "style", "logic")),
+    Category("historical narrative", "story generation", ("identity", "logic")),
+    Category("movie shot", "story generation", ("identity", "style", "logic")),
+    Category("comic story", "story generation", ("identity", "style", "logic")),
+    Category("news illustration", "story generation", ("style", "logic")),
+    Category("evolution illustration", "progression generation", ("logic",)),
+    Category("draw progression", "progression generation", ("style", "logic")),
+    Category("growth progression", "progression generation", ("logic",)),
+    Category("architecture building", "progression generation", ("logic",)),
+    Category("cooking progression", "progression generation", ("logic",)),
+    Category("physical law", "progression generation", ("logic",)),
+    Category("historical panel", "instruction generation", ("style", "logic")),
+    Category("activity arrange", "instruction generation", ("logic",)),
+    Category("education illustration", "instruction generation", ("style", "logic")),
+    Category("travel guide", "instruction generation", ("identity", "style", "logic")),
+    Category("product instruction", "instruction generation", ("style", "logic")),
+    Category("multi-view", "character generation", ("identity", "style")),
+    Category("multi-pose", "character generation", ("identity",)),
+    Category("portrait design", "character generation", ("identity", "style")),
+    Category("multi-expression", "character generation", ("identity",)),
+    Category("multi-scenario", "character generation", ("identity", "logic")),
+)

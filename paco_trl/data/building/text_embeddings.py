@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings of texts, from a sentence-embedding model or the text model of a CLIP."""
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+_POOLING_FILE = "1_Pooling/config.json"  # as sentence-transformers writes it
+
+
+def embed_texts(
+    model: str | Path,
+    texts: list[str],
+    batch_size: int = 64,
+    device: "str | torch.device | None" = None,
+) -> "np.ndarray":
+    """
+    Embed texts as unit vectors.
+
+    The embedding of a CLIP is the projected one that it compares with images. That of another model is the mean of the
+    last hidden states over the tokens or, where the folder has a `1_Pooling/config.json` that says so, the hidden state
+    of the first token; layers that `sentence-transformers` puts behind it are left out. Texts that are longer than the
+    model reads are cut at their end, with a warning that says how many.
+
+    Args:
+        model (`str` or `Path`):
+            Hub id or folder of a model with its tokenizer: one that [`~transformers.AutoModel`] loads, or a CLIP. The
+            weights are in safetensors; code that comes with a model is not run.
+        texts (`list[str]`):
+            Texts, none of them empty.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Texts per forward pass.
+        device (`str` or `torch.device`, *optional*):
+            Device to embed on. Defaults to this process's own: its accelerator, or the CPU if there is none.
+
+    Returns:
+        `np.ndarray` of shape (len(texts), D): unit vectors, float32, in the order of the texts.
+
+    Raises:
+        ValueError: If a text is empty, or the model cannot be used for this.
+    """
+    return embed_and_count(model, texts, batch_size, device)[0]
+
+
+def embed_and_count(
+    model: str | Path,
+    texts: list[str],
+    batch_size: int = 64,
+    device: "str | torch.device | None" = None,
+) -> "tuple[np.ndarray, int]":
+    """
+    As [`embed_texts`], and gives also how many texts were cut.
+
+    Args:
+        model (`str` or `Path`), texts (`list[str]`), batch_size (`int`, *optional*, defaults to `64`):
+            As in [`embed_texts`].
+        device (`str` or `torch.device`, *optional*):
+            As in [`embed_texts`].
+
+    Returns:
+        `tuple[np.ndarray, int]`: the unit vectors, and how many texts were cut.
+
+    Raises:
+        ValueError: As [`embed_texts`].
+    """
+    import numpy as np
+    import torch
+    from accelerate import PartialState
+    from tqdm.auto import tqdm
+    from transformers import AutoTokenizer
+
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"`texts[{index}]` is {text!r}. It must be a text that is not empty.")
+    if not texts:
+        raise ValueError("`texts` is empty, so there is nothing to embed.")
+    network, max_length, pooling = _load(str(model))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.pad_token is None:
+        raise ValueError(f"The tokenizer of {model} has no padding token, so that texts cannot be put into batches.")
+    # A tokenizer saved without a length claims 1e30
+    max_length = min(max_length, tokenizer.model_max_length)
+    lengths = _token_counts(tokenizer, texts)
+    cut = int((lengths > max_length).sum())
+    if cut:
+        logger.warning(
+            f"{cut} of {len(texts)} texts are longer than the {max_length} tokens that {model} reads. They were cut."
+        )
+
+    device = torch.device(device) if device is not None else PartialState().device
+    network.to(device)
+    embeddings = None
+    # Longest first: what does not fit into memory is known at once
+    order = np.argsort(-np.minimum(lengths, max_length), kind="stable")
+    for start in tqdm(range(0, len(texts), batch_size), desc="Embedding texts"):
+        rows = order[start : start + batch_size]
+        inputs = tokenizer(
+            [texts[row] for row in rows],
+            padding=True,
+            padding_side="right",  # the first token is that of the text
+            truncation=True,
+            max_length=max_length,
+            return_tensors="pt",
+        ).to(device)
+        # A surrounding autocast would change what is a near-duplicate
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            vectors = _embed(network, inputs, pooling)  # (B, D)
+        norms = vectors.norm(dim=-1, keepdim=True)  # (B, 1)
+        if not (torch.isfinite(norms) & (norms > 0)).all():
+            raise ValueError(f"Embeddings of {model} are not finite or zero. Check its weights.")
+        if embeddings is None:
+            embeddings = np.empty((len(texts), vectors.shape[1]), dtype=np.float32)
+        embeddings[rows] = (vectors / norms).cpu().numpy()
+    return embeddings, cut
+
+
+def _load(model: str) -> "tuple[PreTrainedModel, int, str]":
+    """Give the model, the tokens that it reads, and how its hidden states become an embedding."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(model)
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{model} is an encoder-decoder model ({config.model_type}), whose hidden states are those of a decoder. "
+            "Take an encoder, such as a BERT, or a CLIP."
+        )
+    if config.model_type == "clip_text_model":
+        raise ValueError(
+            f"{model} is the text part of a CLIP, which may lack the projection. Take the folder of the whole CLIP."
+        )
+    pooling = "projection" if config.model_type == "clip" else _pooling(model)
+    network = AutoModel.from_pretrained(model, dtype=torch.float32, use_safetensors=True)
+    # An encoder of several kinds of input keeps the lengths of texts in a part of its own
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return network.eval().requires_grad_(False), length or int(1e9), pooling
+
+
+def _pooling(model: str) -> str:
+    """Read the pooling that sentence-transformers saves beside a model: `"mean"` if there is none."""
+    path = Path(model) / _POOLING_FILE
+    if not Path(model).is_dir():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            path = Path(hf_hub_download(model, _POOLING_FILE))
+        except EntryNotFoundError:
+            return "mean"
+    if not path.is_file():
+        return "mean"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    # One name in newer files, a switch for each mode in older ones
+    modes = config.get("pooling_mode") or [name for name, is_on in config.items() if is_on is True and "mode" in name]
+    modes = [modes] if isinstance(modes, str) else modes
+    names = [mode.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for mode in modes]
+    if names not in (["mean"], ["cls"]):
+        raise ValueError(
+            f"{model} pools by {names or 'nothing'} ({_POOLING_FILE}), but only mean and cls are known here. Take "
+            "another model."
+        )
+    return names[0]
+
+
+def _token_counts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> "np.ndarray":
+    import numpy as np
+
+    counts = [
+        len(ids)
+        for start in range(0, len(texts), 1000)
+        for ids in tokenizer(texts[start : start + 1000], truncation=False, verbose=False)["input_ids"]
+    ]
+    return np.array(counts)
+
+
+def _embed(network: "PreTrainedModel", inputs: Any, pooling: str) -> "torch.Tensor":
+    if pooling == "projection":
+        # Since transformers 5 a model output whose pooler_output is the projected embedding
+        return network.get_text_features(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+        ).pooler_output
+    hidden = network(**inputs).last_hidden_state  # (B, T, D)
+    if pooling == "cls":
+        return hidden[:, 0]
+    mask = inputs["attention_mask"].unsqueeze(-1)  # (B, T, 1)
+    return (hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasons from a served model that sees the images: what it is sent, what is refused, and a stage that goes on."""
+
+import base64
+import inspect
+import logging
+import multiprocessing
+import random
+import time
+from collections import Counter
+from io import BytesIO
+
+import pytest
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as Pillow
+
+from chat_server import ChatServer, answer
+from judge_server import pictures_of
+from paco_trl.data import check_pair_columns, criterion_question, decision_of, theme_question, validate_pairs
+from paco_trl.data.building import write_reasons as module
+from paco_trl.data.building.categories import DIMENSIONS
+from paco_trl.data.building.chat import ChatEndpoint, EndpointUnavailableError
+from paco_trl.data.building.stage_folder import StageFolder
+from paco_trl.data.building.write_reasons import VISIBLE_ATTRIBUTES, check_reasons, write_reasons
+from paco_trl.data.pairs import make_pair, pair_features
+
+
+COLOURS = ["red", "green", "blue", "yellow", "purple", "orange"]
+LONG = (
+    "Both show the same round shape in front of the same plain background, and nothing in them contradicts the other."
+)
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+    ("answer", "decision"),
+    [
+        (f"Yes. {LONG}", "Yes"),
+        (f"No. {LONG}", "No"),
+        (f"\n Yes.\n\n{LONG}\n", "Yes"),
+        ("Yes. The label on the bottle is red in both images and reads the same, and the table has not changed.", "Yes"),
+        ("No. He was given a hat in one of them, as shown, while the other man has nothing on the head at all.", "No"),
+        ("Yes. Nobody moved: the two HAIRSTYLES and everything else about these two people remain the very same. Curly "
+         "hair.", "Yes"),
+        ("No. Nothing is alike: one shows an apple, and the other one a pear which is twice as large and blue.", "No"),
+    ],
+)  # fmt: skip
+def test_good_reasons(answer, decision):
+    assert check_reasons(answer, decision) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (f"No. {LONG}", module.NO_LABEL),
+        (f"yes. {LONG}", module.NO_LABEL),
+        (f"YES. {LONG}", module.NO_LABEL),
+        (f"**Yes.** {LONG}", module.NO_LABEL),
+        (f"Answer: Yes. {LONG}", module.NO_LABEL),
+        (f"Yes, {LONG}", module.NO_LABEL),
+        (f"Yes.{LONG}", module.NO_LABEL),
+        (f"Yesterday. {LONG}", module.NO_LABEL),
+        ("Yes.", module.NO_LABEL),
+        (LONG, module.NO_LABEL),
+        (f"Yes. Yes, {LONG}", module.TWO_LABELS),
+        (f"Yes. No. {LONG}", module.TWO_LABELS),
+        ("Yes. The same colour.", module.LENGTH),
+        (f"Yes. {LONG * 20}", module.LENGTH),
+        (
+            "Yes. These two images go together very well indeed, because in both of them everything is as it ought to be.",
+            module.NOTHING_VISIBLE,
+        ),
+        # Parts of words are no words: "co-lour-ful", "infor-m", "b-air"
+        (
+            "Yes. These two lightly informative scenes unreadably interline, and nobody unfaced would ever misshape or "
+            "reformat them at all.",
+            module.NOTHING_VISIBLE,
+        ),
+        (f"Yes. {LONG} This agrees with the label.", module.GIVEN),
+        (f"Yes. As given, {LONG}", module.GIVEN),
+        (f"Yes. {LONG} That is the ground truth.", module.GIVEN),
+        (f"Yes. {LONG} So the provided answer is right.", module.GIVEN),
+        (f"Yes. {LONG} I was told so.", module.GIVEN),
+        (f"Yes. {LONG} The annotators agree.", module.GIVEN),
+        (f"Yes. {LONG} The pair is labeled as consistent.", module.GIVEN),
+        (f"Yes. {LONG}<|im_end|>", module.CONTROL_TOKEN),
+    ],
+)
+def test_bad_reasons(answer, problem):
+    assert check_reasons(answer, "Yes") == problem
+
+
+def test_the_length_is_a_setting():
+    reasons = "The same red hat and the same coat."  # 8 words
+    assert check_reasons(f"Yes. {reasons}", "Yes") == module.LENGTH
+    assert check_reasons(f"Yes. {reasons}", "Yes", 8, 8) is None
+    assert (
+        check_reasons(f"Yes. {reasons}", "Yes", 9, 20)
+        == check_reasons(f"Yes. {reasons}", "Yes", 1, 7)
+        == module.LENGTH
+    )
+
+
+def test_the_vocabulary():
+    words = " ".join(VISIBLE_ATTRIBUTES.values()).split()
+    assert len(words) == len(set(words)) and all(word.islower() and word.isalpha() for word in words)
+    for kind, of_kind in VISIBLE_ATTRIBUTES.items():
+        for word in of_kind.split():
+            text = f"No. In one of the two images there is a {word} to be found which the other one does not have."
+            assert check_reasons(text, "No") is None, (kind, word)
+
+
+# ---- A planted world ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images of a colour each."""
+    folder = tmp_path_factory.mktemp("images")
+    for colour in COLOURS:
+        Pillow.new("RGB", (56, 56), colour).save(folder / f"{colour}.png")
+    return folder
+
+
+@pytest.fixture
+def pairs(folder):
+    return make_pairs(folder)
+
+
+def make_pairs(folder, embedded=False, count=30):
+    """Two of a colour are consistent. Every image is in many pairs."""
+    rows = []
+    for number in range(count):
+        rng = random.Random(number)
+        first = rng.choice(COLOURS)
+        second = first if number % 2 else rng.choice([colour for colour in COLOURS if colour != first])
+        paths = [folder / f"{first}.png", folder / f"{second}.png"]
+        images = [{"path": None, "bytes": path.read_bytes()} if embedded else str(path) for path in paths]
+        pair = make_pair(*images, theme_question(f"Colour {number}."), first == second)
+        rows.append(
+            {
+                **pair,
+                "id": f"p/{number}",
+                "group": "p",
+                "category": "home decoration",
+                "dimensions": ["style"] if number < 15 else ["identity", "logic"],
+                "votes": number,
+            }
+        )
+    others = {"id": Value("string"), "group": Value("string"), "category": Value("string")}
+    others |= {"dimensions": List(Value("string")), "votes": Value("int64")}
+    return Dataset.from_list(rows, features=Features({**pair_features(), **others}))
+
+
+def colour_of(image):
+    return next(
+        colour for colour in COLOURS if image.getpixel((0, 0)) == Pillow.new("RGB", (1, 1), colour).getpixel((0, 0))
+    )
+
+
+def asked(body):
+    """Colours, number of the pair and label that a request is about."""
+    images, text = pictures_of(body)
+    number = int(text.partition('theme: "Colour ')[2].partition(".")[0])
+    label = text.partition("decided: ")[2].partition(" ")[0]
+    return [colour_of(image) for image in images], number, label
+
+
+def say(body):
+    """Says what it sees."""
+    (first, second), number, label = asked(body)
+    same = "the same colour" if first == second else "another colour"
+    return (
+        f"{label}. The first image of the set number {number} is {first}, and the second one, which is {second}, has "
+        f"{same} from its left edge to its right one."
+    )
+
+
+@pytest.fixture
+def server():
+    with ChatServer(say) as server:
+        yield server
+
+
+def endpoint_of(server, **kwargs):
+    return ChatEndpoint(server.url, "writer", **{"timeout": 5.0, "max_retries": 0, **kwargs})
+
+
+def plain(dataset):
+    return dataset.with_format("arrow")[:].to_pylist()
+
+
+def text_of(row):
+    return row["completion"][0]["content"]
+
+
+def test_reasons_of_what_is_seen(server, pairs, tmp_path):
+    dataset = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path))
+    assert dataset.column_names == pairs.column_names and dataset.features == pairs.features
+    check_pair_columns(dataset)
+    validate_pairs(dataset)
+    assert len(dataset) == len(server.requests) == 30
+    labels = Counter()
+    for row, before in zip(dataset, pairs, strict=True):
+        label = decision_of(before["completion"])
+        labels[label] += 1
+        colours = [colour_of(image) for image in row["images"]]
+        assert (colours[0] == colours[1]) == (label == "Yes")
+        text = text_of(row)
+        assert text.startswith(f"{label}. The first image of the set number {row['votes']} is {colours[0]}, ")
+        assert f"which is {colours[1]}, " in text  # the images of this pair, in their order
+        assert check_reasons(text, label) is None
+        for name in ("id", "group", "category", "dimensions", "votes", "prompt"):
+            assert row[name] == before[name]
+    assert min(labels.values()) >= 10
+    report = StageFolder(tmp_path).report
+    assert report == {"pairs": 30, "with reasons": 30, "requests": 30, "rejected": {}, "left out": {}}
+    assert plain(write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path))) == plain(dataset)  # done is done
+    assert len(server.requests) == 30
+
+
+def test_what_the_model_is_sent(server, pairs, tmp_path):
+    write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path), seed=3)
+    assert len({body["seed"] for body in server.requests}) == 30
+    for body in server.requests:
+        _, number, label = asked(body)
+        assert label == decision_of(pairs[number]["completion"])
+        text = pictures_of(body)[1]
+        assert pairs[number]["prompt"][0]["content"] in text
+        for name, meaning in DIMENSIONS.items():
+            assert (meaning in text) == (name in pairs[number]["dimensions"])
+        for part in body["messages"][0]["content"][:2]:
+            url = part["image_url"]["url"]
+            assert url.startswith("data:image/png;base64,")
+            assert Pillow.open(BytesIO(base64.b64decode(url.partition(",")[2]))).format == "PNG"
+
+
+def test_other_pairs(server, folder, tmp_path):
+    """Without dimensions, in another order, with reasons that are there already, with embedded images."""
+    embedded = (
+        make_pairs(folder, embedded=True).remove_columns("dimensions").select([7, 3, 20, 4]).with_format("numpy")
+    )
+    dataset = write_reasons(embedded, endpoint_of(server), StageFolder(tmp_path / "a"))
+    assert dataset["id"][:] == ["p/7", "p/3", "p/20", "p/4"] and len(server.requests) == 4
+    assert all(meaning in pictures_of(body)[1] for body in server.requests for meaning in DIMENSIONS.values())
+    for row in dataset:
+        assert f"number {row['votes']} is" in text_of(row) and row["images"][0].size == (56, 56)
+    again = write_reasons(dataset, endpoint_of(server), StageFolder(tmp_path / "b"))
+    assert [text_of(row).count(f"number {row['votes']} is") for row in again] == [1] * 4
+
+
+def test_images_stay_paths_and_are_encoded_once(server, pairs, tmp_path, monkeypatch):
+    opened, open_image = [], Pillow.open
+    decoded, decode = [], Image.decode_example
+    monkeypatch.setattr(Pillow, "open", lambda file, *args: (opened.append(file), open_image(file, *args))[1])
+    monkeypatch.setattr(
+        Image, "decode_example", lambda *args, **kwargs: (decoded.append(1), decode(*args, **kwargs))[1]
+    )
+    bad = {"count": 0}
+
+    def often_bad(body):
+        bad["count"] += 1
+        return "No idea." if bad["count"] % 3 else say(body)
+
+    server.say = often_bad
+    dataset = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path), max_attempts=50)
+    own = [file for file in opened if isinstance(file, str)]  # those of the test's server are not files
+    assert bad["count"] > 60 and sorted(own) == sorted(
+        {row[0] for row in paths_of(pairs)} | {row[1] for row in paths_of(pairs)}
+    )
+    assert not decoded
+    assert paths_of(dataset) == paths_of(pairs)
+    assert all(image["bytes"] is None for row in plain(dataset) for image in row["images"])
+
+
+def paths_of(dataset):
+    return [[image["path"] for image in row["images"]] for row in plain(dataset)]
+
+
+def test_no_more_images_are_kept_than_allowed(folder):
+    encode = module._encoder(2)
+    images = [{"path": str(folder / f"{colour}.png"), "bytes": None} for colour in COLOURS]
+    kept = inspect.getclosurevars(encode).nonlocals["kept"]
+    urls = [encode("a", image) for image in images]
+    assert len(set(urls)) == 6 and list(kept) == [image["path"] for image in images[-2:]]
+    assert encode("a", images[-2]) is urls[-2] and list(kept)[-1] == images[-2]["path"]  # used last, kept longest
+    assert encode("a", images[0]) == urls[0] and encode("a", images[0]) is not urls[0]
+
+
+BAD_ANSWERS = {
+    "the other label": (
+        lambda text: {"Yes": "No", "No": "Yes"}[text[: text.index(".")]] + ". " + LONG,
+        module.NO_LABEL,
+    ),
+    "twice": (lambda text: f"{text[: text.index('.')]}. {text}", module.TWO_LABELS),
+    "short": (lambda text: text[:20], module.LENGTH),
+    "a label that was given": (lambda text: f"{text} This is the label.", module.GIVEN),
+    "cut": (lambda text: answer(text, "length"), "an answer cut after 600 tokens"),
+    "refused": (lambda text: (400, "too many pixels"), "refused by the server"),
+    "empty": (lambda text: "", "an empty answer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_a_bad_answer_is_asked_for_again(server, pairs, tmp_path, name, caplog):
+    change, cause = BAD_ANSWERS[name]
+    asked_before = Counter()
+
+    def bad_at_first(body):
+        number = asked(body)[1]
+        asked_before[number] += 1
+        return change(say(body)) if number % 5 == 0 and asked_before[number] <= 2 else say(body)
+
+    server.say = bad_at_first
+    few = pairs.select(range(10))
+    dataset = write_reasons(few, endpoint_of(server), StageFolder(tmp_path / "a"))
+    assert dataset["id"][:] == few["id"][:]
+    report = StageFolder(tmp_path / "a").report
+    assert report["rejected"] == {cause: 4} and report["requests"] == 14 and report["left out"] == {}
+    seeds = Counter((asked(body)[1], body["seed"]) for body in server.requests)
+    assert len(seeds) == 14  # each time with another one
+
+    asked_before.clear()
+    with caplog.at_level(logging.WARNING):
+        dataset = write_reasons(few, endpoint_of(server), StageFolder(tmp_path / "b"), max_attempts=2)
+    assert dataset["id"][:] == [f"p/{number}" for number in range(10) if number % 5]
+    assert StageFolder(tmp_path / "b").report["left out"] == {cause: 2}
+    assert f"8 of 10 pairs have reasons. Left out after 2 attempts: 2 x {cause}." in caplog.text
+
+
+def test_only_nonsense_ends_with_an_example(server, pairs, tmp_path):
+    server.say = lambda body: "I am a teapot, " * 100
+    with pytest.raises(
+        ValueError, match="None of 24 answers of writer at http.*24 x does not begin.*I am a teapot"
+    ) as error:
+        write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "many"))
+    assert len(server.requests) <= 24 + 8 and len(str(error.value)) < 900
+    assert not StageFolder(tmp_path / "many").is_done
+    with pytest.raises(ValueError, match="None of 6 answers.*'p/0'.*I am a teapot"):
+        write_reasons(pairs.select(range(2)), endpoint_of(server), StageFolder(tmp_path / "few"))
+    server.fault = lambda number: "400"
+    with pytest.raises(ValueError, match="None of 24 answers.*HTTP 400"):  # a model without eyes
+        write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "refused"))
+
+
+def moody(body):
+    """Good or bad by the request alone."""
+    return "No idea." if random.Random(body["seed"]).random() < 0.4 else say(body)
+
+
+def test_a_server_that_goes_down_loses_nothing(server, pairs, tmp_path):
+    server.say = moody
+    whole = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "whole", {}), max_attempts=2)
+    assert 0 < len(whole) < 30
+    total = len(server.requests)
+    for broken_at in (4, 20, total - 1):
+        server.requests.clear()
+        server.fault = lambda number, limit=broken_at: "503" if number >= limit else None
+        with pytest.raises(EndpointUnavailableError, match=server.url):
+            write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / str(broken_at), {}), max_attempts=2)
+        kept = len(StageFolder(tmp_path / str(broken_at)).journal("reasons").records)
+        assert 0 < kept <= broken_at
+        server.requests.clear()
+        server.fault = lambda number: None
+        folder = StageFolder(tmp_path / str(broken_at), {})
+        resumed = write_reasons(pairs, endpoint_of(server), folder, max_attempts=2)
+        assert plain(resumed) == plain(whole) and len(server.requests) == total - kept
+        assert folder.report == StageFolder(tmp_path / "whole").report
+    server.stop()
+    down = tmp_path / "down"
+    with pytest.raises(EndpointUnavailableError, match=f"{server.url} does not answer"):
+        write_reasons(pairs, endpoint_of(server), StageFolder(down), max_attempts=2)
+    # What is settled needs no server
+    folder = StageFolder(tmp_path / "settled")
+    for record in StageFolder(tmp_path / "whole").journal("reasons").records:
+        folder.journal("reasons").append(record)
+    assert plain(write_reasons(pairs, endpoint_of(server), folder, max_attempts=2)) == plain(whole)
+
+
+def test_killed_and_resumed(server, pairs, tmp_path):
+    server.say = moody
+    whole = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "whole"), max_attempts=2)
+    total = len(server.requests)
+    server.requests.clear()
+    server.latency = 0.3
+    killed = tmp_path / "killed"
+    journal = killed / "reasons.jsonl"
+    # Forked, so that nothing is imported anew
+    process = multiprocessing.get_context("fork").Process(
+        target=write_reasons, args=(pairs, endpoint_of(server), StageFolder(killed)), kwargs={"max_attempts": 2}
+    )
+    process.start()
+    end = time.monotonic() + 60
+    try:
+        while not (journal.exists() and len(journal.read_bytes().splitlines()) >= 9):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.join()
+    assert not StageFolder(killed).is_done
+    kept = journal.read_bytes().count(b"\n")
+    with open(journal, "ab") as file:
+        file.write(b'{"id": "p/3", "rep')  # torn in the middle of a line
+    time.sleep(0.5)
+    server.requests.clear()
+    server.latency = 0.0
+    resumed = write_reasons(pairs, endpoint_of(server), StageFolder(killed), max_attempts=2)
+    assert plain(resumed) == plain(whole) and len(server.requests) == total - kept > 0
+
+
+def test_pairs_that_cannot_be_asked_about(server, pairs, tmp_path):
+    endpoint = endpoint_of(server)
+
+    def refused(bad, said, **kwargs):
+        with pytest.raises(ValueError, match=said):
+            write_reasons(bad, endpoint, StageFolder(tmp_path / said.replace(" ", "")), **kwargs)
+
+    refused(pairs.remove_columns("id"), "no column `id`")
+    refused(pairs.select([0, 1, 0]), "'p/0' .* twice")
+    refused(pairs.remove_columns("prompt"), "prompt")
+    refused(pairs.map(lambda row: {"dimensions": ["taste"]}), "taste")
+    refused(pairs, "min_words", min_words=30, max_words=20)
+    refused(pairs, "max_attempts", max_attempts=0)
+    assert not server.requests
+    gone = [*plain(pairs.select(range(3)))]
+    gone[1]["images"][1]["path"] += ".gone"
+    refused(Dataset.from_list(gone, features=pairs.features), "image of pair 'p/1' cannot be read.*gone")
+    criterion = make_pair(*paths_of(pairs)[0], criterion_question("The light is the same."), "Yes") | {"id": "c"}
+    server.say = lambda body: f"Yes. {LONG}"
+    one = Dataset.from_list([criterion], features=Features({**pair_features(), "id": Value("string")}))
+    assert text_of(write_reasons(one, endpoint, StageFolder(tmp_path / "c"))[0]) == f"Yes. {LONG}"
