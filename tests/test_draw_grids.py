@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drawing grids: each prompt with each seed, the same files however often a run is stopped and on however many processes."""
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from diffusers import DiffusionPipeline, EulerAncestralDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from PIL import Image
+
+from paco_trl.data.building.draw_grids import draw_grids, load_pipeline, plan_batches
+from paco_trl.data.building.stage_folder import StageFolder
+from test_examples import free_port, run
+
+
+SUBJECTS = [
+    "red fox in the snow",
+    "grey lighthouse by night",
+    "bowl of green apples",
+    "boy with a blue kite",
+    "old clock",
+]
+
+
+def make_prompts(sizes: list[tuple[int, int]], layout: tuple[int, int] = (2, 2), **columns: list) -> Dataset:
+    """A prompt for each size, with ids that are no file names; `columns` replace those of the same name, None: none."""
+    rows, cols = layout
+    subjects = [SUBJECTS[number % len(SUBJECTS)] for number in range(len(sizes))]
+    values = {
+        "id": [f"{number}/{subject}" for number, subject in enumerate(subjects)],
+        "prompt": subjects,
+        "rows": [rows] * len(sizes),
+        "cols": [cols] * len(sizes),
+        "panels": [[f"{subject} {panel}" for panel in range(rows * cols)] for subject in subjects],
+        "height": [height for height, _ in sizes],
+        "width": [width for _, width in sizes],
+    }
+    values |= columns
+    return Dataset.from_dict({name: value for name, value in values.items() if value is not None})
+
+
+FOUR = make_prompts([(32, 32), (32, 32), (32, 48), (32, 32)])
+
+
+@pytest.fixture(scope="module")
+def flux(tiny_flux) -> DiffusionPipeline:
+    return load_pipeline(str(tiny_flux), torch.float32, "cpu")
+
+
+class Calls:
+    """Counts the calls of a module while it is entered; `stop_after` of them, the next one fails."""
+
+    def __init__(self, module: torch.nn.Module, stop_after: int | None = None):
+        self.module, self.stop_after, self.count = module, stop_after, 0
+
+    def __enter__(self) -> "Calls":
+        self.handle = self.module.register_forward_pre_hook(self.called)
+        return self
+
+    def called(self, module: torch.nn.Module, args: tuple) -> None:
+        if self.count == self.stop_after:
+            raise KeyboardInterrupt
+        self.count += 1
+
+    def __exit__(self, *exception) -> None:
+        self.handle.remove()
+
+
+def draw(pipeline: DiffusionPipeline, prompts: Dataset, path: Path, **arguments) -> Dataset:
+    return draw_grids(pipeline, prompts, StageFolder(path), **{"num_inference_steps": 1, **arguments})
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted((path / "images").rglob("*.png"))}
+
+
+def pixels(dataset: Dataset) -> list[np.ndarray]:
+    return [np.asarray(image).astype(int) for image in dataset["image"]]
+
+
+def distance(first: list[np.ndarray], second: list[np.ndarray]) -> list[int]:
+    return [abs(a - b).max() for a, b in zip(first, second, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def drawn(flux, tmp_path_factory) -> tuple[Dataset, Path]:
+    """Four prompts of two sizes with two seeds, an image a call."""
+    path = tmp_path_factory.mktemp("grids") / "grids"
+    return draw(flux, FOUR, path, seeds=[5, 3]), path
+
+
+class TestGrids:
+    def test_columns_and_order(self, drawn):
+        grids, path = drawn
+        ids = FOUR["id"]
+        assert grids["id"] == [f"{name}/{seed}" for name in ids for seed in (5, 3)]
+        assert grids["prompt_id"] == [name for name in ids for _ in range(2)]
+        assert grids["seed"] == [5, 3] * 4
+        assert grids["rows"] == grids["cols"] == [2] * 8
+        assert [image.size for image in grids["image"]] == [(32, 32)] * 4 + [(48, 32)] * 2 + [(32, 32)] * 2
+        stored = grids.cast_column("image", ImageFeature(decode=False))["image"]
+        assert all(image["bytes"] is None and Path(image["path"]).is_file() for image in stored)
+        assert len(files(path)) == len({image["path"] for image in stored}) == 8
+        assert all(Path(image["path"]).is_relative_to(path / "images") for image in stored)
+
+    def test_images_are_those_of_the_pipeline(self, drawn, flux):
+        grids, _ = drawn
+        for row in (0, 1, 5):
+            image = flux(
+                prompt=FOUR["prompt"][row // 2],
+                height=32,
+                width=[32, 48][row == 5],
+                num_inference_steps=1,
+                generator=torch.Generator().manual_seed([5, 3][row % 2]),
+            ).images[0]
+            assert image.tobytes() == grids["image"][row].tobytes()
+
+    def test_seeds_and_prompts_are_visible(self, drawn):
+        images = pixels(drawn[0])
+        assert distance(images[0:1], images[1:2])[0] > 20  # two seeds
+        assert distance(images[0:1], images[2:3])[0] > 0  # two prompts with one seed
+
+    def test_folder_has_dataset_report_and_sample(self, drawn):
+        grids, path = drawn
+        folder = StageFolder(path)
+        assert folder.is_done
+        loaded = folder.load()
+        stored = loaded.cast_column("image", ImageFeature(decode=False))["image"]
+        assert all(image["bytes"] is None and Path(image["path"]).is_absolute() for image in stored)
+        assert loaded["id"] == grids["id"] and pixels(loaded)[3].tobytes() == pixels(grids)[3].tobytes()
+        assert folder.report == {
+            "prompts": 4,
+            "seeds": [5, 3],
+            "grids": 8,
+            "grids by size (height x width)": {"32x32": 6, "32x48": 2},
+            "flat grids": [],
+        }
+        with Image.open(path / "sample.png") as sheet:
+            assert min(sheet.size) > 300
+
+    def test_given_size_replaces_that_of_the_rows(self, flux, tmp_path):
+        grids = draw(flux, FOUR, tmp_path, seeds=[0], width=64)
+        assert [image.size for image in grids["image"]] == [(64, 32)] * 4
+
+    def test_arguments_reach_the_pipeline(self, flux, drawn, tmp_path):
+        with Calls(flux.transformer) as calls:
+            grids = draw(flux, FOUR.select([0]), tmp_path, seeds=[5], num_inference_steps=3)
+        assert calls.count == 3
+        assert distance(pixels(grids), pixels(drawn[0])[:1])[0] > 0
+
+
+class TestBatches:
+    @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 7, 8, 100])
+    @pytest.mark.parametrize("num_seeds", [1, 3, 4])
+    def test_plan_has_everything_once(self, batch_size, num_seeds):
+        sizes = [(8, 8), (8, 16), (8, 8), (8, 8), (16, 8), (8, 16)]
+        batches = plan_batches(sizes, list(range(num_seeds)), batch_size)
+        assert sorted((row, seed) for b in batches for row in b.rows for seed in b.seeds) == [
+            (row, seed) for row in range(6) for seed in range(num_seeds)
+        ]
+        for batch in batches:
+            assert {sizes[row] for row in batch.rows} == {(batch.height, batch.width)}
+            assert len(batch.rows) * len(batch.seeds) <= batch_size
+            assert len(batch.rows) == 1 or len(batch.seeds) == num_seeds
+        if batch_size == 8 and num_seeds == 4:
+            assert [batch.rows for batch in batches] == [[0, 2], [3], [1, 5], [4]]
+
+    @pytest.mark.parametrize(
+        "batch_size, calls", [(1, 8), (2, 4), (4, 3)], ids=["an image", "a prompt", "several prompts"]
+    )
+    def test_a_prompt_is_encoded_once_for_its_seeds(self, flux, drawn, tmp_path, batch_size, calls):
+        with Calls(flux.transformer) as drawing, Calls(flux.text_encoder) as encoding:
+            grids = draw(flux, FOUR, tmp_path, seeds=[5, 3], batch_size=batch_size)
+        assert drawing.count == encoding.count == calls
+        # To the last bit or nearly so: in each place the image of this prompt and this seed
+        assert max(distance(pixels(grids), pixels(drawn[0]))) <= 2
+
+    def test_negative_prompt_and_padding_in_a_batch(self, tmp_path):
+        """Qwen-Image repeats no negative prompt, and its true guidance predicts twice."""
+        from paco_trl.tiny import build_tiny_qwen_image
+
+        pipeline = load_pipeline(str(build_tiny_qwen_image(tmp_path / "qwen")), torch.float32, "cpu")
+        guided = {
+            "seeds": [0, 1],
+            "num_inference_steps": 2,
+            "negative_prompt": "a grey lighthouse",
+            "true_cfg_scale": 3.0,
+        }
+        alone = pixels(draw(pipeline, FOUR, tmp_path / "alone", **guided))
+        together = pixels(draw(pipeline, FOUR, tmp_path / "together", batch_size=4, **guided))
+        plain = pixels(draw(pipeline, FOUR, tmp_path / "plain", seeds=[0, 1], num_inference_steps=2))
+        assert min(distance(alone, plain)) > 2
+        changed = [np.abs(a - b).mean() for a, b in zip(alone, together, strict=True)]
+        assert max(changed) < 0.5 * min(np.abs(a - b).mean() for a, b in zip(alone, plain, strict=True))
+
+    def test_pipeline_that_is_no_flow_matching_and_has_no_page(self, tiny_flux, tmp_path):
+        """Stable Diffusion with an ancestral sampler, whose steps draw noise too."""
+        pipeline = make_stable_diffusion(tiny_flux)
+        prompts = make_prompts([(32, 32)] * 2)
+        alone = draw(pipeline, prompts, tmp_path / "alone", seeds=[0, 1], num_inference_steps=3)
+        together = draw(pipeline, prompts, tmp_path / "together", seeds=[0, 1], batch_size=4, num_inference_steps=3)
+        assert max(distance(pixels(alone), pixels(together))) <= 2
+        assert distance(pixels(alone)[:1], pixels(alone)[1:2])[0] > 20
+        with pytest.raises(ValueError, match="must be a multiple of 2 .the pipeline's need. and of 3"):
+            draw(pipeline, make_prompts([(33, 32)], (3, 1)), tmp_path / "odd")
+
+
+def make_stable_diffusion(tiny_flux: Path) -> StableDiffusionPipeline:
+    parts = load_pipeline(str(tiny_flux), torch.float32, "cpu").components
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=parts["text_encoder"].config.hidden_size,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+    pipeline = StableDiffusionPipeline(
+        vae=parts["vae"],
+        text_encoder=parts["text_encoder"],
+        tokenizer=parts["tokenizer"],
+        unet=unet,
+        scheduler=EulerAncestralDiscreteScheduler(steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def whole(flux, tmp_path_factory) -> Path:
+    """Drawn without a stop, two images a call."""
+    path = tmp_path_factory.mktemp("whole") / "grids"
+    draw(flux, FOUR, path, seeds=[0, 1, 2], batch_size=2)
+    return path
+
+
+class TestResume:
+    def again(self, flux, path: Path) -> int:
+        """Draw what is missing; the number of calls."""
+        with Calls(flux.transformer) as calls:
+            draw(flux, FOUR, path, seeds=[0, 1, 2], batch_size=2)
+        return calls.count
+
+    def test_nothing_is_drawn_twice(self, flux, whole, tmp_path):
+        shutil.copytree(whole, tmp_path / "grids")
+        times = {file: file.stat().st_mtime_ns for file in (tmp_path / "grids" / "images").rglob("*.png")}
+        assert len(times) == 12
+        assert self.again(flux, tmp_path / "grids") == 0
+        assert {file: file.stat().st_mtime_ns for file in times} == times
+
+    def test_missing_and_broken_files_are_drawn_again(self, flux, whole, tmp_path, caplog):
+        shutil.copytree(whole, tmp_path / "grids")
+        images = sorted((tmp_path / "grids" / "images").rglob("*.png"))
+        before = {file: file.stat().st_mtime_ns for file in images}
+        images[0].unlink()  # with its neighbour a call
+        images[4].write_bytes(images[4].read_bytes()[:-200])  # truncated
+        images[8].write_bytes(b"")
+        Image.new("RGB", (4, 4)).save(images[11])  # whole, but another picture
+        for place in (0, 4, 8, 11):
+            before.pop(images[place])
+        with caplog.at_level(logging.WARNING):
+            assert self.again(flux, tmp_path / "grids") == 4
+        assert files(tmp_path / "grids") == files(whole)
+        assert {file: file.stat().st_mtime_ns for file in before} == before
+        assert {str(images[place]) for place in (4, 8, 11)} == {
+            file for file in map(str, images) if file in caplog.text
+        }
+
+    def test_stopped_run_goes_on_and_is_equal(self, flux, whole, tmp_path):
+        with Calls(flux.transformer, stop_after=5), pytest.raises(KeyboardInterrupt):
+            draw(flux, FOUR, tmp_path / "grids", seeds=[0, 1, 2], batch_size=2)
+        assert 0 < len(files(tmp_path / "grids")) < 12
+        assert not StageFolder(tmp_path / "grids").is_done
+        assert self.again(flux, tmp_path / "grids") == 8 - 5
+        assert files(tmp_path / "grids") == files(whole)
+        folders = StageFolder(tmp_path / "grids"), StageFolder(whole)
+        assert folders[0].report == folders[1].report
+        assert folders[0].load()["id"] == folders[1].load()["id"]
+
+    def test_progress_begins_with_what_is_there(self, flux, whole, tmp_path, capsys):
+        shutil.copytree(whole, tmp_path / "grids")
+        for file in list((tmp_path / "grids" / "images").rglob("0.png"))[:2]:
+            file.unlink()
+        self.again(flux, tmp_path / "grids")
+        shown = capsys.readouterr().err
+        assert "10/12" in shown and "12/12" in shown
+        assert "0/12 [" not in shown.replace("10/12", "")
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        "prompts, arguments, message",
+        [
+            (make_prompts([(32, 32)], id=None), {}, "no column `id`"),
+            (make_prompts([(32, 32)] * 2, id=["a", "a"]), {}, "Rows 0 and 1 .* same `id` 'a'"),
+            (make_prompts([(32, 32)] * 2, id=["a", ""]), {}, "`id` of row 1 .* is ''"),
+            (FOUR.select([]), {}, "no rows"),
+            (FOUR.remove_columns("panels"), {}, "panels"),
+            (FOUR, {"seeds": []}, "`seeds` is empty"),
+            (FOUR, {"seeds": [1, 2, 1]}, "`seeds` has 1 twice"),
+            (FOUR, {"seeds": [-1]}, r"`seeds\[0\]` is -1"),
+            (FOUR, {"seeds": [2**63]}, r"`seeds\[0\]` is 9223372036854775808"),
+            (FOUR, {"seeds": [0.5]}, r"`seeds\[0\]` is 0.5"),
+            (FOUR, {"batch_size": 0}, "`batch_size` is 0"),
+            (make_prompts([(32, 32), (30, 32)]), {}, "height of row 1 .*'1/grey.* is 30.* multiple of 4"),
+            (make_prompts([(32, 32), (32, 32)], (2, 3)), {}, "width of row 0 .* is 32.* 24 or 36"),
+            (make_prompts([(32, 32), (32, None)]), {}, "The width of row 1 .* is None"),
+            (make_prompts([(32, 32)], height=None), {}, "The height of row 0 .* is None.*`height` for all rows"),
+            (FOUR, {"height": 33}, "The height of row 0 .* is 33"),
+            (FOUR, {"height": 32.0}, "The height of row 0 .* is 32.0"),
+        ],
+    )
+    def test_is_named_before_anything_is_drawn(self, flux, tmp_path, prompts, arguments, message):
+        with Calls(flux.text_encoder) as calls, pytest.raises(ValueError, match=message):
+            draw(flux, prompts, tmp_path / "grids", **arguments)
+        assert calls.count == 0
+        assert files(tmp_path / "grids") == {}
+
+    def test_pipeline_without_prompts(self, tmp_path):
+        from diffusers import DDIMPipeline, DDIMScheduler, UNet2DModel
+
+        unet = UNet2DModel(8, block_out_channels=(8, 8), down_block_types=("DownBlock2D",) * 2,
+                           up_block_types=("UpBlock2D",) * 2, norm_num_groups=4)  # fmt: skip
+        with pytest.raises(ValueError, match="DDIMPipeline takes no `prompt`, `height`"):
+            draw(DDIMPipeline(unet, DDIMScheduler()), FOUR, tmp_path)
+
+    def test_image_of_another_size(self, flux, tmp_path):
+        class Enlarging(type(flux)):
+            def __call__(self, prompt, height, width, num_images_per_prompt, generator, **kwargs):
+                return super().__call__(
+                    prompt,
+                    height=2 * height,
+                    width=width,
+                    num_images_per_prompt=num_images_per_prompt,
+                    generator=generator,
+                    **kwargs,
+                )
+
+        with pytest.raises(ValueError, match="'0/red fox in the snow/7' with 64x32 pixels .* instead of 32x32"):
+            draw(Enlarging(**flux.components), FOUR, tmp_path, seeds=[7])
+        assert files(tmp_path) == {}
+
+    def test_output_that_is_no_picture(self, flux, tmp_path):
+        with pytest.raises(ValueError, match="returned 1 of Tensor .* 1 PIL images are needed"):
+            draw(flux, FOUR, tmp_path, output_type="pt")
+
+
+class TestFlatImages:
+    def test_are_named(self, flux, tmp_path, caplog):
+        def spoil(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+            output[1] = torch.nan  # black, when it becomes a picture
+            return output
+
+        handle = flux.vae.decoder.register_forward_hook(spoil)
+        prompts = FOUR.select([0, 1])
+        try:
+            with caplog.at_level(logging.WARNING), pytest.warns(RuntimeWarning, match="invalid value"):
+                draw(flux, prompts, tmp_path, seeds=[4, 8], batch_size=2)
+        finally:
+            handle.remove()
+        flat = ["0/red fox in the snow/8", "1/grey lighthouse by night/8"]
+        assert StageFolder(tmp_path).report["flat grids"] == flat
+        assert (
+            "2 of 4 grids are one flat colour, as a safety checker" in caplog.text and ", ".join(flat) in caplog.text
+        )
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):  # nothing is drawn, and they are still named
+            draw(flux, prompts, tmp_path, seeds=[4, 8], batch_size=2)
+        assert StageFolder(tmp_path).report["flat grids"] == flat
+        assert "2 of 4 grids are one flat colour" in caplog.text
+
+    def test_one_grey_value_more_is_not_flat(self):
+        from paco_trl.data.building.draw_grids import _is_flat
+
+        image = Image.new("RGB", (8, 8), (7, 7, 7))
+        assert _is_flat(image) and _is_flat(image.convert("L"))
+        image.putpixel((3, 3), (7, 7, 8))
+        assert not _is_flat(image)
+
+
+class TestLoadPipeline:
+    def test_dtype_device_and_silence(self, tiny_flux, capsys):
+        pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
+        assert pipeline.transformer.dtype == pipeline.vae.dtype == torch.bfloat16
+        assert pipeline.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        capsys.readouterr()
+        pipeline("a fox", height=32, width=32, num_inference_steps=2)
+        assert "2/2" not in capsys.readouterr().err
+
+    def test_pickled_weights_are_refused(self, tiny_flux, tmp_path):
+        from safetensors.torch import load_file
+
+        folder = shutil.copytree(tiny_flux, tmp_path / "pickled")
+        (weights,) = (folder / "vae").glob("*.safetensors")
+        torch.save(load_file(weights), weights.with_suffix(".bin"))
+        weights.unlink()
+        with pytest.raises(OSError, match="safetensors"):
+            load_pipeline(str(folder), torch.float32)
+
+
+SCRIPT = """
+import sys
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from paco_trl.data.building.draw_grids import draw_grids, load_pipeline
+from paco_trl.data.building.stage_folder import StageFolder
+
+model, prompts, path = sys.argv[1:]
+state = PartialState(cpu=True)
+grids = draw_grids(
+    load_pipeline(model, torch.float32), Dataset.from_json(prompts), StageFolder(path), [0, 1, 2], 2,
+    num_inference_steps=1,
+)
+print(f"process {state.process_index} of {state.num_processes}: {len(grids)}")
+state.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(whole, tiny_flux, tmp_path):
+    FOUR.to_json(tmp_path / "prompts.jsonl")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    config = tmp_path / "launch.json"
+    config.write_text(json.dumps({
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "use_cpu": True, "num_processes": 2,
+        "num_machines": 1, "machine_rank": 0, "mixed_precision": "no", "main_process_port": free_port(),
+    }))  # fmt: skip
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command = [*launcher, str(tmp_path / "script.py"), str(tiny_flux), str(tmp_path / "prompts.jsonl")]
+    printed = run([*command, str(tmp_path / "two")])
+    assert "process 0 of 2: 12" in printed and "process 1 of 2: 12" in printed
+    assert files(tmp_path / "two") == files(whole)
+    assert StageFolder(tmp_path / "two").report == StageFolder(whole).report
+    # What one of them left is drawn by both
+    for file in sorted((tmp_path / "two" / "images").rglob("*.png"))[:5]:
+        file.unlink()
+    run([*command, str(tmp_path / "two")])
+    assert files(tmp_path / "two") == files(whole)

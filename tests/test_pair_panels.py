@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairing: panels are cut once and named by what they show, and instances follow the combinatorial rule."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, concatenate_datasets
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from paco_trl.data import check_ranking_columns, rankings_to_pairs, split_grid
+from paco_trl.data.building.pair_panels import cut_panels, instances_to_rankings, make_instances, pixels_sha256
+from paco_trl.data.building.sample_sheet import grids_sheet, instances_sheet
+from paco_trl.data.building.stage_folder import StageFolder
+
+
+def save_grid(path: Path, rows: int, cols: int, number: int, mode: str = "RGB", side: int = 8) -> None:
+    """A grid each of whose panels differs from all others."""
+    pixels = np.random.default_rng(number).integers(0, 256, (rows * side, cols * side, 3), dtype=np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+def grid_rows(folder: Path, prompts: list[str], seeds: list[int], rows: int = 2, cols: int = 2) -> list[dict]:
+    return [
+        {
+            "id": f"{name}/{seed}",
+            "prompt_id": name,
+            "seed": seed,
+            "rows": rows,
+            "cols": cols,
+            "image": str(folder / "drawn" / name / f"{seed}.png"),
+        }
+        for name in prompts
+        for seed in seeds
+    ]
+
+
+def to_dataset(rows: list[dict]) -> Dataset:
+    return Dataset.from_list(rows).cast_column("image", ImageFeature())
+
+
+def make_grids(folder: Path, prompts: list[str], seeds: list[int], rows: int = 2, cols: int = 2, **kwargs) -> Dataset:
+    listed = grid_rows(folder, prompts, seeds, rows, cols)
+    for number, row in enumerate(listed):
+        save_grid(Path(row["image"]), rows, cols, number, **kwargs)
+    return to_dataset(listed)
+
+
+def make_panels(prompts: list[str], seeds: list[int], panels: int) -> Dataset:
+    """Panels without files."""
+    return to_dataset(
+        [
+            {
+                "id": f"{name}/{seed}/{position}",
+                "prompt_id": name,
+                "seed": seed,
+                "position": position,
+                "image": f"/panels/{name}/{seed}-{position}.png",
+            }
+            for name in prompts
+            for seed in seeds
+            for position in range(panels)
+        ]
+    )
+
+
+def paths(dataset: Dataset) -> list[str]:
+    return [image["path"] for image in dataset.cast_column("image", ImageFeature(decode=False))["image"]]
+
+
+class TestCutting:
+    @pytest.mark.parametrize("rows, cols", [(1, 2), (2, 2), (3, 2)])
+    @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
+    def test_panels_are_those_of_the_grids(self, tmp_path, rows, cols, mode):
+        grids = make_grids(tmp_path, ["b/1", "a"], [4, 2], rows, cols, mode=mode)
+        panels = cut_panels(grids, StageFolder(tmp_path / "panels"))
+        number = rows * cols
+        expected = [f"{name}/{seed}/{place}" for name in ("b/1", "a") for seed in (4, 2) for place in range(number)]
+        assert panels["id"] == expected
+        assert panels["prompt_id"] == ["b/1"] * 2 * number + ["a"] * 2 * number
+        assert panels["seed"] == ([4] * number + [2] * number) * 2
+        assert panels["position"] == list(range(number)) * 4
+        for row, grid in enumerate(grids["image"]):
+            if mode == "P":
+                grid = grid.convert("RGB")
+            for place, panel in enumerate(split_grid(grid, rows, cols)):
+                cut = panels[row * number + place]
+                assert cut["image"].mode == panel.mode and cut["image"].tobytes() == panel.tobytes()
+                head = f"8x8 {panel.mode}\n".encode()
+                assert cut["sha256"] == hashlib.sha256(head + panel.tobytes()).hexdigest()
+
+    def test_each_image_is_on_the_disk_once(self, tmp_path):
+        folder = StageFolder(tmp_path / "panels")
+        panels = cut_panels(make_grids(tmp_path, ["a", "b"], [0, 1]), folder)
+        images = paths(panels)
+        assert len(set(images)) == len(panels) == 16
+        assert sorted(images) == sorted(map(str, folder.images.rglob("*.png")))
+        assert folder.is_done and folder.load()["sha256"] == panels["sha256"]
+        assert paths(folder.load()) == images
+        assert folder.report == {
+            "prompts": 2,
+            "seeds": [0, 1],
+            "grids": 4,
+            "panels": 16,
+            "panels that are equal to an earlier one": 0,
+        }
+
+    def test_digest_is_of_what_is_seen(self, tmp_path):
+        image = Image.new("RGB", (6, 4), (1, 2, 3))
+        image.save(tmp_path / "a.png", compress_level=9)
+        with Image.open(tmp_path / "a.png") as same:
+            assert pixels_sha256(same) == pixels_sha256(image)
+        others = [image.resize((4, 6)), Image.new("RGB", (6, 4), (1, 2, 4)), image.convert("HSV")]
+        assert len({pixels_sha256(other) for other in [image, *others]}) == 4
+
+    def test_equal_panels_are_counted(self, tmp_path):
+        grids = make_grids(tmp_path, ["a"], [0, 1])
+        Image.new("RGB", (16, 16)).save(paths(grids)[1])  # four black panels
+        folder = StageFolder(tmp_path / "panels")
+        cut_panels(grids, folder)
+        assert folder.report["panels that are equal to an earlier one"] == 3
+
+
+class TestResume:
+    def test_what_is_cut_is_not_cut_again(self, tmp_path):
+        grids = make_grids(tmp_path, ["a", "b", "c"], [0, 1])
+        whole = cut_panels(grids, StageFolder(tmp_path / "whole"))
+        folder = StageFolder(tmp_path / "panels")
+        broken = Path(paths(grids)[3])
+        content = broken.read_bytes()
+        broken.write_bytes(content[:-100])  # its header is whole
+        with pytest.raises(ValueError, match=r"The grid 'b/1' cannot be read: .*truncated"):
+            cut_panels(grids, folder)
+        assert not folder.is_done
+        done = [record["grid"] for record in folder.journal("panels").records]
+        assert done == ["a/0", "a/1", "b/0"]
+        times = {path: path.stat().st_mtime_ns for path in folder.images.rglob("*.png")}
+        assert len(times) == 12
+        broken.write_bytes(content)
+        # The last record was torn, and a panel is gone
+        journal = tmp_path / "panels" / "panels.jsonl"
+        journal.write_bytes(journal.read_bytes()[:-20])
+        next((folder.images / "a").glob("1-2.png")).unlink()
+        panels = cut_panels(grids, folder)
+        assert panels["id"] == whole["id"] and panels["sha256"] == whole["sha256"]
+        assert [Path(path).read_bytes() for path in paths(panels)] == [
+            Path(path).read_bytes() for path in paths(whole)
+        ]
+        again = {path for path, changed in times.items() if not path.exists() or path.stat().st_mtime_ns != changed}
+        assert {(path.parent.name, path.name[0]) for path in again} == {("a", "1"), ("b", "0")}
+        assert StageFolder(tmp_path / "whole").report == folder.report
+
+    @pytest.mark.slow
+    def test_killed_while_it_cuts_on_two_processes(self, tmp_path):
+        # Large enough that it does not end before it is killed
+        grids = make_grids(tmp_path, [f"p{number}" for number in range(30)], [0, 1], side=256)
+        grids.to_json(tmp_path / "grids.jsonl")
+        (tmp_path / "script.py").write_text(SCRIPT)
+        command = [
+            sys.executable,
+            str(tmp_path / "script.py"),
+            str(tmp_path / "grids.jsonl"),
+            str(tmp_path / "panels"),
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        journal = tmp_path / "panels" / "panels.jsonl"
+        while not journal.exists() or len(journal.read_bytes().splitlines()) < 5:
+            assert process.poll() is None, process.stdout.read().decode()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        count = len(StageFolder(tmp_path / "panels").journal("panels").records)
+        assert 5 <= count < 60 and not StageFolder(tmp_path / "panels").is_done
+        end = time.monotonic() + 30
+        while (left := members(process.pid)) and time.monotonic() < end:  # workers do not outlive it
+            time.sleep(0.1)
+        assert not left
+        panels = cut_panels(grids, StageFolder(tmp_path / "panels"))
+        alone = cut_panels(grids, StageFolder(tmp_path / "alone"))
+        assert panels["sha256"] == alone["sha256"] and panels["id"] == alone["id"]
+        assert len(set(panels["sha256"])) == 240
+
+
+SCRIPT = """
+import sys
+from datasets import Dataset, Image
+from paco_trl.data.building.pair_panels import cut_panels
+from paco_trl.data.building.stage_folder import StageFolder
+
+if __name__ == "__main__":
+    grids = Dataset.from_json(sys.argv[1])
+    rows = [{**row, "image": row["image"]["path"]} for row in grids]
+    grids = Dataset.from_list(rows).cast_column("image", Image())
+    cut_panels(grids, StageFolder(sys.argv[2]), num_workers=2)
+"""
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that are still there."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, own = stat.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(own) == session and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+class TestBadGrids:
+    def cut(self, tmp_path: Path, rows: list[dict], message: str) -> None:
+        folder = StageFolder(tmp_path / "panels")
+        with pytest.raises(ValueError, match=message):
+            cut_panels(to_dataset(rows), folder)
+        assert not folder.images.exists()
+
+    @pytest.fixture
+    def rows(self, tmp_path) -> list[dict]:
+        make_grids(tmp_path, ["a", "b"], [0, 1])
+        return grid_rows(tmp_path, ["a", "b"], [0, 1])
+
+    def test_good_ones_are_cut(self, tmp_path, rows):
+        assert len(cut_panels(to_dataset(rows), StageFolder(tmp_path / "panels"))) == 16
+
+    def test_size_that_does_not_divide(self, tmp_path, rows):
+        Image.new("RGB", (16, 15)).save(rows[2]["image"])
+        self.cut(tmp_path, rows, r"The grid 'b/0' \(.*0.png\): An image of 15x16 pixels .* 2x2 grid")
+
+    def test_missing_seed(self, tmp_path, rows):
+        self.cut(tmp_path, rows[:-1], r"grids of the prompt 'b' have the seeds \[0\], but \[1\] are missing")
+
+    def test_other_seeds(self, tmp_path, rows):
+        rows[2] |= {"seed": 8, "id": "b/8"}
+        rows[3] |= {"seed": 9, "id": "b/9"}
+        self.cut(tmp_path, rows, r"the prompt 'a' have the seeds \[0, 1\], but \[8, 9\] are missing")
+
+    def test_same_grid_twice(self, tmp_path, rows):
+        self.cut(tmp_path, [*rows, rows[0]], "The grid 'a/0' is there twice")
+
+    def test_id_of_another_grid(self, tmp_path, rows):
+        rows[1]["id"] = "a/7"
+        self.cut(tmp_path, rows, "Row 1 of the grids has the id 'a/7'.* Name it 'a/1'")
+
+    def test_two_layouts_of_a_prompt(self, tmp_path, rows):
+        rows[3] |= {"rows": 1}
+        self.cut(tmp_path, rows, r"The grid 'b/1' has 1x2 panels .* but 'b/0' of the same prompt 2x2")
+
+    def test_missing_file(self, tmp_path, rows):
+        Path(rows[1]["image"]).unlink()
+        self.cut(tmp_path, rows, "The grid 'a/1' has no file at .*1.png")
+
+    def test_no_image(self, tmp_path, rows):
+        Path(rows[1]["image"]).write_text("no image")
+        self.cut(tmp_path, rows, "The grid 'a/1' cannot be read")
+
+    def test_missing_column(self, tmp_path, rows):
+        self.cut(tmp_path, [{k: v for k, v in row.items() if k != "seed"} for row in rows], "no column 'seed'")
+
+    def test_embedded_images(self, tmp_path, rows):
+        for row in rows:
+            row["image"] = {"bytes": Path(row["image"]).read_bytes(), "path": "0.png"}
+        self.cut(tmp_path, rows, r"Row 0 of the grids \('a/0'\) has no image given by its path")
+
+    def test_number_of_workers(self, tmp_path, rows):
+        with pytest.raises(ValueError, match="`num_workers` is 0"):
+            cut_panels(to_dataset(rows), StageFolder(tmp_path / "panels"), num_workers=0)
+
+
+class TestInstances:
+    @pytest.mark.parametrize(
+        "prompts, seeds, panels", [(708, 4, 4), (5, 2, 2), (3, 3, 6), (4, 5, 4), (2, 2, 9), (1, 8, 3)]
+    )
+    def test_number_and_rule(self, prompts, seeds, panels):
+        names = [f"p{number}" for number in range(prompts)]
+        instances = make_instances(make_panels(names, list(range(seeds)), panels))
+        assert len(instances) == prompts * seeds * panels * (panels - 1)
+        if (prompts, seeds, panels) == (708, 4, 4):
+            assert len(instances) == 33_984
+        assert len(set(instances["id"])) == len(instances)
+        columns = instances[:]
+        seen = set()
+        for name, prompt, reference, candidates in zip(*columns.values(), strict=True):
+            own, seed, position = reference.split("/")
+            places = [candidate.split("/") for candidate in candidates]
+            assert own == prompt and {place[0] for place in places} == {prompt}
+            (other,) = {place[2] for place in places}
+            assert other != position  # so the reference is none of them
+            assert [place[1] for place in places] == [str(each) for each in range(seeds)]
+            assert name == f"{prompt}/{seed}/{position}/{other}"
+            seen.add((reference, other))
+        assert len(seen) == len(instances)
+
+    def test_order_is_that_of_prompts_and_seeds(self):
+        instances = make_instances(make_panels(["z", "a"], [7, 3], 2))
+        assert instances["id"] == [f"{p}/{s}/{one}" for p in "za" for s in (7, 3) for one in ("0/1", "1/0")]
+        assert instances["candidates"][0] == ["z/7/1", "z/3/1"]
+
+    def test_ids_with_slashes(self):
+        assert make_instances(make_panels(["a/b"], [0, 1], 2))["reference"][0] == "a/b/0/0"
+
+    def test_layouts_may_differ_between_prompts(self):
+        panels = concatenate_datasets([make_panels(["a"], [0, 1], 2), make_panels(["b"], [0, 1], 4)])
+        assert len(make_instances(panels)) == 2 * 2 + 2 * 12
+
+    def test_cap_keeps_the_order_and_is_of_each_prompt_alone(self):
+        names = [f"p{number}" for number in range(20)]
+        panels = make_panels(names, [0, 1, 2, 3], 4)
+        everything = make_instances(panels)["id"]
+        capped = make_instances(panels, max_instances_per_prompt=10)
+        assert len(capped) == 200 and [name for name in everything if name in set(capped["id"])] == capped["id"]
+        of = {name: [i.partition("/")[2] for i in capped["id"] if i.startswith(f"{name}/")] for name in names}
+        assert {len(chosen) for chosen in of.values()} == {10}
+        assert len({tuple(chosen) for chosen in of.values()}) == 20  # not the same places in all prompts
+        # Alone, in another order, with another cap, and with another seed
+        alone = make_instances(make_panels(["p7"], [0, 1, 2, 3], 4), max_instances_per_prompt=10)
+        assert [name.partition("/")[2] for name in alone["id"]] == of["p7"]
+        turned = make_instances(make_panels(names[::-1], [0, 1, 2, 3], 4), max_instances_per_prompt=10)
+        assert set(turned["id"]) == set(capped["id"]) and turned["id"] != capped["id"]
+        assert set(capped["id"]) < set(make_instances(panels, max_instances_per_prompt=11)["id"])
+        assert set(capped["id"]) != set(make_instances(panels, max_instances_per_prompt=10, seed=1)["id"])
+        assert make_instances(panels, max_instances_per_prompt=48)["id"] == everything
+
+    def test_cap_favours_no_place(self):
+        """Each of the 48 places of 2x2 panels and 4 seeds is chosen about as often."""
+        names = [f"p{number}" for number in range(400)]
+        capped = make_instances(make_panels(names, [0, 1, 2, 3], 4), max_instances_per_prompt=12)
+        places, counts = np.unique([name.partition("/")[2] for name in capped["id"]], return_counts=True)
+        assert len(places) == 48 and counts.sum() == 4800
+        # Mean 100, standard deviation 8.7
+        assert 60 < counts.min() and counts.max() < 140
+
+    @pytest.mark.parametrize("cap", [0, -1, 2.0, True])
+    def test_bad_cap(self, cap):
+        with pytest.raises(ValueError, match="`max_instances_per_prompt` is"):
+            make_instances(make_panels(["a"], [0, 1], 2), max_instances_per_prompt=cap)
+
+    @pytest.mark.parametrize(
+        "left_out, message",
+        [
+            (lambda row: row["seed"] == 1, r"prompt 'a' has the seeds \[0\] alone"),
+            (lambda row: row["id"].startswith("b/1/"), r"panels of the prompt 'b' have the seeds \[0\], but \[1\]"),
+            (
+                lambda row: row["id"] == "b/1/0",
+                r"The grid with seed 1 of the prompt 'b' has no panels at .*\[0\], of 4",
+            ),
+            (
+                lambda row: row["id"] == "b/1/3",
+                r"The grid with seed 1 of the prompt 'b' has no panels at .*\[3\], of 4",
+            ),
+            (lambda row: row["position"] > 0, "The grids of the prompt 'a' have one panel"),
+            (lambda row: True, "no rows"),
+        ],
+    )
+    def test_what_is_missing_is_named(self, left_out, message):
+        panels = make_panels(["a", "b"], [0, 1], 4)
+        assert len(make_instances(panels)) == 48
+        rows = [row for row in panels.cast_column("image", ImageFeature(decode=False)) if not left_out(row)]
+        with pytest.raises(ValueError, match=message):
+            make_instances(Dataset.from_list(rows))
+
+    def test_same_place_twice(self):
+        panels = make_panels(["a"], [0, 1], 2)
+        rows = [*panels.cast_column("image", ImageFeature(decode=False))]
+        with pytest.raises(ValueError, match="'a/0/0' and 'copy' are both at position 0 of the grid with seed 0"):
+            make_instances(Dataset.from_list([*rows, {**rows[0], "id": "copy"}]))
+
+
+class TestRankings:
+    @pytest.fixture
+    def built(self, tmp_path) -> tuple[Dataset, Dataset, Dataset]:
+        panels = cut_panels(make_grids(tmp_path, ["a", "b"], [0, 1, 2]), StageFolder(tmp_path / "panels"))
+        criteria = [{"dimension": "style", "name": "ink", "text": "One ink."}]
+        prompts = Dataset.from_list(
+            [
+                {"id": "b", "prompt": "A boat.", "theme": "boats", "criteria": criteria},
+                {"id": "a", "prompt": "A fox.", "theme": "foxes", "criteria": []},
+            ]
+        )
+        return make_instances(panels), panels, prompts
+
+    def test_format(self, built):
+        instances, panels, prompts = built
+        rankings = instances_to_rankings(*built, {"b/1/0/3": [2, 0, 1], "a/0/2/1": [1, 2, 0]})
+        check_ranking_columns(rankings)
+        assert rankings["id"] == ["a/0/2/1", "b/1/0/3"]  # as the instances, not as the rankings
+        assert rankings["group"] == ["a", "b"]
+        assert rankings["prompt"] == ["A fox.", "A boat."] and rankings["theme"] == ["foxes", "boats"]
+        assert rankings["criteria"] == [[], prompts["criteria"][0]]
+        assert rankings["ranking"] == [[1, 2, 0], [2, 0, 1]]
+        show = dict(zip(panels["id"], panels["sha256"], strict=True))
+        row = rankings[1]
+        assert pixels_sha256(row["reference"]) == show["b/1/0"]
+        assert [pixels_sha256(image) for image in row["candidates"]] == [show[f"b/{seed}/3"] for seed in range(3)]
+        pairs = rankings_to_pairs(rankings)
+        assert len(pairs) == 4 and pixels_sha256(pairs[2]["images"][1]) == show["b/2/3"]
+
+    def test_no_image_is_copied(self, built):
+        instances, panels, _ = built
+        rankings = instances_to_rankings(*built, dict.fromkeys(instances["id"], [0, 1, 2]))
+        assert len(rankings) == len(instances) == 72
+        stored = rankings.with_format("arrow")[:]
+        files = set(stored["reference"].combine_chunks().field("path").to_pylist())
+        assert files == set(paths(panels))
+        assert stored["reference"].combine_chunks().field("bytes").null_count == 72
+
+    def test_prompts_without_theme_and_criteria(self, built):
+        instances, panels, prompts = built
+        plain = instances_to_rankings(
+            instances, panels, prompts.remove_columns(["theme", "criteria"]), {"a/0/2/1": [1, 2, 0]}
+        )
+        assert plain["criteria"] == [[]] and "theme" not in plain.column_names
+
+    @pytest.mark.parametrize(
+        "rankings, message",
+        [
+            ({}, "There are no rankings"),
+            ({"a/0/2/1": [0, 1, 2], "a/0/2/7": [0, 1, 2]}, "1 of 2 rankings .* do not exist; the first is 'a/0/2/7'"),
+            ({"a/0/2/1": [0, 1]}, r"ranking of the instance 'a/0/2/1' is \[0, 1\], but it has 3 candidates"),
+            ({"a/0/2/1": [0, 1, 1]}, "Name each index from 0 once"),
+            ({"a/0/2/1": [0.0, 1.0, 2.0]}, "Name each index from 0 once"),
+        ],
+    )
+    def test_bad_rankings(self, built, rankings, message):
+        with pytest.raises(ValueError, match=message):
+            instances_to_rankings(*built, rankings)
+
+    def test_missing_panel_and_prompt(self, built):
+        instances, panels, prompts = built
+        ranking = {"a/0/2/1": [1, 2, 0]}
+        with pytest.raises(ValueError, match="'a/0/2/1' has the panel 'a/2/1', which is not among the panels"):
+            instances_to_rankings(instances, panels.filter(lambda row: row["id"] != "a/2/1"), prompts, ranking)
+        with pytest.raises(ValueError, match="is of the prompt 'a', which is not among the prompts"):
+            instances_to_rankings(instances, panels, prompts.select([0]), ranking)
+
+
+class TestSheets:
+    def test_they_show_what_is_there(self, tmp_path):
+        """Colours of the grids and panels that should be seen, and of none that should not."""
+        colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255), (0, 255, 255)]
+        rows = grid_rows(tmp_path, ["a", "b", "c"], [0, 1], 1, 2)
+        for row, colour in zip(rows, colours, strict=True):
+            image = Image.new("RGB", (64, 32), colour)
+            image.paste(tuple(value // 2 for value in colour), (32, 0, 64, 32))
+            Path(row["image"]).parent.mkdir(parents=True, exist_ok=True)
+            image.save(row["image"])
+        grids = to_dataset(rows)
+        panels = cut_panels(grids, StageFolder(tmp_path / "panels"))
+        prompts = Dataset.from_list([{"id": name, "prompt": f"The prompt {name} costs $5 and $6"} for name in "abc"])
+
+        sheet = grids_sheet(grids, prompts, tmp_path / "grids.png", max_prompts=2)
+        assert seen(sheet, colours) == colours[:4]  # two of three prompts, from the first
+        with Image.open(tmp_path / "grids.png") as saved:
+            assert saved.size == sheet.size
+        assert seen(grids_sheet(grids, prompts, tmp_path / "grids.png"), colours) == colours
+
+        instances = make_instances(panels)
+        sheet = instances_sheet(instances.select([4]), panels, prompts, tmp_path / "instances.png")
+        # Reference b/0/0, candidates b/0/1 and b/1/1
+        assert instances["id"][4] == "b/0/0/1"
+        darker = [tuple(value // 2 for value in colour) for colour in colours]
+        assert seen(sheet, colours) == [colours[2]] and seen(sheet, darker) == darker[2:4]
+        place = {colour: np.argwhere(np.all(np.asarray(sheet) == colour, axis=-1))[:, 1].mean() for colour in
+                 (colours[2], darker[2], darker[3])}  # fmt: skip
+        assert list(place.values()) == sorted(place.values())  # the reference at the left
+
+
+def seen(sheet: Image.Image, colours: list[tuple]) -> list[tuple]:
+    pixels = np.asarray(sheet)
+    return [colour for colour in colours if np.all(pixels == colour, axis=-1).sum() > 500]
+
+
+def test_importing_is_light():
+    code = "import sys, paco_trl.data.building.draw_grids, paco_trl.data.building.pair_panels, \
+paco_trl.data.building.sample_sheet; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
+'PIL') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ), check=True
+    )
+    assert json.loads(done.stdout.replace("'", '"')) == []
