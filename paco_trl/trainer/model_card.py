@@ -3,7 +3,6 @@
 
 import json
 import os
-import textwrap
 from importlib.metadata import version
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -16,19 +15,6 @@ from PIL import Image
 
 if TYPE_CHECKING:
     from .paco_grpo_trainer import PaCoGRPOTrainer
-
-# Of both trainers' cards
-PAPER = {
-    "title": "PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward Modeling",
-    "id": "2512.04784",
-    # docstyle-ignore
-    "citation": textwrap.dedent("""\
-        @article{pacorl2025,
-            title        = {{PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward Modeling}},
-            year         = 2025,
-            eprint       = {arXiv:2512.04784},
-        }"""),
-}
 
 LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
 

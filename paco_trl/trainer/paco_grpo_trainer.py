@@ -38,6 +38,7 @@ from ..rollout import (
     family_of,
     replay,
 )
+from ..utils.paper import PAPER
 from ..utils.random_state import kept_random_state
 from .advantages import group_advantages
 from .checkpoint_files import EMA_WEIGHTS, POLICY_WEIGHTS, load_rollout, write_checkpoint
@@ -72,7 +73,7 @@ from .loading import (
     read_peft_config,
 )
 from .losses import clipped_surrogate, gaussian_kl, guard_gradient_weight, guarded_surrogate
-from .model_card import PAPER, render_model_card
+from .model_card import render_model_card
 from .paco_grpo_config import PaCoGRPOConfig
 from .prompt_encoder import Encoded, PromptEncoder
 from .prompt_rows import PromptRows

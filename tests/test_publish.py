@@ -1,0 +1,644 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Publishing a built dataset: what arrives on the Hub, what the card says, and what happens when something is wrong.
+
+The Hub is a server of the tests. The clients are the real ones, in a process of their own, since they read `HF_ENDPOINT`
+when they are imported; run as a script, this file is that process.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from hub_server import HubServer
+
+
+TOKEN = "hf_rightTokenOfTheTester"
+WRONG_TOKEN = "hf_wrongTokenOfNobody"
+GENERATOR = "painters/flux"
+REPORT = {
+    "prompts": {"source": "someone/prompts", "language": ["en"], "selected": 6, "coverage": 0.91234567},
+    "grids": {
+        "num_inference_steps": 28,
+        "seeds": [0, 1],
+        "checkpoint": "/home/someone/weights/painter",
+        "digest": "0" * 64,
+    },
+    "ranking": {
+        "by": ["people", "judge"],
+        "judge": "/home/someone/models/Judge-7B",
+        "instances": 48,
+        "instances_of_several": 40,
+        "kendalls_w": 0.8125,
+        "pairwise_agreement": 0.875,
+        "annotators": {
+            "anna": {"ranked": 40, "skipped": 2, "agreement_with_others": 0.75, "gold_agreement": None},
+            "Judge-7B": {"ranked": 48, "skipped": 0, "agreement_with_others": 0.75, "gold_agreement": 1.0},
+        },
+    },
+    "pairs": {"votes": {"ranked": 48, "tied_pairs": 3}, "contradictions": 7, "splits": {"train": {"pairs": 99999}}},
+    "reasons": {"model": "someone/vlm", "left out": {"/home/someone/a.png has no label": 4}, "seconds": None},
+}
+
+
+#########
+# Planted data: in each prompt two seeds with two panels each, which are of one colour where the seed is the same
+#########
+
+
+def write_panels(folder: Path) -> dict[tuple[int, int, int], str]:
+    """Files by prompt, seed and position. As in a build, those of all prompts have the same names."""
+    rng, paths = np.random.default_rng(0), {}
+    for prompt in range(6):
+        for seed in range(2):
+            colour = rng.integers(0, 200, 3)
+            for position in range(2):
+                path = folder / f"p{prompt}" / f"{seed}-{position}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                noise = rng.integers(0, 56, (24, 24, 3))
+                Image.fromarray((colour + noise).astype(np.uint8)).save(path)
+                paths[prompt, seed, position] = str(path)
+    return paths
+
+
+def make_pairs(paths: dict, prompts: range, with_reasons: bool = True):
+    from datasets import Dataset
+
+    from paco_trl.data import make_pair, theme_question
+    from paco_trl.data.building.make_pairs import built_pair_features
+
+    rows = []
+    for prompt in prompts:
+        question = theme_question(f"A walk of fox {prompt}.")
+        for other, decision, reasons in ((0, "Yes", "Both have one colour."), (1, "No", "The colours differ.")):
+            pair = make_pair(
+                paths[prompt, 0, 0], paths[prompt, other, 1], question, decision, reasons if with_reasons else None
+            )
+            panels = [f"p{prompt}/0/0", f"p{prompt}/{other}/1"]
+            votes = {"yes": 2 - other, "no": other}
+            pair |= {"id": "~".join(panels), "group": f"p{prompt}", "panels": panels, "votes": votes}
+            rows.append(pair | {"category": ("multi-pose", "movie shot")[prompt % 2], "dimensions": ["identity"]})
+    features = built_pair_features()
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in features}, features=features)
+
+
+def make_rankings(paths: dict, prompts: range):
+    from datasets import Dataset, Features, Value
+
+    from paco_trl.data.rankings import _ranking_features
+
+    features = Features({**_ranking_features(), "theme": Value("string")})
+    rows = [
+        {
+            "id": f"p{prompt}/0/0/1",
+            "group": f"p{prompt}",
+            "prompt": f"A walk of fox {prompt}. It rests.",
+            "theme": f"A walk of fox {prompt}.",
+            "criteria": [],
+            "reference": paths[prompt, 0, 0],
+            "candidates": [paths[prompt, 1, 1], paths[prompt, 0, 1]],
+            "ranking": [1, 0],
+        }
+        for prompt in prompts
+    ]
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in features}, features=features)
+
+
+def pixels_digest(image: Image.Image) -> str:
+    return hashlib.sha256(str(image.size).encode() + image.convert("RGB").tobytes()).hexdigest()
+
+
+#########
+# The process of the clients
+#########
+
+
+def publish(
+    folder: str,
+    repo_id: str,
+    train=(0, 4),
+    test=(4, 6),
+    ranked=(4, 6),
+    broken: str | None = None,
+    with_reasons: bool = True,
+    report: dict | None = None,
+    **kwargs,
+) -> str:
+    """Builds the dataset in a folder as the stages before would, and publishes it."""
+    from datasets import DatasetDict
+
+    from paco_trl.data.building import StageFolder
+    from paco_trl.data.building.publish import publish_dataset
+
+    paths = write_panels(Path(folder) / "images")
+    pairs = DatasetDict(train=make_pairs(paths, range(*train), with_reasons))
+    if test is not None:
+        pairs["test"] = make_pairs(paths, range(*test), with_reasons)
+    stage = StageFolder(f"{folder}/pairs")
+    stage.finish(pairs, {})
+    rankings = make_rankings(paths, range(*ranked)) if ranked is not None else None
+    last = Path(paths[3, 1, 1])
+    if broken == "missing":
+        last.unlink()
+    elif broken == "text":
+        last.write_text("no image")
+    elif broken == "copied":
+        last.write_bytes(Path(paths[5, 0, 0]).read_bytes())
+    kwargs = {"token": TOKEN, "generator": GENERATOR, "max_shard_size": "6KB"} | kwargs
+    pairs = stage.load()
+    if broken == "no groups":
+        pairs = pairs.remove_columns("group")
+    elif broken == "empty":
+        pairs["test"] = pairs["test"].select([])
+    return publish_dataset(pairs, rankings, repo_id, REPORT if report is None else report, **kwargs)
+
+
+def load(repo_id: str, name: str | None = None, streaming: bool = False, check: bool = False) -> dict:
+    """What comes back from the Hub: for each split its rows, with digests in the place of images."""
+    from datasets import load_dataset
+
+    from paco_trl.data import check_pair_columns, check_ranking_columns
+
+    def plain(value):
+        if isinstance(value, Image.Image):
+            return pixels_digest(value)
+        return [plain(one) for one in value] if isinstance(value, list) else value
+
+    splits = load_dataset(repo_id, name, streaming=streaming, token=TOKEN)
+    if check:
+        for split in splits.values():
+            (check_ranking_columns if name == "rankings" else check_pair_columns)(split)
+    features = {column: str(feature) for column, feature in next(iter(splits.values())).features.items()}
+    rows = {split: [{key: plain(one) for key, one in row.items()} for row in data] for split, data in splits.items()}
+    return {"features": features, "rows": rows}
+
+
+def expected(folder: str) -> dict:
+    """What `load` must give."""
+    paths = write_panels(Path(folder) / "images")
+    splits = {"train": make_pairs(paths, range(4)), "test": make_pairs(paths, range(4, 6))}
+    rankings = make_rankings(paths, range(4, 6))
+
+    def plain(row, columns):
+        images = {name: row[name] for name in columns}
+        digests = {
+            name: [pixels_digest(one) for one in value] if isinstance(value, list) else pixels_digest(value)
+            for name, value in images.items()
+        }
+        return {**row, **digests}
+
+    rows = {split: [plain(row, ["images"]) for row in data] for split, data in splits.items()}
+    return {"pairs": rows, "rankings": {"test": [plain(row, ["reference", "candidates"]) for row in rankings]}}
+
+
+def parquet_names(content_of: str) -> list[str]:
+    """Names beside the images in a Parquet file."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(content_of).to_pylist()
+    return [image["path"] for row in rows for image in row.get("images") or [row["reference"], *row["candidates"]]]
+
+
+def use_other_clients(folder: str) -> dict:
+    """The Hub of the tests as other clients use it: a repository of a model."""
+    from huggingface_hub import HfApi, ModelCard, ModelCardData, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi(token=TOKEN)
+    source = Path(folder) / "model"
+    (source / "sub").mkdir(parents=True)
+    (source / "adapter.safetensors").write_bytes(bytes(range(256)) * 10)
+    (source / "sub" / "config.json").write_text("{}")
+    api.create_repo("tester/adapter", private=True)
+    try:
+        api.create_repo("tester/adapter")
+    except HfHubHTTPError as error:
+        again = error.response.status_code
+    api.upload_folder(repo_id="tester/adapter", folder_path=source)
+    card = ModelCard.from_template(ModelCardData(license="mit"), model_id="adapter")
+    api.upload_file(path_or_fileobj=str(card).encode(), path_in_repo="README.md", repo_id="tester/adapter")
+    snapshot = Path(snapshot_download("tester/adapter", token=TOKEN))
+    one = hf_hub_download("tester/adapter", "adapter.safetensors", token=TOKEN)
+    api.delete_file("sub/config.json", "tester/adapter")
+    try:
+        HfApi(token=False).model_info("tester/adapter")
+    except HfHubHTTPError as error:
+        anonymous = error.response.status_code
+    return {
+        "again": again,
+        "anonymous": anonymous,
+        "snapshot": sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()),
+        "same": Path(one).read_bytes() == (source / "adapter.safetensors").read_bytes(),
+        "license": ModelCard.load("tester/adapter", token=TOKEN).data.license,
+        "left": sorted(api.list_repo_files("tester/adapter")),
+        "private": api.model_info("tester/adapter").private,
+    }
+
+
+def serve() -> None:
+    """Does what standard input says, a line each, and writes what comes of it to standard output."""
+    import time
+
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(seconds / 100)  # between retries, of which there are as many as ever
+    import paco_trl.data.building.publish  # noqa: F401
+
+    heavy = sorted({"datasets", "huggingface_hub", "torch"} & set(sys.modules))
+    print(json.dumps({"result": heavy}), file=out, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            answer = {"result": globals()[asked["call"]](**asked["arguments"])}
+        except Exception as error:
+            answer = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+#########
+# Tests
+#########
+
+
+class Client:
+    """The process of the clients. Its errors are raised here as `Failed`."""
+
+    def __init__(self, hub: HubServer, folder: Path):
+        self.log = folder / "log"
+        environment = {**os.environ, **hub.environment(str(folder / "cache"))}
+        environment.pop("HF_TOKEN", None)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=open(self.log, "w"),  # noqa: SIM115
+            text=True,
+        )
+        self.heavy_modules = self._answer()
+
+    def _answer(self):
+        line = self._process.stdout.readline()
+        assert line, self.log.read_text()
+        answer = json.loads(line)
+        if "error" in answer:
+            raise Failed(answer["error"], answer["message"], answer["trace"])
+        return answer["result"]
+
+    def __call__(self, function: str, **arguments):
+        self._process.stdin.write(json.dumps({"call": function, "arguments": arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def stop(self) -> None:
+        self._process.kill()  # to go in peace takes seconds
+        self._process.wait()
+
+
+class Failed(Exception):
+    def __init__(self, kind: str, message: str, trace: str):
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message, self.trace = kind, message, trace
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with HubServer({TOKEN: "tester"}) as server:
+        card = "---\nlicense: other\nlicense_name: flux-dev\nlicense_link: LICENSE.md\n---\n"
+        server.add_repo(GENERATOR, {"README.md": card.encode()})
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(hub, tmp_path_factory):
+    process = Client(hub, tmp_path_factory.mktemp("client"))
+    yield process
+    process.stop()
+
+
+@pytest.fixture(autouse=True)
+def healthy(hub):
+    hub.fault = lambda method, path: None
+    hub.requests.clear()
+    hub.uploads.clear()
+    yield
+
+
+@pytest.fixture(scope="module")
+def published(hub, client, tmp_path_factory):
+    """Folder of a build that was published as `tester/foxes`."""
+    folder = tmp_path_factory.mktemp("build")
+    assert client("publish", folder=str(folder), repo_id="foxes") == f"{hub.url}/datasets/tester/foxes"
+    return folder
+
+
+def readme(hub: HubServer, repo_id: str) -> tuple[dict, str]:
+    _, metadata, text = hub.files(repo_id)["README.md"].decode().split("---\n", 2)
+    return yaml.safe_load(metadata), text
+
+
+def test_importing_is_light(client):
+    assert client.heavy_modules == []
+
+
+def test_loads_back(client, published, tmp_path):
+    wanted = client("expected", folder=str(tmp_path))
+    pairs = client("load", repo_id="tester/foxes", check=True)  # the default configuration
+    assert pairs["rows"] == wanted["pairs"]
+    assert {len(rows) for rows in pairs["rows"].values()} == {8, 4}
+    assert pairs["features"]["images"] == "List(Image(mode=None, decode=True))"
+    rankings = client("load", repo_id="tester/foxes", name="rankings", check=True)
+    assert rankings["rows"] == wanted["rankings"]
+    assert rankings["features"]["reference"] == "Image(mode=None, decode=True)"
+
+
+def test_streams(hub, client, published, tmp_path):
+    hub.requests.clear()
+    pairs = client("load", repo_id="tester/foxes", streaming=True)
+    assert pairs["rows"] == client("expected", folder=str(tmp_path))["pairs"]
+    assert any(path.endswith(".parquet") and "/resolve/" in path for _, path in hub.requests)
+
+
+def test_files(hub, client, published, tmp_path):
+    files = hub.files("tester/foxes")
+    shards = {path: content for path, content in files.items() if path.endswith(".parquet")}
+    assert sum(path.startswith("pairs/train-") for path in shards) > 1
+    assert {path.split("-")[0] for path in shards} == {"pairs/train", "pairs/test", "rankings/test"}
+    assert set(files) - set(shards) == {".gitattributes", "README.md", "assets/pairs.png", "assets/rankings.png"}
+    # Images are called by their digests, and by nothing of this machine
+    named = {}
+    for number, content in enumerate(shards.values()):
+        (tmp_path / str(number)).write_bytes(content)
+        for name in client("parquet_names", content_of=str(tmp_path / str(number))):
+            named.setdefault(name, 0)
+            named[name] += 1
+    written = {path.read_bytes() for path in (published / "images").rglob("*.png")}
+    used = {f"{hashlib.sha256(content).hexdigest()[:32]}.png" for content in written}
+    assert set(named) < used and len(named) == 6 * 3  # the pairs have three of the four panels of each prompt
+    for path, content in files.items():
+        for secret in (
+            str(published),
+            str(published.parent),
+            os.path.expanduser("~/"),
+            TOKEN,
+            "0-1.png",
+            "paco-trl-pub",
+        ):
+            assert secret.encode() not in content, (path, secret)
+
+
+def test_repository_is_private(hub, published):
+    assert hub.repos["dataset", "tester/foxes"].private
+
+
+def test_card(hub, published):
+    metadata, text = readme(hub, "tester/foxes")
+    assert metadata["license"] == "other" and metadata["license_name"] == "flux-dev"
+    assert metadata["license_link"] == f"{hub.url}/{GENERATOR}/blob/main/LICENSE.md"
+    assert metadata["language"] == ["en"] and metadata["size_categories"] == "n<1K"
+    assert {"paco-rl", "consistency"} <= set(metadata["tags"]) and metadata["pretty_name"] == "foxes"
+    # What `push_to_hub` wrote is still there
+    configs = {config["config_name"]: config for config in metadata["configs"]}
+    assert configs["pairs"]["default"] is True and set(configs) == {"pairs", "rankings"}
+    sizes = {
+        info["config_name"]: {split["name"]: split["num_examples"] for split in info["splits"]}
+        for info in metadata["dataset_info"]
+    }
+    assert sizes == {"pairs": {"train": 8, "test": 4}, "rankings": {"test": 2}}
+
+    for line in (
+        "| train | 8 | 4 (50.0 %) | 4 (50.0 %) | 4 | 12 | 8 |",
+        "| test | 4 | 2 (50.0 %) | 2 (50.0 %) | 2 | 6 | 4 |",
+        "| test | 2 | 2 | 2 | 6 |",  # rankings
+        "| movie shot | 4 | 2 |",
+        "| identity | 8 | 4 |",
+        "- coverage: 0.9123",
+        "- num inference steps: 28",
+        "- checkpoint: painter",
+        "- votes: ranked 48, tied pairs 3",
+        "- contradictions: 7",
+        "- left out: a.png has no label 4",
+        "0.812 (1: all give the same order)",
+        "87.5 %",
+        "| person 1 | 40 | 2 | 75.0 % | - |",
+        "| Judge-7B | 48 | 0 | 75.0 % | 100.0 % |",
+        "Written by someone/vlm",
+        "They come from someone/prompts.",
+        f"Drawn by [{GENERATOR}](https://huggingface.co/{GENERATOR})",
+        'load_dataset("tester/foxes", "rankings", split="test")',
+        'args=PaCoRewardConfig(output_dir="judge"),',
+        "subject to what its licence says of outputs",
+        "The reasons were written to given labels.",
+        "@article{pacorl2025,",
+    ):
+        assert line in text, line
+    for absent in (
+        "None",
+        "nan",
+        "/home",
+        "someone/weights",
+        "anna",
+        "99999",
+        "00000",
+        "seconds",
+        "by construction",
+        str(published),
+    ):
+        assert absent not in text, absent
+    assert "\n\n\n" not in text and "{{" not in text.replace("= {{PaCo", "") and "{%" not in text
+
+
+def test_code_of_the_card_is_python(hub, published):
+    blocks = re.findall(r"```python\n(.*?)```", readme(hub, "tester/foxes")[1], re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        compile(block, "card", "exec")
+
+
+def test_pictures(hub, published):
+    for name, size in (("pairs", (800, 900)), ("rankings", (600, 400))):
+        with Image.open(BytesIO(hub.files("tester/foxes")[f"assets/{name}.png"])) as picture:
+            assert abs(picture.width - size[0]) < 200 and abs(picture.height - size[1]) < 200
+            assert len(picture.convert("RGB").getcolors(10**6)) > 500  # of the noise in the panels
+        assert f"](assets/{name}.png)" in readme(hub, "tester/foxes")[1]
+
+
+def test_second_run_sends_no_data(hub, client, published):
+    commits = list(hub.repos["dataset", "tester/foxes"].commits)
+    before = hub.files("tester/foxes")
+    client("publish", folder=str(published), repo_id="foxes")
+    assert hub.uploads == []
+    assert hub.files("tester/foxes") == before
+    # Nor does the card go away meanwhile, since it is right
+    repo = hub.repos["dataset", "tester/foxes"]
+    assert all(
+        "# foxes" in repo.commits[sha]["README.md"].content.decode() for sha in list(repo.commits)[len(commits) :]
+    )
+
+
+def test_other_data_take_the_place_of_the_first(hub, client, tmp_path):
+    arguments = {"folder": str(tmp_path), "repo_id": "tester/changed"}
+    client("publish", **arguments)
+    assert "| train | 8 |" in readme(hub, "tester/changed")[1]
+    first = len(hub.repos["dataset", "tester/changed"].commits)
+    client("publish", train=[1, 4], **arguments)
+    assert "| train | 6 |" in readme(hub, "tester/changed")[1]
+    assert len(client("load", repo_id="tester/changed")["rows"]["train"]) == 6
+    # At no time does the card tell of the eight pairs beside the six
+    repo = hub.repos["dataset", "tester/changed"]
+    texts = [repo.commits[sha]["README.md"].content.decode() for sha in list(repo.commits)[first:]]
+    assert len(texts) == 3 and not any("| train | 8 |" in text for text in texts)
+    assert all("config_name: pairs" in text for text in texts)
+
+
+def test_without_what_is_not_known(hub, client, tmp_path):
+    client(
+        "publish", folder=str(tmp_path), repo_id="tester/few", test=None, ranked=None, with_reasons=False,
+        report={"ranking": {"by": ["automatic"]}}, license="mit", generator=None, pretty_name="A few | foxes",
+        private=False,
+    )  # fmt: skip
+    metadata, text = readme(hub, "tester/few")
+    assert metadata["license"] == "mit" and "language" not in metadata and "license_name" not in metadata
+    assert "# A few \\| foxes" in text and not hub.repos["dataset", "tester/few"].private
+    assert "first_token_weight=1" in text and "not human judgements" in text
+    for absent in (
+        "None",
+        "rankings",
+        "## Agreement",
+        "reasons",
+        "**Prompts.**",
+        "**Pairs.**",
+        "eval_dataset",
+        "Drawn by",
+    ):
+        assert absent not in text.replace("no rankings that are held out", ""), absent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"broken": "missing"}, "ValueError", r"`images` of row 7 of `pairs\[\"train\"\]` is the file .*p3/1-1.png, which does not"),
+        ({"broken": "text"}, "ValueError", r"row 7 .* which does not open: UnidentifiedImageError"),
+        ({"broken": "copied"}, "ValueError", "1 images are both in .*train.* and in .*test"),
+        ({"broken": "no groups"}, "ValueError", "no column `group`"),
+        ({"train": [0, 5]}, "ValueError", "1 prompts are both in .*train.* and in .*test.*'p4'"),
+        ({"ranked": [3, 6]}, "ValueError", "1 prompts are both in .*train.* and in `rankings`, such as 'p3'"),
+        ({"broken": "empty"}, "ValueError", r"`pairs\[.test.\]` has no rows"),
+        ({"repo_id": "tester/a/b"}, "ValueError", "`repo_id` is 'tester/a/b'"),
+        ({"token": WRONG_TOKEN}, "PermissionError", "does not know the token.*hf auth login"),
+        ({"token": None}, "PermissionError", "no token.*hf auth login"),
+        ({"repo_id": "others/foxes"}, "PermissionError", "does not allow the token to write to others/foxes"),
+        ({"generator": "nobody/nothing"}, "ValueError", "'nobody/nothing'.*cannot be read.*Set `license`"),
+        ({"generator": None}, "ValueError", "Neither `license` nor `generator`.*Set `license`"),
+        ({"license": "flux-1-dev"}, "ValueError", "does not take the metadata.*'flux-1-dev'.*\"other\""),
+        ({"report": {"prompts": {"language": "English"}}}, "ValueError", "correct `language`"),
+        ({"repo_id": "tester/other"}, "ValueError", "1 files that are not part.*'data.csv'.*another `repo_id`"),
+        ({"repo_id": "tester/public"}, "ValueError", "is there and public"),
+    ],
+)  # fmt: skip
+def test_nothing_is_sent_when_something_is_wrong(hub, client, tmp_path, arguments, kind, message):
+    hub.add_repo("tester/other", {"data.csv": b"a,b"}, "dataset", private=True)
+    hub.add_repo("tester/public", {"README.md": b""}, "dataset")
+    before = {name: len(repo.commits) for name, repo in hub.repos.items()}
+    with pytest.raises(Failed) as caught:
+        client("publish", **{"folder": str(tmp_path), "repo_id": "tester/wrong", **arguments})
+    assert caught.value.kind == kind, caught.value.trace
+    assert re.search(message, caught.value.message), caught.value.message
+    assert TOKEN not in caught.value.trace and WRONG_TOKEN not in caught.value.trace
+    assert hub.uploads == [] and {name: len(repo.commits) for name, repo in hub.repos.items()} == before
+
+
+@pytest.mark.parametrize("status", ["500", "429"])
+def test_hub_that_fails_once(hub, client, tmp_path, status):
+    failed = set()
+
+    def fault(method, path):
+        what = "batch" if path.endswith("/batch") else "preupload" if "/preupload/" in path else method
+        if what in ("batch", "preupload", "PUT") and what not in failed:
+            failed.add(what)
+            return status
+
+    hub.fault = fault
+    client("publish", folder=str(tmp_path), repo_id=f"tester/once-{status}")
+    assert failed == {"batch", "preupload", "PUT"}
+    assert "| train | 8 |" in readme(hub, f"tester/once-{status}")[1]
+
+
+def test_upload_that_is_cut(hub, client, tmp_path):
+    """The third file never arrives. The next run sends it and the others, and not the first two again."""
+    hub.fault = lambda method, path: "cut" if method == "PUT" and len(hub.uploads) == 2 else None
+    with pytest.raises(Failed) as caught:
+        client("publish", folder=str(tmp_path), repo_id="tester/cut")
+    assert caught.value.kind == "ConnectionError" and TOKEN not in caught.value.trace
+    assert hub.url in caught.value.message and "run the stage again" in caught.value.message
+    assert sum(method == "PUT" for method, _ in hub.requests) == 2 + 6  # the client's own tries
+    arrived = list(hub.uploads)
+    assert len(arrived) == 2 and set(hub.files("tester/cut")) == {".gitattributes"}
+
+    hub.fault = lambda method, path: None
+    client("publish", folder=str(tmp_path), repo_id="tester/cut")
+    assert hub.uploads[:2] == arrived and len(set(hub.uploads)) == len(hub.uploads) > 4
+    assert len(client("load", repo_id="tester/cut")["rows"]["train"]) == 8
+    assert "| train | 8 |" in readme(hub, "tester/cut")[1]
+
+
+def test_failure_between_data_and_card(hub, client, tmp_path):
+    """The pairs are there and the rankings are not: the card does not tell of them."""
+
+    def fault(method, path):
+        commits = (
+            hub.repos["dataset", "tester/half"].titles.values() if ("dataset", "tester/half") in hub.repos else ()
+        )
+        return "503" if "Upload pairs" in commits and "/commit/" in path else None
+
+    hub.fault = fault
+    with pytest.raises(Failed, match="ConnectionError.*503.*run the stage again"):
+        client("publish", folder=str(tmp_path), repo_id="tester/half")
+    metadata, text = readme(hub, "tester/half")
+    assert [config["config_name"] for config in metadata["configs"]] == ["pairs"]
+    assert text.strip() == "" and not any(path.startswith("rankings/") for path in hub.files("tester/half"))
+
+
+def test_hub_that_is_down(hub, client, tmp_path):
+    hub.stop()
+    try:
+        with pytest.raises(Failed) as caught:
+            client("publish", folder=str(tmp_path), repo_id="tester/down")
+    finally:
+        hub.start()
+    assert caught.value.kind == "ConnectionError" and hub.url in caught.value.message
+
+
+def test_hub_of_the_tests_knows_other_clients(client, tmp_path):
+    assert client("use_other_clients", folder=str(tmp_path)) == {
+        "again": 409,
+        "anonymous": 401,
+        "snapshot": [".gitattributes", "README.md", "adapter.safetensors", "sub/config.json"],
+        "same": True,
+        "license": "mit",
+        "left": [".gitattributes", "README.md", "adapter.safetensors"],
+        "private": True,
+    }
+
+
+def test_log_has_no_token(hub, client, published):
+    log = client.log.read_text()
+    assert "Retrying in" in log  # the log of the failures above is in it
+    assert TOKEN not in log and WRONG_TOKEN not in log
+    assert hub.unknown == []
+
+
+if __name__ == "__main__":
+    serve()
