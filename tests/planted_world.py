@@ -40,7 +40,7 @@ def draw_panel(rng: np.random.Generator, colour: str, shape: str, size: int = PA
     """The figure on a grey of its own, at a place of its own."""
     grey = int(rng.integers(90, 170))
     panel = Image.new("RGB", (size, size), (grey,) * 3)
-    side = int(size * rng.uniform(0.6, 0.8))
+    side = int(size * rng.uniform(0.6, 0.9))
     left, top = (int(rng.integers(0, size - side)) for _ in range(2))
     right, bottom = left + side, top + side
     draw = ImageDraw.Draw(panel)
@@ -53,18 +53,24 @@ def draw_panel(rng: np.random.Generator, colour: str, shape: str, size: int = PA
     return panel
 
 
-def write_grids(folder: Path, prompts: Dataset, seeds: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[Dataset, dict]:
+def write_grids(
+    folder: Path,
+    prompts: Dataset,
+    seeds: tuple[int, ...] = (0, 1, 2, 3),
+    colours: tuple[str, ...] = tuple(COLOURS),
+    size: int = PANEL,
+) -> tuple[Dataset, dict]:
     """Draws the grids of prompts, each seed another colour. Gives them, and (colour, shape) by grid."""
     rows, truth = [], {}
     for number, prompt in enumerate(prompts):
         rng = np.random.default_rng(number)
-        colours = rng.permutation(list(COLOURS))
+        own = rng.permutation(list(colours))
         for place, seed in enumerate(seeds):
-            colour, shape = str(colours[place % len(colours)]), str(rng.choice(SHAPES))
-            grid = Image.new("RGB", (PANEL * prompt["cols"], PANEL * prompt["rows"]))
+            colour, shape = str(own[place % len(own)]), str(rng.choice(SHAPES))
+            grid = Image.new("RGB", (size * prompt["cols"], size * prompt["rows"]))
             for position in range(prompt["rows"] * prompt["cols"]):
                 row, col = divmod(position, prompt["cols"])
-                grid.paste(draw_panel(rng, colour, shape), (col * PANEL, row * PANEL))
+                grid.paste(draw_panel(rng, colour, shape, size), (col * size, row * size))
             path = folder / f"{prompt['id']}-{seed}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             grid.save(path)
@@ -88,9 +94,9 @@ def write_grids(folder: Path, prompts: Dataset, seeds: tuple[int, ...] = (0, 1, 
 class PlantedWorld:
     """Prompts, grids, panels and instances, with the truth."""
 
-    def __init__(self, folder: Path, num_prompts: int = 6, rows: int = 2, cols: int = 2, seeds=(0, 1, 2, 3)):
+    def __init__(self, folder: Path, num_prompts: int = 6, rows: int = 2, cols: int = 2, seeds=(0, 1, 2, 3), **kwargs):
         self.prompts = world_prompts(num_prompts, rows, cols)
-        self.grids, self.truth = write_grids(folder / "drawn", self.prompts, seeds)
+        self.grids, self.truth = write_grids(folder / "drawn", self.prompts, seeds, **kwargs)
         self.panels = cut_panels(self.grids, StageFolder(folder / "panels"))
         self.instances = make_instances(self.panels)
 

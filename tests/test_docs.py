@@ -18,6 +18,7 @@ from datasets import Dataset
 from PIL import Image
 
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.commands import build_arguments
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import make_pair
 from paco_trl.rewards import ConsistencyReward, ServedJudge, panel_similarity_reward, redness_reward
@@ -44,6 +45,7 @@ SCRIPTS = {
     "train_qwen_image_edit.py": "PaCoGRPOConfig",
     "train_reward.py": "PaCoRewardConfig",
     "evaluate_reward.py": None,
+    "build_dataset.py": None,  # which options belong to which stage is tested in test_build_dataset.py
 }
 # What Trainer and its callbacks log themselves
 TRAINERS_KEYS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
@@ -345,6 +347,9 @@ def script_options(script: str) -> set[str]:
     """Options of an example itself."""
     if SCRIPTS[script] == "PaCoGRPOConfig":  # they share them with `paco-trl doctor`
         return {field.name for field in dataclasses.fields(ScriptArguments)}
+    if script == "build_dataset.py":
+        stages = [stage for stage in vars(build_arguments).values() if dataclasses.is_dataclass(stage)]
+        return {field.name for stage in stages for field in dataclasses.fields(stage)}
     tree = ast.parse((ROOT / "examples" / script).read_text(encoding="utf-8"))
     (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ScriptArguments"]
     return {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign)}

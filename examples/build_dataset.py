@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+# /// script
+# dependencies = ["paco_trl[annotate]"]
+# ///
+"""
+Builds a dataset of consistent and inconsistent pairs of images, as PaCo-Dataset is built, in a folder for each stage.
+
+    python examples/build_dataset.py prompts --dataset_name prompts.jsonl
+    accelerate launch examples/build_dataset.py grids --model black-forest-labs/FLUX.1-dev
+    python examples/build_dataset.py panels
+    python examples/build_dataset.py rank
+    python examples/build_dataset.py pairs
+    python examples/build_dataset.py reasons --base_url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-72B-Instruct
+    python examples/build_dataset.py publish --repo_id user/my-pairs
+
+Instead of `rank` (by construction or by a judge) people rank with `annotate`, a web page, or in another tool, with
+`export` and `import`. `python examples/build_dataset.py <stage> --help` lists the options of a stage, which a YAML file
+can give as well (`--config file.yaml`).
+
+Each stage goes on where it was stopped. The pairs train a judge as they are:
+
+    python examples/train_reward.py --dataset_name build/pairs/dataset --dataset_split train --eval_split test \
+        --first_token_weight 1 --output_dir my-judge
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict
+from rich.console import Console
+from rich.markup import escape
+
+from paco_trl.commands.build_arguments import (
+    AnnotateArguments,
+    ExchangeArguments,
+    GridsArguments,
+    PairsArguments,
+    PanelsArguments,
+    PromptsArguments,
+    PublishArguments,
+    RankArguments,
+    ReasonsArguments,
+)
+from paco_trl.data import load_image_set_prompts
+from paco_trl.data.building import (
+    ChatEndpoint,
+    StageFolder,
+    agreement_report,
+    annotation_files,
+    annotator_kinds,
+    build_pairs,
+    cut_panels,
+    digest,
+    diversify_prompts,
+    draw_grids,
+    export_annotations,
+    export_tasks,
+    import_annotations,
+    instances_sheet,
+    judge_annotator_name,
+    load_pipeline,
+    make_instances,
+    pairs_sheet,
+    publish_dataset,
+    rank_automatically,
+    rank_with_judge,
+    read_annotations,
+    untrusted_annotators,
+    write_prompts,
+    write_reasons,
+)
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def stage(args, name: str, settings: dict | None = None) -> StageFolder:
+    return StageFolder(Path(args.build_dir) / name, settings)
+
+
+def result(args, name: str) -> Dataset | DatasetDict:
+    """Result of an earlier stage."""
+    return stage(args, name).load()
+
+
+def annotations_dir(args) -> Path:
+    return Path(args.build_dir) / "annotations"
+
+
+def finish(args, folder: StageFolder, report: dict) -> None:
+    """Say what came out, and put it on the Hub where that is asked for."""
+    console = Console()
+    console.print(f"[bold]{escape(folder.path.name)}[/] is in {escape(str(folder.path / 'dataset'))}")
+    console.print_json(json.dumps(report, ensure_ascii=False))
+    if args.hub_id is not None:
+        folder.load().push_to_hub(args.hub_id, private=True)
+        console.print(f"It is on the Hub as {escape(args.hub_id)}.")
+
+
+def endpoint_of(args) -> ChatEndpoint:
+    if args.base_url is None or args.model is None:
+        raise ValueError(
+            f"`--base_url` is {args.base_url!r} and `--model` is {args.model!r}. Give both: the address of an "
+            "OpenAI-compatible server, such as vLLM's http://127.0.0.1:8000/v1, and the name of its model."
+        )
+    return ChatEndpoint(args.base_url, args.model, args.api_key_variable, args.max_concurrency)
+
+
+def layout_of(text: str) -> tuple[int, int]:
+    rows, _, cols = text.partition("x")
+    if not rows.isdecimal() or not cols.isdecimal():
+        raise ValueError(f"`--layouts` has {text!r}, but a layout is rows x columns, such as 2x2.")
+    return int(rows), int(cols)
+
+
+################
+# 1. Prompts
+################
+def make_prompts(args: PromptsArguments) -> None:
+    if args.dataset_name is None:
+        endpoint = endpoint_of(args)
+        settings = {name: getattr(args, name) for name in ("model", "num_written", "categories", "layouts", "seed")}
+        written = stage(args, "written_prompts", settings)
+        if not written.is_done:
+            endpoint.check()
+        layouts = [layout_of(text) for text in args.layouts]
+        prompts = write_prompts(endpoint, written, args.num_written, args.categories, layouts, args.seed)
+        report = {"model": args.model, **written.report}
+    else:
+        prompts = load_image_set_prompts(args.dataset_name, args.dataset_split)
+        report = {"source": Path(args.dataset_name).name if Path(args.dataset_name).exists() else args.dataset_name}
+    if "id" not in prompts.column_names:
+        prompts = prompts.add_column("id", [f"{row:06}" for row in range(len(prompts))])
+    report["prompts"] = len(prompts)
+
+    if (args.num_selected is None) != (args.embedding_model is None):
+        raise ValueError(
+            f"`--num_selected` is {args.num_selected!r} and `--embedding_model` is {args.embedding_model!r}. Give both, "
+            "to keep the most diverse prompts, or none, to keep all."
+        )
+    if args.num_selected is not None:
+        prompts, diversity = diversify_prompts(
+            prompts, args.embedding_model, args.num_selected, args.duplicate_threshold
+        )
+        report["diversification"] = diversity
+    folder = stage(args, "prompts")
+    folder.finish(prompts, report)
+    finish(args, folder, report)
+
+
+################
+# 2. Grids
+################
+def make_grids(args: GridsArguments) -> None:
+    import torch
+    from accelerate import PartialState
+
+    if args.dtype not in DTYPES:
+        raise ValueError(f"`--dtype` is {args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+    prompts = result(args, "prompts")
+    columns = [name for name in ("id", "prompt", "rows", "cols", "height", "width") if name in prompts.column_names]
+    settings = {name: getattr(args, name) for name in ("model", "dtype", "seeds", "batch_size", "height", "width")}
+    call = {name: getattr(args, name) for name in ("num_inference_steps", "guidance_scale")}
+    call = {name: value for name, value in call.items() if value is not None}
+    folder = stage(args, "grids", settings | call | {"prompts": digest(prompts.select_columns(columns)[:])})
+
+    pipeline = load_pipeline(args.model, getattr(torch, args.dtype))
+    draw_grids(pipeline, prompts, folder, args.seeds, args.batch_size, args.height, args.width, **call)
+    if PartialState().is_main_process:
+        finish(args, folder, folder.report)
+    PartialState().wait_for_everyone()
+
+
+################
+# 3. Panels and ranking instances
+################
+def make_panels(args: PanelsArguments) -> None:
+    prompts, grids = result(args, "prompts"), result(args, "grids")
+    drawn = {"grids": grids["id"][:], "drawn_with": stage(args, "grids").settings}
+    panels = cut_panels(grids, stage(args, "panels", {"grids": digest(drawn)}), args.num_workers)
+    instances = make_instances(panels, args.max_instances_per_prompt, args.seed)
+    folder = stage(args, "instances")
+    report = {
+        "instances": len(instances),
+        "candidates": len(instances[0]["candidates"]),
+        "max_instances_per_prompt": args.max_instances_per_prompt,
+    }
+    folder.finish(instances, report)
+    instances_sheet(instances, panels, prompts, folder.path / "sample.png")
+    finish(args, folder, report)
+
+
+################
+# 4. Ranking: by people on a web page or in another tool, by a judge, by construction
+################
+def annotate(args: AnnotateArguments) -> None:
+    from paco_trl.data.building.annotation_page import serve_annotation
+
+    serve_annotation(
+        result(args, "instances"),
+        result(args, "panels"),
+        result(args, "prompts"),
+        annotations_dir(args),
+        host=args.host,
+        port=args.port,
+        annotations_per_instance=args.annotations_per_instance,
+        gold=args.gold,
+        not_people=[name for name, kind in annotator_kinds(annotations_dir(args)).items() if kind != "people"],
+    )
+
+
+def rank(args: RankArguments) -> None:
+    instances, panels = result(args, "instances"), result(args, "panels")
+    if args.judge == "automatic":
+        count = rank_automatically(instances, panels, annotations_dir(args))
+        Console().print(f"{count} instances are ranked by construction, in {escape(str(annotations_dir(args)))}.")
+        return
+    annotator = args.annotator or judge_annotator_name(args.judge)
+    if args.base_url is not None:
+        from paco_trl.rewards import ServedJudge
+
+        judge = ServedJudge(args.base_url, args.judge)
+        judge.check()
+    else:
+        from paco_trl import PaCoReward
+
+        judge = PaCoReward.from_pretrained(args.judge, dtype=args.dtype)
+    counts = rank_with_judge(instances, panels, result(args, "prompts"), judge, annotator, annotations_dir(args))
+    Console().print_json(json.dumps({"annotator": annotator, **counts}))
+
+
+def file_of(args: ExchangeArguments) -> Path:
+    if args.file is None:
+        raise ValueError("`--file` is missing: the file to write or to read.")
+    return Path(args.file)
+
+
+def export(args: ExchangeArguments) -> None:
+    file, instances = file_of(args), result(args, "instances")
+    if args.what == "tasks":
+        export_tasks(instances, result(args, "panels"), result(args, "prompts"), file)
+    elif args.what == "annotations":
+        export_annotations(read_annotations(annotation_files(annotations_dir(args)), instances), file)
+    else:
+        raise ValueError(f"`--what` is {args.what!r}, but must be 'tasks' or 'annotations'.")
+    Console().print(f"Wrote {escape(str(file))}.")
+
+
+def import_(args: ExchangeArguments) -> None:
+    counts = import_annotations(file_of(args), annotations_dir(args), result(args, "instances"))
+    Console().print_json(json.dumps({"imported": counts}))
+
+
+################
+# 5. Pairs and held-out rankings
+################
+def make_pairs(args: PairsArguments) -> None:
+    instances, panels, prompts = (result(args, name) for name in ("instances", "panels", "prompts"))
+    annotations = read_annotations(annotation_files(annotations_dir(args), args.annotators), instances)
+    gold = [] if args.gold is None else read_annotations([args.gold], instances)
+    ranking = agreement_report(annotations, gold)
+    if args.min_gold_agreement is not None:
+        ranking["excluded"] = untrusted_annotators(ranking, args.min_gold_agreement)
+        annotations = [one for one in annotations if one.annotator not in ranking["excluded"]]
+    pairs, rankings, report = build_pairs(
+        instances, panels, prompts, annotations, args.num_negatives, args.test_size, args.max_rankings, args.seed
+    )
+    kinds = annotator_kinds(annotations_dir(args), args.annotators)
+    ranking["by"] = sorted(set(kinds.values()))
+    ranking["judge"] = next((name for name, kind in kinds.items() if kind == "judge"), None)
+    report = {"ranking": ranking, "pairs": report}
+    folder = stage(args, "pairs")
+    folder.finish(pairs, report)
+    pairs_sheet(pairs["train"], folder.path / "sample.png")
+    held_out = stage(args, "rankings")
+    if rankings is None:
+        held_out.clear()
+    else:
+        held_out.finish(rankings, {"rankings": len(rankings)})
+    finish(args, folder, report)
+
+
+################
+# 6. Reasons
+################
+def digest_of_pairs(args, pairs: DatasetDict) -> str:
+    columns = ["id", "prompt", "completion", "dimensions"]
+    texts = {name: split.select_columns(columns)[:] for name, split in pairs.items()}
+    return digest([texts, result(args, "panels").select_columns(["id", "sha256"])[:]])
+
+
+def make_reasons(args: ReasonsArguments) -> None:
+    pairs, endpoint = result(args, "pairs"), endpoint_of(args)
+    names = ("model", "max_attempts", "min_words", "max_words", "seed")
+    settings = {name: getattr(args, name) for name in names} | {"pairs": digest_of_pairs(args, pairs)}
+    folder = stage(args, "reasons", settings)
+    endpoint.check()
+    limits = (args.max_attempts, args.min_words, args.max_words, args.seed)
+    parts = {name: StageFolder(folder.path / name) for name in pairs}
+    written = {name: write_reasons(pairs[name], endpoint, part, *limits) for name, part in parts.items()}
+    report = {"model": args.model}
+    for name in ("pairs", "with reasons", "requests"):
+        report[name] = sum(part.report[name] for part in parts.values())
+    for name in ("rejected", "left out"):
+        report[name] = dict(sum((Counter(part.report[name]) for part in parts.values()), Counter()))
+    folder.finish(DatasetDict(written), report)
+    finish(args, folder, report)
+
+
+################
+# 7. The Hub
+################
+def publish(args: PublishArguments) -> None:
+    if args.repo_id is None:
+        raise ValueError("`--repo_id` is missing: the Hub id of the dataset, for example user/my-pairs.")
+    pairs, reasons, rankings = result(args, "pairs"), stage(args, "reasons"), stage(args, "rankings")
+    grids = stage(args, "grids")
+    report = {
+        "prompts": stage(args, "prompts").report,
+        "grids": {**grids.report, **grids.settings},
+        **stage(args, "pairs").report,
+    }
+    if reasons.is_done:
+        if reasons.settings["pairs"] != digest_of_pairs(args, pairs):
+            raise ValueError(
+                f"The reasons in {reasons.path} were written for other pairs than those of now. Delete the folder, and "
+                "run the stage `reasons` again if the dataset is to have reasons."
+            )
+        pairs, report["reasons"] = reasons.load(), reasons.report
+    url = publish_dataset(
+        pairs,
+        rankings.load() if rankings.is_done else None,
+        args.repo_id,
+        report,
+        private=args.private,
+        license=args.license,
+        generator=grids.settings["model"],
+        pretty_name=args.pretty_name,
+    )
+    Console().print(f"The dataset is at {escape(url)}.")
+
+
+STAGES = {
+    "prompts": (PromptsArguments, make_prompts),
+    "grids": (GridsArguments, make_grids),
+    "panels": (PanelsArguments, make_panels),
+    "annotate": (AnnotateArguments, annotate),
+    "rank": (RankArguments, rank),
+    "export": (ExchangeArguments, export),
+    "import": (ExchangeArguments, import_),
+    "pairs": (PairsArguments, make_pairs),
+    "reasons": (ReasonsArguments, make_reasons),
+    "publish": (PublishArguments, publish),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:<9} {arguments.__doc__.split('Args:')[0].strip()}" for name, (arguments, _) in STAGES.items()]
+    return "\n".join([__doc__.strip(), "", "Stages:", *lines])
+
+
+def main(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if words[0] not in STAGES:
+        raise SystemExit(f"There is no stage {words[0]!r}. It must be one of: {', '.join(STAGES)}.")
+    # Here, and not at the top: the processes that cut grids import this file too
+    from trl import TrlParser
+
+    arguments, run = STAGES[words[0]]
+    parser = TrlParser([arguments], prog=f"build_dataset.py {words[0]}")
+    (args,) = parser.parse_args_and_config(args=words[1:])
+    run(args)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

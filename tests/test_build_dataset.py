@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script that builds a dataset, stage by stage, with a tiny pipeline, a judge on a server and a server of reasons."""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import load_from_disk
+from trl import TrlParser
+
+from chat_server import ChatServer
+from hub_server import HubServer
+from paco_trl.commands import build_arguments
+from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
+from paco_trl.data.building import EndpointUnavailableError
+from paco_trl.rewards import JudgeUnavailableError
+from planted_world import PlantedWorld
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+script = load_script("build_dataset")
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """Runs a stage in a folder of its own: `build("panels", num_workers=1)`."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(stage: str, **options) -> Path:
+        words = [stage]
+        for name, value in options.items():
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        script.main(words)
+        return tmp_path / "build"
+
+    return run
+
+
+def write_prompts_file(path: Path, count: int) -> Path:
+    """Prompts as a user has them: without ids."""
+    rows = [
+        {
+            "prompt": f"A 2x2 grid layout of fox number {number}. It travels.",
+            "theme": f"The journey of fox number {number}.",
+            "rows": 2,
+            "cols": 2,
+            "panels": ["Spring", "Summer", "Autumn", "Winter"],
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def drawn(build, tiny_flux, tmp_path):
+    """Prompts, grids and panels are there."""
+    build("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 5))
+    options = {"model": tiny_flux, "dtype": "float32", "seeds": [0, 1, 2], "height": 32, "width": 32}
+    build("grids", **options, batch_size=3, num_inference_steps=1)
+    build("panels", num_workers=1)
+    return build
+
+
+@pytest.fixture
+def planted(build, tmp_path):
+    """The same, with grids of the planted world in the place of drawn ones."""
+    world = PlantedWorld(tmp_path / "world", 5)
+    for name, dataset in (("prompts", world.prompts), ("grids", world.grids)):
+        script.StageFolder(tmp_path / "build" / name, {"model": "a-model"}).finish(dataset, {})
+    build("panels", num_workers=1)
+    build.world = world
+    return build
+
+
+def loaded(folder: Path):
+    return load_from_disk(folder / "dataset")
+
+
+class TestStages:
+    def test_from_prompts_to_pairs(self, drawn, tmp_path, capsys):
+        folder = tmp_path / "build"
+        assert loaded(folder / "prompts")["id"][:] == ["000000", "000001", "000002", "000003", "000004"]
+        assert len(loaded(folder / "grids")) == 15
+        assert len(loaded(folder / "panels")) == 60
+        assert len(loaded(folder / "instances")) == 5 * 3 * 4 * 3
+        drawn("rank")
+        drawn("pairs", test_size=0.4)
+        pairs = loaded(folder / "pairs")
+        assert {name: len(set(split["group"])) for name, split in pairs.items()} == {"train": 3, "test": 2}
+        for split in pairs.values():
+            check_pair_columns(split)
+            assert len(validate_pairs(split)) == len(split) > 0
+        for name in ("grids", "instances", "pairs"):
+            assert (folder / name / "sample.png").stat().st_size > 1000
+        report = json.loads((folder / "pairs" / "report.json").read_text())
+        assert report["pairs"]["splits"]["train"]["consistent"] == 3 * 3 * 6
+        assert report["ranking"]["annotators"]["automatic"]["ranked"] == 180
+        assert "consistent" in capsys.readouterr().out
+        # What a script that trains does with it
+        arguments = script.load_image_set_prompts(folder / "prompts" / "dataset")
+        assert len(arguments) == 5
+
+    def test_a_stage_that_is_done_draws_nothing_again(self, drawn, tiny_flux, tmp_path, monkeypatch):
+        from diffusers import FluxPipeline
+
+        calls, call = [], FluxPipeline.__call__
+
+        @functools.wraps(call)
+        def counted(*args, **kwargs):
+            calls.append(1)
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(FluxPipeline, "__call__", counted)
+        options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 1}
+        (tmp_path / "build/grids/images/000003/1.png").unlink()
+        drawn("grids", **options, seeds=[0, 1, 2], batch_size=3)
+        assert len(calls) == 1
+        with pytest.raises(ValueError, match=r"`seeds` was \[0, 1, 2\] and is now \[0, 1\]"):
+            drawn("grids", **options, seeds=[0, 1], batch_size=3)
+        assert len(calls) == 1
+
+    def test_other_prompts_are_not_mixed(self, drawn, tiny_flux, tmp_path):
+        drawn("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 6))
+        with pytest.raises(ValueError, match="begun with other settings: `prompts` was"):
+            options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 1}
+            drawn("grids", **options, seeds=[0, 1, 2], batch_size=3)
+
+    def test_a_stage_without_the_one_before(self, build):
+        with pytest.raises(FileNotFoundError, match="the stage 'prompts' was not run"):
+            build("grids")
+
+    def test_words(self, build, capsys):
+        script.main(["--help"])
+        assert all(f"\n  {name} " in capsys.readouterr().out for name in ("prompts",))
+        with pytest.raises(SystemExit, match="no stage 'pair'. It must be one of: prompts, grids"):
+            build("pair")
+        with pytest.raises(ValueError, match="no_such_option"):
+            build("pairs", no_such_option=1)
+        with pytest.raises(ValueError, match="`--base_url` is None and `--model` is None"):
+            build("prompts")
+        with pytest.raises(ValueError, match="`--dtype` is 'float8'"):
+            build("grids", dtype="float8")
+        with pytest.raises(ValueError, match="`--file` is missing"):
+            build("export")
+
+
+class TestRankings:
+    def test_by_hand_and_back(self, planted, tmp_path):
+        """Tasks go to another tool, and what comes back becomes pairs and held-out rankings."""
+        world = planted.world
+        planted("export", file=tmp_path / "tasks.json")
+        tasks = json.loads((tmp_path / "tasks.json").read_text())
+        rows = {row["id"]: row for row in world.instances}
+        records = []
+        for task in tasks:
+            row = rows[task["instance"]]
+            truth = [world.is_consistent(row["reference"], name) for name in row["candidates"]]
+            order = sorted(range(4), key=lambda index, truth=truth: not truth[index])
+            for annotator in ("anna", "ben"):
+                records.append({"annotator": annotator, "instance": task["instance"], "ranking": order})
+            records.append({"annotator": "carl", "instance": task["instance"], "ranking": order[::-1]})
+        (tmp_path / "back.json").write_text(json.dumps(records))
+        (tmp_path / "gold.json").write_text(
+            json.dumps([{**record, "annotator": "expert"} for record in records[:30:3]])
+        )
+        planted("import", file=tmp_path / "back.json")
+        folder = planted("pairs", test_size=0.2, max_rankings=20, gold=tmp_path / "gold.json")
+        report = json.loads((folder / "pairs" / "report.json").read_text())
+        assert report["ranking"]["annotators"]["carl"]["gold_agreement"] == 0
+        assert report["ranking"]["pairwise_agreement"] == pytest.approx(1 / 3)
+        assert report["pairs"]["votes"]["ordered"] == len(tasks) == 240
+        rankings = loaded(folder / "rankings")
+        check_ranking_columns(rankings)
+        assert len(rankings) == 20
+        assert rankings[0]["ranking"] == next(
+            record["ranking"] for record in records if record["instance"] == rankings[0]["id"]
+        )
+        # Without carl all votes are for what is true
+        planted("pairs", test_size=0.2, gold=tmp_path / "gold.json", min_gold_agreement=0.5)
+        report = json.loads((folder / "pairs" / "report.json").read_text())
+        assert report["ranking"]["excluded"] == ["carl"]
+        for row in loaded(folder / "pairs")["train"].remove_columns("images"):
+            is_consistent = row["completion"][0]["content"] == "Yes"
+            if is_consistent:
+                assert world.is_consistent(*row["panels"])
+            assert row["votes"]["no" if is_consistent else "yes"] == 0
+        planted("export", file=tmp_path / "all.csv", what="annotations")
+        assert len((tmp_path / "all.csv").read_text().splitlines()) == 1 + len(records)
+
+    def test_held_out_rankings_of_before_do_not_stay(self, planted, tmp_path):
+        """Rankings of a vote that is not counted any more would be published with other pairs."""
+        world, folder = planted.world, tmp_path / "build"
+        lines = [{"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in world.instances["id"]]
+        (tmp_path / "anna.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        planted("import", file=tmp_path / "anna.jsonl")
+        planted("pairs", test_size=0.2)
+        assert len(loaded(folder / "rankings")) == 48
+        planted("rank")
+        planted("pairs", test_size=0.2, annotators=["automatic"])
+        assert not (folder / "rankings" / "dataset").exists()
+
+    def test_a_served_judge(self, planted, tmp_path):
+        import numpy as np
+
+        from judge_server import JudgeServer
+
+        def same_colour(first, second, question):
+            means = [np.asarray(image.convert("RGB"), float).mean((0, 1)) for image in (first, second)]
+            hues = [mean - mean.mean() for mean in means]
+            return 4 - float(np.abs(hues[0] - hues[1]).sum()) / 8
+
+        with JudgeServer(same_colour) as server:
+            planted("rank", judge="judge", base_url=server.url)
+        pairs = loaded(planted("pairs", test_size=0.2) / "pairs")
+        right = [
+            planted.world.is_consistent(*row["panels"]) == (row["completion"][0]["content"] == "Yes")
+            for row in pairs["train"].remove_columns("images")
+        ]
+        assert np.mean(right) > 0.9
+        with pytest.raises(JudgeUnavailableError, match=re.escape(server.url)):
+            script.main(["rank", "--judge", "judge", "--base_url", server.url, "--annotator", "other"])
+
+
+class TestOptions:
+    STAGES = sorted(script.STAGES)
+
+    @pytest.mark.parametrize(
+        "arguments", [thing for thing in vars(build_arguments).values() if dataclasses.is_dataclass(thing)]
+    )
+    def test_docstring_help_and_default_agree(self, arguments):
+        documented = re.findall(
+            r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):\n((?:            .+\n)+)",
+            arguments.__doc__,
+            flags=re.M,
+        )
+        fields = {field.name: field for field in dataclasses.fields(arguments)}
+        assert [name for name, *_ in documented] == list(fields)
+        for name, kind, default, text in documented:
+            field = fields[name]
+            assert " ".join(text.split()) == field.metadata["help"]
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            assert (json.loads(default.replace("True", "true")) if default else None) == value, name
+            declared = field.type if isinstance(field.type, str) else str(field.type).replace("<class '", "")
+            assert kind in declared.removesuffix("'>"), name
+
+    def test_documented_commands_are_understood(self):
+        """Each command line in the documentation has a stage and options of this stage."""
+        pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples/README.md"]
+        texts = [page.read_text() for page in pages] + [script.__doc__]
+        found = set()
+        for text in texts:
+            for line in re.findall(r"examples/build_dataset\.py ((?:[^\n\\]|\\\n)+)", text):
+                words = shlex.split(line.split("`")[0].replace("\\\n", " "))
+                if words[0].startswith("<"):
+                    continue
+                arguments, _ = script.STAGES[words[0]]
+                TrlParser([arguments]).parse_args_and_config(args=words[1:])
+                found.add(words[0])
+        assert found >= {"prompts", "grids", "panels", "rank", "annotate", "pairs", "reasons", "publish"}
+
+
+class TestWritten:
+    """Prompts and reasons by models on a server, which here are functions."""
+
+    def test_prompts(self, build, tmp_path):
+        numbers = itertools.count(1)
+
+        def write(body):
+            text = json.dumps(body["messages"])
+            number = next(numbers)
+            wanted = int(re.search(r"(\d+) prompts?", text)[1]) if re.search(r"(\d+) prompts?", text) else 1
+            prompts = [
+                {
+                    "theme": f"Fox number {number}-{index} travels far.",
+                    "panels": [f"It is at place {place} of journey {number}-{index}." for place in range(4)],
+                }
+                for index in range(max(wanted, 10))
+            ]
+            return json.dumps({"prompts": prompts})
+
+        with ChatServer(write) as server:
+            build(
+                "prompts", base_url=server.url, model="writer", num_written=8, categories=["movie shot", "multi-pose"]
+            )
+        prompts = loaded(tmp_path / "build/prompts")
+        assert len(prompts) == 8
+        assert sorted(set(prompts["category"])) == ["movie shot", "multi-pose"]
+        assert len(set(prompts["id"])) == len(set(prompts["prompt"])) == 8
+        check_image_set_columns(prompts)
+        # The server is gone, and is not needed again
+        build("prompts", base_url=server.url, model="writer", num_written=8, categories=["movie shot", "multi-pose"])
+        with pytest.raises(ValueError, match="`num_written` was 8 and is now 9"):
+            build(
+                "prompts", base_url=server.url, model="writer", num_written=9, categories=["movie shot", "multi-pose"]
+            )
+
+    def test_reasons(self, planted, tmp_path):
+        refused, numbers = set(), itertools.count(1)
+
+        def explain(body):
+            text = str(body["messages"][-1]["content"][-1]["text"])
+            label = "Yes" if re.search(r"\bYes\b", text.replace('"Yes" and "No"', "")) else "No"
+            number = next(numbers)
+            if number % 7 == 0:
+                refused.add(number)
+                return "I cannot see anything."
+            rest = "the figure in both pictures has a bright colour and a plain shape on a grey background of its own"
+            return f"{label}. In the first and in the other one {rest}."
+
+        planted("rank")
+        planted("pairs", test_size=0.2)
+        pairs = loaded(tmp_path / "build/pairs")
+        with ChatServer(explain) as server:
+            planted("reasons", base_url=server.url, model="writer")
+            asked = len(server.requests)
+            planted("reasons", base_url=server.url, model="writer")
+            assert len(server.requests) == asked > sum(map(len, pairs.values()))
+        written = loaded(tmp_path / "build/reasons")
+        assert refused
+        for name, split in written.items():
+            check_pair_columns(split)
+            assert split["id"][:] == pairs[name]["id"][:]
+            for before, after in zip(pairs[name]["completion"], split["completion"], strict=True):
+                assert after[0]["content"].startswith(before[0]["content"] + ". In the first")
+        report = json.loads((tmp_path / "build/reasons/report.json").read_text())
+        assert report["with reasons"] == report["pairs"] == sum(map(len, pairs.values()))
+        assert sum(report["rejected"].values()) == len(refused)
+        # Other pairs have no reasons yet: what is published would not fit together
+        planted("pairs", test_size=0.4)
+        with pytest.raises(ValueError, match="were written for other pairs"):
+            planted("publish", repo_id="user/name")
+
+    def test_a_server_that_is_down(self, planted):
+        planted("rank")
+        planted("pairs", test_size=0.2)
+        with pytest.raises(EndpointUnavailableError, match=r"http://127\.0\.0\.1:9/v1"):
+            planted("reasons", base_url="http://127.0.0.1:9/v1", model="vlm")
+        with pytest.raises(ValueError, match="`--model` is None"):
+            planted("reasons", base_url="http://127.0.0.1:9/v1")
+
+
+class TestPublish:
+    def test_the_whole_way(self, planted, tmp_path):
+        """The script in a process of its own, and a Hub over HTTP; what is there is what was built."""
+        planted("rank")
+        rankings = [
+            {"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in planted.world.instances["id"]
+        ]
+        (tmp_path / "anna.json").write_text(json.dumps(rankings))
+        planted("import", file=tmp_path / "anna.json")
+        planted("pairs", test_size=0.2)
+        command = [sys.executable, str(ROOT / "examples/build_dataset.py"), "publish", "--repo_id", "tester/figures"]
+        with HubServer({"hf_a": "tester"}) as hub:
+            variables = {**os.environ, **hub.environment(str(tmp_path / "cache")), "OMP_NUM_THREADS": "1"}
+            run = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+            # Nobody knows the licence of a model that is on no Hub
+            failed = run(command, env=variables | {"HF_TOKEN": "hf_a"})
+            assert failed.returncode == 1
+            assert "`license`" in failed.stderr
+            assert not hub.repos
+            done = run([*command, "--license", "apache-2.0"], env=variables | {"HF_TOKEN": "hf_a"})
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert f"{hub.url}/datasets/tester/figures" in done.stdout.replace("\n", "")
+            files = hub.files("tester/figures")
+            card = files["README.md"].decode()
+        pairs = loaded(tmp_path / "build/pairs")
+        assert f"| {len(pairs['train'])} |" in card
+        assert "apache-2.0" in card
+        assert "a-model" in card
+        assert "Kendall's W" in card
+        assert "anna" not in card
+        assert str(tmp_path) not in card
+        assert "None" not in card
+        assert any(name.startswith("pairs/train") and name.endswith(".parquet") for name in files)
+        assert any(name.startswith("rankings/test") for name in files)
+        assert set(hub.unknown) == {("HEAD", "a-model/resolve/main/README.md")}  # the model is nowhere
