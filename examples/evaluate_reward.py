@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from trl import TrlParser
 
 from paco_trl.data import load_consistency_rank
+from paco_trl.data.dataset_files import load_split
 from paco_trl.evaluation import (
     ClipIScorer,
     DreamSimScorer,
@@ -68,6 +69,9 @@ class ScriptArguments:
             Dtype of the model: `float32`, `bfloat16`, `float16`, or `auto` for the judge's own choice.
         batch_size (`int`, *optional*, defaults to `16`):
             Pairs that are scored at a time.
+        skip_broken (`bool`, *optional*, defaults to `False`):
+            Whether to leave out broken rows, those with an unreadable image among them, instead of stopping. They are
+            listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them out.
         clip_model (`str`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
             CLIP of the judge `clip-i`.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
@@ -104,6 +108,14 @@ class ScriptArguments:
         metadata={"help": "Dtype of the model: float32, bfloat16, float16, or auto for the judge's own choice."},
     )
     batch_size: int = field(default=16, metadata={"help": "Pairs that are scored at a time."})
+    skip_broken: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to leave out broken rows, those with an unreadable image among them, instead of stopping. "
+            "They are listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them "
+            "out."
+        },
+    )
     clip_model: str = field(default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the judge `clip-i`."})
     trust_remote_code: bool = field(
         default=False,
@@ -131,19 +143,11 @@ def load_judge(script_args: ScriptArguments):
     )
 
 
-def load_rankings(name: str, split: str) -> Dataset:
+def load_rankings(name: str, split: str, skip_broken: bool) -> Dataset:
     # The published benchmark is not in a form that `load_dataset` reads: JSON lines that name files
     if (Path(name) / "consistency_full_rank.jsonl").is_file() or name == "X-GenGroup/ConsistencyRank-Bench":
-        return load_consistency_rank(name)
-    return load_saved_or_hub(name, split)
-
-
-def load_saved_or_hub(name: str, split: str) -> Dataset:
-    saved = any((Path(name) / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
-    if not saved:
-        return load_dataset(name, split=split)
-    dataset = load_from_disk(name)
-    return dataset[split] if isinstance(dataset, DatasetDict) else dataset
+        return load_consistency_rank(name, skip_broken=skip_broken)
+    return load_split(name, split)
 
 
 def main(script_args: ScriptArguments) -> None:
@@ -156,9 +160,9 @@ def main(script_args: ScriptArguments) -> None:
     # Dataset
     ################
     if script_args.benchmark == "rankings":
-        dataset = load_rankings(script_args.dataset_name, script_args.dataset_split)
+        dataset = load_rankings(script_args.dataset_name, script_args.dataset_split, script_args.skip_broken)
     else:
-        dataset = load_saved_or_hub(script_args.dataset_name, script_args.dataset_split)
+        dataset = load_split(script_args.dataset_name, script_args.dataset_split)
 
     ################
     # Evaluation
@@ -167,18 +171,22 @@ def main(script_args: ScriptArguments) -> None:
     part = script_args.template if script_args.benchmark == "rankings" else script_args.benchmark
     name = re.sub(r"[^\w.]+", "-", f"{judge.name}-{part}-{script_args.dtype}").strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
+    options = {
+        "output_path": scores_path,
+        "batch_size": script_args.batch_size,
+        "skip_broken": script_args.skip_broken,
+    }
     if script_args.benchmark == "rankings":
-        results = evaluate_rankings(
-            judge, dataset, script_args.template, output_path=scores_path, batch_size=script_args.batch_size
-        )
+        results = evaluate_rankings(judge, dataset, script_args.template, **options)
     else:
-        results = evaluate_edit_reward(judge, dataset, output_path=scores_path, batch_size=script_args.batch_size)
+        results = evaluate_edit_reward(judge, dataset, **options)
 
     ################
     # Report
     ################
+    left_out = f" ({len(results['skipped'])} of {len(dataset)} rows left out)" if results["skipped"] else ""
     results["settings"] |= {
-        "dataset": script_args.dataset_name,
+        "dataset": script_args.dataset_name + left_out,
         "device": script_args.device,
         "dtype": script_args.dtype,
         "batch_size": script_args.batch_size,

@@ -25,12 +25,13 @@ Own pairs or rankings, from the Hub or a folder:
 
 from dataclasses import dataclass, field
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from peft import LoraConfig
 from trl import TrlParser
 
 from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
+from paco_trl.data.dataset_files import load_split
 from paco_trl.utils.processes import end_training
 
 
@@ -108,9 +109,9 @@ def load_pairs(
     if split is None:
         dataset = load_paco_dataset(name, files=files, skip_broken=script_args.skip_broken)
     else:
-        dataset = load_dataset(name, split=split)
+        dataset = load_split(name, split)
         if "ranking" in dataset.column_names:
-            dataset = rankings_to_pairs(dataset)
+            dataset = rankings_to_pairs(dataset, skip_broken=script_args.skip_broken)
     # Decoding every image takes a while: one process does it, unless all must know which rows to leave out
     if training_args.process_index == 0 or script_args.skip_broken:
         dataset = validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, Image, List, Value
+from datasets import Dataset, DatasetDict, Features, Image, List, Value, load_dataset, load_from_disk
 from PIL import Image as PILImage
 
 from paco_trl.tiny import build_tiny_clip
@@ -172,6 +173,52 @@ def test_datasets_of_other_kinds(script, workspace, tmp_path):
     edits = results_of("edits", benchmark="edit_reward")
     assert edits["dimensions"]["consistency"]["strict"]["mean"] == 1.0
     assert "| PaCo-Reward-7B | 0.777 |" in (tmp_path / "edits" / "results.md").read_text()
+
+
+def test_broken_rows(script, workspace, tmp_path):
+    """An option leaves them out, and the report says so."""
+    rows = list(load_from_disk(workspace / "rankings"))
+    rows[1]["ranking"] = [0, 0, 1, 2]
+    rows[4]["candidates"][3] = {"bytes": b"no image", "path": None}
+    features = load_from_disk(workspace / "rankings").features
+    Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "rankings")
+    options = {"dataset_name": str(tmp_path / "rankings")}
+    with pytest.raises(ValueError, match="`ranking` of row 1 "):
+        script.main(arguments(script, workspace, tmp_path / "results", **options))
+    script.main(arguments(script, workspace, tmp_path / "results", **options, skip_broken=True))
+    (results,) = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert results["num_instances"] == 4
+    assert [sentence.partition(" of `dataset`")[0][:33] for sentence in results["skipped"]] == [
+        "`ranking` of row 1",
+        "`candidates[3]` of row 4 (embedde",
+    ]
+    name = f"{tmp_path / 'rankings'} (2 of 6 rows left out)"
+    assert f"| {name} | 4 |" in (tmp_path / "results" / "results.md").read_text()
+
+    # A record of the published layout whose image is not there is left out by the loader
+    published = tmp_path / "published"
+    shutil.copytree(workspace / "published", published)
+    record = json.loads((published / "consistency_full_rank.jsonl").read_text())
+    wrong = json.dumps({**record, "ref_image": "9_9.png"})
+    (published / "consistency_full_rank.jsonl").write_text(f"{json.dumps(record)}\n{wrong}\n")
+    options = {"dataset_name": str(published)}
+    with pytest.raises(ValueError, match="line 2: there is no image"):
+        script.main(arguments(script, workspace, tmp_path / "published-results", **options))
+    script.main(arguments(script, workspace, tmp_path / "published-results", **options, skip_broken=True))
+    (results,) = json.loads((tmp_path / "published-results" / "results.json").read_text())
+    assert results["num_instances"] == 1 and results["skipped"] == []
+
+    # Edits
+    rows = list(load_dataset(str(workspace / "edits"), split="train"))
+    rows[0]["input_image"] = {"bytes": b"no image", "path": None}
+    features = load_dataset(str(workspace / "edits"), split="train").features
+    Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "edits")
+    options = {"dataset_name": str(tmp_path / "edits"), "benchmark": "edit_reward"}
+    with pytest.raises(ValueError, match="`input_image` of row 0 .embedded. cannot be read"):
+        script.main(arguments(script, workspace, tmp_path / "edit-results", **options))
+    script.main(arguments(script, workspace, tmp_path / "edit-results", **options, skip_broken=True))
+    (results,) = json.loads((tmp_path / "edit-results" / "results.json").read_text())
+    assert results["num_instances"] == 1 and len(results["skipped"]) == 1
 
 
 def test_wrong_options(script, workspace, tmp_path):

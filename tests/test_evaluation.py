@@ -3,9 +3,11 @@
 
 import importlib.util
 import inspect
+import io
 import itertools
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from paco_trl.data import (
     edit_consistency_question,
     edit_following_question,
     plain_question,
+    rankings_to_pairs,
     theme_question,
 )
 from paco_trl.evaluation import (
@@ -45,6 +48,7 @@ from paco_trl.evaluation import (
 )
 from paco_trl.evaluation.runs import batches
 from paco_trl.tiny import build_tiny_clip
+from paco_trl.utils.images import load_image
 
 
 NAN = float("nan")
@@ -764,6 +768,170 @@ class TestEvaluateEditReward:
         with pytest.raises(ValueError, match="The column `input_image` of `dataset` has the type Image.*decode=False"):
             evaluate_edit_reward(scorer, paths)
         assert scorer.calls == []
+
+
+def stored(image, folder=None, name="a.png", content=None):
+    """An image as a dataset stores it, in a file of the folder or embedded; `content` takes the place of its bytes."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    content = buffer.getvalue() if content is None else content
+    if folder is None:
+        return {"bytes": content, "path": name}
+    (folder / name).write_bytes(content)
+    return {"bytes": None, "path": str(folder / name)}
+
+
+def rankings_with(image, row=2, place=None):
+    """Three rankings, the reference or a candidate of one of them replaced."""
+    rows = list(rankings(3))
+    if place is None:
+        rows[row]["reference"] = image
+    else:
+        rows[row]["candidates"] = [*rows[row]["candidates"][:place], image, *rows[row]["candidates"][place + 1 :]]
+    return Dataset.from_list(rows, features=RANKING_FEATURES)
+
+
+def edits_with(image, row=2, place=None):
+    """Three edits, the input or an output of one of them replaced."""
+    rows = list(edits(EDIT_ROWS[:3]))
+    if place is None:
+        rows[row]["input_image"] = image
+    else:
+        rows[row]["output_images"] = [
+            image if place == other else rows[row]["output_images"][other] for other in (0, 1)
+        ]
+    return Dataset.from_list(rows, features=EDIT_FEATURES)
+
+
+NOISE = PILImage.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+PNG = stored(NOISE)["bytes"]
+
+EVALUATIONS = [
+    (evaluate_rankings, ColorScorer, rankings_with, ("`reference`", r"`candidates\[1\]`")),
+    (evaluate_edit_reward, EditScorer, edits_with, ("`input_image`", r"`output_images\[1\]`")),
+]
+
+
+@pytest.mark.parametrize(("evaluate", "make_scorer", "dataset_with", "names"), EVALUATIONS, ids=["rankings", "edits"])
+class TestImagesOfRows:
+    @pytest.mark.parametrize("place", [None, 1])
+    @pytest.mark.parametrize("by_path", [True, False])
+    def test_one_that_cannot_be_read_is_named(
+        self, tmp_path, evaluate, make_scorer, dataset_with, names, by_path, place
+    ):
+        name, folder = names[0 if place is None else 1], tmp_path if by_path else None
+        for row in (0, 2):  # the first row is also read for the fingerprint
+            path = tmp_path / f"{row}.jsonl"
+            whole = stored(NOISE, folder, "an image.png")
+            evaluate(make_scorer(), dataset_with(whole, row, place), output_path=path, batch_size=4)
+            for content in (PNG[:-100], PNG[:20], b"<html>", b""):
+                path.unlink(missing_ok=True)
+                scorer = make_scorer()
+                dataset = dataset_with(stored(NOISE, folder, "an image.png", content), row, place)
+                with pytest.raises(
+                    ValueError,
+                    match=rf"^{name} of row {row} \({'.*an image.png' if by_path else 'an image.png'}\) cannot be read: "
+                    r"\w+Error: .*\. Replace it, or leave such rows out with `skip_broken=True`",
+                ):
+                    evaluate(scorer, dataset, output_path=path, batch_size=4)
+                # What came before is kept
+                assert path.exists() == (len(scorer.calls) > 0) == (row > 0)
+
+    @pytest.mark.parametrize("place", [None, 1])
+    def test_one_that_is_not_there_is_named(self, tmp_path, evaluate, make_scorer, dataset_with, names, place):
+        name = names[0 if place is None else 1]
+        gone = stored(NOISE, tmp_path, "gone.png")
+        evaluate(make_scorer(), dataset_with(gone, 2, place))
+        (tmp_path / "gone.png").unlink()
+        for image, message in (
+            (gone, r"\(.*gone.png\) cannot be read: FileNotFoundError"),
+            (None, r"is missing \(None\)"),
+        ):
+            for row in (0, 2):
+                with pytest.raises(ValueError, match=f"^{name} of row {row} {message}.* Replace it, or leave"):
+                    evaluate(make_scorer(), dataset_with(image, row, place))
+        with pytest.raises(ValueError, match=rf"^{name} of row 1 \(embedded\) cannot be read"):
+            evaluate(make_scorer(), dataset_with({"bytes": b"x", "path": None}, 1, place))
+
+    def test_pixels_are_those_that_the_judge_sees(self, tmp_path, evaluate, make_scorer, dataset_with, names):
+        rng = np.random.default_rng(1)
+        blocks = rng.integers(0, 256, (7, 7, 4), dtype=np.uint8).repeat(8, axis=0).repeat(8, axis=1)  # 56 x 56
+        grey = (blocks[..., 0].astype(np.uint16) << 8) + 7
+        turned = PILImage.fromarray(blocks[..., :3])
+        exif = turned.getexif()
+        exif[0x0112] = 6  # turned by a quarter
+        turned.save(tmp_path / "turned.png", exif=exif)
+        for image in (
+            stored(PILImage.fromarray(blocks)),
+            stored(PILImage.fromarray(blocks).quantize(), tmp_path),
+            stored(PILImage.fromarray(grey), tmp_path, "16.png"),
+            stored(PILImage.fromarray(blocks[..., 0])),
+            {"bytes": None, "path": str(tmp_path / "turned.png")},
+        ):
+            scorer = make_scorer()
+            evaluate(scorer, dataset_with(image, 2))
+            seen = scorer.calls[-1][0][-1][0]
+            # 56 x 56 pixels are whole patches: the judge does not resize them
+            expected = load_image(image, 14, "The image")
+            assert seen.mode == "RGB"
+            assert np.array_equal(np.asarray(seen), np.asarray(expected))
+            decoded = Image().decode_example(image)
+            differs = not np.array_equal(np.asarray(decoded.convert("RGB")), np.asarray(expected))
+            assert differs == (decoded.mode != "L")
+
+    def test_broken_ones_are_left_out_when_asked(self, tmp_path, caplog, evaluate, make_scorer, dataset_with, names):
+        truncated = stored(NOISE, tmp_path, "an image.png", PNG[:-100])
+        for row in (0, 2):
+            caplog.clear()
+            dataset = dataset_with(truncated, row, 1)
+            path = tmp_path / f"{row}.jsonl"
+            results = evaluate(make_scorer(), dataset, output_path=path, skip_broken=True)
+            (sentence,) = results["skipped"]
+            assert re.match(rf"{names[1]} of row {row} \(.*an image.png\) cannot be read: OSError", sentence)
+            assert "Left out 1 of 3 rows that are broken" in caplog.text and sentence in caplog.text
+            kept = evaluate(make_scorer(), dataset.select([other for other in range(3) if other != row]))
+            assert results == {**kept, "skipped": [sentence]}
+            assert results["num_instances"] == 2
+            # Again: nothing is scored
+            scorer = make_scorer()
+            assert evaluate(scorer, dataset, output_path=path, skip_broken=True) == results
+            assert scorer.calls == []
+            # Repaired, it is another dataset
+            whole = dataset_with(NOISE, row, 1)
+            with pytest.raises(ValueError, match="`dataset_size` is 2 there and 3 now"):
+                evaluate(make_scorer(), whole, output_path=path, skip_broken=True)
+            assert evaluate(make_scorer(), whole, skip_broken=True)["skipped"] == []
+        one = dataset_with(truncated, 2, 1).select([2])
+        with pytest.raises(ValueError, match="All 1 rows are broken, so that `skip_broken=True` leaves none"):
+            evaluate(make_scorer(), one, skip_broken=True)
+
+
+class TestSkippedRankings:
+    def test_rows_that_are_no_ranking(self, tmp_path):
+        dataset = rankings(5, ranking=[[0, 1, 2, 3], [0, 0, 1, 2], [3, 2, 1, 0], [1, 0], [2, 3, 0, 1]])
+        dataset = dataset.remove_columns("id")
+        scorer = ColorScorer()
+        with pytest.raises(
+            ValueError, match=r"`ranking` of row 1 .*leave such rows out with `skip_broken=True`.*2 of 5"
+        ):
+            evaluate_rankings(scorer, dataset)
+        assert scorer.calls == []
+        path = tmp_path / "scores.jsonl"
+        results = evaluate_rankings(scorer, dataset, output_path=path, skip_broken=True)
+        assert [sentence[:18] for sentence in results["skipped"]] == ["`ranking` of row 1", "`ranking` of row 3"]
+        assert results["num_instances"] == 3 and scorer.pairs == 12
+        # Rows are named by their number in the dataset that was given
+        records = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        assert [record["id"] for record in records] == ["0", "2", "4"]
+        assert [record["ranking"] for record in records] == [[0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1]]
+
+    def test_a_theme_of_its_own_is_asked_about(self):
+        dataset = rankings(2).add_column("theme", ["Ink.", None])
+        scorer = ColorScorer()
+        evaluate_rankings(scorer, dataset)
+        asked = [prompt for _, prompts in scorer.calls for prompt in prompts]
+        assert asked == [theme_question("Ink.")] * 4 + [theme_question("A fox, number 0.")] * 4
+        assert [pair["prompt"][0]["content"] for pair in rankings_to_pairs(dataset)][::2] == asked[::4]
 
 
 KILLED_RUN = """

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 from trl import SFTConfig
 
+from other_judges import OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair
 from paco_trl.trainer.paco_reward_trainer import PUBLISHED_FILES
@@ -747,6 +749,61 @@ class TestMetrics:
         assert len(calls) == 1  # the hook sees what goes through the head
 
 
+@pytest.fixture(scope="module")
+def other_judge(tiny_qwen, tmp_path_factory):
+    """Folders of tiny judges of other families, by name."""
+
+    @functools.cache
+    def build(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        for part in build_other_judge(name, AutoProcessor.from_pretrained(tiny_qwen)):
+            part.save_pretrained(folder)
+        return folder
+
+    return build
+
+
+class TestOtherFamilies:
+    """Everything that is trained, evaluated and scored is so for other models too."""
+
+    @pytest.mark.parametrize("name", OTHER_JUDGES)
+    def test_learns_and_scores_as_it_evaluates(self, make_reward_trainer, other_judge, tmp_path, name):
+        dataset = colours(12, seed=0)
+        trainer = make_reward_trainer(
+            other_judge(name), dataset, eval_dataset=mixed(), first_token_weight=1, max_steps=8, learning_rate=5e-3
+        )
+        before = adapter_of(trainer)
+        assert before and all(".language_model." in key for key in before)
+        first = trainer.evaluate(dataset, metric_key_prefix="first")["first_loss"]
+        trainer.train()
+        assert all(not torch.equal(value, before[key]) for key, value in adapter_of(trainer).items() if "_B" in key)
+        assert trainer.evaluate(dataset, metric_key_prefix="last")["last_loss"] < first - 0.02
+
+        seen = spy_on_decisions(trainer)
+        trainer.evaluate()
+        trainer.save_model(tmp_path / "saved")
+        ((rows, p_yes),) = seen
+        assert rows.tolist() == list(range(11)) and p_yes.std() > 1e-3
+        pairs = [tuple(row["images"]) for row in mixed()], [question_of(row) for row in mixed()]
+        scores = PaCoReward.from_pretrained(tmp_path / "saved", device="cpu").score(*pairs)
+        assert p_yes.tolist() == pytest.approx(scores, abs=1e-5)
+        untrained = PaCoReward.from_pretrained(other_judge(name), device="cpu").score(*pairs)
+        assert max(abs(score - other) for score, other in zip(scores, untrained, strict=True)) > 1e-3
+
+    @pytest.mark.parametrize("name", OTHER_JUDGES)
+    def test_lengths_before_training_are_those_of_the_batches(self, make_reward_trainer, other_judge, name):
+        folder = other_judge(name)
+        dataset = mixed(5)
+        collator = make_reward_trainer(folder).data_collator
+        labels = [collator([PairRows(dataset)[row]])["labels"][0] for row in range(5)]
+        longest = max((of_row != -100).int().argmax().item() for of_row in labels)
+        processor = AutoProcessor.from_pretrained(folder)
+        with pytest.raises(OSError, match="nowhere"):
+            make_reward_trainer(NOWHERE, dataset, processing_class=processor, max_length=longest + 1)
+        with pytest.raises(ValueError, match=f"has {longest} tokens of images and question before its decision"):
+            make_reward_trainer(NOWHERE, dataset, processing_class=processor, max_length=longest)
+
+
 class TestSameScores:
     """P(Yes) in the evaluation is the score of the judge that the saved folder is."""
 
@@ -1070,6 +1127,24 @@ class TestCheckpoints:
         # It has the path of the best checkpoint, the log and the state of the callbacks
         assert "trainer_state.json" not in published
 
+    def test_what_is_published_is_a_whole_judge(self, trained, tiny_qwen, tmp_path):
+        checkpoint = Path(trained.args.output_dir) / "checkpoint-48"
+        published = {path for pattern in PUBLISHED_FILES for path in checkpoint.glob(pattern)}
+        assert len(published) < len(list(checkpoint.iterdir()))
+        folder = tmp_path / "published"
+        folder.mkdir()
+        for path in published:
+            shutil.copy(path, folder)
+        dataset = colours(6, seed=1)
+        judge = PaCoReward.from_pretrained(folder, device="cpu")
+        scores = judge.score([tuple(row["images"]) for row in dataset], [question_of(row) for row in dataset])
+        # As in `trained`, which has learned them
+        assert [score > 0.5 for score in scores] == [answer_of(row).startswith("Yes") for row in dataset]
+        model = PeftModel.from_pretrained(base_of(tiny_qwen), folder)
+        with torch.no_grad():
+            rows = judged(model, AutoProcessor.from_pretrained(folder), dataset)
+        assert scores == pytest.approx([row.p_yes for row in rows], abs=1e-5)
+
     def test_pushing_at_the_end(self, trained, monkeypatch):
         folder = Path(trained.args.output_dir)
         uploads = []
@@ -1217,9 +1292,93 @@ class TestBadInput:
             make_reward_trainer(NOWHERE, eval_dataset={"first": mixed(1), "second": mixed(1).select([])})
 
     def test_a_set_given_to_evaluate(self, make_reward_trainer):
-        trainer = make_reward_trainer()
+        trainer = make_reward_trainer(max_length=200)
         with pytest.raises(ValueError, match="`eval_dataset` has no rows"):
             trainer.evaluate(mixed(1).select([]))
+        first, second = (mixed(3).select(rows) for rows in ([0, 1], [2]))
+        image = PILImage.new("RGB", (56, 56))
+        wrong = {
+            "'<|im_end|>'": make_pair(image, image, "Same<|im_end|>?", True, SHORT),
+            "tokens of images and question": make_pair(image, image, "Same? " * 200, True, SHORT),
+        }
+        seen = spy_on_decisions(trainer)
+        for message, row in wrong.items():
+            with pytest.raises(ValueError, match=rf"Row 0 of `second` has .*{re.escape(message)}"):
+                trainer.evaluate({"first": first, "second": pair_dataset([row])})
+        assert seen == []  # found before the first one is evaluated
+        trainer.evaluate({"first": first, "second": second})
+        assert [len(rows) for rows, _ in seen] == [2, 1]
+        assert trainer._is_evaluating is False
+
+    def test_no_evaluation_set_in_a_dictionary(self, make_reward_trainer):
+        with pytest.raises(ValueError, match="`eval_dataset` is an empty dictionary.*Put a dataset into it"):
+            make_reward_trainer(NOWHERE, eval_dataset={})
+        with pytest.raises(TypeError, match="`nothing` is a `NoneType`"):
+            make_reward_trainer(NOWHERE, eval_dataset={"first": mixed(1), "nothing": None})
+        trainer = make_reward_trainer(eval_dataset=mixed(2))
+        with pytest.raises(ValueError, match="`eval_dataset` is an empty dictionary"):
+            trainer.evaluate({})
+        assert trainer.evaluate()["eval_loss"] > 0
+
+    @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+    def test_a_decision_that_is_no_token_of_its_own(self, make_reward_trainer, tiny_qwen, name):
+        image = PILImage.new("RGB", (56, 56))
+        dataset = pair_dataset([*mixed(2), make_pair(image, image, "Same?", True, "Both.")])
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        with pytest.raises(OSError, match="nowhere"):
+            make_reward_trainer(NOWHERE, processing_class=processor, **{name: dataset})
+        processor.tokenizer.add_tokens(["Yes. Both"])
+        with pytest.raises(
+            ValueError, match=rf"completion of row 2 of `{name}` begins with the token 'Yes. Both', not"
+        ):
+            make_reward_trainer(NOWHERE, processing_class=processor, **{name: dataset})
+
+    @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+    @pytest.mark.parametrize("by_path", [True, False])
+    def test_images_that_do_not_fit(self, make_reward_trainer, tiny_qwen, tmp_path, name, by_path):
+        image = PILImage.new("RGB", (56, 56))
+        # 4 + 4 tokens and 16 + 16 tokens of images
+        small, large = (make_pair(image.resize((side, side)), image.resize((side, side)), "Same?", True, SHORT)
+                        for side in (56, 112))  # fmt: skip
+        dataset = pair_dataset([small, small, large])
+        if by_path:
+            dataset = in_files(dataset, tmp_path)
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        settings = {"processing_class": processor, "train_dataset": mixed(1), name: dataset}
+        if name == "eval_dataset":
+            settings["train_dataset"] = pair_dataset([small])
+        batch = make_reward_trainer(train_dataset=pair_dataset([large])).data_collator([PairRows(dataset)[2]])
+        needed = (batch["labels"][0] != -100).int().argmax().item()
+        with pytest.raises(OSError, match="nowhere"):
+            make_reward_trainer(NOWHERE, max_length=needed + 1, **settings)
+        with pytest.raises(
+            ValueError,
+            match=rf"^Row 2 of `{name}` has {needed} tokens of images and question before its decision; `max_length` = "
+            rf"{needed} would cut them off. Raise `max_length` to at least {needed + 1} .*or lower `max_pixels`",
+        ):
+            make_reward_trainer(NOWHERE, max_length=needed, **settings)
+        # The remedy helps: fewer pixels are fewer tokens
+        with pytest.raises(OSError, match="nowhere"):
+            make_reward_trainer(NOWHERE, max_length=needed, max_pixels=56 * 56, **settings)
+        with pytest.raises(OSError, match="nowhere"):
+            make_reward_trainer(NOWHERE, max_length=None, **settings)
+
+    def test_files_are_opened_for_their_lengths_only_where_two_of_the_largest_images_would_not_fit(
+        self, make_reward_trainer, tiny_qwen, tmp_path
+    ):
+        dataset = in_files(mixed(3), tmp_path)
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        content = (tmp_path / "2-1.png").read_bytes()
+        for broken, message in ((content[:-30], "nowhere"), (content[:10], "nowhere"), (b"", "nowhere")):
+            (tmp_path / "2-1.png").write_bytes(broken)
+            with pytest.raises(OSError, match=message):
+                make_reward_trainer(NOWHERE, dataset, processing_class=processor)
+        with pytest.raises(ValueError, match=r"Second image of row 2 of `train_dataset` cannot be read .*2-1\.png"):
+            make_reward_trainer(NOWHERE, dataset, processing_class=processor, max_length=150)
+        # The header is enough for the length: what is behind it is found by the collator, or by `validate_pairs`
+        (tmp_path / "2-1.png").write_bytes(content[:-30])
+        with pytest.raises(OSError, match="nowhere"):
+            make_reward_trainer(NOWHERE, dataset, processing_class=processor, max_length=150)
 
     def test_labels_alone(self, make_reward_trainer):
         dataset = pair_dataset([*mixed(2), *colours(2, seed=0)])
@@ -1259,14 +1418,15 @@ class TestBadInput:
             (1, "Second"),
         ],
     )
-    def test_an_unreadable_image_in_the_first_row(self, make_reward_trainer, tiny_qwen, tmp_path, place, which):
+    @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+    def test_an_unreadable_image_in_the_first_row(self, make_reward_trainer, tiny_qwen, tmp_path, name, place, which):
         dataset = in_files(mixed(3), tmp_path)
-        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        settings = {"processing_class": AutoProcessor.from_pretrained(tiny_qwen), name: dataset}
         with pytest.raises(OSError, match="nowhere"):
-            make_reward_trainer(NOWHERE, dataset, processing_class=processor)
+            make_reward_trainer(NOWHERE, **settings)
         (tmp_path / f"0-{place}.png").write_bytes(b"no image")
-        with pytest.raises(ValueError, match=rf"{which} image of row 0 cannot be read .*0-{place}\.png"):
-            make_reward_trainer(NOWHERE, dataset, processing_class=processor)
+        with pytest.raises(ValueError, match=rf"{which} image of row 0 of `{name}` cannot be read .*0-{place}\.png"):
+            make_reward_trainer(NOWHERE, **settings)
 
     @pytest.mark.parametrize("mode", ["train", "eval"])
     def test_an_unreadable_image_in_another_row(self, make_reward_trainer, tmp_path, mode):

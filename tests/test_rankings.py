@@ -392,3 +392,27 @@ class TestRankingsToPairs:
     def test_is_checked(self):
         with pytest.raises(ValueError, match=r"`ranking` of row 0 of `dataset` is \[0, 0, 0\]"):
             rankings_to_pairs(rankings_of(ranking_row(ranking=[0, 0, 0])))
+
+    def test_broken_rows_are_left_out_when_asked(self, caplog):
+        broken = [
+            ranking_row(ranking=[0, 0, 0]),
+            ranking_row(prompt=" "),
+            ranking_row(candidates=[]),
+            ranking_row(candidates=None),
+        ]
+        dataset = rankings_of(broken[0], ranking_row(None, 1), *broken[1:], ranking_row(None, 2))
+        with pytest.raises(ValueError, match=r"`ranking` of row 0 .*`skip_broken=True`.* .4 of 6 rows are broken"):
+            rankings_to_pairs(dataset)
+        assert caplog.text == ""
+        pairs = rankings_to_pairs(dataset, skip_broken=True)
+        assert self.summary(pairs) == [(10, 13, "Yes"), (10, 12, "No"), (20, 23, "Yes"), (20, 22, "No")]
+        assert pairs["prompt"][2][0]["content"] == theme_question("A fox 2.")
+        assert "Left out 4 of 6 rows that are broken" in caplog.text
+        for sentence in ("`ranking` of row 0", "`prompt` of row 2", "Row 3 of", "Row 4 of"):
+            assert sentence in caplog.text
+        caplog.clear()
+        whole = dataset.select([1, 5])
+        assert self.summary(rankings_to_pairs(whole, skip_broken=True)) == self.summary(pairs)
+        assert caplog.text == ""
+        with pytest.raises(ValueError, match="All 2 rows are broken"):
+            rankings_to_pairs(dataset.select([0, 2]), skip_broken=True)

@@ -4,6 +4,11 @@
 import logging
 import os.path
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 logger = logging.getLogger(__name__)
@@ -40,6 +45,34 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
+
+
+def load_split(path: str | Path, split: str) -> "Dataset":
+    """
+    Load a split of a dataset: saved with `save_to_disk`, or anything that [`~datasets.load_dataset`] reads.
+
+    Args:
+        path (`str` or `Path`):
+            Folder, or id on the Hub.
+        split (`str`):
+            Name of the split. A saved [`~datasets.Dataset`] is one split, whatever its name.
+
+    Returns:
+        [`~datasets.Dataset`].
+
+    Raises:
+        ValueError: If there is no such split.
+    """
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    if not any((Path(path) / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+        return load_dataset(str(path), split=split)
+    dataset = load_from_disk(str(path))
+    if not isinstance(dataset, DatasetDict):
+        return dataset
+    if split not in dataset:
+        raise ValueError(f"There is no split {split!r} in {path}, only {list(dataset)}.")
+    return dataset[split]
 
 
 def find_dataset_file(folder: Path, name: str) -> Path:

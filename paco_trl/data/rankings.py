@@ -2,7 +2,7 @@
 """Rankings: a reference image and candidates, in the order of their consistency with it.
 
 The columns are `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best first),
-`prompt` and, where known, `criteria` (see [`criteria_dict`]), `group` (instances of the same prompt) and `id`.
+`prompt` and, where known, `theme`, `criteria` (see [`criteria_dict`]), `group` (instances of the same prompt) and `id`.
 """
 
 import json
@@ -42,6 +42,26 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
         ValueError: If it has no rows, if a column is missing or of the wrong type, or if a row has fewer than two
             candidates, an empty prompt, or a `ranking` that does not name each candidate exactly once.
     """
+    check_ranking_types(dataset, name)
+    broken = find_broken_rankings(dataset, name)
+    if broken:
+        raise ValueError(broken[min(broken)])
+
+
+def check_ranking_types(dataset: "Dataset", name: str) -> None:
+    """
+    Check the columns of rankings and their types, and not what is in the rows.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The dataset.
+        name (`str`):
+            Name of the dataset in errors.
+
+    Raises:
+        TypeError: If it is no [`~datasets.Dataset`].
+        ValueError: If it has no rows, or if a column is missing or of the wrong type.
+    """
     from datasets import Image
 
     check_is_dataset(dataset, name)
@@ -58,22 +78,38 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
         )
     check_image_list(dataset, "candidates", name)
 
+
+def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
+    """
+    Find the rows that are no valid ranking, without reading their images.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The dataset, with the columns of rankings.
+        name (`str`):
+            Name of the dataset in the sentences.
+
+    Returns:
+        `dict[int, str]`: a sentence for each broken row, by its number: what is wrong and what to do.
+    """
+    broken = {}
     counts = list_lengths(dataset, "candidates").tolist()
     texts = dataset.with_format(None).select_columns(["ranking", "prompt"])[:]
     for row, (count, ranking, prompt) in enumerate(zip(counts, texts["ranking"], texts["prompt"], strict=True)):
+        is_order = isinstance(ranking, list) and all(type(index) is int for index in ranking)
         if count < 2:
-            raise ValueError(
+            broken[row] = (
                 f"Row {row} of `{name}` has {max(count, 0)} candidates, which cannot be ranked. Give at least 2, or "
                 "remove the row."
             )
-        is_order = isinstance(ranking, list) and all(type(index) is int for index in ranking)
-        if not is_order or sorted(ranking) != list(range(count)):
-            raise ValueError(
+        elif not is_order or sorted(ranking) != list(range(count)):
+            broken[row] = (
                 f"`ranking` of row {row} of `{name}` is {ranking}, but there are {count} candidates. It must have each "
                 f"index from 0 to {count - 1} exactly once, the best candidate first."
             )
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError(f"`prompt` of row {row} of `{name}` is {prompt!r}. It must be a text that is not empty.")
+        elif not isinstance(prompt, str) or not prompt.strip():
+            broken[row] = f"`prompt` of row {row} of `{name}` is {prompt!r}. It must be a text that is not empty."
+    return broken
 
 
 def _ranking_features() -> "Features":
@@ -212,15 +248,18 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
 
 def default_question(row: dict[str, Any]) -> str:
     """
-    Give the question of a ranking: about the theme of an image-set prompt, or about another prompt as a whole.
+    Give the question of a ranking: about its theme, that of an image-set prompt, or another prompt as a whole.
 
     Args:
         row (`dict`):
-            The row; its `prompt` is read.
+            The row; its `theme` is read where it has one, else its `prompt`.
 
     Returns:
         `str`: [`theme_question`] of the theme.
     """
+    theme = row.get("theme")
+    if isinstance(theme, str) and theme.strip():
+        return theme_question(theme)
     try:
         return theme_question(parse_image_set_prompt(row["prompt"]).theme)
     except ValueError:
@@ -250,6 +289,7 @@ def rankings_to_pairs(
     num_positives: int = 1,
     num_negatives: int = 1,
     question: Callable[[dict[str, Any]], str] | None = None,
+    skip_broken: bool = False,
 ) -> "Dataset":
     """
     Make pairs of rankings: the reference with its best candidates is consistent, with its worst ones inconsistent.
@@ -266,21 +306,30 @@ def rankings_to_pairs(
             Number of candidates, from the worst, that are inconsistent.
         question (`Callable[[dict], str]`, *optional*):
             Gives the question of a row, which it is called with, without `reference` and `candidates`. When left out,
-            [`theme_question`] of the theme of an image-set prompt, or of another prompt as a whole.
+            [`theme_question`] of the row's `theme`, of the theme of an image-set prompt, or of another prompt as a
+            whole.
+        skip_broken (`bool`, *optional*, defaults to `False`):
+            Leave rows that are no valid ranking out, with one warning that lists them, instead of raising an error.
+            Their images are not looked at: [`validate_pairs`] does so with the pairs.
 
     Returns:
         [`~datasets.Dataset`]: the pairs, the reference as the first image, and `group` where the rankings have it.
 
     Raises:
         TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If it is not in the rankings format, or if a row has fewer candidates than are asked for.
+        ValueError: If it is not in the rankings format, if a row has fewer candidates than are asked for, or if
+            `skip_broken` leaves none.
     """
     from datasets import Features
 
-    check_ranking_columns(dataset)
+    check_ranking_types(dataset, "dataset")
     for name, value in (("num_positives", num_positives), ("num_negatives", num_negatives)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` is {value!r}. It must be an int of at least 1: the judge needs both answers.")
+    broken = find_broken_rankings(dataset, "dataset")
+    settle_broken(list(broken.values()), len(dataset), "rows", skip_broken)
+    if broken:
+        dataset = dataset.select([row for row in range(len(dataset)) if row not in broken])
     counts = list_lengths(dataset, "candidates")
     if counts.min() < num_positives + num_negatives:
         raise ValueError(

@@ -13,7 +13,16 @@ from tqdm.auto import tqdm
 
 from ..data.pairs import check_image_list, check_is_dataset, list_lengths
 from ..data.questions import edit_consistency_question, edit_following_question
-from .runs import ResultFile, batches, check_scorer, dataset_fingerprint, mean_and_interval, score_pairs
+from .runs import (
+    ResultFile,
+    RowImages,
+    batches,
+    check_scorer,
+    dataset_fingerprint,
+    mean_and_interval,
+    rows_in_order,
+    score_pairs,
+)
 
 
 if TYPE_CHECKING:
@@ -56,14 +65,19 @@ def overall_score(consistency: float, prompt_following: float) -> float:
 
 
 def evaluate_edit_reward(
-    scorer: Any, dataset: "Dataset", output_path: str | Path | None = None, batch_size: int = 16
+    scorer: Any,
+    dataset: "Dataset",
+    output_path: str | Path | None = None,
+    batch_size: int = 16,
+    skip_broken: bool = False,
 ) -> dict[str, Any]:
     """
     Let a scorer compare pairs of edits, and count how often it prefers the one that people prefer.
 
     The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
     edited image); that of the dimension `overall` is [`overall_score`] of both. As in the published evaluation, the
-    edited image is resized to the size of the input image first. The questions are those that the published judge was
+    edited image is resized to the size of the input image first. Both are RGB with transparency on white, the pixels
+    that a judge is trained on. The questions are those that the published judge was
     trained on; the published evaluation script asks shorter ones, for an answer of one word.
 
     The run can be stopped at any time: with `output_path`, what is finished is in that file, and the same call goes on
@@ -81,11 +95,15 @@ def evaluate_edit_reward(
             File for the finished images, JSON lines. If `None`, nothing is kept.
         batch_size (`int`, *optional*, defaults to `16`):
             Pairs in one call of the scorer, about: a row's two images and their questions are not split.
+        skip_broken (`bool`, *optional*, defaults to `False`):
+            Leave rows with an image that cannot be read out, with one warning that lists them, instead of raising an
+            error. All images are opened once more to find them.
 
     Returns:
         `dict[str, Any]`:
             - `settings`: benchmark, scorer, size and fingerprint of the dataset.
-            - `num_instances`: number of rows.
+            - `num_instances`: number of rows that are evaluated.
+            - `skipped`: a sentence for each broken row that is left out.
             - `num_keys`: number of distinct edited images.
             - `num_groups`: number of groups that the intervals are drawn from: rows that share an image, directly or
               over other rows, are one group.
@@ -96,8 +114,8 @@ def evaluate_edit_reward(
 
     Raises:
         TypeError: If `scorer` has no `score` or no `name`.
-        ValueError: If the dataset is not of this form, the file is of another run, or the scorer gives no finite score
-            for a pair, or a negative one where `overall` needs it.
+        ValueError: If the dataset is not of this form, an image cannot be read (the error names the row), the file is
+            of another run, or the scorer gives no finite score for a pair, or a negative one where `overall` needs it.
 
     Example:
 
@@ -115,8 +133,12 @@ def evaluate_edit_reward(
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     check_scorer(scorer)
-    rows = _checked_rows(dataset)
-    dataset = dataset.with_format(None)  # PIL images and plain Python values
+    _check_rows(dataset)
+    dataset = dataset.with_format(None)  # plain Python values
+    numbers, skipped = rows_in_order(dataset, {}, IMAGE_COLUMNS, skip_broken)
+    if skipped:
+        dataset = dataset.select(numbers)
+    rows = list(dataset.select_columns(list(TEXT_COLUMNS)))
     work = _work(rows)
     settings = {
         "benchmark": "edit_reward",
@@ -125,13 +147,14 @@ def evaluate_edit_reward(
         "dataset_fingerprint": dataset_fingerprint(dataset, TEXT_COLUMNS, IMAGE_COLUMNS),
     }
     file = ResultFile(output_path, settings, key="key")
+    images = RowImages(dataset, IMAGE_COLUMNS)
 
     sizes = [sum(len(questions) for questions in keys.values()) for _, keys in work]
     total = sum(len(keys) for _, keys in work)
     progress = tqdm(total=total, initial=len(file.records), desc=f"EditReward-Bench, {scorer.name}", unit="image")
     with progress:
         for batch in batches(sizes, batch_size):
-            records = _score_keys(scorer, dataset, rows, [work[number] for number in batch], set(file.records))
+            records = _score_keys(scorer, images, rows, [work[number] for number in batch], set(file.records))
             if records:
                 file.append(records)
                 progress.update(len(records))
@@ -146,14 +169,14 @@ def evaluate_edit_reward(
     return {
         "settings": settings,
         "num_instances": len(rows),
+        "skipped": skipped,
         "num_keys": len(scores),
         "num_groups": len(set(groups)),
         "dimensions": dimensions,
     }
 
 
-def _checked_rows(dataset: "Dataset") -> list[dict[str, Any]]:
-    """Give the rows without their images."""
+def _check_rows(dataset: "Dataset") -> None:
     from datasets import Image
 
     check_is_dataset(dataset, "dataset")
@@ -169,9 +192,8 @@ def _checked_rows(dataset: "Dataset") -> list[dict[str, Any]]:
             f"The column `input_image` of `dataset` has the type {dataset.features['input_image']}, but it must be an "
             'image. Convert it: `dataset.cast_column("input_image", datasets.Image())`.'
         )
-    rows = list(dataset.with_format(None).select_columns(list(TEXT_COLUMNS)))
     instruction_of: dict[str, str] = {}
-    for index, row in enumerate(rows):
+    for index, row in enumerate(dataset.with_format(None).select_columns(list(TEXT_COLUMNS))):
         if row["dimension"] not in QUESTIONS_OF:
             raise ValueError(
                 f"`dimension` of row {index} is {row['dimension']!r}, but must be one of {', '.join(QUESTIONS_OF)}."
@@ -189,7 +211,6 @@ def _checked_rows(dataset: "Dataset") -> list[dict[str, Any]]:
     if (counts != 2).any():
         index = int((counts != 2).argmax())
         raise ValueError(f"`output_images` of row {index} has {max(counts[index], 0)} images, but must have two.")
-    return rows
 
 
 def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
@@ -206,18 +227,17 @@ def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
     return list(work.items())
 
 
-def _score_keys(scorer, dataset, rows, work, finished: set[str]) -> list[dict[str, Any]]:
+def _score_keys(scorer, images: RowImages, rows, work, finished: set[str]) -> list[dict[str, Any]]:
     pairs, asked, names = [], [], []
     for index, keys in work:
         keys = {key: questions for key, questions in keys.items() if key not in finished}
         if not keys:
             continue
-        images = dataset[index]
-        first = images["input_image"].convert("RGB")
-        for key, output in zip(rows[index]["key"], images["output_images"], strict=True):
+        first, *outputs = images[index]
+        for key, output in zip(rows[index]["key"], outputs, strict=True):
             if key not in keys:
                 continue
-            second = output.convert("RGB").resize(first.size)
+            second = output.resize(first.size)
             for question in keys[key]:
                 pairs.append((first, second))
                 asked.append(QUESTIONS[question](rows[index]["instruction"]))

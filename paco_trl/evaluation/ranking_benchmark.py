@@ -11,9 +11,18 @@ from tqdm.auto import tqdm
 
 from ..data.image_sets import criteria_dict
 from ..data.questions import criterion_question, plain_question
-from ..data.rankings import check_ranking_columns, default_question
+from ..data.rankings import check_ranking_types, default_question, find_broken_rankings
 from .ranking import list_order_metrics, ranking_metrics
-from .runs import ResultFile, batches, check_scorer, dataset_fingerprint, mean_and_interval, score_pairs
+from .runs import (
+    ResultFile,
+    RowImages,
+    batches,
+    check_scorer,
+    dataset_fingerprint,
+    mean_and_interval,
+    rows_in_order,
+    score_pairs,
+)
 
 
 if TYPE_CHECKING:
@@ -32,7 +41,7 @@ def questions_of_row(row: Mapping[str, Any], template: str) -> list[list[str]]:
 
     Args:
         row (`Mapping[str, Any]`):
-            Row of a rankings dataset; only `prompt` and `criteria` are read.
+            Row of a rankings dataset; only `theme`, `prompt` and `criteria` are read.
         template (`str`):
             `"theme"`, `"criteria"` or `"plain"`, see [`evaluate_rankings`].
 
@@ -62,6 +71,7 @@ def evaluate_rankings(
     template: str = "theme",
     output_path: str | Path | None = None,
     batch_size: int = 16,
+    skip_broken: bool = False,
 ) -> dict[str, Any]:
     """
     Let a scorer order the candidates of each row by their consistency with the reference, and compare with people.
@@ -73,12 +83,12 @@ def evaluate_rankings(
     Args:
         scorer (`Any`):
             Object with `score(images, prompts) -> list[float]` and a `name`: [`~paco_trl.PaCoReward`],
-            [`ClipIScorer`], [`DreamSimScorer`] or your own. It gets RGB images, and for one row the same object as the
-            reference in each pair, so that it may encode it once.
+            [`ClipIScorer`], [`DreamSimScorer`] or your own. It gets RGB images (transparency on white, as a judge is trained), and for
+            one row the same object as the reference in each pair, so that it may encode it once.
         dataset ([`~datasets.Dataset`]):
             Rankings: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best
-            first), `prompt`, and optionally `criteria`, `group` (rows that are not independent, such as those of one
-            prompt) and `id`.
+            first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent, such as those
+            of one prompt) and `id`.
         template (`str`, *optional*, defaults to `"theme"`):
             What the scorer is asked about each pair:
 
@@ -92,11 +102,15 @@ def evaluate_rankings(
             File for the finished rows, JSON lines. If `None`, nothing is kept.
         batch_size (`int`, *optional*, defaults to `16`):
             Pairs in one call of the scorer, about: rows are not split, and a row with more pairs is a call of its own.
+        skip_broken (`bool`, *optional*, defaults to `False`):
+            Leave broken rows out, with one warning that lists them, instead of raising an error: rows that are no
+            valid ranking, and rows with an image that cannot be read. All images are opened once more to find them.
 
     Returns:
         `dict[str, Any]`:
             - `settings`: benchmark, scorer, template, size and fingerprint of the dataset.
-            - `num_instances`: number of rows.
+            - `num_instances`: number of rows that are evaluated.
+            - `skipped`: a sentence for each broken row that is left out.
             - `num_groups`: number of groups that the intervals are drawn from.
             - `num_undefined_correlations`: number of rows in which all scores are equal. Their tau and rho do not
               exist and are not part of the means.
@@ -107,7 +121,8 @@ def evaluate_rankings(
     Raises:
         TypeError: If `scorer` has no `score` or no `name`.
         ValueError: If `template` is unknown or asks for criteria that are not there, the dataset has no such columns,
-            the file is of another run, or the scorer gives no finite score for a pair.
+            a row is broken (the error names it), the file is of another run, or the scorer gives no finite score for a
+            pair.
 
     Example:
 
@@ -127,11 +142,18 @@ def evaluate_rankings(
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     check_scorer(scorer)
-    check_ranking_columns(dataset, "dataset")
-
-    dataset = dataset.with_format(None)  # PIL images and plain Python values
-    text_columns = [name for name in ("prompt", "criteria", "ranking", "group", "id") if name in dataset.column_names]
-    rows = list(dataset.select_columns(text_columns))  # without the images
+    check_ranking_types(dataset, "dataset")
+    dataset = dataset.with_format(None)  # plain Python values
+    broken = find_broken_rankings(dataset, "dataset")
+    numbers, skipped = rows_in_order(dataset, broken, IMAGE_COLUMNS, skip_broken)
+    if skipped:
+        dataset = dataset.select(numbers)
+    text_columns = ("prompt", "theme", "criteria", "ranking", "group", "id")
+    text_columns = [name for name in text_columns if name in dataset.column_names]
+    rows = [
+        {"id": str(number), **row}  # a column `id` takes the place of the number
+        for number, row in zip(numbers, dataset.select_columns(text_columns), strict=True)  # without the images
+    ]
     questions = [questions_of_row(row, template) for row in rows]
     settings = {
         "benchmark": "rankings",
@@ -141,6 +163,7 @@ def evaluate_rankings(
         "dataset_fingerprint": dataset_fingerprint(dataset, text_columns, IMAGE_COLUMNS),
     }
     file = ResultFile(output_path, settings, key="index")
+    images = RowImages(dataset, IMAGE_COLUMNS)
 
     pairs_per_row = [
         len(row["ranking"]) * sum(len(asked) for asked in of_row) for row, of_row in zip(rows, questions, strict=True)
@@ -152,7 +175,7 @@ def evaluate_rankings(
             batch = [index for index in batch if index not in file.records]
             if not batch:
                 continue
-            file.append(_score_rows(scorer, dataset, rows, questions, batch))
+            file.append(_score_rows(scorer, images, rows, questions, batch))
             progress.update(len(batch))
 
     records = [file.records[index] for index in range(len(rows))]
@@ -160,6 +183,7 @@ def evaluate_rankings(
     return {
         "settings": settings,
         "num_instances": len(rows),
+        "skipped": skipped,
         "num_groups": len(set(groups)) if groups is not None else len(rows),
         "num_undefined_correlations": sum(record["metrics"]["kendall_tau"] is None for record in records),
         "metrics": _summary([record["metrics"] for record in records], groups),
@@ -167,13 +191,11 @@ def evaluate_rankings(
     }
 
 
-def _score_rows(scorer, dataset, rows, questions, batch: list[int]) -> list[dict[str, Any]]:
+def _score_rows(scorer, images: RowImages, rows, questions, batch: list[int]) -> list[dict[str, Any]]:
     pairs, asked = [], []
     for index in batch:
-        images = dataset[index]
-        reference = images["reference"].convert("RGB")
-        for candidate in images["candidates"]:
-            candidate = candidate.convert("RGB")
+        reference, *candidates = images[index]
+        for candidate in candidates:
             for question in (question for part in questions[index] for question in part):
                 pairs.append((reference, candidate))
                 asked.append(question)
@@ -186,7 +208,7 @@ def _score_rows(scorer, dataset, rows, questions, batch: list[int]) -> list[dict
         records.append(
             {
                 "index": index,
-                "id": rows[index].get("id", str(index)),
+                "id": rows[index]["id"],
                 "scores": of_row,
                 "ranking": ranking,
                 "metrics": _without_nan(ranking_metrics(of_row, ranking)),

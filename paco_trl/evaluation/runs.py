@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that the benchmarks share: a file that survives a kill, calls of the scorer, means with intervals."""
+"""Parts that the benchmarks share: images of rows, a file that survives a kill, calls of the scorer, intervals."""
 
 import hashlib
 import json
@@ -9,13 +9,108 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
+from ..data.dataset_files import settle_broken
+from ..utils.images import open_image, to_rgb
 from .bootstrap import bootstrap_interval
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from PIL import Image
+
+
+class RowImages:
+    """
+    Images of a dataset's rows in the order of their columns, with the pixels that a judge sees, see [`to_rgb`].
+
+    They are read as they are stored and opened one by one, so that an error can say which one it was. As in training,
+    an orientation that a camera wrote beside the pixels is not applied.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The dataset.
+        columns (`Sequence[str]`):
+            Columns of images, or of lists of images.
+    """
+
+    def __init__(self, dataset: "Dataset", columns: Sequence[str]):
+        self.dataset = dataset.select_columns(list(columns)).with_format("arrow")
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> list[Image.Image]:
+        try:
+            return self._read(index)
+        except ValueError as error:
+            raise ValueError(f"{error} Replace it, or leave such rows out with `skip_broken=True`.") from error
+
+    def problem(self, index: int) -> str | None:
+        """Say which image of a row cannot be read and why, or give None if all can."""
+        try:
+            self._read(index)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _read(self, index: int) -> list[Image.Image]:
+        (row,) = self.dataset[index].to_pylist()
+        images = []
+        for column in self.columns:
+            if isinstance(row[column], list):
+                places = [(f"{column}[{place}]", image) for place, image in enumerate(row[column])]
+            else:
+                places = [(column, row[column])]
+            images += [_open_stored(image, f"`{name}` of row {index}") for name, image in places]
+        return images
+
+
+def _open_stored(stored: dict[str, Any] | None, where: str) -> Image.Image:
+    if stored is None:
+        raise ValueError(f"{where} is missing (None).")
+    file = f"({stored['path']})" if stored["path"] else "(embedded)"
+    try:
+        image = open_image(stored["bytes"] if stored["bytes"] is not None else stored["path"])
+        image.load()  # also closes the file; a file that ends too early is found here
+        return to_rgb(image, "the image")
+    except Exception as error:  # Pillow raises half a dozen kinds, requests its own
+        raise ValueError(f"{where} {file} cannot be read: {type(error).__name__}: {error}.") from error
+
+
+def rows_in_order(
+    dataset: "Dataset", broken: dict[int, str], image_columns: Sequence[str], skip_broken: bool
+) -> tuple[list[int], list[str]]:
+    """
+    Give the rows to evaluate: all, or when it is asked for those that are not broken and whose images can be read.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            The dataset.
+        broken (`dict[int, str]`):
+            What is wrong with a row, by its number, as far as it is known.
+        image_columns (`Sequence[str]`):
+            Columns of images, or of lists of images. All of them are opened if `skip_broken`.
+        skip_broken (`bool`):
+            Whether broken rows may be left out.
+
+    Returns:
+        `tuple[list[int], list[str]]`: numbers of the rows, and a sentence for each row that is left out.
+
+    Raises:
+        ValueError: If a row is broken and must not be left out, or all are.
+    """
+    broken = dict(broken)
+    if skip_broken:
+        images = RowImages(dataset, image_columns)
+        for index in range(len(images)):
+            problem = None if index in broken else images.problem(index)
+            if problem is not None:
+                broken[index] = problem
+    sentences = [broken[index] for index in sorted(broken)]
+    settle_broken(sentences, len(dataset), "rows", skip_broken)
+    return [index for index in range(len(dataset)) if index not in broken], sentences
 
 
 class ResultFile:
@@ -132,7 +227,7 @@ def check_scorer(scorer: Any) -> None:
         )
 
 
-def score_pairs(scorer: Any, pairs: "list[tuple[Image.Image, Image.Image]]", questions: list[str]) -> list[float]:
+def score_pairs(scorer: Any, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> list[float]:
     """
     Call a scorer, and check what it gives.
 
@@ -182,13 +277,15 @@ def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_c
 
     Returns:
         `str`: 16 hexadecimal digits.
+
+    Raises:
+        ValueError: If an image of the first row cannot be read.
     """
     digest = hashlib.sha256()
     for row in dataset.select_columns(list(text_columns)):
         digest.update(json.dumps(row, sort_keys=True).encode())
-    first = dataset.select_columns(list(image_columns))[0]
     for name in image_columns:
-        for image in first[name] if isinstance(first[name], list) else [first[name]]:
+        for image in RowImages(dataset, [name])[0]:
             digest.update(f"{name} {image.mode} {image.size}".encode())
             digest.update(image.tobytes())
     return digest.hexdigest()[:16]

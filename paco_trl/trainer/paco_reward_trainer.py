@@ -31,11 +31,11 @@ from ..evaluation import auroc, expected_calibration_error
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image, patch_size_of
+from ..utils.paper import PAPER
 from .contact_sheet import send_to_trackers
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
-from .model_card import PAPER
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
-from .pair_collator import PairCollator, PairRows
+from .pair_collator import PairCollator, PairRows, check_first_token, check_lengths
 from .publishing import push_checkpoint
 from .reward_model_card import render_reward_model_card
 from .reward_report import draw_calibration, draw_wrong_pairs
@@ -170,10 +170,9 @@ class PaCoRewardTrainer(SFTTrainer):
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
         check_pair_columns(train_dataset, "train_dataset")
         self._check_label_only(train_dataset, args)
-        eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+        eval_datasets = {} if eval_dataset is None else _by_name(eval_dataset)
         for key, dataset in eval_datasets.items():
-            if dataset is not None:
-                check_pair_columns(dataset, key)
+            check_pair_columns(dataset, key)
 
         # 2. The processor, with the size limit of images, and the adapter
         init_kwargs = {
@@ -196,12 +195,8 @@ class PaCoRewardTrainer(SFTTrainer):
         decision_ids = decision_token_ids(tokenizer)
         if args.max_pixels is not None:
             limit_pixels(processing_class, args.max_pixels)
-        for place, image in zip(("First", "Second"), PairRows(train_dataset)[0]["images"], strict=True):
-            # SFTTrainer decodes this row
-            load_image(image, patch_size_of(processing_class), f"{place} image of row 0")
-        for key, dataset in {"train_dataset": train_dataset, **eval_datasets}.items():
-            if dataset is not None:
-                _check_texts(dataset, key, processing_class)
+        for key, dataset in [("train_dataset", train_dataset), *eval_datasets.items()]:
+            _check_rows(dataset, key, processing_class, args.max_length)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         if not isinstance(model, PeftModel):
@@ -410,13 +405,16 @@ class PaCoRewardTrainer(SFTTrainer):
         """
         if eval_dataset is None and self.eval_dataset is None:
             raise ValueError("There is nothing to evaluate on: give the trainer or `evaluate` an `eval_dataset`.")
-        if isinstance(eval_dataset, Dataset):
-            check_pair_columns(eval_dataset, "eval_dataset")
+        was_evaluating = self._is_evaluating  # of several datasets, each is a call of its own inside of this one
+        if eval_dataset is not None and not was_evaluating:
+            for name, dataset in _by_name(eval_dataset).items():
+                check_pair_columns(dataset, name)
+                _check_rows(dataset, name, self.processing_class, self.args.max_length)
         self._is_evaluating = True
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
-            self._is_evaluating = False
+            self._is_evaluating = was_evaluating
 
     def evaluation_loop(
         self,
@@ -589,11 +587,32 @@ def _sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> torch.
     )
 
 
-def _check_texts(dataset: Dataset, name: str, processor: ProcessorMixin) -> None:
+def _by_name(eval_dataset: Dataset | dict[str, Dataset]) -> dict[str, Dataset]:
+    if not isinstance(eval_dataset, dict):
+        return {"eval_dataset": eval_dataset}
+    if not eval_dataset:
+        raise ValueError(
+            "`eval_dataset` is an empty dictionary, so there is nothing to evaluate on. Put a dataset into it, or leave "
+            "it out."
+        )
+    return eval_dataset
+
+
+def _check_rows(dataset: Dataset, name: str, processor: ProcessorMixin, max_length: int | None) -> None:
+    """What the collator would find row by row, as far as it can be known without decoding all images."""
+    for place, image in zip(("First", "Second"), PairRows(dataset)[0]["images"], strict=True):
+        # SFTTrainer decodes this row of the training set
+        load_image(image, patch_size_of(processor), f"{place} image of row 0 of `{name}`")
     control_tokens = find_control_tokens(processor)
+    decision_ids = decision_token_ids(processor.tokenizer)
     for row, prompt, completion in iter_texts(dataset):
         for turn in [*prompt, *completion]:
             check_text(content_text(turn["content"]) or "", control_tokens, f"Row {row} of `{name}`")
+        (turn,) = completion
+        tokens = processor.tokenizer.encode(content_text(turn["content"]), add_special_tokens=False)
+        check_first_token(tokens[0], decision_ids, processor, f"row {row} of `{name}`")
+    if max_length is not None:
+        check_lengths(dataset, name, processor, max_length)
 
 
 def language_model_targets(model: PreTrainedModel) -> str:

@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """From rows of the pair format to a batch of the model, with errors that name the row."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from datasets import Dataset
+from PIL import Image
+from qwen_vl_utils.vision_process import MAX_RATIO, SPATIAL_MERGE_SIZE, smart_resize
+from transformers import ProcessorMixin
+from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..utils.images import load_image, patch_size_of
+from ..data.pairs import content_text, iter_texts
+from ..utils.images import load_image, open_image, patch_size_of, pixel_limit
 
 
+_PLACES = ("First", "Second")
+# More tokens than a chat template writes around a question
+_MAX_TEMPLATE_TOKENS = 256
 # Tensors of shape (batch, tokens) in a batch of TRL's collator
 TOKEN_TENSORS = {"input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"}
 
@@ -70,7 +79,7 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
             {
                 "images": [
                     load_image(image, patch_size_of(self.processor), f"{place} image of row {example['row']}")
-                    for place, image in zip(("First", "Second"), example["images"], strict=True)
+                    for place, image in zip(_PLACES, example["images"], strict=True)
                 ],
                 "prompt": example["prompt"],
                 "completion": example["completion"],
@@ -82,18 +91,9 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
         decision = is_completion.int().argmax(dim=1)  # (B,), position of the first token of the completion
         first = batch["labels"].gather(1, decision[:, None])[:, 0]
         for row, token, position in zip(rows, first.tolist(), decision.tolist(), strict=True):
-            if token not in self.decision_ids:
-                text = self.processor.tokenizer.decode([token])
-                raise ValueError(
-                    f"The completion of row {row} begins with the token {text!r}, not with Yes or No: the tokenizer "
-                    "joins the decision with what follows it. Put a full stop or a new line behind it."
-                )
-            if self.cut_at is not None and position >= self.cut_at:
-                raise ValueError(
-                    f"Row {row} has {position} tokens of images and question before its decision; `max_length` = "
-                    f"{self.cut_at} would cut them off. Raise `max_length` to at least {position + 1} (None never "
-                    "cuts), or lower `max_pixels`, so that an image becomes fewer tokens."
-                )
+            check_first_token(token, self.decision_ids, self.processor, f"row {row}")
+            if self.cut_at is not None:
+                _check_position(position, self.cut_at, f"Row {row}")
         cut_at = self.cut_at
         if self.decision_only:
             is_behind = torch.arange(is_completion.shape[1]) > decision[:, None]  # (B, T)
@@ -105,3 +105,108 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
                 batch[name] = batch[name][:, :cut_at]
         batch["rows"] = torch.tensor(rows)
         return batch
+
+
+def check_first_token(token: int, decision_ids: tuple[int, int], processor: ProcessorMixin, where: str) -> None:
+    """
+    Check that the first token of a completion is Yes or No.
+
+    Args:
+        token (`int`):
+            The token.
+        decision_ids (`tuple[int, int]`):
+            Token ids of Yes and No.
+        processor ([`~transformers.ProcessorMixin`]):
+            Processor, for the error.
+        where (`str`):
+            Row of the completion, for the error.
+
+    Raises:
+        ValueError: If it is another token.
+    """
+    if token not in decision_ids:
+        text = processor.tokenizer.decode([token])
+        raise ValueError(
+            f"The completion of {where} begins with the token {text!r}, not with Yes or No: the tokenizer joins the "
+            "decision with what follows it. Put a full stop or a new line behind it."
+        )
+
+
+def _check_position(position: int, max_length: int, where: str) -> None:
+    if position >= max_length:
+        raise ValueError(
+            f"{where} has {position} tokens of images and question before its decision; `max_length` = {max_length} "
+            f"would cut them off. Raise `max_length` to at least {position + 1} (None never cuts), or lower "
+            "`max_pixels`, so that an image becomes fewer tokens."
+        )
+
+
+def check_lengths(dataset: Dataset, name: str, processor: ProcessorMixin, max_length: int) -> None:
+    """
+    Check that images and question of every pair fit into `max_length` tokens, as the collator does batch by batch.
+
+    The sizes come from the headers of the image files, which are opened only where two of the largest images that the
+    processor leaves would not fit. A processor that cannot say how many tokens an image takes is left to the collator.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Pairs.
+        name (`str`):
+            Name of the dataset in errors.
+        processor ([`~transformers.ProcessorMixin`]):
+            Processor, with its limit of pixels.
+        max_length (`int`):
+            Tokens at which a sequence is cut.
+
+    Raises:
+        ValueError: If a row does not fit, or an image file has no header that can be read.
+    """
+    if not hasattr(processor, "_get_num_multimodal_tokens"):
+        return
+    rows = PairRows(dataset)
+    largest = _largest_number_of_tokens(processor)
+    for row, prompt, completion in iter_texts(dataset):
+        # A token is at least a byte of text
+        texts = sum(len((content_text(turn["content"]) or "").encode()) for turn in prompt)
+        if largest is not None and 2 * largest + texts + _MAX_TEMPLATE_TOKENS < max_length:
+            continue
+        where = f"Row {row} of `{name}`"
+        sizes = [
+            _size_from_header(image, processor, f"{place} image of row {row} of `{name}`")
+            for place, image in zip(_PLACES, rows[row]["images"], strict=True)
+        ]
+        of_images = processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+        # The text has one token for each image, which the processor replaces
+        _check_position(_count_prompt_tokens(prompt, completion, processor) - 2 + sum(of_images), max_length, where)
+
+
+def _largest_number_of_tokens(processor: ProcessorMixin) -> int | None:
+    """Tokens that an image of the Qwen-VL families has at most; None for others."""
+    limit, merge_size = pixel_limit(processor), getattr(processor.image_processor, "merge_size", None)
+    if limit is None or merge_size is None:
+        return None
+    side = patch_size_of(processor) * merge_size
+    # An image of one row of patches may go beyond the limit
+    return max(limit // side**2, math.ceil(math.sqrt(limit * MAX_RATIO) / side) + 1)
+
+
+def _size_from_header(stored: dict[str, Any], processor: ProcessorMixin, where: str) -> tuple[int, int]:
+    """Height and width that [`load_image`] gives an image."""
+    try:
+        with open_image(stored["bytes"] if stored["bytes"] is not None else stored["path"]) as image:
+            width, height = image.size
+        return smart_resize(height, width, factor=patch_size_of(processor) * SPATIAL_MERGE_SIZE)
+    except Exception:
+        load_image(stored, patch_size_of(processor), where)  # says what is wrong
+        raise
+
+
+def _count_prompt_tokens(prompt: list[dict], completion: list[dict], processor: ProcessorMixin) -> int:
+    # As TRL's collator writes it
+    images = [Image.new("RGB", (1, 1))] * 2
+    example = {
+        "prompt": prepare_multimodal_messages(prompt, images=images),
+        "completion": prepare_multimodal_messages(completion),
+    }
+    text = apply_chat_template(example, processor)["prompt"]
+    return len(processor.tokenizer(text, add_special_tokens=False)["input_ids"])

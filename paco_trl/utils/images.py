@@ -116,7 +116,7 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
         name = source if len(source) < 300 else source[:40] + "…"  # a data URL is the whole image
     try:
         # Not opened by the library, which would convert it in its own way
-        opened = to_rgb(_open(source), "The image")
+        opened = to_rgb(open_image(source), "The image")
         message = {"role": "user", "content": [{"type": "image", "image": opened}]}
         images, _ = process_vision_info([message], image_patch_size=patch_size)
     except Exception as error:  # Pillow raises half a dozen kinds, requests and base64 their own
@@ -127,8 +127,21 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
     return images[0]
 
 
-def _open(source) -> Image.Image:
-    """Open what `load_image` takes; the rules for a `str` are those of `qwen_vl_utils.fetch_image`."""
+def open_image(source) -> Image.Image:
+    """
+    Opens what [`load_image`] takes; the rules for a `str` are those of `qwen_vl_utils.fetch_image`.
+
+    Args:
+        source (`PIL.Image.Image`, `str` or `bytes`):
+            Image, path, URL or data URL, or the bytes of a file.
+
+    Returns:
+        `PIL.Image.Image`: the image, whose pixels may not have been read yet.
+
+    Raises:
+        TypeError: It is something else.
+        OSError: There is no such file, it is no image, or its server does not answer.
+    """
     if isinstance(source, Image.Image):
         return source
     if isinstance(source, (bytes, bytearray)):

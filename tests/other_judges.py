@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny vision-language models of other families than the one that the judge was published with."""
+
+import torch
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedModel,
+    ProcessorMixin,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
+
+
+OTHER_JUDGES = ("qwen2", "qwen3", "llava")
+
+
+def build_other_judge(name: str, processor: ProcessorMixin) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """
+    Args:
+        name (`str`):
+            One of `OTHER_JUDGES`.
+        processor ([`~transformers.ProcessorMixin`]):
+            That of the tiny Qwen2.5-VL, for its tokenizer and chat template.
+
+    Returns:
+        `tuple`: the model, in eval mode, and its processor.
+    """
+    tokenizer = processor.tokenizer
+    text = {
+        **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048},
+        **{"initializer_range": 0.1, "bos_token_id": 0, "eos_token_id": 2},
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    qwen = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name.replace('image', 'image_pad')}|>")
+        for name in ("image", "vision_start", "vision_end")
+    }
+    qwen["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    parts = {
+        "tokenizer": tokenizer,
+        "video_processor": processor.video_processor,
+        "chat_template": processor.chat_template,
+    }
+    size = processor.image_processor.size
+
+    def qwen2():
+        vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+        config = Qwen2VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **qwen)
+        return Qwen2VLForConditionalGeneration(config), Qwen2VLProcessor(Qwen2VLImageProcessor(size=size), **parts)
+
+    def qwen3():
+        vision = {
+            **{"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+            **{"patch_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+            "initializer_range": 0.1,
+        }
+        config = Qwen3VLConfig(
+            text_config={**text, "head_dim": 16, "rope_parameters": rope}, vision_config=vision, **qwen
+        )
+        image_processor = Qwen2VLImageProcessor(size=size, patch_size=16)
+        return Qwen3VLForConditionalGeneration(config), Qwen3VLProcessor(image_processor, **parts)
+
+    def llava():
+        vision = CLIPVisionConfig(
+            **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"image_size": 56, "patch_size": 14, "initializer_factor": 5.0},
+        )
+        config = LlavaConfig(
+            vision_config=vision,
+            text_config=Qwen2Config(**text),
+            image_token_index=qwen["image_token_id"],
+            vision_feature_layer=-1,
+        )
+        own_processor = LlavaProcessor(
+            CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}),
+            tokenizer=tokenizer,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            image_token="<|image_pad|>",
+            num_additional_image_tokens=1,
+            chat_template=processor.chat_template,
+        )
+        return LlavaForConditionalGeneration(config), own_processor
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, own_processor = {"qwen2": qwen2, "qwen3": qwen3, "llava": llava}[name]()
+    return model.eval(), own_processor
