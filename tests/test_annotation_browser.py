@@ -15,9 +15,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 playwright = pytest.importorskip("playwright.sync_api")
 
+from paco_trl.data.building import build_pairs  # noqa: E402
 from paco_trl.data.building.annotation_page import make_app  # noqa: E402
 from paco_trl.data.building.annotation_page.assignment import shown_order  # noqa: E402
 from paco_trl.data.building.annotations import read_annotations  # noqa: E402
+from planted_world import PlantedWorld  # noqa: E402
 from test_annotation_page import THEME, World, get_task, make_world, read_lines, served  # noqa: E402
 
 
@@ -179,6 +181,30 @@ def test_keys_rank_everything(world, folder, serve, sit_down):
     assert all(
         0 < line["seconds"] < 60 and line["time"].endswith("+00:00") for line in read_lines(folder / "anna.jsonl")
     )
+
+
+def test_what_a_person_ranks_is_in_the_dataset(tmp_path, folder, serve, sit_down):
+    """By what is seen: the candidates with the reference's colour come first."""
+    built = PlantedWorld(tmp_path / "world", 2, 1, 2)
+    url = serve((built.instances, built.panels, built.prompts), annotations_per_instance=1)
+    anna = sit_down(url, "anna")
+    rows = {row["id"]: row for row in built.instances}
+    while anna.page.locator("#work").is_visible():
+        row = rows[anna.instance]
+        is_other = [not built.is_consistent(row["reference"], name) for name in row["candidates"]]
+        anna.press(*anna.keys_of(sorted(range(4), key=is_other.__getitem__)))
+        anna.go_on("Enter")
+    annotations = read_annotations([folder / "anna.jsonl"], built.instances)
+    pairs, held_out, report = build_pairs(built.instances, built.panels, built.prompts, annotations, test_size=0.5)
+    assert report["votes"]["ordered"] == len(rows) == 16
+    assert len(held_out) == 8
+    decisions = [
+        (row["completion"][0]["content"] == "Yes", built.is_consistent(*row["panels"]))
+        for split in pairs.values()
+        for row in split.remove_columns("images")
+    ]
+    assert {said for said, _ in decisions} == {True, False}
+    assert all(said == is_true for said, is_true in decisions)
 
 
 def test_images_are_seen_and_text_is_text(world, folder, serve, sit_down):

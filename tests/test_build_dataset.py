@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import load_from_disk
@@ -36,7 +37,7 @@ def load_script(name: str):
     return script
 
 
-script = load_script("build_dataset")
+script, train_reward = load_script("build_dataset"), load_script("train_reward")
 
 
 @pytest.fixture
@@ -115,9 +116,12 @@ class TestStages:
         assert report["pairs"]["splits"]["train"]["consistent"] == 3 * 3 * 6
         assert report["ranking"]["annotators"]["automatic"]["ranked"] == 180
         assert "consistent" in capsys.readouterr().out
-        # What a script that trains does with it
-        arguments = script.load_image_set_prompts(folder / "prompts" / "dataset")
-        assert len(arguments) == 5
+        # As the script that trains a judge loads it
+        training = SimpleNamespace(process_index=0, dataset_num_proc=None)
+        arguments = train_reward.ScriptArguments(dataset_name=str(folder / "pairs/dataset"))
+        assert train_reward.load_pairs(arguments, training, "test", None)["id"][:] == pairs["test"]["id"][:]
+        with pytest.raises(ValueError, match=r"no split 'dev' in .*, only \['train', 'test'\]"):
+            train_reward.load_pairs(arguments, training, "dev", None)
 
     def test_a_stage_that_is_done_draws_nothing_again(self, drawn, tiny_flux, tmp_path, monkeypatch):
         from diffusers import FluxPipeline
@@ -314,15 +318,17 @@ class TestWritten:
             )
 
     def test_reasons(self, planted, tmp_path):
-        refused, numbers = set(), itertools.count(1)
+        asked_before, refused = set(), set()
 
         def explain(body):
             text = str(body["messages"][-1]["content"][-1]["text"])
             label = "Yes" if re.search(r"\bYes\b", text.replace('"Yes" and "No"', "")) else "No"
-            number = next(numbers)
-            if number % 7 == 0:
-                refused.add(number)
-                return "I cannot see anything."
+            question = str(body["messages"])
+            if question not in asked_before:
+                asked_before.add(question)
+                if len(asked_before) % 7 == 0:
+                    refused.add(question)
+                    return "I cannot see anything."
             rest = "the figure in both pictures has a bright colour and a plain shape on a grey background of its own"
             return f"{label}. In the first and in the other one {rest}."
 

@@ -156,7 +156,7 @@ def run_blocks(pages: list[Path], folder: Path) -> tuple[int, str]:
 class TestSnippets:
     def test_runnable_blocks_run(self, tmp_path):
         number, printed = run_blocks(PAGES, tmp_path)
-        assert number == 4 + 3  # of the README and of the other pages
+        assert number == 4 + 4  # of the README and of the other pages
         # What the text around them promises
         assert (tmp_path / "paco-tiny" / "contact_sheets" / "round_00001.png").exists()
         assert (tmp_path / "paco-tiny" / "pytorch_lora_weights.safetensors").exists()
