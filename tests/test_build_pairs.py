@@ -137,6 +137,7 @@ class TestAnnotations:
             assert parse_ranking(format_ranking(ranks)) == ranks
         assert format_ranking((2, 3, 1, 3)) == "2>0>1=3"
         assert parse_ranking(" 2 > 0 > 1 = 3") == (2, 3, 1, 3)
+        assert parse_ranking("0=1>2") == (1, 1, 3)
         for text in ("2>0", "0>0>1", "a>b", "0>>1", ""):
             with pytest.raises(ValueError, match="the ranking"):
                 parse_ranking(text)
@@ -418,6 +419,13 @@ class TestDecisions:
         chosen = {next(iter(set(self.decide(("x", [1, 2, 2]), seed=seed)) - {("a", "b")})) for seed in range(20)}
         assert chosen == {("a", "c"), ("a", "d")}
 
+    def test_who_ties_at_the_top_says_nothing_for_it(self):
+        assert self.decide(("x", [1, 1, 2]), ("x", [1, 2, 3]))["a", "b"] == (1, 0)
+        assert self.decide(("x", [1, 2, 2]), ("x", [1, 2, 3]))["a", "b"] == (2, 0)
+
+    def test_who_ties_all_says_nothing(self):
+        assert self.decide(("x", [1, 2, 3]), ("x", [1, 1, 1])) == {("a", "b"): (1, 0), ("a", "d"): (0, 1)}
+
     def test_tied_at_the_top_is_no_positive(self):
         assert self.decide(("x", [1, 1, 2])) == {("a", "d"): (0, 1)}
         assert self.decide(("x", [1, 1, 1])) == {}
@@ -497,6 +505,25 @@ class TestAutomatic:
                 if is_split:
                     separated.add(is_shared)
         assert separated == {False}
+
+    def test_contradictions_are_dropped(self, world):
+        """The first panel of a grid is the best for the second, and the second the worst for the first."""
+        both = {"p000/0/0/1": (1, 2, 3, 4), "p000/0/1/0": (4, 3, 2, 1)}
+        pair = {"p000/0/0", "p000/0/1"}
+
+        def build(annotations):
+            arguments = (world.instances, world.panels, world.prompts, annotations)
+            pairs, _, report = build_pairs(*arguments, test_size=0)
+            return [row for row in pairs["train"].remove_columns("images") if set(row["panels"]) == pair], report
+
+        annotations = [Annotation("anna", name, ranks) for name, ranks in both.items()]
+        found, report = build(annotations)
+        assert (found, report["contradictions"], report["splits"]["train"]["pairs"]) == ([], 1, 2)
+        for name, label in (("p000/0/0/1", "Yes"), ("p000/0/1/0", "No")):  # the twin: one more vote
+            (row,), report = build([*annotations, Annotation("ben", name, both[name])])
+            assert row["completion"][0]["content"] == label
+            assert sorted(row["votes"].values()) == [1, 2]
+            assert report["contradictions"] == 0
 
     def test_nothing_comes_out(self, world):
         skipped = [Annotation("anna", name, None) for name in world.instances["id"]]
