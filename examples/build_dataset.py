@@ -25,10 +25,9 @@ Each stage goes on where it was stopped. The pairs train a judge as they are:
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, concatenate_datasets
 from rich.console import Console
 from rich.markup import escape
 
@@ -85,17 +84,35 @@ def result(args, name: str) -> Dataset | DatasetDict:
     return stage(args, name).load()
 
 
+def digest_of_prompts(prompts: Dataset) -> str:
+    columns = ("id", "prompt", "theme", "rows", "cols", "height", "width")
+    return digest(prompts.select_columns([name for name in columns if name in prompts.column_names])[:])
+
+
+def drawn_prompts(args) -> Dataset:
+    """The prompts, which must be those that the grids were drawn with: all that follows is about them."""
+    prompts, grids = result(args, "prompts"), stage(args, "grids")
+    if digest_of_prompts(prompts) != grids.settings["prompts"]:
+        raise ValueError(
+            f"The prompts in {args.build_dir} are others now than those that the grids were drawn with. Run the stage "
+            "`prompts` again as it was, or draw the grids of these ones: delete what follows from the others, or give "
+            "another `--build_dir`."
+        )
+    return prompts
+
+
 def annotations_dir(args) -> Path:
     return Path(args.build_dir) / "annotations"
 
 
-def finish(args, folder: StageFolder, report: dict) -> None:
-    """Say what came out, and put it on the Hub where that is asked for."""
+def finish(args, folder: StageFolder, report: dict, **also: Dataset) -> None:
+    """Say what came out, and put it on the Hub where that is asked for, with what it is about."""
     console = Console()
     console.print(f"[bold]{escape(folder.path.name)}[/] is in {escape(str(folder.path / 'dataset'))}")
     console.print_json(json.dumps(report, ensure_ascii=False))
     if args.hub_id is not None:
-        folder.load().push_to_hub(args.hub_id, private=True)
+        for name, dataset in {folder.path.name: folder.load(), **also}.items():
+            dataset.push_to_hub(args.hub_id, config_name=name, private=True)
         console.print(f"It is on the Hub as {escape(args.hub_id)}.")
 
 
@@ -134,6 +151,14 @@ def make_prompts(args: PromptsArguments) -> None:
     if "id" not in prompts.column_names:
         prompts = prompts.add_column("id", [f"{row:06}" for row in range(len(prompts))])
     report["prompts"] = len(prompts)
+    single = next(
+        (row["id"] for row in prompts.select_columns(["id", "rows", "cols"]) if row["rows"] * row["cols"] < 2), None
+    )
+    if single is not None:
+        raise ValueError(
+            f"The prompt {single!r} asks for one panel, which has none to be compared with. Leave it out, or write it "
+            "for a layout of at least two panels."
+        )
 
     if (args.num_selected is None) != (args.embedding_model is None):
         raise ValueError(
@@ -160,24 +185,29 @@ def make_grids(args: GridsArguments) -> None:
     if args.dtype not in DTYPES:
         raise ValueError(f"`--dtype` is {args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
     prompts = result(args, "prompts")
-    columns = [name for name in ("id", "prompt", "rows", "cols", "height", "width") if name in prompts.column_names]
     settings = {name: getattr(args, name) for name in ("model", "dtype", "seeds", "batch_size", "height", "width")}
     call = {name: getattr(args, name) for name in ("num_inference_steps", "guidance_scale")}
     call = {name: value for name, value in call.items() if value is not None}
-    folder = stage(args, "grids", settings | call | {"prompts": digest(prompts.select_columns(columns)[:])})
+    # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})
 
     pipeline = load_pipeline(args.model, getattr(torch, args.dtype))
     draw_grids(pipeline, prompts, folder, args.seeds, args.batch_size, args.height, args.width, **call)
-    if PartialState().is_main_process:
+    if state.is_main_process:  # the others are done: an upload may take longer than they would wait
         finish(args, folder, folder.report)
-    PartialState().wait_for_everyone()
 
 
 ################
 # 3. Panels and ranking instances
 ################
 def make_panels(args: PanelsArguments) -> None:
-    prompts, grids = result(args, "prompts"), result(args, "grids")
+    prompts, grids = drawn_prompts(args), result(args, "grids")
+    unknown = set(args.exclude_prompts) - set(prompts["id"][:])
+    if unknown:
+        raise ValueError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is the id of no prompt.")
+    kept = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
+    grids = grids.select(kept)
     drawn = {"grids": grids["id"][:], "drawn_with": stage(args, "grids").settings}
     panels = cut_panels(grids, stage(args, "panels", {"grids": digest(drawn)}), args.num_workers)
     instances = make_instances(panels, args.max_instances_per_prompt, args.seed)
@@ -189,7 +219,7 @@ def make_panels(args: PanelsArguments) -> None:
     }
     folder.finish(instances, report)
     instances_sheet(instances, panels, prompts, folder.path / "sample.png")
-    finish(args, folder, report)
+    finish(args, folder, report, panels=panels)
 
 
 ################
@@ -201,7 +231,7 @@ def annotate(args: AnnotateArguments) -> None:
     serve_annotation(
         result(args, "instances"),
         result(args, "panels"),
-        result(args, "prompts"),
+        drawn_prompts(args),
         annotations_dir(args),
         host=args.host,
         port=args.port,
@@ -227,7 +257,7 @@ def rank(args: RankArguments) -> None:
         from paco_trl import PaCoReward
 
         judge = PaCoReward.from_pretrained(args.judge, dtype=args.dtype)
-    counts = rank_with_judge(instances, panels, result(args, "prompts"), judge, annotator, annotations_dir(args))
+    counts = rank_with_judge(instances, panels, drawn_prompts(args), judge, annotator, annotations_dir(args))
     Console().print_json(json.dumps({"annotator": annotator, **counts}))
 
 
@@ -240,7 +270,7 @@ def file_of(args: ExchangeArguments) -> Path:
 def export(args: ExchangeArguments) -> None:
     file, instances = file_of(args), result(args, "instances")
     if args.what == "tasks":
-        export_tasks(instances, result(args, "panels"), result(args, "prompts"), file)
+        export_tasks(instances, result(args, "panels"), drawn_prompts(args), file)
     elif args.what == "annotations":
         export_annotations(read_annotations(annotation_files(annotations_dir(args)), instances), file)
     else:
@@ -256,56 +286,80 @@ def import_(args: ExchangeArguments) -> None:
 ################
 # 5. Pairs and held-out rankings
 ################
+def counted_annotators(args: PairsArguments) -> list[str]:
+    """Who is counted: those that are named, or all. Construction is no opinion beside those of people and judges."""
+    kinds = annotator_kinds(annotations_dir(args), args.annotators)
+    if args.annotators is None and len(set(kinds.values())) > 1:
+        kinds = {name: kind for name, kind in kinds.items() if kind != "automatic"}
+    return list(kinds)
+
+
 def make_pairs(args: PairsArguments) -> None:
-    instances, panels, prompts = (result(args, name) for name in ("instances", "panels", "prompts"))
-    annotations = read_annotations(annotation_files(annotations_dir(args), args.annotators), instances)
+    instances, panels, prompts = result(args, "instances"), result(args, "panels"), drawn_prompts(args)
+    annotators = counted_annotators(args)
+    annotations = read_annotations(annotation_files(annotations_dir(args), annotators), instances)
     gold = [] if args.gold is None else read_annotations([args.gold], instances)
-    ranking = agreement_report(annotations, gold)
+    excluded = []
     if args.min_gold_agreement is not None:
-        ranking["excluded"] = untrusted_annotators(ranking, args.min_gold_agreement)
-        annotations = [one for one in annotations if one.annotator not in ranking["excluded"]]
-    pairs, rankings, report = build_pairs(
+        excluded = untrusted_annotators(agreement_report(annotations, gold), args.min_gold_agreement)
+        annotators = [name for name in annotators if name not in excluded]
+        annotations = [one for one in annotations if one.annotator not in excluded]
+    pairs, rankings, counts = build_pairs(
         instances, panels, prompts, annotations, args.num_negatives, args.test_size, args.max_rankings, args.seed
     )
-    kinds = annotator_kinds(annotations_dir(args), args.annotators)
-    ranking["by"] = sorted(set(kinds.values()))
-    ranking["judge"] = next((name for name, kind in kinds.items() if kind == "judge"), None)
-    report = {"ranking": ranking, "pairs": report}
-    folder = stage(args, "pairs")
+    kinds = annotator_kinds(annotations_dir(args), annotators)
+    ranking = agreement_report(annotations, gold) | {
+        "by": sorted(set(kinds.values())),
+        "judges": [name for name, kind in kinds.items() if kind == "judge"],
+        "excluded": excluded,
+    }
+    report = {"ranking": ranking, "pairs": counts}
+    folder, held_out = stage(args, "pairs"), stage(args, "rankings")
     folder.finish(pairs, report)
     pairs_sheet(pairs["train"], folder.path / "sample.png")
-    held_out = stage(args, "rankings")
     if rankings is None:
         held_out.clear()
     else:
         held_out.finish(rankings, {"rankings": len(rankings)})
-    finish(args, folder, report)
+    finish(args, folder, report, **({} if rankings is None else {"rankings": rankings}))
 
 
 ################
 # 6. Reasons
 ################
-def digest_of_pairs(args, pairs: DatasetDict) -> str:
-    columns = ["id", "prompt", "completion", "dimensions"]
-    texts = {name: split.select_columns(columns)[:] for name, split in pairs.items()}
-    return digest([texts, result(args, "panels").select_columns(["id", "sha256"])[:]])
+def keys_of_pairs(pairs: Dataset) -> list[str]:
+    """What a pair's reasons are about: another label or other images under the same id need others."""
+    columns = ["id", "prompt", "completion", "dimensions", "sha256"]
+    return [f"{row['id']}~{digest(row)[:16]}" for row in pairs.select_columns(columns)]
 
 
 def make_reasons(args: ReasonsArguments) -> None:
     pairs, endpoint = result(args, "pairs"), endpoint_of(args)
-    names = ("model", "max_attempts", "min_words", "max_words", "seed")
-    settings = {name: getattr(args, name) for name in names} | {"pairs": digest_of_pairs(args, pairs)}
-    folder = stage(args, "reasons", settings)
+    keys = {name: keys_of_pairs(split) for name, split in pairs.items()}
+    folder = stage(
+        args, "reasons", {name: getattr(args, name) for name in ("model", "min_words", "max_words", "seed")}
+    )
+    if folder.is_done and folder.report["keys"] == digest(keys) and folder.report["max_attempts"] >= args.max_attempts:
+        finish(args, folder, folder.report)
+        return
     endpoint.check()
-    limits = (args.max_attempts, args.min_words, args.max_words, args.seed)
-    parts = {name: StageFolder(folder.path / name) for name in pairs}
-    written = {name: write_reasons(pairs[name], endpoint, part, *limits) for name, part in parts.items()}
-    report = {"model": args.model}
-    for name in ("pairs", "with reasons", "requests"):
-        report[name] = sum(part.report[name] for part in parts.values())
-    for name in ("rejected", "left out"):
-        report[name] = dict(sum((Counter(part.report[name]) for part in parts.values()), Counter()))
-    folder.finish(DatasetDict(written), report)
+    # All splits in one go, by keys: what was written for a pair stays, whatever else has changed since
+    asked = concatenate_datasets(
+        [split.remove_columns("id").add_column("id", keys[name]) for name, split in pairs.items()]
+    )
+    part = StageFolder(folder.path / "written")
+    part.clear()
+    written = write_reasons(asked, endpoint, part, args.max_attempts, args.min_words, args.max_words, args.seed)
+    row_of = {key: row for row, key in enumerate(written["id"][:])}
+    splits = {}
+    for name, split in pairs.items():
+        kept = [(row, key) for row, key in enumerate(keys[name]) if key in row_of]
+        if kept:
+            reasoned = written.select([row_of[key] for _, key in kept]).remove_columns("id")
+            ids = split.select([row for row, _ in kept])["id"][:]
+            splits[name] = reasoned.add_column("id", ids).select_columns(split.column_names)
+    report = {"model": args.model, "max_attempts": args.max_attempts, "keys": digest(keys), **part.report}
+    folder.finish(DatasetDict(splits), report)
     finish(args, folder, report)
 
 
@@ -315,6 +369,7 @@ def make_reasons(args: ReasonsArguments) -> None:
 def publish(args: PublishArguments) -> None:
     if args.repo_id is None:
         raise ValueError("`--repo_id` is missing: the Hub id of the dataset, for example user/my-pairs.")
+    drawn_prompts(args)
     pairs, reasons, rankings = result(args, "pairs"), stage(args, "reasons"), stage(args, "rankings")
     grids = stage(args, "grids")
     report = {
@@ -323,10 +378,10 @@ def publish(args: PublishArguments) -> None:
         **stage(args, "pairs").report,
     }
     if reasons.is_done:
-        if reasons.settings["pairs"] != digest_of_pairs(args, pairs):
+        if reasons.report["keys"] != digest({name: keys_of_pairs(split) for name, split in pairs.items()}):
             raise ValueError(
-                f"The reasons in {reasons.path} were written for other pairs than those of now. Delete the folder, and "
-                "run the stage `reasons` again if the dataset is to have reasons."
+                f"The reasons in {reasons.path} were written for other pairs than those of now. Run the stage `reasons` "
+                "again, which asks about the new ones only, or delete the folder to publish the labels alone."
             )
         pairs, report["reasons"] = reasons.load(), reasons.report
     url = publish_dataset(

@@ -85,8 +85,9 @@ def drawn(build, tiny_flux, tmp_path):
 def planted(build, tmp_path):
     """The same, with grids of the planted world in the place of drawn ones."""
     world = PlantedWorld(tmp_path / "world", 5)
-    for name, dataset in (("prompts", world.prompts), ("grids", world.grids)):
-        script.StageFolder(tmp_path / "build" / name, {"model": "a-model"}).finish(dataset, {})
+    drawn_with = {"model": "a-model", "prompts": script.digest_of_prompts(world.prompts)}
+    script.StageFolder(tmp_path / "build/prompts").finish(world.prompts, {})
+    script.StageFolder(tmp_path / "build/grids", drawn_with).finish(world.grids, {})
     build("panels", num_workers=1)
     build.world = world
     return build
@@ -373,7 +374,7 @@ class TestPublish:
         ]
         (tmp_path / "anna.json").write_text(json.dumps(rankings))
         planted("import", file=tmp_path / "anna.json")
-        planted("pairs", test_size=0.2)
+        planted("pairs", test_size=0.2, annotators=["anna", "automatic"])
         command = [sys.executable, str(ROOT / "examples/build_dataset.py"), "publish", "--repo_id", "tester/figures"]
         with HubServer({"hf_a": "tester"}) as hub:
             variables = {**os.environ, **hub.environment(str(tmp_path / "cache")), "OMP_NUM_THREADS": "1"}

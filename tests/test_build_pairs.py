@@ -19,6 +19,7 @@ from paco_trl.data.building import (
     StageFolder,
     agreement_report,
     annotation_files,
+    annotator_kinds,
     append_annotation,
     build_pairs,
     count_agreement,
@@ -35,7 +36,7 @@ from paco_trl.data.building import (
     read_annotations,
     untrusted_annotators,
 )
-from paco_trl.data.building.annotations import check_annotator, format_ranking, parse_ranking
+from paco_trl.data.building.annotations import check_annotator, format_ranking, instance_digest, parse_ranking
 from paco_trl.data.building.annotators import construction_ranks, ranks_of_scores
 from paco_trl.data.building.make_pairs import decide_pairs, vote_on_instances
 from paco_trl.data.building.split import check_no_leak, connected_prompts, split_prompts
@@ -66,7 +67,11 @@ def tasks(counts: dict[str, int]) -> Dataset:
 
 class TestStageFolder:
     def test_settings_are_kept(self, tmp_path):
-        StageFolder(tmp_path / "stage", {"seeds": (0, 1), "size": 2})
+        StageFolder(tmp_path / "stage", {"seeds": (0, 1), "size": 1})
+        # Nothing came of it: it may begin with other ones
+        folder = StageFolder(tmp_path / "stage", {"seeds": (0, 1), "size": 2})
+        assert folder.settings == {"seeds": [0, 1], "size": 2}
+        folder.journal("done").append({"id": 1})
         StageFolder(tmp_path / "stage", {"seeds": [0, 1], "size": 2})
         with pytest.raises(ValueError, match=r"begun with other settings: `size` was 2 and is now 3\. "):
             StageFolder(tmp_path / "stage", {"seeds": [0, 1], "size": 3})
@@ -183,6 +188,77 @@ class TestAnnotations:
         with pytest.raises(ValueError, match=rf"all\.jsonl, line 2.*{message}"):
             import_annotations(path, tmp_path / "annotations", instances)
         assert not (tmp_path / "annotations").exists()
+
+    def test_other_images_under_the_same_id(self, tmp_path):
+        """Grids that were drawn again have the ids of before. What was said of the old images is not said of them."""
+        instances = tasks({"x": 3}).add_column("digest", ["old"])
+        append_annotation(tmp_path, {"annotator": "anna", "instance": "x", "ranking": [0, 1, 2], "digest": "old"})
+        append_annotation(tmp_path, {"annotator": "ben", "instance": "x", "ranking": [0, 1, 2]})
+        assert len(read_annotations(annotation_files(tmp_path), instances)) == 2
+        drawn_again = tasks({"x": 3}).add_column("digest", ["new"])
+        assert len(read_annotations([tmp_path / "ben.jsonl"], drawn_again)) == 1  # it does not say of which images
+        with pytest.raises(ValueError, match=r"anna\.jsonl, line 1: the instance 'x' has other images now"):
+            read_annotations(annotation_files(tmp_path), drawn_again)
+
+    def test_a_digest_is_that_of_the_images_in_their_order(self, world, tmp_path):
+        digests = dict(zip(world.panels["id"], world.panels["sha256"], strict=True))
+        row = world.instances[3]
+        own = [digests[name] for name in row["candidates"]]
+        assert row["digest"] == instance_digest(digests[row["reference"]], own)
+        assert row["digest"] != instance_digest(digests[row["reference"]], own[::-1])
+        assert len(set(world.instances["digest"])) == len(world.instances)
+        # All who annotate write it
+        rank_automatically(world.instances, world.panels, tmp_path)
+        rank_with_judge(world.instances, world.panels, world.prompts, ColourJudge(), "judge", tmp_path)
+        export_annotations([Annotation("anna", row["id"], (1, 2, 3, 4))], tmp_path / "anna.csv")
+        import_annotations(tmp_path / "anna.csv", tmp_path, world.instances)
+        for name in ("automatic", "judge", "anna"):
+            lines = {line["instance"]: line for _, line in read_lines(tmp_path / f"{name}.jsonl")}
+            assert lines[row["id"]]["digest"] == row["digest"]
+
+    def test_names_that_are_taken(self, world, tmp_path):
+        arguments = (world.instances, world.panels, world.prompts)
+        append_annotation(tmp_path, {"annotator": "anna", "instance": "p000/0/0/1", "ranking": [0, 1, 2, 3]})
+        with pytest.raises(ValueError, match="'anna' is 'a person' already, not 'user/colour-judge'"):
+            rank_with_judge(*arguments, ColourJudge(), "anna", tmp_path)
+        with pytest.raises(ValueError, match="'automatic' is the name of rankings by construction"):
+            rank_with_judge(*arguments, ColourJudge(), "automatic", tmp_path)
+        rank_with_judge(*arguments, ColourJudge(), "judge", tmp_path)
+        other = ColourJudge()
+        other.name = "other/colour-judge"
+        with pytest.raises(ValueError, match="'judge' is 'user/colour-judge' already, not 'other/colour-judge'"):
+            rank_with_judge(*arguments, other, "judge", tmp_path)
+        (tmp_path / "in.csv").write_text("annotator,instance,ranking\nautomatic,p000/0/0/1,0>1>2>3\n")
+        with pytest.raises(ValueError, match="annotations by 'automatic'"):
+            import_annotations(tmp_path / "in.csv", tmp_path, world.instances)
+        assert annotator_kinds(tmp_path) == {"anna": "people", "judge": "judge"}
+        rank_automatically(world.instances, world.panels, tmp_path)
+        assert annotator_kinds(tmp_path, ["automatic"]) == {"automatic": "automatic"}
+        assert annotator_kinds(tmp_path / "nobody") == {}
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("in.jsonl", b'{"annotator": "anna", "instance": "x", "rank', "The last line of .* is not valid JSON"),
+            ("in.csv", b'annotator,instance,ranking\nanna,"x,1>0>2\n', r"cannot be read"),
+            ("in.csv", "annotator,instance,ranking\nannä,x,1>0>2\n".encode("latin-1"), r"cannot be read"),
+            ("in.csv", b"annotator,instance,ranking\nanna,x\n", "line 2 has another number of cells"),
+            ("in.csv", b"annotator,instance,ranking\nanna,x,1>0>2,3\n", "line 2 has another number of cells"),
+            ("in.json", b'[{"annotator": "anna", "instance": ["x"], "ranking": [0, 1, 2]}]', r"no instance \['x'\]"),
+            ("in.json", b'[{"annotator": "anna", "instance": "x", "skipped": "no"}]', "must have one of `ranking`"),
+            ("in.txt", b"", "no file of annotations"),
+        ],
+    )
+    def test_files_that_are_not_whole(self, tmp_path, name, content, message):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            import_annotations(tmp_path / name, tmp_path / "folder", tasks({"x": 3}))
+        assert not (tmp_path / "folder").exists()
+
+    def test_a_column_of_another_tool_is_not_read(self, tmp_path):
+        (tmp_path / "in.csv").write_text("annotator,instance,ranking,skipped\nanna,x,1>0>2,no\n")
+        import_annotations(tmp_path / "in.csv", tmp_path, tasks({"x": 3}))
+        assert read_annotations(annotation_files(tmp_path), tasks({"x": 3}))[0].ranks == (2, 1, 3)
 
     @pytest.mark.parametrize("name", ["", "a b", "../x", ".", ".hidden", "ä", "a/b", "x" * 41, None])
     def test_names(self, name):
@@ -524,6 +600,24 @@ class TestAutomatic:
             assert row["completion"][0]["content"] == label
             assert sorted(row["votes"].values()) == [1, 2]
             assert report["contradictions"] == 0
+
+    def test_the_same_image_twice_is_no_pair(self, world, automatic):
+        """Grids that came out flat: all their panels are equal, and neither answer about two of them teaches anything."""
+        flat = {name for name in world.panels["id"] if name.startswith(("p000/0/", "p000/1/"))}
+        digests = [
+            "black" if name in flat else value
+            for name, value in zip(world.panels["id"], world.panels["sha256"], strict=True)
+        ]
+        panels = world.panels.remove_columns("sha256").add_column("sha256", digests)
+
+        def pairs_of_flat(panels):
+            pairs, _, report = build_pairs(world.instances, panels, world.prompts, automatic, test_size=0)
+            return [names for names in pairs["train"]["panels"] if set(names) <= flat], report["same_image_twice"]
+
+        before, none = pairs_of_flat(world.panels)
+        after, dropped = pairs_of_flat(panels)
+        assert len(before) >= 12 and none == 0
+        assert after == [] and dropped == len(before)
 
     def test_nothing_comes_out(self, world):
         skipped = [Annotation("anna", name, None) for name in world.instances["id"]]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings of texts, and the selection of prompts that cover all others."""
 
+import importlib
 import json
 import logging
 import shutil
@@ -13,10 +14,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel, CLIPModel, CLIPProcessor, CLIPTextModel, PreTrainedTokenizerFast
 
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
-from paco_trl.data.building import diversify as module
 from paco_trl.data.building.diversify import diversify, diversify_prompts
 from paco_trl.data.building.text_embeddings import embed_texts
 from paco_trl.tiny import build_tiny_clip
+
+
+# The package has the function under this name
+module = importlib.import_module("paco_trl.data.building.diversify")
 
 
 TEXTS = [

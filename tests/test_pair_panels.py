@@ -64,6 +64,7 @@ def make_panels(prompts: list[str], seeds: list[int], panels: int) -> Dataset:
                 "prompt_id": name,
                 "seed": seed,
                 "position": position,
+                "sha256": f"{name}{seed}{position}",
                 "image": f"/panels/{name}/{seed}-{position}.png",
             }
             for name in prompts
@@ -287,7 +288,7 @@ class TestInstances:
         if (prompts, seeds, panels) == (708, 4, 4):
             assert len(instances) == 33_984
         assert len(set(instances["id"])) == len(instances)
-        columns = instances[:]
+        columns = instances.remove_columns("digest")[:]
         seen = set()
         for name, prompt, reference, candidates in zip(*columns.values(), strict=True):
             own, seed, position = reference.split("/")

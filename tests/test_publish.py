@@ -37,7 +37,7 @@ REPORT = {
     },
     "ranking": {
         "by": ["people", "judge"],
-        "judge": "/home/someone/models/Judge-7B",
+        "judges": ["/home/someone/models/Judge-7B"],
         "instances": 48,
         "instances_of_several": 40,
         "kendalls_w": 0.8125,
@@ -87,7 +87,13 @@ def make_pairs(paths: dict, prompts: range, with_reasons: bool = True):
             )
             panels = [f"p{prompt}/0/0", f"p{prompt}/{other}/1"]
             votes = {"yes": 2 - other, "no": other}
-            pair |= {"id": "~".join(panels), "group": f"p{prompt}", "panels": panels, "votes": votes}
+            pair |= {
+                "id": "~".join(panels),
+                "sha256": ["0", "1"],
+                "group": f"p{prompt}",
+                "panels": panels,
+                "votes": votes,
+            }
             rows.append(pair | {"category": ("multi-pose", "movie shot")[prompt % 2], "dimensions": ["identity"]})
     features = built_pair_features()
     return Dataset.from_dict({name: [row[name] for row in rows] for name in features}, features=features)

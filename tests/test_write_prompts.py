@@ -2,6 +2,7 @@
 """Prompts from a language model: what is asked, what is refused of the answers, and a stage that is killed goes on."""
 
 import hashlib
+import importlib
 import json
 import logging
 import multiprocessing
@@ -18,12 +19,15 @@ import pytest
 
 from chat_server import ChatServer, answer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
-from paco_trl.data.building import write_prompts as module
 from paco_trl.data.building.categories import CATEGORIES, DIMENSIONS
 from paco_trl.data.building.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError
 from paco_trl.data.building.stage_folder import StageFolder
 from paco_trl.data.building.write_prompts import write_prompts
 from paco_trl.data.image_sets import check_image_set_columns, format_image_set_prompt
+
+
+# The package has the function under this name
+module = importlib.import_module("paco_trl.data.building.write_prompts")
 
 
 KEY = "key-that-nobody-may-see"

@@ -160,6 +160,8 @@ class PanelsArguments:
             Folder of the whole dataset, with a folder for each stage.
         num_workers (`int`, *optional*, defaults to `2`):
             Processes that cut grids.
+        exclude_prompts (`list[str]`, *optional*, defaults to `[]`):
+            Ids of prompts to leave out, for example of those with flat grids.
         max_instances_per_prompt (`int`, *optional*):
             Instances of a prompt at most, chosen by the seed. If `None`, all: 48 for four 2x2 grids.
         seed (`int`, *optional*, defaults to `0`):
@@ -172,6 +174,10 @@ class PanelsArguments:
         default="build", metadata={"help": "Folder of the whole dataset, with a folder for each stage."}
     )
     num_workers: int = field(default=2, metadata={"help": "Processes that cut grids."})
+    exclude_prompts: list[str] = field(
+        default_factory=lambda: [],
+        metadata={"help": "Ids of prompts to leave out, for example of those with flat grids."},
+    )
     max_instances_per_prompt: int | None = field(
         default=None,
         metadata={"help": "Instances of a prompt at most, chosen by the seed. If `None`, all: 48 for four 2x2 grids."},
@@ -229,7 +235,8 @@ class RankArguments:
         judge (`str`, *optional*, defaults to `"automatic"`):
             `automatic` for construction, or a judge: Hub id or folder, or its name on the server of `base_url`.
         base_url (`str`, *optional*):
-            Address of the server that has the judge. If `None`, it runs in this process.
+            Address of the server that has the judge (its key in `VLLM_API_KEY`, if it wants one). If `None`, it runs
+            in this process.
         annotator (`str`, *optional*):
             Name under which the judge annotates. If `None`, the last part of its name.
         dtype (`str`, *optional*, defaults to `"auto"`):
@@ -247,7 +254,9 @@ class RankArguments:
     )
     base_url: str | None = field(
         default=None,
-        metadata={"help": "Address of the server that has the judge. If `None`, it runs in this process."},
+        metadata={
+            "help": "Address of the server that has the judge (its key in `VLLM_API_KEY`, if it wants one). If `None`, it runs in this process."
+        },
     )
     annotator: str | None = field(
         default=None, metadata={"help": "Name under which the judge annotates. If `None`, the last part of its name."}
@@ -293,7 +302,7 @@ class PairsArguments:
         build_dir (`str`, *optional*, defaults to `"build"`):
             Folder of the whole dataset, with a folder for each stage.
         annotators (`list[str]`, *optional*):
-            Annotators to count. If `None`, all.
+            Annotators to count. If `None`, all, but `automatic` only where there are no others.
         gold (`str`, *optional*):
             File of rankings that are known to be right, to measure annotators by.
         min_gold_agreement (`float`, *optional*):
@@ -313,7 +322,10 @@ class PairsArguments:
     build_dir: str = field(
         default="build", metadata={"help": "Folder of the whole dataset, with a folder for each stage."}
     )
-    annotators: list[str] | None = field(default=None, metadata={"help": "Annotators to count. If `None`, all."})
+    annotators: list[str] | None = field(
+        default=None,
+        metadata={"help": "Annotators to count. If `None`, all, but `automatic` only where there are no others."},
+    )
     gold: str | None = field(
         default=None, metadata={"help": "File of rankings that are known to be right, to measure annotators by."}
     )

@@ -9,6 +9,9 @@ A file has a record for each instance that an annotator ranked: JSON lines, a li
     {"annotator": "anna", "instance": "fox/0/1/4", "skipped": true}                   # looked at, not ranked
 
 In CSV the columns are `annotator`, `instance` and `ranking`, a text such as `2>0>1=3` (empty for a skipped instance).
+
+`digest`, where a record has it, is that of the instance's images ([`instance_digest`]): a ranking of other images under
+the same id is an error.
 """
 
 import csv
@@ -20,12 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..columns import shorten
-from .stage_folder import append_line, read_lines, write_atomically
+from .stage_folder import append_line, digest, read_lines, write_atomically
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+
+# The annotator that stands for the construction
+AUTOMATIC = "automatic"
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 _REMEDY = "Nothing of this file was taken. Correct it and try again."
@@ -47,6 +53,22 @@ class Annotation(NamedTuple):
     annotator: str
     instance: str
     ranks: tuple[int, ...] | None
+
+
+def instance_digest(reference: str, candidates: Sequence[str]) -> str:
+    """
+    Give a digest of what an instance shows, in its order.
+
+    Args:
+        reference (`str`):
+            Digest of the reference's pixels.
+        candidates (`Sequence[str]`):
+            Digests of the candidates' pixels.
+
+    Returns:
+        `str`: 16 hexadecimal digits.
+    """
+    return digest([reference, *candidates])[:16]
 
 
 def check_annotator(name: Any) -> str:
@@ -151,7 +173,7 @@ def parse_ranking(text: str) -> tuple[int, ...]:
 
 def _read_ranks(record: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
     """Read the ranks of one record. The errors go on after `<file>, line <number>: `."""
-    if record.get("skipped"):
+    if record.get("skipped") is True:
         return None
     ranking, ranks = record.get("ranking"), record.get("ranks")
     if (ranking is None) == (ranks is None):
@@ -175,7 +197,16 @@ def _read_records(path: Path) -> list[tuple[str, Any]]:
     """Give each record with the place that it is at."""
     if path.suffix == ".jsonl":
         return [(f"{path.name}, line {number}", record) for number, record in read_lines(path)]
-    text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+        return _parse_records(path, text)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}). Save it as UTF-8, with each quote closed. {_REMEDY}"
+        ) from error
+
+
+def _parse_records(path: Path, text: str) -> list[tuple[str, Any]]:
     if path.suffix == ".csv":
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         missing = [name for name in ("annotator", "instance", "ranking") if name not in (reader.fieldnames or [])]
@@ -185,9 +216,12 @@ def _read_records(path: Path) -> list[tuple[str, Any]]:
             )
         rows = []
         for row in reader:
-            # Another tool may leave the cell of a skipped instance empty
-            record = row | ({"skipped": True} if not (row["ranking"] or "").strip() else {})
-            rows.append((f"{path.name}, line {reader.line_num}", record))
+            place = f"{path.name}, line {reader.line_num}"
+            if None in row or None in row.values():
+                raise ValueError(f"{place} has another number of cells than the first line. {_REMEDY}")
+            record = {name: row[name] for name in ("annotator", "instance", "ranking")}
+            # The empty cell of an instance that cannot be ranked
+            rows.append((place, record if row["ranking"].strip() else record | {"skipped": True}))
         return rows
     try:
         if path.suffix == ".json":
@@ -217,8 +251,11 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
         ValueError: If a file cannot be read, or a record has an instance that does not exist, a ranking that is not
             complete, or a name that is none; the error names file and line.
     """
-    columns = instances.with_format(None).select_columns(["id", "candidates"])[:]
+    columns = instances.with_format(None).select_columns(
+        [name for name in ("id", "candidates", "digest") if name in instances.column_names]
+    )[:]
     counts = {name: len(candidates) for name, candidates in zip(columns["id"], columns["candidates"], strict=True)}
+    digests = dict(zip(columns["id"], columns.get("digest", [None] * len(counts)), strict=True))
     place_of = {name: place for place, name in enumerate(counts)}
     found: dict[tuple[str, str], Annotation] = {}
     for path in paths:
@@ -227,8 +264,16 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
                 raise ValueError(f"{place} is {shorten(record)}, but must be an object. {_REMEDY}")
             try:
                 annotator, instance = check_annotator(record.get("annotator")), record.get("instance")
-                if instance not in counts:
-                    raise ValueError(f"there is no instance {shorten(instance)}; the first is {next(iter(counts))!r}.")
+                if not isinstance(instance, str) or instance not in counts:
+                    raise ValueError(
+                        f"there is no instance {shorten(instance)}; the first is {next(iter(counts))!r}. (Were fewer "
+                        "instances asked for since it was ranked?)"
+                    )
+                if digests[instance] is not None and record.get("digest", digests[instance]) != digests[instance]:
+                    raise ValueError(
+                        f"the instance {instance!r} has other images now than those that were ranked. Move the "
+                        "annotations of before away, and rank again."
+                    )
                 ranks = _read_ranks(record, counts[instance])
             except ValueError as error:
                 raise ValueError(f"{place}: {error} {_REMEDY}") from error
@@ -297,11 +342,45 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
     Raises:
         ValueError: As [`read_annotations`].
     """
+    if Path(path).suffix == ".jsonl":
+        _check_last_line(Path(path))
+    annotations = read_annotations([path], instances)
+    if any(annotation.annotator == AUTOMATIC for annotation in annotations):
+        raise ValueError(
+            f"{path} has annotations by {AUTOMATIC!r}, the name of rankings by construction. Name another."
+        )
+    digests = digests_by_instance(instances)
     counts: dict[str, int] = {}
-    for annotation in read_annotations([path], instances):
-        append_annotation(folder, _record(annotation))
+    for annotation in annotations:
+        append_annotation(folder, _record(annotation) | digests.get(annotation.instance, {}))
         counts[annotation.annotator] = counts.get(annotation.annotator, 0) + 1
     return counts
+
+
+def _check_last_line(path: Path) -> None:
+    """A last line that is not whole is no work of a process that was killed here: the file itself is not whole."""
+    last = path.read_bytes().rstrip().rpartition(b"\n")[2]
+    try:
+        json.loads(last)
+    except ValueError as error:
+        raise ValueError(f"The last line of {path} is not valid JSON ({error}). {_REMEDY}") from error
+
+
+def digests_by_instance(instances: "Dataset") -> dict[str, dict[str, str]]:
+    """
+    Give what ties an annotation to the images of its instance.
+
+    Args:
+        instances ([`~datasets.Dataset`]):
+            The ranking instances.
+
+    Returns:
+        `dict[str, dict[str, str]]`: `{"digest": ...}` by the id of the instance; empty if they have no digests.
+    """
+    if "digest" not in instances.column_names:
+        return {}
+    columns = instances.with_format(None).select_columns(["id", "digest"])[:]
+    return {name: {"digest": value} for name, value in zip(columns["id"], columns["digest"], strict=True)}
 
 
 def _record(annotation: Annotation) -> dict[str, Any]:

@@ -9,8 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm.auto import tqdm
+
 from ..rankings import default_question
-from .annotations import annotation_files, append_annotation, check_annotator, read_annotations
+from .annotations import (
+    AUTOMATIC,
+    annotation_files,
+    append_annotation,
+    check_annotator,
+    digests_by_instance,
+    read_annotations,
+)
 from .stage_folder import read_lines, write_atomically
 
 
@@ -21,8 +30,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-AUTOMATIC = "automatic"
 
 
 def construction_ranks(reference_seed: int, candidate_seeds: list[int]) -> tuple[int, ...]:
@@ -60,10 +67,11 @@ def rank_automatically(instances: "Dataset", panels: "Dataset", folder: str | Pa
         `int`: number of annotations.
     """
     seeds = dict(zip(panels["id"][:], panels["seed"][:], strict=True))
-    lines = []
-    for instance in instances.with_format(None):
+    digests, lines = digests_by_instance(instances), []
+    for instance in tqdm(instances.with_format(None), desc="Ranking by construction", unit="instance"):
         ranks = construction_ranks(seeds[instance["reference"]], [seeds[name] for name in instance["candidates"]])
-        lines.append(json.dumps({"annotator": AUTOMATIC, "instance": instance["id"], "ranks": list(ranks)}))
+        record = {"annotator": AUTOMATIC, "instance": instance["id"], "ranks": list(ranks)}
+        lines.append(json.dumps(record | digests.get(instance["id"], {})))
     write_atomically(Path(folder) / f"{AUTOMATIC}.jsonl", "".join(f"{line}\n" for line in lines))
     return len(lines)
 
@@ -119,6 +127,22 @@ def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None)
     return kinds
 
 
+def _done_by_judge(folder: str | Path, annotator: str, judge: str, instances: "Dataset") -> set[str]:
+    """Instances that a judge has ranked already, if it is this one that has the name."""
+    file = Path(folder) / f"{annotator}.jsonl"
+    if annotator == AUTOMATIC:
+        raise ValueError(f"{AUTOMATIC!r} is the name of rankings by construction. Give another `annotator`.")
+    if not file.exists():
+        return set()
+    others = sorted({str(record.get("judge", "a person")) for _, record in read_lines(file)} - {judge})
+    if others:
+        raise ValueError(
+            f"The annotator {annotator!r} is {others[0]!r} already, not {judge!r}: {file} has its rankings. Give another "
+            "`annotator`, or move the file away."
+        )
+    return {annotation.instance for annotation in read_annotations([file], instances)}
+
+
 def rank_with_judge(
     instances: "Dataset",
     panels: "Dataset",
@@ -157,13 +181,9 @@ def rank_with_judge(
         JudgeUnavailableError: If the judge cannot be asked at all. What it answered before is saved.
     """
     from datasets import Image
-    from tqdm.auto import tqdm
 
-    check_annotator(annotator)
-    done: set[str] = set()
-    if (Path(folder) / f"{annotator}.jsonl").exists():
-        earlier = read_annotations(annotation_files(folder, [annotator]), instances)
-        done = {annotation.instance for annotation in earlier}
+    done = _done_by_judge(folder, check_annotator(annotator), judge.name, instances)
+    digests = digests_by_instance(instances)
     rows = [row for row in instances.with_format(None) if row["id"] not in done]
 
     # Paths, or bytes where the panels came from the Hub: both are what a judge takes
@@ -194,7 +214,7 @@ def rank_with_judge(
                     unanswered += 1
                     continue
                 record = {"annotator": annotator, "instance": row["id"], "ranks": list(ranks_of_scores(own))}
-                append_annotation(folder, record | {"scores": own})
+                append_annotation(folder, record | {"scores": own, "judge": judge.name} | digests.get(row["id"], {}))
             bar.update(len(of_prompt))
     if unanswered:
         logger.warning(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .annotations import Annotation
-from .make_pairs import Decision, decide_pairs, pairs_dataset, vote_on_instances
+from .make_pairs import decide_pairs, pairs_dataset, vote_on_instances
 from .pair_panels import instances_to_rankings
 from .split import check_no_leak, connected_prompts, keyed_hash, split_prompts
 from .voting import Vote
@@ -56,6 +56,8 @@ def build_pairs(
             - the report: `instances`; `votes`: of the instances those `ranked`, `ordered` (all candidates in one order),
               `with_ties`, `circular`, `without_best`, `without_worst`, and the `tied_pairs` of candidates, which are
               discarded; `contradictions`: pairs that are dropped because they have as many votes for Yes as for No;
+              `without_votes`: those whose candidate the majority puts before (or behind) each other one, but no single
+              annotator does; `same_image_twice`: those of two equal images, which are dropped too;
               `splits`: for each one `pairs`, `consistent`, `inconsistent`, `prompts`, `images`, `categories`;
               `held_out_rankings`.
 
@@ -66,9 +68,18 @@ def build_pairs(
 
     rows = list(instances.with_format(None))
     votes = vote_on_instances(annotations)
-    decisions = decide_pairs(rows, votes, num_negatives, seed)
+    hashes = dict(zip(panels["id"][:], panels["sha256"][:], strict=True))
+    found = decide_pairs(rows, votes, num_negatives, seed)
+    # The same image twice (two flat grids, for example) would be a lie or a triviality
+    decisions = [one for one in found if hashes[one.first] != hashes[one.second]]
     pairs = pairs_dataset(decisions, panels, prompts)
-    report = {"instances": len(rows), "votes": _count_votes(votes), "contradictions": _count_dropped(decisions)}
+    report = {
+        "instances": len(rows),
+        "votes": _count_votes(votes),
+        "contradictions": sum(one.yes == one.no > 0 for one in decisions),
+        "without_votes": sum(one.yes == one.no == 0 for one in decisions),
+        "same_image_twice": len(found) - len(decisions),
+    }
     if len(pairs) == 0:
         raise ValueError(
             f"{len(annotations)} annotations of {len(rows)} instances give no pair: {report['votes']}, and "
@@ -77,7 +88,6 @@ def build_pairs(
         )
 
     texts = dict(zip(prompts["id"][:], prompts["prompt"][:], strict=True))
-    hashes = dict(zip(panels["id"][:], panels["sha256"][:], strict=True))
     used = set(pairs["group"][:])
     images: dict[str, set[str]] = {}
     for name, prompt_id in zip(panels["id"][:], panels["prompt_id"][:], strict=True):
@@ -117,10 +127,6 @@ def _count_votes(votes: dict[str, tuple[Vote, Any]]) -> dict[str, int]:
         "without_best": sum(vote.best is None for vote in found),
         "without_worst": sum(not vote.worst for vote in found),
     }
-
-
-def _count_dropped(decisions: Sequence[Decision]) -> int:
-    return sum(decision.yes == decision.no for decision in decisions)
 
 
 def _describe(pairs: "Dataset") -> dict[str, Any]:

@@ -32,9 +32,9 @@ _SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "
 _TOLD = {
     "prompts": {"language", "model", "source"},
     "grids": {"model"},
-    "ranking": {"annotators", "by", "judge", "kendalls_w", "pairwise_agreement"},
+    "ranking": {"annotators", "by", "excluded", "judges", "kendalls_w", "pairwise_agreement"},
     "pairs": {"held_out_rankings", "splits"},
-    "reasons": {"model"},
+    "reasons": {"keys", "model"},
 }
 
 # Columns beside those of the formats, with what they are
@@ -44,6 +44,7 @@ _PAIR_COLUMNS = {
     "category": "",
     "dimensions": "",
     "panels": " (ids of the two images)",
+    "sha256": " (digests of the pixels)",
     "votes": " (for `yes` and for `no`)",
 }
 _RANKING_COLUMNS = {"id": "", "group": " (the prompt)", "theme": "", "criteria": ""}
@@ -222,7 +223,8 @@ def dataset_card(
             prompt_source=public_name(prompts["source"]) if prompts.get("source") else None,
             stages={stage: _facts(values, _TOLD.get(stage, set())) for stage, values in report.items()},
             by=list(ranking.get("by") or []),
-            judge=public_name(ranking["judge"]) if ranking.get("judge") else None,
+            judge=", ".join(map(public_name, ranking.get("judges") or [])) or None,
+            num_excluded=len(ranking.get("excluded") or []),
             agreement=_agreement(ranking),
             annotators_table=_annotators_table(ranking),
             num_annotators=len(ranking.get("annotators", {})),
@@ -326,8 +328,8 @@ def _annotators_table(ranking: Mapping[str, Any]) -> str:
     shares = ("agreement_with_others", "gold_agreement")
     if all(found[name] is None for found in annotators.values() for name in shares):
         return ""
-    judge = judge_annotator_name(ranking["judge"]) if ranking.get("judge") else None
-    people = [name for name in annotators if name not in (AUTOMATIC, judge)]
+    judges = [judge_annotator_name(judge) for judge in ranking.get("judges") or []]
+    people = [name for name in annotators if name not in (AUTOMATIC, *judges)]
     return _table(
         {
             "annotator": [

@@ -8,12 +8,15 @@ The rule, where the paper (Sec. 3.1 of https://arxiv.org/abs/2512.04784) says "c
 2. The reference and a candidate are **consistent** if the majority puts the candidate before each other one,
    **inconsistent** if it puts it before none and behind at least one. Of several such candidates (they are tied)
    `num_negatives` are taken.
-3. Two panels meet in several instances. Each annotator who put the candidate alone at the top votes Yes for the two,
-   each who put it at the bottom No. More votes decide; as many of both contradict each other, and the pair is dropped.
+3. Two panels meet in several instances. In those where they are clearly consistent, each annotator who put the
+   candidate alone at the top is a vote for Yes; where they are clearly inconsistent, each who put it at the bottom one
+   for No. More votes decide; as many of both contradict each other, and the pair is dropped.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm.auto import tqdm
 
 from ..pairs import make_pair, pair_features
 from ..rankings import default_question
@@ -123,7 +126,7 @@ def built_pair_features() -> "Features":
 
     Returns:
         [`~datasets.Features`]: those of pairs, and `id`, `group` (the prompt), `category`, `dimensions`, `panels` (ids
-        of the two) and `votes`.
+        of the two), `sha256` (digests of their pixels) and `votes`.
     """
     from datasets import Features, List, Value
 
@@ -135,6 +138,7 @@ def built_pair_features() -> "Features":
             "category": Value("string"),
             "dimensions": List(Value("string")),
             "panels": List(Value("string")),
+            "sha256": List(Value("string")),
             "votes": {"yes": Value("int64"), "no": Value("int64")},
         }
     )
@@ -159,6 +163,7 @@ def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Da
 
     stored = panels.cast_column("image", Image(decode=False))
     row_of = {name: row for row, name in enumerate(stored["id"][:])}
+    sha_of = dict(zip(stored["id"][:], stored["sha256"][:], strict=True))
     decided = [decision for decision in decisions if decision.yes != decision.no]
     names = {name for decision in decided for name in (decision.first, decision.second)}
     images = {name: stored[row_of[name]]["image"] for name in names}
@@ -167,7 +172,7 @@ def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Da
 
     features = built_pair_features()
     columns: dict[str, list[Any]] = {name: [] for name in features}
-    for decision in decided:
+    for decision in tqdm(decided, desc="Making pairs", unit="pair"):
         prompt = rows[decision.prompt_id]
         pair = make_pair(
             images[decision.first],
@@ -181,6 +186,7 @@ def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Da
             "category": prompt.get("category"),
             "dimensions": prompt.get("dimensions") or [],
             "panels": [decision.first, decision.second],
+            "sha256": [sha_of[decision.first], sha_of[decision.second]],
             "votes": {"yes": decision.yes, "no": decision.no},
         }
         for name in columns:

@@ -22,6 +22,7 @@ from ..columns import check_is_dataset, shorten
 from ..grids import panel_size, split_grid
 from ..image_sets import _criteria_list
 from ..rankings import _ranking_features
+from .annotations import instance_digest
 from .stage_folder import StageFolder, file_name, write_atomically
 
 
@@ -294,7 +295,7 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
 
     Args:
         panels ([`~datasets.Dataset`]):
-            The panels: `id`, `prompt_id`, `seed`, `position`. Images are not read.
+            The panels: `id`, `prompt_id`, `seed`, `position`, `sha256`. Images are not read.
         max_instances_per_prompt (`int`, *optional*):
             Instances of a prompt at most. Which ones follows from `seed` and their ids: prompts do not change the
             choice of one another, and a larger number keeps those of a smaller one. All when left out.
@@ -303,8 +304,8 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
 
     Returns:
         [`~datasets.Dataset`]: by prompt, seed, position and other position: `id`
-        (`"<prompt id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel) and `candidates`
-        (ids of panels, in the order of the seeds).
+        (`"<prompt id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids of
+        panels, in the order of the seeds) and `digest` (of their images).
 
     Raises:
         ValueError: There are fewer than two seeds, or a prompt has one panel alone, lacks a seed that another one has,
@@ -321,6 +322,7 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
             "for all."
         )
     columns = _columns(panels, ["id", "prompt_id", "seed", "position"], "panels")
+    sha_of = dict(zip(columns["id"], _columns(panels, ["sha256"], "panels")["sha256"], strict=True))
     seeds_of = _check_seeds(zip(columns["prompt_id"], columns["seed"], strict=True), "panels")
     panel_of = _panels_by_place(columns)
     rows: list[dict[str, Any]] = []
@@ -344,8 +346,10 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
             )
             instances = [instance for instance in instances if instance["id"] in chosen]
         rows += instances
+    for row in rows:
+        row["digest"] = instance_digest(sha_of[row["reference"]], [sha_of[name] for name in row["candidates"]])
     text = Value("string")
-    kinds = {"id": text, "prompt_id": text, "reference": text, "candidates": List(text)}
+    kinds = {"id": text, "prompt_id": text, "reference": text, "candidates": List(text), "digest": text}
     return Dataset.from_list(rows, features=Features(kinds))
 
 

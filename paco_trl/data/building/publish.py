@@ -79,8 +79,8 @@ def publish_dataset(
             - `prompts`: `source` (Hub id of where they come from), `model` (that wrote them), `language` (list of ISO
               codes, for the metadata);
             - `grids`: any, such as `num_inference_steps`, `seeds`, `layouts`;
-            - `ranking`: what [`agreement_report`] gives, `by` (list of `"people"`, `"judge"`, `"automatic"`) and
-              `judge` (its model);
+            - `ranking`: what [`agreement_report`] gives, `by` (list of `"people"`, `"judge"`, `"automatic"`), `judges`
+              (their names among the annotators) and `excluded` (names of those who are not counted);
             - `pairs`: what [`build_pairs`] reports;
             - `reasons`: `model` (that wrote them), and what [`write_reasons`] reports.
         private (`bool`, *optional*, defaults to `True`):

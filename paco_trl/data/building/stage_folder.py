@@ -262,6 +262,10 @@ class StageFolder:
             write_atomically(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
             return
         begun = json.loads(file.read_text(encoding="utf-8"))
+        if begun != settings and not any(path.is_file() and path != file for path in self.path.rglob("*")):
+            # Nothing came of it yet: its first attempt ended in an error
+            write_atomically(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            return
         changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
         if changed:
             listed = "; ".join(

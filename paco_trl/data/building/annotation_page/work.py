@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...columns import check_is_dataset, list_lengths, shorten
 from ...image_sets import parse_image_set_prompt
-from ..annotations import append_annotation, check_annotator, ranks_of_ranking, read_annotations
+from ..annotations import (
+    AUTOMATIC,
+    append_annotation,
+    check_annotator,
+    digests_by_instance,
+    ranks_of_ranking,
+    read_annotations,
+)
 from ..stage_folder import read_lines
 from .assignment import keyed_order, next_instance, shown_order
 
@@ -108,6 +115,7 @@ class AnnotationWork:
             if missing:
                 raise ValueError(f"`{name}` needs the columns {missing} besides {dataset.column_names}.")
         self._instances = instances.with_format(None)
+        self._digests = digests_by_instance(instances)
         # Not decoded: an image is sent as it is on disk
         self._panels = panels.with_format(None).cast_column("image", Image(decode=False))
         ids = self._instances["id"][:]
@@ -195,7 +203,7 @@ class AnnotationWork:
             name = check_annotator(annotator)
         except ValueError as error:
             raise RefusedError(str(error)) from error
-        if name in self.not_people:
+        if name in self.not_people or name == AUTOMATIC:
             raise RefusedError(f"The name {name!r} is that of an automatic ranking. Take another one.")
         return name
 
@@ -290,6 +298,7 @@ class AnnotationWork:
         annotator, instance = self.check_name(sent.get("annotator")), sent.get("instance")
         count = len(self._row(instance)["candidates"])
         record: dict[str, Any] = {"annotator": annotator, "instance": instance}
+        record |= self._digests.get(instance, {})
         if ("ranking" in sent) == ("skipped" in sent):
             raise RefusedError(f"It has the keys {list(sent)}, but must have one of `ranking` and `skipped`.")
         if "skipped" in sent:
