@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +151,54 @@ class TestStages:
             options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 1}
             drawn("grids", **options, seeds=[0, 1, 2], batch_size=3)
 
+    def test_other_themes_under_the_same_ids(self, drawn, tmp_path):
+        """All that follows asks about the themes: they must be those of the images."""
+        file = tmp_path / "prompts.jsonl"
+        file.write_text(file.read_text().replace("The journey", "The dinner"))
+        drawn("prompts", dataset_name=file)
+        drawn("rank")  # asks about nothing
+        for stage in ("panels", "pairs"):
+            with pytest.raises(ValueError, match="The prompts in build are others now than those that the grids"):
+                drawn(stage)
+        file.write_text(file.read_text().replace("The dinner", "The journey"))
+        drawn("prompts", dataset_name=file)
+        drawn("pairs", test_size=0.4)
+
+    def test_images_that_were_drawn_again(self, drawn, tiny_flux, tmp_path):
+        """A ranking is not one of other images under the same ids."""
+        drawn("rank")
+        for name in ("grids", "panels"):
+            shutil.rmtree(tmp_path / "build" / name)
+        options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 2}
+        drawn("grids", **options, seeds=[2, 1, 0], batch_size=3)
+        drawn("panels", num_workers=1)
+        with pytest.raises(ValueError, match="has other images now than those that were ranked"):
+            drawn("pairs", test_size=0.4)
+        drawn("rank")
+        drawn("pairs", test_size=0.4)
+
+    def test_prompts_that_are_left_out(self, drawn, tmp_path):
+        shutil.rmtree(tmp_path / "build/panels")
+        drawn("panels", num_workers=1, exclude_prompts=["000001", "000004"])
+        assert sorted(set(loaded(tmp_path / "build/instances")["prompt_id"])) == ["000000", "000002", "000003"]
+        with pytest.raises(ValueError, match="`--exclude_prompts` has '7', which is the id of no prompt"):
+            drawn("panels", num_workers=1, exclude_prompts=["7"])
+
+    def test_a_wrong_setting_is_corrected(self, build, tiny_flux, tmp_path):
+        """An attempt that drew nothing does not hold the folder."""
+        build("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 2))
+        options = {"model": tiny_flux, "dtype": "float32", "seeds": [0], "width": 32, "num_inference_steps": 1}
+        with pytest.raises(ValueError, match="row 0 of the prompts"):
+            build("grids", **options, height=33)
+        build("grids", **options, height=32)
+        assert len(loaded(tmp_path / "build/grids")) == 2
+
+    def test_prompts_of_one_panel(self, build, tmp_path):
+        row = {"id": "alone", "prompt": "A fox.", "rows": 1, "cols": 1, "panels": ["A fox."]}
+        (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+        with pytest.raises(ValueError, match="The prompt 'alone' asks for one panel"):
+            build("prompts", dataset_name=tmp_path / "prompts.jsonl")
+
     def test_a_stage_without_the_one_before(self, build):
         with pytest.raises(FileNotFoundError, match="the stage 'prompts' was not run"):
             build("grids")
@@ -203,6 +253,8 @@ class TestRankings:
         planted("pairs", test_size=0.2, gold=tmp_path / "gold.json", min_gold_agreement=0.5)
         report = json.loads((folder / "pairs" / "report.json").read_text())
         assert report["ranking"]["excluded"] == ["carl"]
+        assert list(report["ranking"]["annotators"]) == ["anna", "ben"]
+        assert report["ranking"]["pairwise_agreement"] == 1
         for row in loaded(folder / "pairs")["train"].remove_columns("images"):
             is_consistent = row["completion"][0]["content"] == "Yes"
             if is_consistent:
@@ -210,6 +262,22 @@ class TestRankings:
             assert row["votes"]["no" if is_consistent else "yes"] == 0
         planted("export", file=tmp_path / "all.csv", what="annotations")
         assert len((tmp_path / "all.csv").read_text().splitlines()) == 1 + len(records)
+
+    def test_construction_is_no_vote_beside_people(self, planted, tmp_path):
+        lines = [
+            {"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in planted.world.instances["id"]
+        ]
+        (tmp_path / "anna.json").write_text(json.dumps(lines))
+        planted("rank")
+        for options, kinds in (({}, ["automatic"]), ({"annotators": ["automatic", "anna"]}, ["automatic", "people"])):
+            if options:
+                planted("import", file=tmp_path / "anna.json")
+            planted("pairs", test_size=0.2, **options)
+            report = json.loads((tmp_path / "build/pairs/report.json").read_text())
+            assert report["ranking"]["by"] == kinds
+        planted("pairs", test_size=0.2)
+        report = json.loads((tmp_path / "build/pairs/report.json").read_text())
+        assert (report["ranking"]["by"], list(report["ranking"]["annotators"])) == (["people"], ["anna"])
 
     def test_held_out_rankings_of_before_do_not_stay(self, planted, tmp_path):
         """Rankings of a vote that is not counted any more would be published with other pairs."""
@@ -352,9 +420,22 @@ class TestWritten:
         assert report["with reasons"] == report["pairs"] == sum(map(len, pairs.values()))
         assert sum(report["rejected"].values()) == len(refused)
         # Other pairs have no reasons yet: what is published would not fit together
-        planted("pairs", test_size=0.4)
+        planted("pairs", test_size=0.4, seed=1)
         with pytest.raises(ValueError, match="were written for other pairs"):
             planted("publish", repo_id="user/name")
+        # The new ones are asked about, and no others
+        known = {name for split in pairs.values() for name in split["id"]}
+        now = loaded(tmp_path / "build/pairs")
+        new = [name for split in now.values() for name in split["id"] if name not in known]
+        asked_before.clear()
+        refused.clear()
+        with ChatServer(explain) as server:
+            planted("reasons", base_url=server.url, model="writer")
+        assert 0 < len(asked_before) == len(new) < len(known)
+        again = loaded(tmp_path / "build/reasons")
+        assert {name: split["id"][:] for name, split in again.items()} == {
+            name: split["id"][:] for name, split in now.items()
+        }
 
     def test_a_server_that_is_down(self, planted):
         planted("rank")
@@ -375,6 +456,7 @@ class TestPublish:
         (tmp_path / "anna.json").write_text(json.dumps(rankings))
         planted("import", file=tmp_path / "anna.json")
         planted("pairs", test_size=0.2, annotators=["anna", "automatic"])
+        count = len(loaded(tmp_path / "build/pairs")["train"])
         command = [sys.executable, str(ROOT / "examples/build_dataset.py"), "publish", "--repo_id", "tester/figures"]
         with HubServer({"hf_a": "tester"}) as hub:
             variables = {**os.environ, **hub.environment(str(tmp_path / "cache")), "OMP_NUM_THREADS": "1"}
@@ -389,8 +471,18 @@ class TestPublish:
             assert f"{hub.url}/datasets/tester/figures" in done.stdout.replace("\n", "")
             files = hub.files("tester/figures")
             card = files["README.md"].decode()
-        pairs = loaded(tmp_path / "build/pairs")
-        assert f"| {len(pairs['train'])} |" in card
+            # The result of a stage, in parts
+            words = ["pairs", "--test_size", "0.2", "--annotators", "anna", "--hub_id", "tester/parts"]
+            done = run([*command[:2], *words], env=variables | {"HF_TOKEN": "hf_a"})
+            assert done.returncode == 0, done.stderr[-3000:]
+            parts = hub.files("tester/parts")
+            assert hub.repos["dataset", "tester/parts"].private
+        assert {name.split("-")[0] for name in parts if name.endswith(".parquet")} == {
+            "pairs/train",
+            "pairs/test",
+            "rankings/train",
+        }
+        assert f"| train | {count} |" in card
         assert "apache-2.0" in card
         assert "a-model" in card
         assert "Kendall's W" in card
@@ -400,3 +492,38 @@ class TestPublish:
         assert any(name.startswith("pairs/train") and name.endswith(".parquet") for name in files)
         assert any(name.startswith("rankings/test") for name in files)
         assert set(hub.unknown) == {("HEAD", "a-model/resolve/main/README.md")}  # the model is nowhere
+
+
+@pytest.mark.slow
+def test_two_processes_draw_what_one_draws(tiny_flux, tmp_path):
+    """The command of the documentation, on two CPU processes."""
+    write_prompts_file(tmp_path / "prompts.jsonl", 4)
+    config = tmp_path / "launch.yaml"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: true\nnum_processes: 2\n"
+        f"num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nmain_process_port: {port}\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    path = str(ROOT / "examples/build_dataset.py")
+    options = ["--model", str(tiny_flux), "--dtype", "float32", "--seeds", "0", "1", "--height", "32", "--width", "32"]
+
+    def run(launcher: list[str], *words: str) -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*launcher, path, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    found = {}
+    for name, launcher in (("one", [sys.executable]), ("two", launch)):
+        run([sys.executable], "prompts", "--build_dir", name, "--dataset_name", "prompts.jsonl")
+        words = ["grids", "--build_dir", name, "--batch_size", "2", "--num_inference_steps", "1", *options]
+        assert run(launcher, *words).count('"flat grids"') == 1  # one of them speaks
+        images = (tmp_path / name / "grids/images").rglob("*.png")
+        found[name] = {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in images}
+    assert len(found["one"]) == 8
+    assert found["one"] == found["two"]
