@@ -186,7 +186,10 @@ def make_grids(args: GridsArguments) -> None:
         raise ValueError(f"`--dtype` is {args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
     prompts = result(args, "prompts")
     settings = {name: getattr(args, name) for name in ("model", "dtype", "seeds", "batch_size", "height", "width")}
-    call = {name: getattr(args, name) for name in ("num_inference_steps", "guidance_scale")}
+    call = {
+        name: getattr(args, name)
+        for name in ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
+    }
     call = {name: value for name, value in call.items() if value is not None}
     # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
     state = PartialState(cpu=not torch.accelerator.is_available())

@@ -109,6 +109,11 @@ class GridsArguments:
             Denoising steps. If `None`, the pipeline's default.
         guidance_scale (`float`, *optional*):
             Guidance scale. If `None`, the pipeline's default.
+        true_cfg_scale (`float`, *optional*):
+            Scale of true guidance, for pipelines that have both, such as Qwen-Image. If `None`, the pipeline's
+            default.
+        negative_prompt (`str`, *optional*):
+            Negative prompt. If `None`, none, and a pipeline such as Qwen-Image does not guide.
         height (`int`, *optional*):
             Height of a grid in pixels. If `None`, the column `height`.
         width (`int`, *optional*):
@@ -138,6 +143,16 @@ class GridsArguments:
     )
     guidance_scale: float | None = field(
         default=None, metadata={"help": "Guidance scale. If `None`, the pipeline's default."}
+    )
+    true_cfg_scale: float | None = field(
+        default=None,
+        metadata={
+            "help": "Scale of true guidance, for pipelines that have both, such as Qwen-Image. If `None`, the pipeline's default."
+        },
+    )
+    negative_prompt: str | None = field(
+        default=None,
+        metadata={"help": "Negative prompt. If `None`, none, and a pipeline such as Qwen-Image does not guide."},
     )
     height: int | None = field(
         default=None, metadata={"help": "Height of a grid in pixels. If `None`, the column `height`."}
