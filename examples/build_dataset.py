@@ -92,6 +92,8 @@ def digest_of_prompts(prompts: Dataset) -> str:
 def drawn_prompts(args) -> Dataset:
     """The prompts, which must be those that the grids were drawn with: all that follows is about them."""
     prompts, grids = result(args, "prompts"), stage(args, "grids")
+    if not grids.is_done:
+        grids.load()  # says what to do
     if digest_of_prompts(prompts) != grids.settings["prompts"]:
         raise ValueError(
             f"The prompts in {args.build_dir} are others now than those that the grids were drawn with. Run the stage "
@@ -211,8 +213,8 @@ def make_panels(args: PanelsArguments) -> None:
         raise ValueError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is the id of no prompt.")
     kept = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
     grids = grids.select(kept)
-    drawn = {"grids": grids["id"][:], "drawn_with": stage(args, "grids").settings}
-    panels = cut_panels(grids, stage(args, "panels", {"grids": digest(drawn)}), args.num_workers)
+    drawn_with = digest(stage(args, "grids").settings)
+    panels = cut_panels(grids, stage(args, "panels", {"drawn_with": drawn_with}), args.num_workers)
     instances = make_instances(panels, args.max_instances_per_prompt, args.seed)
     folder = stage(args, "instances")
     report = {

@@ -178,7 +178,7 @@ class TestStages:
         drawn("pairs", test_size=0.4)
 
     def test_prompts_that_are_left_out(self, drawn, tmp_path):
-        shutil.rmtree(tmp_path / "build/panels")
+        assert len(set(loaded(tmp_path / "build/instances")["prompt_id"])) == 5
         drawn("panels", num_workers=1, exclude_prompts=["000001", "000004"])
         assert sorted(set(loaded(tmp_path / "build/instances")["prompt_id"])) == ["000000", "000002", "000003"]
         with pytest.raises(ValueError, match="`--exclude_prompts` has '7', which is the id of no prompt"):
@@ -199,9 +199,12 @@ class TestStages:
         with pytest.raises(ValueError, match="The prompt 'alone' asks for one panel"):
             build("prompts", dataset_name=tmp_path / "prompts.jsonl")
 
-    def test_a_stage_without_the_one_before(self, build):
+    def test_a_stage_without_the_one_before(self, build, tmp_path):
         with pytest.raises(FileNotFoundError, match="the stage 'prompts' was not run"):
             build("grids")
+        build("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 2))
+        with pytest.raises(FileNotFoundError, match="the stage 'grids' was not run"):
+            build("panels")
 
     def test_words(self, build, capsys):
         script.main(["--help"])
