@@ -100,6 +100,9 @@ class HubServer:
         self.tokens, self.organizations = dict(tokens), list(organizations)
         self.fault: Callable[[str, str], str | None] = fault or (lambda method, path: None)
         self.latency = 1.0
+        self.readers: set[str] = set()  # tokens that may only read
+        self.gated: set[str] = set()  # repositories whose terms nobody has accepted
+        self.reserved: set[str] = set()  # names that are not allowed
         self.repos: dict[tuple[str, str], Repo] = {}
         self.requests: list[tuple[str, str]] = []  # method and path of all, in their order
         self.unknown: list[tuple[str, str]] = []  # of those that this Hub does not know
@@ -288,11 +291,15 @@ def _handler(hub: HubServer):
 
         # Who asks, and for what
 
-        def user(self) -> str | None:
+        def token(self) -> str | None:
             given = self.headers["Authorization"]
+            return None if given is None else given.removeprefix("Bearer ")
+
+        def user(self) -> str | None:
+            given = self.token()
             if given is None:
                 return None
-            user = hub.tokens.get(given.removeprefix("Bearer "))
+            user = hub.tokens.get(given)
             if user is None:
                 raise _Refused(401, "Invalid credentials in Authorization header")
             return user
@@ -301,6 +308,8 @@ def _handler(hub: HubServer):
             user, namespace = self.user(), repo_id.split("/")[0]
             if user is None:
                 raise _Refused(401, "Invalid username or password.")
+            if self.token() in hub.readers:
+                raise _Refused(403, "Forbidden: this token has no write role")
             if namespace != user and namespace not in hub.organizations:
                 raise _Refused(403, f"You don't have the rights to create or change a repository under {namespace!r}")
 
@@ -324,7 +333,13 @@ def _handler(hub: HubServer):
                 user = self.user()
                 if user is None:
                     raise _Refused(401, "Invalid username or password.")
-                return 200, {"type": "user", "name": user, "orgs": [{"name": name} for name in hub.organizations]}
+                role = "read" if self.token() in hub.readers else "write"
+                return 200, {
+                    "type": "user",
+                    "name": user,
+                    "orgs": [{"name": name} for name in hub.organizations],
+                    "auth": {"type": "access_token", "accessToken": {"displayName": "tests", "role": role}},
+                }
             if path == "api/validate-yaml":
                 return self.validate(json.loads(self.body)["content"])
             if path in ("api/repos/create", "api/repos/delete"):
@@ -359,6 +374,8 @@ def _handler(hub: HubServer):
                 del hub.repos[repo_type, repo_id]
                 return 200, {}
             url = f"{hub.url}/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}"
+            if asked["name"] in hub.reserved:
+                raise _Refused(400, f"The name {asked['name']!r} is reserved")
             if (repo_type, repo_id) in hub.repos:
                 return 409, {"error": "You already created this repository", "url": url}
             is_private = asked.get("visibility", "private" if asked.get("private") else "public") == "private"
@@ -369,6 +386,12 @@ def _handler(hub: HubServer):
         def answer_api(self, repo_type: str, repo_id: str, rest: list[str]) -> tuple:
             repo = self.repo(repo_type, repo_id)
             what, revision = (rest or ["revision"])[0], rest[1] if len(rest) > 1 else "main"
+            if what == "auth-check":
+                if repo_id in hub.gated:
+                    raise _Refused(403, "Access to this model is restricted", "GatedRepo")
+                if rest[1:] == ["write"]:
+                    self.check_may_write(repo_id)
+                return 200, {}
             if what == "branch":
                 self.check_may_write(repo_id)
                 asked = json.loads(self.body or b"{}")

@@ -2,14 +2,15 @@
 """The card of a built dataset: what is in it, how it was made, how to load it. It fills itself in from the data."""
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ...hub.licenses import License
+from ...utils.names import public_name
 from ...utils.paper import PAPER
 from ..columns import list_lengths
 from ..pairs import content_text, decision_of, is_label_only
@@ -56,39 +57,6 @@ _LOCAL_PATH = re.compile(r"(?<![\w:/])(?:~|[A-Za-z]:)?(?:[\\/][\w.~-]+){2,}")
 _THUMBNAIL = 176
 _GAP = 8
 _LINE = 20
-
-
-class License(NamedTuple):
-    """
-    A licence as the Hub's metadata name it.
-
-    Attributes:
-        identifier (`str`):
-            Identifier, such as `"apache-2.0"`; `"other"` for a licence that the Hub has no identifier of.
-        name (`str`, *optional*):
-            Name of a licence that is `"other"`.
-        link (`str`, *optional*):
-            Where it is.
-    """
-
-    identifier: str
-    name: str | None = None
-    link: str | None = None
-
-
-def public_name(name: str) -> str:
-    """
-    Give the name of a model as others may see it: the last part of a path on this machine, and a Hub id as it is.
-
-    Args:
-        name (`str`):
-            Hub id, or a folder.
-
-    Returns:
-        `str`: the name.
-    """
-    is_path = name.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", name) or os.path.exists(name)
-    return re.split(r"[\\/]", name.rstrip("\\/"))[-1] if is_path else name
 
 
 def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:

@@ -5,23 +5,21 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
+from ...hub.licenses import License, read_license
 from ..pairs import check_pair_columns
 from ..rankings import check_ranking_columns
 from .dataset_card import (
-    License,
     dataset_card,
     describe_pairs,
     describe_rankings,
     pairs_sheet,
-    public_name,
     rankings_sheet,
 )
 
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
 
 _PAIRS = "pairs"
 _RANKINGS = "rankings"
+# What to do when the Hub is down
+_REMEDY = "Nothing is lost: run the stage again, and it sends only what has not arrived."
 _IMAGE_COLUMNS = {_PAIRS: ["images"], _RANKINGS: ["reference", "candidates"]}
 
 
@@ -110,14 +110,16 @@ def publish_dataset(
     """
     from huggingface_hub import HfApi
 
+    from ...hub.account import asking, check_account
+
     parts = _check_splits(pairs, rankings)
     known: dict[str, _ImageFile] = {}  # by path
     digests = {part: _check_images(dataset, part, known) for part, dataset in parts.items()}
     _check_held_out(parts, digests)
     api = HfApi(token=token, library_name="paco_trl")
-    repo_id = _check_account(api, repo_id)
+    repo_id = check_account(api, repo_id)
     earlier = _check_repository(api, repo_id, private, rankings is not None)
-    found = License(license) if license is not None else _find_license(api, generator)
+    found = License(license) if license is not None else _find_license(generator, api.token)
 
     with tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as folder:
         pictures = _draw_pictures(parts, Path(folder))
@@ -139,7 +141,7 @@ def publish_dataset(
         _check_card(api, card, found)
         links = _link_images(known, Path(folder) / "images")
         named = {part: _with_names(dataset, part[0], links) for part, dataset in parts.items()}
-        with _sending(api, repo_id):
+        with asking(api, repo_id, _REMEDY):
             _push(api, repo_id, named, card, pictures, private, max_shard_size, is_update=earlier)
     return f"{api.endpoint}/datasets/{repo_id}"
 
@@ -235,57 +237,13 @@ def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping
                 )
 
 
-@contextmanager
-def _sending(api: "HfApi", repo_id: str) -> Iterator[None]:
-    """Say of a failed request which Hub it went to, and what to do. The token is in none of the clients' errors."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    # Both that and errors of the connection are of one class of the HTTP client, which has another name in each version
-    of_http = HfHubHTTPError.__bases__[0]
-    try:
-        yield
-    except (of_http, ConnectionError, LocalEntryNotFoundError, RuntimeError) as error:
-        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error  # of an LFS upload
-        said = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
-        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
-        if status in (401, 403):
-            raise PermissionError(
-                f"{api.endpoint} does not allow the token to write to {repo_id} ({said}). Give a token with the right to "
-                "write there, or another `repo_id`."
-            ) from error
-        raise ConnectionError(
-            f"Sending to {repo_id} at {api.endpoint} did not come to its end ({said}). Nothing is lost: run the stage "
-            "again, and it sends only what has not arrived."
-        ) from error
-
-
-def _check_account(api: "HfApi", repo_id: str) -> str:
-    """Check the token and the form of the id; give the id with the user's name."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"`repo_id` is {repo_id!r}, but must be of the form `user/name`: {error}") from error
-    remedy = "Make one with the right to write at https://huggingface.co/settings/tokens, and log in: `hf auth login`."
-    with _sending(api, repo_id):
-        try:
-            user = api.whoami()
-        except LocalTokenNotFoundError as error:
-            raise PermissionError(f"There is no token for {api.endpoint}. {remedy}") from error
-        except HfHubHTTPError as error:
-            if error.response.status_code != 401:
-                raise
-            raise PermissionError(f"{api.endpoint} does not know the token. {remedy}") from error
-    return repo_id if "/" in repo_id else f"{user['name']}/{repo_id}"
-
-
 def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: bool) -> bool:
     """Check that the repository is free, or has an earlier state of the same; tell whether it is there."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    with _sending(api, repo_id):
+    from ...hub.account import asking
+
+    with asking(api, repo_id, _REMEDY):
         try:
             info = api.dataset_info(repo_id)
         except RepositoryNotFoundError:
@@ -305,34 +263,18 @@ def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: b
     return True
 
 
-def _find_license(api: "HfApi", generator: str | None) -> License:
+def _find_license(generator: str | None, token: str | bool | None) -> License:
     """Give the licence that the card of the generating model names."""
-    from huggingface_hub import ModelCard
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-
     remedy = (
         'Set `license` to what the images may be published under, such as "apache-2.0", or "other" for a licence that the '
         "Hub has no name of."
     )
     if generator is None:
         raise ValueError(f"Neither `license` nor `generator` is given, so that the licence is not known. {remedy}")
-    readme = Path(generator) / "README.md"
     try:
-        data = ModelCard.load(
-            readme if readme.is_file() else generator, token=api.token, ignore_metadata_errors=True
-        ).data
-    # A folder without a card is no valid id either
-    except (HfHubHTTPError.__bases__[0], EntryNotFoundError, OSError, ValueError) as error:
-        raise ValueError(
-            f"The card of {generator!r}, which names its licence, cannot be read ({type(error).__name__}). {remedy}"
-        ) from error
-    if not isinstance(data.license, str):
-        raise ValueError(f"The card of {generator!r} names no licence (it says {data.license!r}). {remedy}")
-    link = data.get("license_link")
-    if link is not None and "://" not in link:  # a file of the repository
-        is_on_hub = public_name(generator) == generator
-        link = f"{api.endpoint}/{generator}/blob/main/{link}" if is_on_hub else None
-    return License(data.license, data.get("license_name"), link)
+        return read_license(generator, token)
+    except ValueError as error:
+        raise ValueError(f"{error} {remedy}") from error
 
 
 def _draw_pictures(parts: Mapping[tuple[str, str], "Dataset"], folder: Path) -> dict[str, Path]:
@@ -349,7 +291,9 @@ def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
     """Let the Hub check the metadata, which it would otherwise refuse after hours of uploads."""
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
-    with _sending(api, "the check of cards"):
+    from ...hub.account import asking
+
+    with asking(api, "the check of cards", _REMEDY):
         # Not `card.validate`, which asks huggingface.co, whatever the endpoint (huggingface_hub 1)
         content = {"content": str(card), "repoType": "dataset"}
         response = get_session().post(f"{api.endpoint}/api/validate-yaml", json=content)

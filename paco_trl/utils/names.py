@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of models and datasets as others may see them: never a path of this machine."""
+
+import os
+import re
+
+
+# What the Hub's clients make of a repository in their cache: .../models--user--name/snapshots/<commit>
+_IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
+
+
+def is_local(name: str) -> bool:
+    """
+    Whether a name is a folder or file of this machine, and not a Hub id.
+
+    Args:
+        name (`str`):
+            Hub id or path.
+
+    Returns:
+        `bool`.
+    """
+    is_path = name.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", name) is not None
+    return is_path or os.path.exists(name)
+
+
+def public_name(name: str) -> str:
+    """
+    Gives the name of a model or dataset as others may see it.
+
+    Args:
+        name (`str`):
+            Hub id or path.
+
+    Returns:
+        `str`: a Hub id as it is; the Hub id of a folder in the cache of the Hub's clients; the last part of any other
+        path.
+    """
+    if not is_local(name):
+        return name
+    cached = _IN_CACHE.search(name)
+    return f"{cached[1]}/{cached[2]}" if cached else re.split(r"[\\/]", name.rstrip("\\/"))[-1]
+
+
+def is_same_model(first: str, second: str) -> bool:
+    """
+    Whether two names can be those of the same model.
+
+    Hub ids must be equal but for case. A path says nothing of its owner, also where it is of another machine, as in an
+    adapter that somebody else trained: only the last parts are compared then.
+
+    Args:
+        first (`str`), second (`str`):
+            Hub id, path of any machine, or the last part of one.
+
+    Returns:
+        `bool`.
+    """
+    names = [_comparable(first), _comparable(second)]
+    if not all(_is_hub_id(name) for name in names):
+        names = [re.split(r"[\\/]", name.rstrip("\\/"))[-1] for name in names]
+    return names[0].lower() == names[1].lower()
+
+
+def check_adapter_base(adapter: str, named: str | None, base: str | None) -> None:
+    """
+    Refuses an adapter that was made for another model. Models of one architecture, such as FLUX.1-dev and
+    FLUX.1-Kontext-dev, have weights of the same names and shapes, so that an adapter of the one loads on the other.
+
+    Args:
+        adapter (`str`):
+            Hub id or folder of the adapter.
+        named (`str`, *optional*):
+            `base_model_name_or_path` of its `adapter_config.json`. If `None` or empty, as in most adapters of diffusers
+            models, there is nothing to compare.
+        base (`str`, *optional*):
+            Hub id or path of the model that it is to be put on. If `None` or empty, as for a pipeline that was put
+            together in memory, there is nothing to compare.
+
+    Raises:
+        ValueError: they are two models.
+    """
+    if not named or not base or is_same_model(named, base):
+        return
+    raise ValueError(
+        f"The adapter '{adapter}' was made for '{named}', but is to be put on '{base}', where it would change the wrong "
+        f"weights, also if the shapes fit. Put it on '{named}', or take an adapter of '{base}'. If the two are one "
+        "model under two names, write the second name as `base_model_name_or_path` into the `adapter_config.json` of a "
+        "copy of the adapter."
+    )
+
+
+def _comparable(name: str) -> str:
+    # A relative path of this machine, such as ".", has its last part elsewhere
+    return public_name(os.path.abspath(name) if os.path.exists(name) else name)
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and "\\" not in name and not is_local(name)

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Uploads beside training, and what is checked before it, by the real client against a Hub of the tests over HTTP.
+
+`HF_ENDPOINT` is read when `huggingface_hub` is imported: the client runs in a process of its own, for which this file is
+a script.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hub_server import HubServer
+
+
+TOKEN = "hf_rightTokenOfTheTester"
+READ_TOKEN = "hf_tokenThatMayOnlyRead"
+WRONG_TOKEN = "hf_wrongTokenOfNobody"
+PATTERNS = ["adapter_config.json", "adapter_model.safetensors", "README.md", "*.png"]
+
+
+#########
+# The client's process
+#########
+
+
+def make_checkpoint(output_dir: str, step: int, base: str | None = "someone/base", pictures=("curves.png",)) -> str:
+    """A folder with the files of a published adapter and others."""
+    folder = Path(output_dir) / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "base_model_name_or_path": base}))
+    for name in ("adapter_model.safetensors", "README.md", *pictures):
+        (folder / name).write_text(f"{name} of step {step}")
+    (folder / "optimizer.pt").write_text(f"optimizer of step {step}")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "state.pt").write_text(f"deep state of step {step}")
+    return str(folder)
+
+
+def pusher_of(output_dir: str, revision: str | None = None, always_push: bool = False):
+    from huggingface_hub import HfApi
+
+    from paco_trl.hub import pushing
+
+    pushing._FIRST_WAIT, pushing._LONGEST_WAIT = 0.05, 0.2  # a test has no seconds to wait
+    return pushing.HubPusher(HfApi(token=TOKEN), "tester/adapter", revision, output_dir, PATTERNS, always_push)
+
+
+def push_steps(
+    output_dir: str,
+    steps: list[int],
+    whole: str | None = None,
+    revision: str | None = None,
+    base="someone/base",
+    **kwargs,
+) -> list[str]:
+    """Pushes checkpoints one after the other, each when the one before it has arrived or failed."""
+    pusher = pusher_of(output_dir, revision, **kwargs)
+    for step in steps:
+        pictures = ["curves.png", f"sheet_{step}.png"]
+        folder = make_checkpoint(output_dir, step, base, pictures)
+        name = {"last": "last-checkpoint", "all": f"checkpoint-{step}"}.get(whole)
+        pusher.push_later(folder, step, f"step {step}", name)
+        pusher.wait()
+    return [path.name for path in pusher.waiting()]
+
+
+def push_at_once(output_dir: str, steps: list[int], whole: str | None = None, **kwargs) -> list[str]:
+    """Pushes checkpoints without waiting, and deletes each at once, as `save_total_limit` may."""
+    import shutil
+
+    pusher = pusher_of(output_dir, **kwargs)
+    for step in steps:
+        folder = make_checkpoint(output_dir, step)
+        pusher.push_later(folder, step, f"step {step}", f"checkpoint-{step}" if whole else None)
+        shutil.rmtree(folder)
+    Path(output_dir, "all asked for").touch()
+    pusher.wait()
+    return [path.name for path in pusher.waiting()]
+
+
+def push_now(output_dir: str, step: int) -> str:
+    folder = make_checkpoint(output_dir, step)
+    return pusher_of(output_dir).push_now(folder, "the end").oid
+
+
+def download(token: str | bool) -> str:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download("tester/adapter", "README.md", token=token)).read_text()
+
+
+def prepare(repo_id: str, token: str | None = TOKEN, base: str | None = None, **kwargs) -> str:
+    from huggingface_hub import HfApi
+
+    from paco_trl.hub.account import check_base_model, prepare_repository
+
+    api = HfApi(token=token)
+    if base is not None:
+        check_base_model(api, base)
+    kwargs = {"private": None, "revision": None, "published_files": PATTERNS, "base_model": base, **kwargs}
+    return prepare_repository(api, repo_id, **kwargs)
+
+
+if __name__ == "__main__":
+    name, arguments, keywords = json.loads(sys.argv[1])
+    try:
+        print(json.dumps({"result": globals()[name](*arguments, **keywords)}))
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+
+
+#########
+# The tests' process
+#########
+
+
+@pytest.fixture
+def hub():
+    with HubServer({TOKEN: "tester", READ_TOKEN: "tester"}, organizations=["team"]) as server:
+        server.readers.add(READ_TOKEN)
+        yield server
+
+
+@pytest.fixture
+def run(hub, tmp_path):
+    """Runs a function of this file in a process of its own; gives what it gave, with all that it printed."""
+
+    def call(name: str, *arguments, **keywords) -> dict:
+        environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
+        environment.pop("HF_TOKEN", None)
+        done = subprocess.run(
+            [sys.executable, __file__, json.dumps([name, arguments, keywords])],
+            env=environment, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.stdout, done.stderr
+        printed = done.stdout + done.stderr
+        for secret in (TOKEN, READ_TOKEN, WRONG_TOKEN):
+            assert secret not in printed
+        return {**json.loads(done.stdout.splitlines()[-1]), "log": printed}
+
+    return call
+
+
+def titles(hub: HubServer) -> list[str]:
+    return [title for title in hub.repos["model", "tester/adapter"].titles.values() if title]
+
+
+def fails_while(condition):
+    """Uploads fail while a condition holds."""
+
+    def fault(method: str, path: str) -> str | None:
+        return "500" if "/commit/" in path and condition() else None
+
+    return fault
+
+
+class TestUploads:
+    @pytest.fixture(autouse=True)
+    def repository(self, hub):
+        hub.add_repo("tester/adapter", {".gitattributes": b""})
+
+    def test_only_the_published_files_leave(self, hub, run, tmp_path):
+        assert run("push_steps", str(tmp_path / "out"), [2])["result"] == []
+        files = hub.files("tester/adapter", "model")
+        assert set(files) == {".gitattributes", "curves.png", "sheet_2.png", *PATTERNS[:3]}
+        assert files["adapter_model.safetensors"] == b"adapter_model.safetensors of step 2"
+        # They exist, and stay
+        assert (tmp_path / "out/checkpoint-2/optimizer.pt").exists()
+        assert titles(hub) == ["step 2"]
+
+    def test_pictures_of_earlier_steps_go_in_the_same_commit(self, hub, run, tmp_path):
+        run("push_steps", str(tmp_path / "out"), [2, 4])
+        files = hub.files("tester/adapter", "model")
+        assert "sheet_4.png" in files and "sheet_2.png" not in files
+        assert files["README.md"] == b"README.md of step 4"
+        assert titles(hub) == ["step 2", "step 4"]
+
+    def test_whole_checkpoints(self, hub, run, tmp_path):
+        run("push_steps", str(tmp_path / "last"), [2, 4], whole="last")
+        files = hub.files("tester/adapter", "model")
+        assert files["last-checkpoint/deep/state.pt"] == b"deep state of step 4"
+        assert files["last-checkpoint/optimizer.pt"] == b"optimizer of step 4"
+        assert not any(name.startswith("checkpoint-") for name in files)
+        assert "last-checkpoint/sheet_2.png" not in files and "last-checkpoint/sheet_4.png" in files
+        run("push_steps", str(tmp_path / "all"), [6, 8], whole="all")
+        files = hub.files("tester/adapter", "model")
+        assert files["checkpoint-6/optimizer.pt"] == b"optimizer of step 6"
+        assert files["checkpoint-8/optimizer.pt"] == b"optimizer of step 8"
+        assert "checkpoint-6/sheet_6.png" in files and "sheet_6.png" not in files
+
+    def test_a_branch(self, hub, run, tmp_path):
+        assert run("prepare", "tester/adapter", revision="try")["result"] == "tester/adapter"
+        run("push_steps", str(tmp_path / "out"), [2], revision="try")
+        assert "README.md" in hub.files("tester/adapter", "model", "try")
+        assert "README.md" not in hub.files("tester/adapter", "model")
+
+    def test_private(self, hub, run, tmp_path):
+        hub.repos["model", "tester/adapter"].private = True
+        hub.fault = lambda method, path: "slow" if path.endswith(("/commit/main", "README.md")) else None
+        run("push_steps", str(tmp_path / "out"), [2])
+        assert run("download", False)["error"] == "RepositoryNotFoundError"
+        assert run("download", TOKEN)["result"] == "README.md of step 2"
+
+    def test_no_path_of_this_machine(self, hub, run, tmp_path):
+        base = str(tmp_path / "models" / "tiny-base")
+        run("push_steps", str(tmp_path / "out"), [2], base=base)
+        config = json.loads(hub.files("tester/adapter", "model")["adapter_config.json"])
+        assert config["base_model_name_or_path"] == "tiny-base"
+        # The checkpoint still loads on this machine
+        assert base in (tmp_path / "out/checkpoint-2/adapter_config.json").read_text()
+        run("push_steps", str(tmp_path / "other"), [2])
+        config = json.loads(hub.files("tester/adapter", "model")["adapter_config.json"])
+        assert config["base_model_name_or_path"] == "someone/base"
+
+
+class TestOutages:
+    @pytest.fixture(autouse=True)
+    def repository(self, hub):
+        hub.add_repo("tester/adapter", {".gitattributes": b""})
+
+    @pytest.mark.parametrize("fault", ["500", "429", "409", "cut"])
+    def test_once_at_each_request(self, hub, run, tmp_path, fault):
+        output_dir, failed = tmp_path / "out", set()
+        places = {2: "/tree/main", 4: "/preupload/main", 6: "/lfs/", 8: "/commit/main"}
+
+        def fail_once(method: str, path: str) -> str | None:
+            for step, place in places.items():
+                if place in path and step not in failed and (output_dir / f"checkpoint-{step}").exists():
+                    failed.add(step)
+                    return fault
+            return None
+
+        hub.fault = fail_once
+        outcome = run("push_steps", str(output_dir), list(places))
+        assert failed == set(places) and outcome["result"] == []
+        assert "was not pushed" not in outcome["log"]
+        assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 8"
+        assert titles(hub) == [f"step {step}" for step in places]
+
+    def test_longer_than_the_attempts(self, hub, run, tmp_path):
+        output_dir = tmp_path / "out"
+        hub.fault = fails_while(lambda: not (output_dir / "checkpoint-4").exists())
+        outcome = run("push_steps", str(output_dir), [2, 4])
+        # Reported with the place and with what to do, and with the next one everything is there
+        assert "was not pushed to the Hub, and training goes on" in outcome["log"]
+        assert f"paco-trl push {output_dir}" in outcome["log"] and hub.url in outcome["log"]
+        assert outcome["log"].count("Trying again in") == 2
+        assert outcome["result"] == [] and titles(hub) == ["step 4"]
+
+    def test_until_the_end(self, hub, run, tmp_path):
+        output_dir = tmp_path / "out"
+        hub.fault = fails_while(lambda: True)
+        outcome = run("push_steps", str(output_dir), [2, 4], whole="all")
+        assert [name[:9] for name in outcome["result"]] == ["000000002", "000000004"]
+        assert titles(hub) == []
+        hub.fault = fails_while(lambda: False)
+        # What waits is uploaded with the next: of the earlier ones the whole checkpoints alone
+        assert run("push_now", str(output_dir), 6)["result"]
+        files = hub.files("tester/adapter", "model")
+        assert files["README.md"] == b"README.md of step 6"
+        assert {"checkpoint-2/optimizer.pt", "checkpoint-4/optimizer.pt"} <= set(files)
+        assert titles(hub) == ["step 2", "step 4", "the end"]
+        assert list((output_dir / ".pushing").iterdir()) == []
+
+    def test_pushing_now_says_how_to_push_later(self, hub, run, tmp_path):
+        hub.fault = fails_while(lambda: True)
+        outcome = run("push_now", str(tmp_path / "out"), 2)
+        assert outcome["error"] == "ConnectionError"
+        assert f"paco-trl push {tmp_path / 'out'}" in outcome["message"] and hub.url in outcome["message"]
+
+    def test_the_right_is_taken_away(self, hub, run, tmp_path):
+        hub.fault = lambda method, path: "403" if "/commit/" in path else None
+        outcome = run("push_steps", str(tmp_path / "out"), [2])
+        assert len(outcome["result"]) == 1
+        assert "does not allow the token to write to tester/adapter" in outcome["log"]
+        assert "Trying again" not in outcome["log"]  # it would be of no use
+
+    def test_the_newest_of_several(self, hub, run, tmp_path):
+        output_dir = tmp_path / "out"
+        asked = output_dir / "all asked for"
+        hub.fault = self.held_until(asked)
+        assert run("push_at_once", str(output_dir), [2, 4, 6])["result"] == []
+        # The first was on its way; the second was replaced by the third
+        assert titles(hub) == ["step 2", "step 6"]
+        assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 6"
+
+    @pytest.mark.parametrize("always_push", [False, True])
+    def test_all_of_several(self, hub, run, tmp_path, always_push):
+        output_dir = tmp_path / "out"
+        hub.fault = self.held_until(output_dir / "all asked for")
+        run("push_at_once", str(output_dir), [2, 4, 6], whole=None if always_push else "all", always_push=always_push)
+        assert titles(hub) == ["step 2", "step 4", "step 6"]
+        if not always_push:
+            files = hub.files("tester/adapter", "model")
+            assert {f"checkpoint-{step}/optimizer.pt" for step in (2, 4, 6)} <= set(files)
+
+    @staticmethod
+    def held_until(path: Path):
+        """The Hub answers no commit until a file is there: a client that waited for it would wait for ever."""
+
+        def hold(method: str, asked: str) -> None:
+            if "/commit/" in asked:
+                for _ in range(600):
+                    if path.exists():
+                        return
+                    threading.Event().wait(0.1)
+                raise AssertionError("the client waited for the upload")
+
+        return hold
+
+
+class TestChecks:
+    def test_new_repository(self, hub, run):
+        assert run("prepare", "adapter", private=True)["result"] == "tester/adapter"
+        assert hub.repos["model", "tester/adapter"].private
+        assert run("prepare", "team/adapter")["result"] == "team/adapter"
+        assert not hub.repos["model", "team/adapter"].private
+        # Again, as a run that goes on does
+        assert run("prepare", "team/adapter")["result"] == "team/adapter"
+
+    @pytest.mark.parametrize(
+        "arguments, error, parts",
+        [
+            ({"token": None}, "PermissionError", ["There is no token", "hf auth login"]),
+            ({"token": WRONG_TOKEN}, "PermissionError", ["does not know the token", "hf auth login"]),
+            ({"token": READ_TOKEN}, "PermissionError", ["may only read"]),
+            ({"repo_id": "others/adapter"}, "PermissionError", ["no right to 'others'", "tester and of team", "tester/adapter"]),
+            ({"repo_id": "tester/a b"}, "ValueError", ["'tester/a b'", "user/name"]),
+            ({"repo_id": "tester/new"}, "ValueError", ["does not allow a repository of the name tester/new"]),
+        ],
+    )  # fmt: skip
+    def test_refused(self, hub, run, arguments, error, parts):
+        hub.reserved.add("new")
+        outcome = run("prepare", **{"repo_id": "tester/adapter", **arguments})
+        assert outcome.get("error") == error, outcome
+        assert all(part in outcome["message"] for part in parts), outcome["message"]
+        assert not hub.repos
+
+    def test_something_else_is_there(self, hub, run):
+        hub.add_repo("tester/adapter", {"README.md": b"", "unet/weights.bin": b"1", "sheets/a.png": b"2"})
+        outcome = run("prepare", "tester/adapter")
+        assert outcome["error"] == "ValueError"
+        assert "tester/adapter has 2 files of something else" in outcome["message"]
+        # On another branch that is not there yet nothing is mixed
+        assert run("prepare", "tester/adapter", revision="try")["result"]
+
+    def test_an_adapter_of_another_base_is_there(self, hub, run):
+        config = json.dumps({"base_model_name_or_path": "some/Base"}).encode()
+        hub.add_repo(
+            "tester/adapter", {"README.md": b"", "adapter_config.json": config, "last-checkpoint/deep/a.pt": b""}
+        )
+        assert run("prepare", "tester/adapter", base_model="some/base")["result"]
+        outcome = run("prepare", "tester/adapter", base_model="some/other")
+        assert outcome["error"] == "ValueError"
+        assert "some/Base" in outcome["message"] and "some/other" in outcome["message"]
+
+    def test_private_but_there_and_public(self, hub, run):
+        hub.add_repo("tester/adapter", {"README.md": b""})
+        assert "is there and public" in run("prepare", "tester/adapter", private=True)["message"]
+        hub.repos["model", "tester/adapter"].private = True
+        assert run("prepare", "tester/adapter", private=True)["result"]
+
+    def test_no_right_to_an_existing_repository(self, hub, run):
+        hub.add_repo("team/adapter", {"README.md": b""})
+        assert run("prepare", "team/adapter")["result"]
+        hub.fault = lambda method, path: "403" if path.endswith("auth-check/write") else None
+        outcome = run("prepare", "team/adapter")
+        assert outcome["error"] == "PermissionError" and "team/adapter" in outcome["message"]
+
+    def test_base_model(self, hub, run, tmp_path):
+        hub.add_repo("makers/base", {"README.md": b""})
+        assert run("prepare", "tester/adapter", base="makers/base")["result"]
+        assert run("prepare", "tester/adapter", base=str(tmp_path))["result"]  # a folder
+        hub.gated.add("makers/base")
+        outcome = run("prepare", "tester/adapter", base="makers/base")
+        assert outcome["error"] == "PermissionError"
+        assert "makers/base is gated" in outcome["message"] and f"{hub.url}/makers/base" in outcome["message"]
+        assert "no model 'makers/bass'" in run("prepare", "tester/adapter", base="makers/bass")["message"]
+
+    def test_not_there_at_all(self, hub, run):
+        hub.stop()
+        outcome = run("prepare", "tester/adapter")
+        assert outcome["error"] == "ConnectionError" and hub.url in outcome["message"]
+        hub.start()
+        assert run("prepare", "tester/adapter")["result"]
