@@ -19,7 +19,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, tiny
 from paco_trl.rewards import EditReward, redness_reward
 from paco_trl.rollout import replay
 from paco_trl.trainer import paco_grpo_trainer, scored_sheets
-from paco_trl.trainer.model_card import render_model_card
+from paco_trl.cards import render_model_card
 
 
 COLOURS = ["#fa1e96", "#1efa96", "#961efa", "#fa961e", "#1e96fa", "#96fa1e", "#2d2dff"]
@@ -507,7 +507,7 @@ class TestModelCard:
         assert 'against the negative prompt ""' in card
         assert "belong together" not in card and "copies of one another" not in card
         assert "change in an image what an instruction says and nothing else" in card
-        assert 'pipe(image=load_image("source.png"), prompt="Paint the car red.", guidance_scale=4.0)' in card
+        assert 'pipe(image=source, prompt="Paint the car red.", guidance_scale=4.0)' in card
         other = str(render_model_card(make(klein, dataset, tmp_path, negative_prompt='blurred "art"')))
         assert "negative prompt" in other and "blurred" in other
 

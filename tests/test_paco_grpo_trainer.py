@@ -729,7 +729,7 @@ class TestResumeWithOtherSettings:
         assert resumed.args.eval_on_start
 
     def test_pictures_of_steps_ahead_are_not_taken(self, make_trainer, tmp_path, prompts):
-        from paco_trl.trainer.model_card import latest_pictures
+        from paco_trl.cards import latest_pictures
 
         settings = {
             "eval_dataset": prompts.select(range(1)), "eval_strategy": "steps", "eval_steps": 2,

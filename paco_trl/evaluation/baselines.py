@@ -118,6 +118,7 @@ class DreamSimScorer:
         if (model is None) != (preprocess is None):
             raise ValueError("`model` and `preprocess` belong together, but only one is given. Pass both or neither.")
         self.name = "DreamSim"
+        self.model_name = self.name if model is None else None  # for cards
         self.device = torch.device(device) if device is not None else PartialState().device
         self.batch_size = batch_size
         self.model, self.preprocess = (model, preprocess) if model is not None else _load_dreamsim(self.device)

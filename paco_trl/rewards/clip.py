@@ -12,6 +12,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import to_rgb
+from ..utils.names import public_name
 
 
 class ClipEmbedder:
@@ -46,6 +47,7 @@ class ClipEmbedder:
             raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
         self.device = device
         self.batch_size = batch_size
+        self.model_name = public_name(str(model))  # for cards
         with without_zero3_init():
             self.model = CLIPModel.from_pretrained(model, dtype=dtype or torch.float32, use_safetensors=True)
         self.model.eval().requires_grad_(False)

@@ -26,6 +26,11 @@ class PairSimilarityReward:
     def __init__(self, judge: Judge):
         self.judge = judge
 
+    @property
+    def model_name(self) -> str | None:
+        """Name of the judge, for cards; `None` for one that does not say it."""
+        return getattr(self.judge, "model_name", None)
+
     def __call__(self, prompts: list[str], completions: list[Image.Image], **columns) -> list[float]:
         """
         Scores grids of panels.

@@ -80,6 +80,11 @@ class JudgedReward:
             self.__class__ = _served(type(self))
         self._asked = AskedOnce(model)
 
+    @property
+    def model_name(self) -> str | None:
+        """Name of the judge, for cards; `None` for one that does not say it."""
+        return getattr(self.judge, "model_name", None)
+
     def __call__(
         self,
         prompts: list[str],

@@ -46,6 +46,7 @@ class OcrReward:
             ) from error
         self.__name__ = "ocr"  # TRL takes it for the metric names, `rewards/ocr/mean`
         self.needed_columns = ("text",)  # the trainer looks at it before it loads a model
+        self.model_name = "RapidOCR"  # for cards
         # Below "error" it reports its files, and each image without text
         self.engine = RapidOCR(params={"Global.log_level": "error"})
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import warnings
+from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of
+from ..utils.names import public_name
 from .decision import decision_direction, decision_token_ids, scales_logits
 from .judge import ImagePair, ImageSource
 from .prefix_sharing import share_prefixes
@@ -33,7 +35,7 @@ _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
 # Prefix that PeftModel puts in front of the model's own names
 _PEFT_PREFIX = "base_model.model."
 # Names of layers before transformers 4.52, which adapters of that time have, and what they became
-_OLD_LAYERS = {r"^model\.layers": "model.language_model.layers", r"^visual": "model.visual"}
+_OLD_LAYERS = {r"^model\.(?=layers|norm|embed_tokens)": "model.language_model.", r"^visual": "model.visual"}
 
 
 class PaCoReward:
@@ -130,8 +132,8 @@ class PaCoReward:
             [`PaCoReward`].
 
         Raises:
-            ValueError: An adapter that names no model, or does not fit the model it names; a tokenizer in which Yes or
-                No is not one token.
+            ValueError: Weights that are not all there, or have no place; an adapter that names no model, or does not
+                fit the model it names; a tokenizer in which Yes or No is not one token.
         """
         model = os.fspath(model)
         hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
@@ -150,13 +152,19 @@ class PaCoReward:
                 base_kwargs["revision"] = config.revision
         # A judge is not trained: a live ZeRO-3 configuration would leave it empty
         with without_zero3_init():
-            network = AutoModelForImageTextToText.from_pretrained(
-                base, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **base_kwargs
+            network, info = AutoModelForImageTextToText.from_pretrained(
+                base,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **base_kwargs,
             )
+            _check_loading(base, info)
             if is_adapter:
-                network = _load_adapter(network, model, hub_kwargs)
+                network = load_judge_adapter(network, model, **hub_kwargs)
         processor_source, processor_kwargs = model, hub_kwargs
-        if is_adapter and not _has_processor(model, hub_kwargs):
+        if is_adapter and not has_processor(model, **hub_kwargs):
             processor_source = base
             processor_kwargs = {name: value for name, value in base_kwargs.items() if name in _HUB_ARGUMENTS}
         processor = AutoProcessor.from_pretrained(
@@ -164,6 +172,11 @@ class PaCoReward:
         )
         network.to(device if device is not None else PartialState().device)
         return cls(network, processor, model, batch_size, system_prompt)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model as others may see it, for cards: never a path."""
+        return public_name(str(self.name))
 
     @property
     def device(self) -> torch.device:
@@ -443,40 +456,132 @@ def _one_each(prompts: str | list[str], count: int, what: str) -> list[str]:
     return list(prompts)
 
 
-def _has_processor(model: str, hub_kwargs: dict) -> bool:
+def _check_loading(model: str, info: dict) -> None:
+    # transformers only reports them: what is missing is random then, and what has no place is left out
+    faults = {
+        "are not among its files": info["missing_keys"],
+        "have no place in it": info["unexpected_keys"],
+        "have another shape": info["mismatched_keys"],
+    }
+    found = [
+        f"{len(names)} weights {what} ({sorted(map(str, names))[0]}, ...)" for what, names in faults.items() if names
+    ]
+    if found:
+        raise ValueError(
+            f"The weights of {model!r} do not fit the model that its config.json describes: {'; '.join(found)}. Such a "
+            "judge would score by chance. The files are incomplete, or of another version of transformers: save the "
+            "model again with a current one."
+        )
+
+
+def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:
+    """
+    Gives the names that layers have now, for those of adapters that were trained before transformers 4.52.
+
+    Args:
+        names (`Iterable[str]`):
+            Names of layers or weights, as the model itself has them.
+        model_type (`str`):
+            Type of the model in its config.
+
+    Returns:
+        `list[str]`: in the same order; current names are left as they are.
+    """
+    names = list(names)
+    if model_type in _ENCODED_IMAGES:
+        for old, new in _OLD_LAYERS.items():
+            names = [re.sub(old, new, name) for name in names]
+    return names
+
+
+def has_processor(model: str, **hub_kwargs) -> bool:
+    """
+    Whether a model or adapter comes with a processor.
+
+    Args:
+        model (`str`):
+            Hub id or folder.
+        **hub_kwargs:
+            `revision`, `token` and the like.
+
+    Returns:
+        `bool`.
+    """
     return any(
         cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub_kwargs) is not None
         for name in ("processor_config.json", "preprocessor_config.json")
     )
 
 
-def _load_adapter(network: PreTrainedModel, adapter: str, hub_kwargs: dict) -> PeftModel:
+def safetensors_of(adapter: str, **hub_kwargs) -> str:
+    """
+    Finds the weights of an adapter in PEFT's format, which would itself fall back to a pickle.
+
+    Args:
+        adapter (`str`):
+            Hub id or folder.
+        **hub_kwargs:
+            `revision`, `token` and the like.
+
+    Returns:
+        `str`: path of the file.
+
+    Raises:
+        ValueError: there is none.
+    """
     weights = cached_file(
         adapter, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False, **hub_kwargs
     )
-    # PEFT would fall back to a pickle
     if weights is None:
         raise ValueError(
             f"The adapter {adapter!r} has no adapter_model.safetensors. Other formats are pickles, which can run code; "
             "convert it, or ask for a safetensors file."
         )
-    key_mapping = _OLD_LAYERS if network.config.model_type in _ENCODED_IMAGES else {}
+    return weights
+
+
+def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> PeftModel:
+    """
+    Puts an adapter on a vision-language model, also one with the names of layers of older versions of transformers.
+
+    Args:
+        network ([`~transformers.PreTrainedModel`]):
+            Model; it gets the adapter's layers in place.
+        adapter (`str`):
+            Hub id or folder.
+        **hub_kwargs:
+            `revision`, `token` and the like.
+
+    Returns:
+        [`~peft.PeftModel`].
+
+    Raises:
+        ValueError: it has no safetensors file, or does not fit the model.
+    """
+    weights = safetensors_of(adapter, **hub_kwargs)
+    model_type = network.config.model_type
+    config = PeftConfig.from_pretrained(adapter, **hub_kwargs)
+    if not isinstance(config.target_modules, str):  # a pattern, or a list which may be of whole names
+        config.target_modules = set(rename_old_layers(config.target_modules or [], model_type))
     fault = None
     with warnings.catch_warnings():
         # An adapter whose names do not fit is loaded as no adapter at all, with a warning
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
             model = PeftModel.from_pretrained(
-                network, adapter, torch_device="cpu", key_mapping=key_mapping or None, **hub_kwargs
+                network,
+                adapter,
+                config=config,
+                torch_device="cpu",
+                key_mapping=_OLD_LAYERS if model_type in _ENCODED_IMAGES else None,
+                **hub_kwargs,
             )
         except (UserWarning, ValueError, RuntimeError) as problem:
             fault = problem
     if fault is None:
         # Weights for layers that the configuration does not name are left out without a word
         with safe_open(weights, "pt") as file:
-            names = {name.removeprefix(_PEFT_PREFIX) for name in file.keys()}
-        for old, new in key_mapping.items():
-            names = {re.sub(old, new, name) for name in names}
+            names = set(rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in file.keys()), model_type))
         placed = {
             name.removeprefix(_PEFT_PREFIX) for name in get_peft_model_state_dict(model, save_embedding_layers=False)
         }

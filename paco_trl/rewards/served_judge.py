@@ -24,6 +24,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_bef
 from ..data.questions import plain_question
 from ..utils.addresses import is_loopback
 from ..utils.images import check_text, load_image
+from ..utils.names import public_name
 from .decision import yes_probability
 from .judge import Answer, ImagePair, ImageSource, JudgeUnavailableError
 
@@ -161,6 +162,11 @@ class ServedJudge:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model as others may see it, for cards: never the address."""
+        return public_name(self.model)
 
     def check(self) -> None:
         """

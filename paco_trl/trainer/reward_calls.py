@@ -187,6 +187,7 @@ def _checked(function: Callable, name: str) -> Callable:
     # Not functools.wraps: a callable object has none of the attributes it copies
     functools.update_wrapper(call, function, assigned=("__doc__",), updated=())
     call.__name__ = name
+    call.model_name = getattr(function, "model_name", None)  # for cards
     return call
 
 

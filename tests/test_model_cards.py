@@ -1,0 +1,725 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cards of models: their metadata, what they say and leave out, and how they look in a browser."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+from PIL import Image
+from scipy.stats import binomtest
+from transformers import TrainerCallback
+
+from hub_server import HubServer
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.cards import (
+    ImageModelCard,
+    JudgeCard,
+    LoRA,
+    latest_pictures,
+    load_reference_card,
+    metadata,
+    render_card,
+    render_model_card,
+    render_reward_model_card,
+)
+from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
+from paco_trl.data import make_pair
+from paco_trl.hub.licenses import License, base_license, read_license
+from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, ServedJudge, redness_reward
+from paco_trl.tiny import build_tiny_clip
+from paco_trl.trainer.training_clock import KEY, TrainingClock, training_seconds
+
+
+ROOT = Path(__file__).resolve().parent.parent
+ZOO = {
+    "PaCo-FLUX.1-dev": ("train_flux.py", "paco-flux.1-dev.yaml"),
+    "PaCo-FLUX.1-Kontext-dev": ("train_flux_kontext.py", "paco-flux.1-kontext-dev.yaml"),
+    "PaCo-QwenImage-Edit": ("train_qwen_image_edit.py", "paco-qwen-image-edit.yaml"),
+    "PaCo-Reward-7B": ("train_reward.py", "paco-reward-7b.yaml"),
+    "PaCo-Reward-7B-Lora": ("train_reward.py", "paco-reward-7b-lora.yaml"),
+}
+TOKEN = "hf_this_must_not_be_seen"
+FLUX, QWEN = "black-forest-labs/FLUX.1-dev", "Qwen/Qwen2.5-VL-7B-Instruct"
+
+
+def colour_pairs(count: int):
+    """Pairs of plain pictures, of one colour (Yes) and of two (No)."""
+    colours = ("red", "blue")
+    rows = []
+    for index in range(count):
+        pair = [Image.new("RGB", (56, 56), colours[(index + place * (index // 2)) % 2]) for place in range(2)]
+        is_same = index // 2 % 2 == 0
+        rows.append(make_pair(*pair, "Same colour?", is_same, f"I see {pair[0].getpixel((0, 0))} first."))
+    return Dataset.from_list(rows)
+
+
+@pytest.fixture(scope="module")
+def tiny_clip(tmp_path_factory) -> Path:
+    return build_tiny_clip(tmp_path_factory.mktemp("models") / "tiny-clip")
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_flux, tiny_clip, prompts, tmp_path_factory):
+    """A trainer after two rounds, with an average of the weights, two rewards, an evaluation and its pictures."""
+    folder = tmp_path_factory.mktemp("cards") / "foxes"
+    trainer = PaCoGRPOTrainer(
+        model=str(tiny_flux),
+        reward_funcs=[ClipTReward(tiny_clip), redness_reward],
+        args=PaCoGRPOConfig(
+            output_dir=str(folder), use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
+            num_prompts_per_generation=4, per_device_train_batch_size=4, num_inference_steps=4,
+            num_inference_steps_eval=2, max_steps=4, learning_rate=0.1, epsilon=0.1, ema_decay=0.5,
+            reward_weights=[1.0, 0.25], report_to="none", save_strategy="steps", save_steps=2,
+            eval_strategy="steps", eval_steps=2, hub_token=TOKEN, disable_tqdm=True,
+        ),
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(3)),
+        peft_config=LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian"),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_qwen, tmp_path_factory):
+    """A trainer of a judge after two steps, with an evaluation."""
+    trainer = make_judge(tiny_qwen, tmp_path_factory.mktemp("cards") / "judge", eval_dataset=colour_pairs(8))
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def make_judge(model: Path, folder: Path, eval_dataset=None, **kwargs) -> PaCoRewardTrainer:
+    args = PaCoRewardConfig(
+        str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_steps=1, max_steps=2,
+        per_device_train_batch_size=4, disable_tqdm=True, hub_token=TOKEN, **kwargs,
+    )  # fmt: skip
+    return PaCoRewardTrainer(str(model), args, colour_pairs(8), eval_dataset)
+
+
+def text_of(trainer) -> str:
+    return (Path(trainer.args.output_dir) / "README.md").read_text(encoding="utf-8")
+
+
+def tables_of(text: str) -> list[dict[str, list[str]]]:
+    """The tables of a card, each as its rows by their first cell."""
+    found = re.findall(r"(?:^\|.*\|\n)+", text, flags=re.M)
+    tables = []
+    for table in found:
+        head, line, *rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()]
+        assert all(len(row) == len(head) for row in rows), table
+        assert len(re.findall("---", table.splitlines()[1])) == len(head), table
+        tables.append({row[0].strip("| "): row[1:] for row in [head, *rows]})
+    return tables
+
+
+def settings_of(text: str) -> dict[str, str]:
+    return {name: value for table in tables_of(text) for name, (value, *_) in table.items() if name and value}
+
+
+def code_of(text: str, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.S)
+
+
+class TestMetadata:
+    def test_of_an_adapter_through_the_hubs_own_client(self, trained):
+        card = ModelCard.load(Path(trained.args.output_dir) / "README.md")
+        data = card.data
+        assert (data.library_name, data.pipeline_tag) == ("diffusers", "text-to-image")
+        assert {"lora", "paco-trl", "paco-grpo"} <= set(data.tags) and data.tags == sorted(data.tags)
+        logged = next(e for e in reversed(trained.state.log_history) if "eval_reward" in e)
+        values = {result.metric_type: result.metric_value for result in data.eval_results}
+        assert values == {
+            name: logged[f"eval_rewards/{name}/mean"] for name in ("clip_t", "redness_reward")
+        }  # to the last digit
+        assert data.model_name == "foxes" == card.data.to_dict()["model-index"][0]["name"]
+        # A folder of this machine is no base model, and its licence is not known
+        assert data.base_model is None and data.get("base_model_relation") is None and data.license is None
+        assert data.datasets is None
+        # What is read back is what was written
+        assert ModelCard(str(card)).data.to_dict() == data.to_dict()
+
+    def test_of_a_judge(self, judge):
+        data = ModelCard.load(Path(judge.args.output_dir) / "README.md").data
+        assert (data.library_name, data.pipeline_tag) == ("peft", "image-text-to-text")
+        values = {result.metric_type: result.metric_value for result in data.eval_results}
+        evaluation = judge.evaluations["eval"]
+        assert values == {
+            "accuracy": evaluation["decision_accuracy"], "roc_auc": evaluation["auroc"], "ece": evaluation["ece"]
+        }  # fmt: skip
+
+    def test_without_an_evaluation_there_is_no_model_index(self, make_trainer, tiny_qwen, tmp_path):
+        for card in (render_model_card(make_trainer()), render_reward_model_card(make_judge(tiny_qwen, tmp_path))):
+            assert card.data.eval_results is None and "model-index" not in str(card)
+            assert "## Evaluation" not in card.text
+
+    def test_of_a_base_model_of_the_hub(self, make_trainer, tmp_path):
+        trainer = make_trainer(hub_model_id="foxes")
+        assert render_model_card(trainer).data.license is None
+        trainer.pipeline.register_to_config(_name_or_path=FLUX)
+        trainer.hub_model_id = "user/foxes"  # as Trainer sets it when the repository is there
+        card = render_model_card(trainer, license=None, tags="mine", dataset_name="user/prompts")
+        data = card.data
+        assert (data.base_model, data.get("base_model_relation")) == (FLUX, "adapter")
+        assert (data.license, data.license_name) == ("other", "flux-1-dev-non-commercial-license")
+        assert data.license_link == f"https://huggingface.co/{FLUX}/blob/main/LICENSE.md"
+        assert data.datasets == ["user/prompts"] and "mine" in data.tags
+        assert f'from_pretrained("{FLUX}"' in card.text and 'load_lora_weights("user/foxes")' in card.text
+        assert f"]({data.license_link})" in card.text and "@misc{flux2024" in card.text
+        other = render_model_card(trainer, license="cc-by-nc-4.0").data
+        assert other.license == "cc-by-nc-4.0" and other.license_name is None
+
+    @pytest.mark.parametrize(
+        ("card", "library", "relation"),
+        [
+            (ImageModelCard("a", "u/a", FLUX), "diffusers", "adapter"),
+            (ImageModelCard("a", "u/a", FLUX, weights="transformer", transformer_class="X"), "diffusers", "finetune"),
+            (ImageModelCard("a", "u/a", FLUX, weights="pipeline", merged_adapter="u/b"), "diffusers", "finetune"),
+            (JudgeCard("a", "u/a", QWEN), "peft", "adapter"),
+            (JudgeCard("a", "u/a", QWEN, weights="merged", merged_adapter="u/b"), "transformers", "finetune"),
+        ],
+    )
+    def test_library_and_relation(self, card, library, relation):
+        data = metadata(card)
+        assert (data.library_name, data.get("base_model_relation")) == (library, relation)
+        assert ("lora" in data.tags) == (relation == "adapter")
+        local = metadata(dataclasses.replace(card, base_model="/models/flux"))
+        assert local.base_model is None and local.get("base_model_relation") is None
+
+    def test_dataset_of_the_hub(self, make_trainer, prompts):
+        where = {
+            "hf://datasets/user/name@0123456789abcdef/data/train-00000-of-00001.parquet": {"checksum": None},
+            "https://example.com/other/file.parquet": {"checksum": None},
+        }
+        assert render_model_card(make_trainer()).data.datasets is None
+        from_hub = prompts.select(range(len(prompts)))
+        from_hub.info.download_checksums = where
+        trainer = make_trainer(train_dataset=from_hub)
+        card = render_model_card(trainer)
+        assert card.data.datasets == ["user/name"]
+        assert "[user/name](https://huggingface.co/datasets/user/name)" in card.text
+        assert render_model_card(trainer, dataset_name="user/other").data.datasets == ["user/other"]
+        # A file of this machine is told of by its name, and is no dataset of the Hub
+        local = render_model_card(trainer, dataset_name="/home/me/prompts.jsonl")
+        assert local.data.datasets is None and "\n- prompts.jsonl\n" in local.text and "/home/me" not in str(local)
+
+
+class TestWhatItSays:
+    def test_nothing_of_this_machine(self, trained, judge, tiny_flux, tiny_qwen, tiny_clip):
+        for trainer, model in ((trained, tiny_flux), (judge, tiny_qwen)):
+            text = text_of(trainer)
+            assert trainer.args.hub_token == TOKEN  # it is there to be found
+            assert model.name in text
+            for secret in (TOKEN, str(model.parent), str(tiny_clip.parent), str(Path(trainer.args.output_dir).parent)):
+                assert secret not in text
+            assert not re.search(r"\b(None|nan|undefined|True|False)\b", text.replace("is None", ""))
+            prose = re.sub(r"```.*?```", "code", text, flags=re.S)
+            assert "\n\n\n" not in text and "|  |" not in text and "{{" not in prose and "{%" not in prose
+            assert not re.search(r"^#+ .*\n\n## ", prose, flags=re.M)  # a head with nothing below it
+
+    def test_settings(self, trained):
+        rows = settings_of(text_of(trained))
+        assert rows["optimizer steps"] == "4"
+        assert rows["effective batch"] == "8 images, 4 at a time on a device"
+        assert rows["resolution"] == "32 x 32 pixels in training, 64 x 64 pixels in inference"
+        assert rows["sampler"] == "4 steps, guidance 3.5"
+        assert rows["stochastic steps"] == "flow_sde, noise level 0.7, steps [1]"
+        assert rows["saved weights"] == "moving average, decay 0.5 for each optimizer step"
+        assert rows["LoRA"] == "rank 4, alpha 32"
+        assert "`attn.to_q`" in rows["adapted layers"]
+
+    def test_resolution_of_several_sizes(self, make_trainer, prompts):
+        sizes = [64, 128] * 6
+        dataset = prompts.add_column("height", sizes).add_column("width", sizes)
+        rows = settings_of(str(render_model_card(make_trainer(train_dataset=dataset))))
+        assert rows["resolution"] == "0.5 of the inference size per side"
+
+    def test_rewards_with_weights_and_models(self, trained, make_trainer, tiny_clip):
+        (table,) = [
+            table for table in tables_of(text_of(trained)) if "reward" in table and "weight" in table["reward"]
+        ]
+        assert table["reward"] == ["weight", "model", "mean in the first round", "mean in the last round"]
+        assert table["clip_t"][:2] == ["1", tiny_clip.name]
+        assert table["redness_reward"][:2] == ["0.25", "-"]
+        history = [entry for entry in trained.state.log_history if "reward" in entry]
+        means = [f"{history[place]['rewards/clip_t/mean']:.4f}" for place in (0, -1)]
+        assert table["clip_t"][2:] == means
+        # Where no reward has a model, there is no column for one
+        (table,) = [table for table in tables_of(str(render_model_card(make_trainer()))) if "reward" in table]
+        assert table["reward"] == ["weight"]
+
+    def test_evaluation_with_interval(self, trained):
+        (table,) = [table for table in tables_of(text_of(trained)) if "before" in table.get("reward", [])]
+        assert table["reward"] == ["model", "before", "after", "difference, 95 %"]
+        entry = next(e for e in reversed(trained.state.log_history) if "eval_reward" in e)
+        values = {name: f"{entry[f'eval_rewards/clip_t/{name}']:.4f}" for name in ("baseline", "mean")}
+        low, high = (f"{entry[f'eval_rewards/clip_t/gain_ci_{end}']:.4f}" for end in ("low", "high"))
+        assert table["clip_t"][1:] == [values["baseline"], values["mean"], f"{low} to {high}"]
+        assert values["baseline"] != values["mean"]
+
+    def test_models_of_judges(self, tiny_qwen, tiny_clip):
+        served = ServedJudge("http://10.1.2.3:8000/v1", "/models/paco-reward")
+        assert "10.1.2.3" in served.name
+        assert ConsistencyReward(served).model_name == "paco-reward"
+        assert ConsistencyReward(PaCoReward.from_pretrained(tiny_qwen, device="cpu")).model_name == tiny_qwen.name
+        assert ClipTReward(tiny_clip).model_name == tiny_clip.name
+        assert not hasattr(DuplicateReward(), "model_name")
+
+        class Nameless:
+            name = "http://10.1.2.3:8000/v1"
+
+            def score(self, images, prompts):
+                return [0.5] * len(images)
+
+        assert ConsistencyReward(Nameless()).model_name is None
+
+    def test_the_models_of_the_judges_reach_the_card(self, make_trainer):
+        served = ServedJudge("http://10.1.2.3:8000/v1", "paco-reward")
+
+        def custom(prompts, completions, **kwargs):
+            return [0.0] * len(completions)
+
+        custom.model_name = "/home/me/models/own"
+        text = str(render_model_card(make_trainer(reward_funcs=[ConsistencyReward(served), custom])))
+        assert "| consistency | 1 | paco-reward |" in text and "10.1.2.3" not in text
+        assert "| custom | 1 | own |" in text and "/home/me" not in text
+
+    def test_hardware_and_time(self, trained, judge, make_trainer):
+        for trainer in (trained, judge):
+            text = text_of(trainer)
+            assert "### Hardware and time\n\n- CPU\n- training time" in text
+            logged = [entry[KEY] for entry in trainer.state.log_history if KEY in entry]
+            assert logged == sorted(logged) and 0 < logged[0] < logged[-1]
+            assert not any(KEY in entry for entry in trainer.state.log_history if "eval_reward" in entry)
+        assert "training time" not in str(render_model_card(make_trainer()))
+
+    @pytest.mark.parametrize(
+        ("seconds", "said"),
+        [(0.2, "less than a second"), (42, "1 min"), (12, "12 s"), (7500, "2 h 5 min"), (7201, "2 h")],
+    )
+    def test_time_in_words(self, seconds, said):
+        assert f": {said}\n" in str(render_card(ImageModelCard("a", "u/a", FLUX, seconds=seconds)))
+
+    def test_time_goes_on_after_a_resume(self, make_trainer, tmp_path):
+        class LongAgo(TrainerCallback):
+            """As if the first part had begun 5,000 seconds ago."""
+
+            def on_step_begin(self, args, state, control, **kwargs):
+                clock._started = began - 5000
+
+        settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "output_dir": str(tmp_path / "run")}
+        trainer = make_trainer(**settings, callbacks=[LongAgo()])
+        (clock,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, TrainingClock)]
+        began = time.monotonic()
+        trainer.train()
+        assert 5000 < training_seconds(trainer.state, step=2) < training_seconds(trainer.state) < 5060
+        shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+        resumed = make_trainer(**settings)
+        resumed.train(resume_from_checkpoint=True)
+        assert training_seconds(trainer.state, step=2) < training_seconds(resumed.state) < 5060
+        said = "training time, with drawing, scoring, evaluation and checkpoints: 1 h 2"
+        assert said in str(render_model_card(resumed))
+        # Trained anew, it begins at 0
+        resumed.train()
+        assert training_seconds(resumed.state) < 60
+
+    def test_raw_weights(self, trained, make_trainer):
+        text = str(render_model_card(trained))
+        assert "## Evaluation" in text and "(evaluation.png)" in text and "not their moving average" not in text
+        raw = render_model_card(trained, use_ema=False)
+        assert "| saved weights | those of the last step, not their moving average" in raw.text
+        assert "## Evaluation" not in raw.text and "evaluation.png" not in raw.text
+        assert raw.data.eval_results is None
+        assert set(latest_pictures(trained)) - set(latest_pictures(trained, use_ema=False)) == {"evaluation.png"}
+        # Without an average there is nothing else that could be saved
+        plain = make_trainer(ema_decay=None)
+        assert str(render_model_card(plain, use_ema=False)) == str(render_model_card(plain))
+        assert "saved weights" not in str(render_model_card(plain))
+
+    def test_citations(self):
+        def keys(base: str) -> list[str]:
+            return re.findall(r"^@\w+\{(\w+),", str(render_card(ImageModelCard("a", "u/a", base))), flags=re.M)
+
+        assert keys(FLUX) == ["pacorl2025", "vonwerra2020trl", "flux2024"]
+        assert keys("black-forest-labs/FLUX.1-Kontext-dev")[2:] == ["fluxkontext2025"]
+        assert keys("Qwen/Qwen-Image-Edit-2509")[2:] == ["qwenimage2025"]
+        assert keys("stabilityai/stable-diffusion-3.5-medium")[2:] == ["sd32024"]
+        assert keys("/models/FLUX.1-dev")[2:] == ["flux2024"]
+        text = str(render_card(ImageModelCard("a", "u/a", "org/unknown")))
+        assert "on the card of [org/unknown](https://huggingface.co/org/unknown)" in text
+        assert keys("org/unknown") == ["pacorl2025", "vonwerra2020trl"]
+        assert "How to cite" not in str(render_card(ImageModelCard("a", "u/a", "/models/unknown")))
+
+    @pytest.mark.parametrize("kind", [ImageModelCard, JudgeCard])
+    def test_sections_without_content_are_left_out(self, kind):
+        is_judge = kind is JudgeCard
+        empty = kind("a", "u/a", "/models/base")
+        full = dataclasses.replace(
+            empty,
+            lora=LoRA(4, 8, ["to_q"], "u/earlier"),
+            license=License("mit"),
+            datasets=["u/data"],
+            hardware="2 x GPU",
+            seconds=90.0,
+            versions={"torch": "2"},
+            settings=(JudgeSettings if is_judge else ImageSettings)(optimizer_steps=4),
+            evaluations={"eval": {"pairs": 2, "step": 4, "ece": 0.5, "decision_accuracy": 0.5}}
+            if is_judge
+            else [Evaluation("r", 0.5, step=4)],
+            pictures=["eval_calibration.png"] if is_judge else {"curves.png": Path("curves.png")},
+            **({} if is_judge else {"method": "PaCo-GRPO", "rewards": [Reward("r", 1.0)]}),
+        )
+        texts = {name: str(render_card(card)) for name, card in (("empty", empty), ("full", full))}
+        for part in (
+            "## Evaluation", "## Training", "### Data", "### Hardware and time", "### Versions", "![", "| LoRA |",
+            "license: mit", "continued from u/earlier", "model-index",
+        ):  # fmt: skip
+            assert part in texts["full"] and part not in texts["empty"], part
+        for part in ("## Use", "## Limits", "## Licence", "## Citation"):
+            assert part in texts["full"] and part in texts["empty"], part
+        assert "see there for the licence" in texts["empty"] and "see there for the licence" not in texts["full"]
+        for text in texts.values():
+            assert "None" not in text and "\n\n\n" not in text and "|  |" not in text
+            assert not re.search(r"^#+ .*\n\n#+ ", text, flags=re.M)
+        only = str(render_card(dataclasses.replace(empty, seconds=90.0)))
+        assert "### Hardware and time\n\n- " in only and "GPU\n" not in only.split("## Limits")[0].split("###")[1]
+        # A merged model is known by its adapter alone
+        weights = "merged" if is_judge else "pipeline"
+        merged = str(
+            render_card(kind("a", "u/a", FLUX, weights=weights, merged_adapter="/home/me/fox", lora=LoRA(4, 8)))
+        )
+        assert "fox merged into it" in merged and "/home/me" not in merged
+        assert (
+            "## Adapter\n\n| setting | value |\n|---|---|\n| LoRA | rank 4, alpha 8 |" in merged
+            and "## Training" not in merged
+        )
+        assert "load_lora_weights" not in merged and "--enable-lora" not in merged
+
+    def test_interval_of_a_judges_accuracy(self):
+        evaluations = {
+            f"eval_{right}": {"pairs": count, "step": 1, "decision_accuracy": right / count}
+            for right, count in ((45, 60), (8, 8), (0, 5))
+        }
+        (rows,) = tables_of(str(render_card(JudgeCard("a", "u/a", QWEN, evaluations=evaluations))))
+        expected = [binomtest(*pair).proportion_ci(0.95, method="wilson") for pair in ((45, 60), (8, 8), (0, 5))]
+        assert rows["its 95 % interval (Wilson)"] == [f"{one.low:.4f} to {one.high:.4f}" for one in expected]
+
+    def test_rows_without_content_are_left_out(self):
+        rows = dict(ImageSettings(num_inference_steps=10, guidance_scale=3.5).rows(None))
+        assert rows == {"sampler": "10 steps, guidance 3.5"}
+        assert dict(ImageSettings().rows(None)) == {} == dict(JudgeSettings().rows(None))
+        assert dict(JudgeSettings(loss_variant="paper").rows(None)) == {"loss": "plain likelihood"}
+        card = ImageModelCard("a", "u/a", FLUX, evaluations=[Evaluation("r", 0.5, step=1)])
+        (table,) = tables_of(str(render_card(card)))
+        assert table == {"reward": ["after"], "r": ["0.5000"]}
+
+    def test_bars_do_not_break_tables(self):
+        settings = ImageSettings(num_inference_steps=1, guidance_scale=1.0, negative_prompt="a | b\nc")
+        card = ImageModelCard("a", "u/a", FLUX, settings=settings, rewards=[Reward("x|y", 1.0)])
+        text = str(render_card(card))
+        assert 'against the negative prompt "a \\| b\\nc" |\n' in text and "| x\\|y | 1 |" in text
+
+
+class TestUse:
+    def test_the_code_of_an_adapter_runs_both_ways(self, trained, tiny_flux):
+        folder = trained.args.output_dir
+        text = text_of(trained).replace('"foxes"', f'"{folder}"').replace(f'"{tiny_flux.name}"', f'"{tiny_flux}"')
+        diffusers, peft, call = code_of(text)
+        call = call.replace(
+            ").images", ", height=32, width=32, num_inference_steps=2, generator=torch.manual_seed(0)).images"
+        )
+        assert "guidance_scale=3.5" in call
+        images = []
+        for lines in (diffusers, "\n".join(diffusers.splitlines()[:-1]) + "\n" + peft):
+            names = {}
+            exec(lines + call, names)
+            images.append(names["image"])
+        assert "load_lora_weights" in diffusers and "PeftModel" in peft
+        assert images[0].tobytes() == images[1].tobytes()
+        names = {}
+        exec("\n".join(diffusers.splitlines()[:-1]) + "\n" + call, names)
+        assert names["image"].tobytes() != images[0].tobytes()  # the base model
+
+    def test_the_code_of_a_judge_runs(self, judge, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        for name in ("spring", "summer"):
+            Image.new("RGB", (56, 56), "red").save(f"{name}.png")
+        load, _ = code_of(text_of(judge))
+        names = {}
+        exec(
+            load.replace('"judge"', f'"{judge.args.output_dir}"').replace("judge.score", "scores = judge.score"), names
+        )
+        assert 0 < names["scores"][0] < 1
+
+    def test_the_command_of_vllm(self, judge):
+        from paco_trl.commands.serve_reward import ServeArguments, find_adapter, serve_command
+
+        folder = judge.args.output_dir
+        (command,) = code_of(text_of(judge), "bash")
+        words = shlex.split(command.replace("\\\n", " "))
+        assert words[:2] == ["vllm", "serve"]
+        assert words[words.index("--lora-modules") + 1] == "judge=judge"
+        # The rest is what `paco-trl serve-reward` gives to vLLM
+        ours = serve_command(ServeArguments(model_name_or_path=folder), "vllm", find_adapter(folder))
+        flags = [word for word in words if word.startswith("--") and word not in ("--enable-lora", "--lora-modules")]
+        assert {"--max-lora-rank", "--limit-mm-per-prompt", "--mm-processor-kwargs", "--max-model-len"} <= set(flags)
+        for flag in flags:
+            values = [command[command.index(flag) + 1] for command in (words, ours)]
+            values = [json.loads(value) if value.startswith("{") else value for value in values]
+            assert values[0] == values[1], flag
+
+    def test_code_is_code(self):
+        cards = [
+            ImageModelCard("a", "u/a", FLUX, pipeline_class="FluxPipeline", is_editing=editing, formats=formats, call=call,
+                           weights=weights, transformer_class="FluxTransformer2DModel")
+            for weights in ("adapter", "transformer", "pipeline")
+            for formats in (["peft"], ["diffusers", "peft"])
+            for editing in (True, False)
+            for call in ("", "guidance_scale=3.5")
+        ]  # fmt: skip
+        cards += [JudgeCard("a", "u/a", QWEN), JudgeCard("a", "u/a", QWEN, weights="merged")]
+        for card in cards:
+            blocks = code_of(str(render_card(card)))
+            assert len(blocks) >= 2
+            for block in blocks:
+                compile(block, "card", "exec")
+                assert 'u/a")' in block or "u/a" in "".join(blocks)
+
+
+class TestLicenses:
+    def test_of_the_papers_models_without_a_request(self):
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
+        assert base_license(QWEN) == base_license("Qwen/Qwen-Image-Edit") == License("apache-2.0")
+        assert base_license("black-forest-labs/FLUX.1-Kontext-dev").name == "flux-1-dev-non-commercial-license"
+        assert base_license("Qwen/Qwen2.5-VL-3B-Instruct")[:2] == ("other", "qwen-research")
+        cached = "/cache/models--Qwen--Qwen2.5-VL-7B-Instruct/snapshots/0123456789abcdef"
+        assert base_license(cached) == License("apache-2.0")
+        assert base_license("org/unknown") is None and base_license("FluxPipeline") is None
+
+    def test_of_a_folder(self, make_trainer, tiny_flux, tmp_path):
+        assert base_license(str(tiny_flux)) is None
+        folder = tmp_path / "models--org--base" / "snapshots" / "0123456789abcdef"
+        shutil.copytree(tiny_flux, folder)
+        readme = "---\nlicense: other\nlicense_name: own\nlicense_link: {}\n---\n"
+        for link, found in (("LICENSE.md", "/org/base/blob/main/LICENSE.md"), ("https://a.b/c", "https://a.b/c")):
+            (folder / "README.md").write_text(readme.format(link))
+            license = base_license(str(folder))
+            assert license[:2] == ("other", "own") and license.link.endswith(found)
+        data = render_model_card(make_trainer(model=str(folder))).data
+        assert (data.license, data.base_model) == ("other", "org/base")
+        for broken in (
+            "---\nlicense: [a\n---\n",
+            "---\ntags: [x]\n---\n",
+            "no metadata",
+            "---\nlicense: [a, b]\n---\n",
+        ):
+            (folder / "README.md").write_text(broken)
+            assert base_license(str(folder)) is None
+            with pytest.raises(ValueError, match="base.*(cannot be read|names no licence)|0123456789abcdef"):
+                read_license(str(folder))
+        # A folder that is nobody else's has a link only if it is a whole one
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "README.md").write_text(readme.format("LICENSE.md"))
+        assert base_license(str(tmp_path / "mine")) == License("other", "own")
+
+    def test_the_hub_is_asked_only_on_demand_and_once(self, tmp_path):
+        script = """
+import json, sys
+from paco_trl.hub.licenses import base_license
+say = lambda value: print(json.dumps(value), flush=True)
+say(base_license("org/base"))
+for _ in range(2):
+    say(base_license("org/base", online=True))
+for _ in range(3):
+    say(base_license("org/nothing", online=True))
+say(base_license("org/base"))  # its card is in the cache now
+"""
+        with HubServer({TOKEN: "tester"}) as hub:
+            card = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE.md\n---\n"
+            hub.add_repo("org/base", {"README.md": card.encode()})
+            environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
+            environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+            def run(code: str) -> list:
+                done = subprocess.run(
+                    [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+                )
+                assert done.returncode == 0, done.stderr
+                return [json.loads(line) for line in done.stdout.splitlines()]
+
+            first = run('from paco_trl.hub.licenses import base_license\nbase_license("org/base")')
+            assert first == [] and hub.requests == []
+            known = ["other", "own", f"{hub.url}/org/base/blob/main/LICENSE.md"]
+            assert run(script) == [None, known, known, None, None, None, known]
+            assert len([path for method, path in hub.requests if "org/base/resolve" in path and method == "HEAD"]) == 1
+            assert len([path for method, path in hub.requests if "org/nothing/resolve" in path]) == 1
+        # The Hub is gone: what is in the cache is known, and nothing is invented
+        lines = 'import json\nfrom paco_trl.hub.licenses import base_license\nfor n in ("org/base", "org/other"):\n'
+        answers = run(lines + "    print(json.dumps(base_license(n, online=True)))")
+        assert answers == [known, None]
+
+
+class TestReferenceCards:
+    @pytest.fixture(params=ZOO)
+    def source(self, request) -> Path:
+        return ROOT / "model_cards" / f"{request.param}.yaml"
+
+    def test_all_are_there(self):
+        assert {path.stem for path in (ROOT / "model_cards").glob("*.yaml")} == set(ZOO)
+        index = (ROOT / "model_cards" / "README.md").read_text()
+        assert all(f"({name}.md)" in index for name in ZOO)
+
+    def test_the_file_is_what_is_rendered(self, source, tmp_path):
+        card = load_reference_card(source)
+        render_card(card).save(tmp_path / "card.md")
+        committed = source.with_suffix(".md").read_bytes()
+        assert (tmp_path / "card.md").read_bytes() == committed, "run `python model_cards/render.py`"
+        card.settings.learning_rate = 0.5
+        assert str(render_card(card)).encode() != committed
+
+    def test_published_figures_are_marked(self, source):
+        card = load_reference_card(source)
+        rendered = render_card(card)
+        assert "published figures: paco_trl has neither trained nor measured it" in rendered.text
+        assert "## Published figures" in rendered.text and "## Evaluation" not in rendered.text
+        assert "### Versions" not in rendered.text and "trained by paco_trl" not in rendered.text
+        assert "paco-trl" not in rendered.data.tags
+        assert "None" not in str(rendered)
+        cells = {str(cell) for table in card.published.tables for row in table.rows for cell in row}
+        for result in rendered.data.eval_results:
+            assert f"{result.metric_value:.3f}" in cells
+            assert result.source_name.startswith("Published figures") and "2512.04784" in result.source_url
+        if "Reward" in source.stem:
+            assert "lists of which item comes first" in rendered.text
+            assert not {"tau", "rho"} & {result.metric_type for result in rendered.data.eval_results}
+
+    def test_the_base_models_licence(self, source):
+        data = render_card(load_reference_card(source)).data
+        assert data.license == ("other" if "FLUX" in source.stem else "apache-2.0")
+        assert (data.license_link or "").startswith("https://huggingface.co/black-forest-labs/") == (
+            "FLUX" in source.stem
+        )
+
+    def test_example_and_config(self, source):
+        card = load_reference_card(source)
+        example, config = ZOO[source.stem]
+        assert card.published.example == f"examples/{example}"
+        assert card.published.config == f"examples/configs/{config}"
+        assert all((ROOT / name).is_file() for name in (card.published.example, card.published.config))
+        assert all(name in card.published.command for name in (card.published.example, card.published.config))
+
+    def test_it_agrees_with_the_config(self, source):
+        card = load_reference_card(source)
+        config = yaml.safe_load((ROOT / card.published.config).read_text())
+        stated = {name: value for name, value in dataclasses.asdict(card.settings).items() if value is not None}
+        shared = {name for name in stated if name in config}
+        assert len(shared) >= 6, shared
+        assert {name: stated[name] for name in shared} == {name: config[name] for name in shared}
+        # What has another form there
+        assert config["model_name_or_path"] == card.base_model
+        assert (config["lora_r"], config["lora_alpha"]) == (card.lora.rank, card.lora.alpha)
+        assert (stated.get("precision") in (None, "bfloat16")) and config["bf16"]
+        if isinstance(card, JudgeCard):
+            assert card.datasets == [config["dataset_name"]]
+            return
+        if card.lora.layers is not None:
+            assert card.lora.layers == config["lora_target_modules"]
+        assert card.settings.inference_size == [config["height"], config["width"]]
+        scale = config["resolution_scale"]
+        assert card.settings.training_size == [config["height"] * scale, config["width"] * scale]
+        assert [reward.name for reward in card.rewards] == config["rewards"]
+        assert card.rewards[0].model == config["judge_model"]
+        assert f"scale={config['guidance_scale']}" in card.call
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ARGUMENTS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+PAGE = """<!doctype html><meta charset="utf-8"><style>
+body {{ font: 16px/1.5 sans-serif; max-width: 880px; margin: 2em auto; color: #1f2328 }}
+table {{ border-collapse: collapse; margin: 1em 0 }} td, th {{ border: 1px solid #d1d9e0; padding: 6px 13px }}
+img {{ max-width: 100% }} pre {{ background: #f6f8fa; padding: 16px; overflow: auto }} code {{ background: #f6f8fa }}
+blockquote {{ border-left: 4px solid #d1d9e0; margin: 0; padding: 0 1em; color: #59636e }}
+</style>{}"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+class TestInABrowser:
+    @pytest.fixture(scope="class")
+    def browser(self):
+        playwright = pytest.importorskip("playwright.sync_api")
+        with playwright.sync_playwright() as started:
+            browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS.split())
+            yield browser
+            browser.close()
+
+    @staticmethod
+    def show(browser, card: Path, folder: Path):
+        """The page of a card, with the files beside it."""
+        from markdown_it import MarkdownIt
+
+        text = ModelCard.load(card).text
+        page_file = folder / f"{card.parent.name}-{card.stem}.html"
+        folder.mkdir(exist_ok=True)
+        for picture in card.parent.glob("*.png"):
+            shutil.copy(picture, folder)
+        page_file.write_text(PAGE.format(MarkdownIt("commonmark").enable("table").render(text)), encoding="utf-8")
+        page = browser.new_page(viewport={"width": 960, "height": 1200})
+        page.goto(page_file.as_uri())
+        page.wait_for_load_state("networkidle")
+        if os.environ.get("PACO_TRL_SCREENSHOTS"):
+            page.screenshot(path=f"{os.environ['PACO_TRL_SCREENSHOTS']}/{page_file.stem}.png", full_page=True)
+        return page, text
+
+    @staticmethod
+    def check(page, text: str) -> None:
+        body = page.inner_text("body")
+        assert "|---" not in body and "```" not in body and "![" not in body and "**" not in body
+        tables = page.locator("table").all()
+        assert len(tables) == len(tables_of(text)) > 0
+        for table in tables:
+            assert table.is_visible() and len(table.locator("tr").all()) >= 2
+            widths = {len(row.locator("th, td").all()) for row in table.locator("tr").all()}
+            assert len(widths) == 1
+            assert table.bounding_box()["width"] <= 881
+        for image in page.locator("img").all():
+            assert image.is_visible() and image.evaluate("image => image.naturalWidth") > 100
+        headings = page.locator("h1").all_text_contents()
+        assert len(headings) == 1
+
+    @pytest.mark.parametrize("kind", ["image model", "judge"])
+    def test_of_a_trainer(self, browser, trained, judge, kind, tmp_path):
+        trainer = trained if kind == "image model" else judge
+        page, text = self.show(browser, Path(trainer.args.output_dir) / "README.md", tmp_path / "shown")
+        self.check(page, text)
+        expected = {"evaluation.png", "contact_sheet.png", "curves.png"}
+        if kind == "judge":
+            expected = {"eval_calibration.png", "eval_wrong_pairs.png"}
+        shown = {image.get_attribute("src") for image in page.locator("img").all()}
+        assert shown == expected
+        # The check sees a picture that is missing
+        (tmp_path / "shown" / min(expected)).unlink()
+        page.reload()
+        with pytest.raises(AssertionError):
+            self.check(page, text)
+
+    def test_of_the_zoo(self, browser, tmp_path):
+        for name in ZOO:
+            page, text = self.show(browser, ROOT / "model_cards" / f"{name}.md", tmp_path)
+            self.check(page, text)
+            page.close()
