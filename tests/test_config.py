@@ -645,12 +645,6 @@ class TestLauncher:
         with pytest.raises(ValueError, match="FSDP.*DeepSpeed ZeRO-3"):
             make()
 
-    @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
-    def test_strategies_that_upload_pickles_are_refused(self, make, strategy):
-        with pytest.raises(ValueError, match=f"`hub_strategy` is '{strategy}'.*pickles"):
-            make(push_to_hub=True, hub_strategy=strategy)
-        assert make(push_to_hub=False, hub_strategy=strategy).push_to_hub is False
-
     def test_evaluation_batches_fit_any_number_of_generations(self, make):
         # TRL's own check would refuse 3 with its default of 8
         assert make(num_generations_eval=3, eval_strategy="steps", eval_steps=1).num_generations_eval == 3

@@ -19,6 +19,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from paco_trl import PaCoGRPOTrainer, PaCoRewardTrainer
 from paco_trl.data import make_pair
 from paco_trl.trainer.pair_collator import TOKEN_TENSORS
+from paco_trl.trainer.publishing import PushesToHub
 
 
 # Attributes that GRPOTrainer.__init__ sets and that PaCoGRPOTrainer, which skips it, sets itself for the inherited
@@ -171,7 +172,6 @@ class TestRewardTrainer:
         [
             ("_remove_unused_columns", ["self", "dataset", "description"]),
             ("_get_num_items_in_batch", ["self", "batch_samples", "device"]),
-            ("_push_from_checkpoint", ["self", "checkpoint_folder"]),
             ("log", ["self", "logs", "start_time"]),
         ],
     )
@@ -200,3 +200,34 @@ class TestRewardTrainer:
         length = batch["input_ids"].shape[1]
         assert length > 10
         assert {name for name, tensor in batch.items() if tensor.shape[1:2] == (length,)} <= TOKEN_TENSORS
+
+
+class TestHub:
+    """What PushesToHub takes the place of."""
+
+    @pytest.mark.parametrize(
+        "name, parameters",
+        [
+            ("init_hf_repo", ["self", "token", "private"]),
+            ("_push_from_checkpoint", ["self", "checkpoint_folder"]),
+            ("_finish_current_push", ["self"]),
+            (
+                "push_to_hub",
+                ["self", "commit_message", "blocking", "token", "revision", "private", "kwargs"],
+            ),
+        ],
+    )
+    def test_overridden_methods(self, name, parameters):
+        assert list(inspect.signature(getattr(Trainer, name)).parameters) == parameters
+        assert list(inspect.signature(vars(PushesToHub)[name]).parameters) == parameters
+        for trainer in (PaCoGRPOTrainer, PaCoRewardTrainer):
+            order = [base for base in trainer.__mro__ if name in vars(base)]
+            assert order.index(PushesToHub) < order.index(Trainer)
+
+    def test_trainer_calls_them(self):
+        for caller, called in [
+            ("__init__", "init_hf_repo"),
+            ("_save_checkpoint", "_push_from_checkpoint"),
+            ("_finalize_training", "_finish_current_push"),
+        ]:
+            assert called in inspect.getsource(getattr(Trainer, caller))

@@ -53,6 +53,7 @@ HEALTHY = {
     "versions": "ok",
     "configuration": "ok",
     "output folder": "ok",
+    "hub": "ok",
     "data": "ok",
     "rewards": "ok",
     "model and adapter": "ok",
@@ -124,7 +125,7 @@ def test_the_command(make_arguments, tmp_path):
     assert "Traceback" not in done.stderr
     for name in HEALTHY:
         assert re.search(rf"{re.escape(name)}: ok", done.stdout), name  # progress
-    assert "12 ok" in done.stdout
+    assert "13 ok" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if line[:1] in ("┃", "│")) == 100
     assert not (tmp_path / "out").exists()
 

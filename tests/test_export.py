@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 
-from paco_trl.trainer.export import PUBLISHED_FILES
+from paco_trl.hub.files import PIPELINE_ADAPTER
 from paco_trl.trainer.weights import swapped
 
 
@@ -109,35 +109,12 @@ def test_files(trained, tiny_flux):
 
 def test_published_files_hold_no_token_and_no_pickle(trained):
     _, folder = trained
-    published = [path for pattern in PUBLISHED_FILES for path in folder.glob(pattern)]
+    published = [path for pattern in PIPELINE_ADAPTER for path in folder.glob(pattern)]
     assert {path.suffix for path in published} == {".json", ".safetensors", ".md", ".png"}
     assert {path.name for path in published if path.suffix == ".png"} == {"contact_sheet.png", "curves.png"}
     assert len(published) == 6
     for path in published:
         assert b"hf_this_must_not_be_seen" not in path.read_bytes()
-
-
-def test_pushing_a_checkpoint_uploads_only_what_is_published(trained, monkeypatch):
-    trainer, folder = trained
-    uploads = []
-
-    class Done:
-        def done(self):
-            return True
-
-    def upload_folder(**kwargs):
-        uploads.append(kwargs)
-        return Done()
-
-    monkeypatch.setattr("paco_trl.trainer.publishing.upload_folder", upload_folder)
-    trainer.hub_model_id = "user/adapter"
-    trainer.push_in_progress = None
-    trainer._push_from_checkpoint(str(folder))
-    assert uploads[0]["allow_patterns"] == PUBLISHED_FILES
-    assert uploads[0]["folder_path"] == str(folder.parent)  # copies: a checkpoint may be rotated away meanwhile
-    assert (folder.parent / "pytorch_lora_weights.safetensors").exists()
-    # The checkpoint has more than that, among it pickles
-    assert (folder / "optimizer.pt").exists()
 
 
 def test_card(trained, tiny_flux):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, List, Value
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import filter_repo_objects
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from peft import LoraConfig, PeftModel, PromptTuningConfig
@@ -27,7 +26,7 @@ from trl import SFTConfig
 from other_judges import OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair
-from paco_trl.trainer.paco_reward_trainer import PUBLISHED_FILES
+from paco_trl.hub.files import JUDGE_ADAPTER
 from paco_trl.trainer.pair_collator import PairRows
 from paco_trl.trainer.reward_report import draw_calibration, draw_wrong_pairs
 
@@ -665,6 +664,7 @@ class TestMetrics:
             )
             trainer.train()
             logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+            assert all(entry.pop("train_seconds") > 0 for entry in logs[-1])  # of the clock
             assert len(logs_with(trainer, "eval_loss")) == (1 if strategy == "no" else 3)
         assert len(logs[0]) == 1
         assert logs[0] == logs[1]
@@ -1081,55 +1081,16 @@ class TestCheckpoints:
         assert ("log", 3) in seen
         assert seen[-1][2] == trainer.evaluations["eval"]["auroc"]
 
-    def test_pushing_a_checkpoint_uploads_only_what_is_published(self, trained, monkeypatch):
-        folder = Path(trained.args.output_dir)
-        uploads = []
-
-        class Done:
-            def done(self):
-                return True
-
-        def upload_folder(**kwargs):
-            uploads.append(kwargs)
-            return Done()
-
-        monkeypatch.setattr("paco_trl.trainer.publishing.upload_folder", upload_folder)
-        monkeypatch.setattr(trained, "hub_model_id", "user/adapter", raising=False)
-        monkeypatch.setattr(trained, "push_in_progress", None, raising=False)
-        (folder / "training_args.bin").write_bytes(TOKEN.encode())  # another program's
-        try:
-            trained._push_from_checkpoint(str(folder / "checkpoint-24"))
-            (upload,) = uploads
-            assert upload["repo_id"] == "user/adapter"
-            assert upload["token"] == TOKEN
-            assert upload["allow_patterns"] == PUBLISHED_FILES
-            assert upload["folder_path"] == str(folder)  # copies: a checkpoint may be rotated away meanwhile
-            files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-            sent = list(
-                filter_repo_objects(
-                    files, allow_patterns=upload["allow_patterns"], ignore_patterns=upload["ignore_patterns"]
-                )
-            )
-            # Not what belongs to other checkpoints or folders
-            assert {"adapter_model.safetensors", "README.md", "eval_wrong_pairs.png"} <= set(sent)
-            assert not [
-                name for name in sent if name.startswith(("checkpoint", "evaluation")) or name.endswith(".bin")
-            ]
-            adapters = [folder / name / "adapter_model.safetensors" for name in ("", "checkpoint-24", "checkpoint-48")]
-            assert adapters[0].read_bytes() == adapters[1].read_bytes() != adapters[2].read_bytes()
-        finally:
-            (folder / "training_args.bin").unlink()
-
     def test_what_a_checkpoint_says_of_this_machine_is_not_published(self, trained):
         checkpoint = Path(trained.args.output_dir) / "checkpoint-48"
-        published = {path.name for pattern in PUBLISHED_FILES for path in checkpoint.glob(pattern)}
+        published = {path.name for pattern in JUDGE_ADAPTER for path in checkpoint.glob(pattern)}
         assert {"adapter_config.json", "tokenizer.json", "processor_config.json", "chat_template.jinja"} <= published
         # It has the path of the best checkpoint, the log and the state of the callbacks
         assert "trainer_state.json" not in published
 
     def test_what_is_published_is_a_whole_judge(self, trained, tiny_qwen, tmp_path):
         checkpoint = Path(trained.args.output_dir) / "checkpoint-48"
-        published = {path for pattern in PUBLISHED_FILES for path in checkpoint.glob(pattern)}
+        published = {path for pattern in JUDGE_ADAPTER for path in checkpoint.glob(pattern)}
         assert len(published) < len(list(checkpoint.iterdir()))
         folder = tmp_path / "published"
         folder.mkdir()
@@ -1144,26 +1105,6 @@ class TestCheckpoints:
         with torch.no_grad():
             rows = judged(model, AutoProcessor.from_pretrained(folder), dataset)
         assert scores == pytest.approx([row.p_yes for row in rows], abs=1e-5)
-
-    def test_pushing_at_the_end(self, trained, monkeypatch):
-        folder = Path(trained.args.output_dir)
-        uploads = []
-
-        class Api:
-            def upload_folder(self, **kwargs):
-                uploads.append(kwargs)
-
-        monkeypatch.setattr("transformers.trainer.hf_api", Api)
-        monkeypatch.setattr(trained, "hub_model_id", "user/adapter", raising=False)
-        trained.push_to_hub()
-        (upload,) = uploads
-        assert upload["folder_path"] == str(folder)
-        files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-        sent = set(filter_repo_objects(files, ignore_patterns=upload["ignore_patterns"]))
-        assert {"adapter_model.safetensors", "README.md", "eval_calibration.png", "tokenizer.json"} <= sent
-        for name in sent:
-            assert TOKEN.encode() not in (folder / name).read_bytes()
-            assert Path(name).suffix in (".json", ".safetensors", ".md", ".png", ".jinja")
 
     def test_the_size_limit_is_saved(self, make_reward_trainer, tiny_qwen, tmp_path):
         for max_pixels, limit in ((56 * 56, 56 * 56), (None, 112 * 112), (10**6, 112 * 112)):
@@ -1215,7 +1156,7 @@ class TestCard:
         trainer.create_model_card(tags="mine", dataset_name="user/pairs", model_name="My judge")
         card = ModelCard.load(tmp_path / "out" / "README.md")
         assert "mine" in card.data.tags
-        assert card.data.datasets == "user/pairs"
+        assert card.data.datasets == ["user/pairs"]
         assert "# My judge\n" in card.content
         assert "## Evaluation" not in card.content
         assert "![" not in card.content

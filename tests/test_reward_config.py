@@ -293,12 +293,6 @@ class TestMoreSettings:
         assert make(metric_for_best_model="eval_ece", greater_is_better=True, **settings).greater_is_better is True
         assert make(metric_for_best_model="eval_auroc", **settings).greater_is_better is True
 
-    @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
-    def test_whole_checkpoints_are_not_pushed(self, make, strategy):
-        with pytest.raises(ValueError, match=f"`hub_strategy` is .*{strategy}.*upload whole checkpoints"):
-            make(push_to_hub=True, hub_strategy=strategy)
-        make(push_to_hub=True, hub_strategy="every_save")
-
     @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
     def test_sampling_by_length(self, make, strategy):
         with pytest.raises(ValueError, match=f"`train_sampling_strategy` is .*{strategy}"):

@@ -3,7 +3,8 @@
 A real vLLM behind `paco-trl serve-reward`: its scores are those in the process, and it may be killed.
 
 Run with `make test-vllm`, which installs vLLM into an environment of its own. A server takes half a minute to start, so
-there are three in all: a whole model, an adapter of the language model, and one of the vision tower.
+there are five in all: a whole model, an adapter of the language model, and one of the vision tower, as the command
+serves them; what a trainer saves and what `paco-trl merge` writes, as vLLM itself does.
 """
 
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import (
@@ -30,8 +32,9 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
-from paco_trl import PaCoReward
-from paco_trl.data import criterion_question, edit_following_question, theme_question
+from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.commands.merge import MergeArguments, merge
+from paco_trl.data import criterion_question, edit_following_question, make_pair, theme_question
 from paco_trl.data.questions import plain_question
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from paco_trl.tiny import build_tiny_qwen2_5_vl
@@ -327,3 +330,80 @@ class TestAdapters:
         )
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
             assert response.status == 200
+
+
+@pytest.fixture(scope="module")
+def trained_folder(model, tmp_path_factory) -> Path:
+    """What the trainer saves: the layers of its adapter are named by a pattern."""
+    folder = tmp_path_factory.mktemp("trained")
+    rows = [
+        make_pair(first, second, QUESTIONS[0], index % 2 == 0, None) for index, (first, second) in enumerate(PAIRS[:8])
+    ]
+    trainer = PaCoRewardTrainer(
+        model=str(model),
+        args=PaCoRewardConfig(
+            str(folder),
+            first_token_weight=None,
+            learning_rate=2e-3,
+            max_steps=2,
+            max_pixels=None,  # that of the model below, which a server takes
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list(rows),
+    )
+    trainer.train()
+    trainer.save_model()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert isinstance(config["target_modules"], str) and config["r"] == 32
+    return folder
+
+
+class TestSavedFolders:
+    """Folders that vLLM serves as they are, without the command."""
+
+    def scores(self, port: int, folder: Path, name: str, *arguments: str) -> list[float]:
+        """Of a server, which is started and stopped."""
+        command = [VLLM, "serve", *arguments, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+        command += ["--max-model-len", "2048", "--enforce-eager"]
+        url, output = f"http://127.0.0.1:{port}", folder / "output"
+        with output.open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 300
+            while not self.is_healthy(url):
+                assert process.poll() is None and time.monotonic() < deadline, output.read_text()[-3000:]
+                time.sleep(0.2)
+            return ServedJudge(f"{url}/v1", name).score(ALL_PAIRS, ALL_QUESTIONS)
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
+
+    def is_healthy(self, url: str) -> bool:
+        try:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health") as response:
+                return response.status == 200
+        except OSError:
+            return False
+
+    def test_adapter_of_the_trainer(self, model, expected, trained_folder, port, tmp_path):
+        adapted = scores_in_process(trained_folder)
+        assert deviation(adapted, expected) > 10 * TOLERANCE
+        lora = ["--enable-lora", "--max-lora-rank", "32", "--lora-modules", f"judge={trained_folder}"]
+        found = deviation(self.scores(port, tmp_path, "judge", str(model), *lora), adapted)
+        print(f"what the trainer saved: largest deviation {found:.2g}, effect {deviation(adapted, expected):.2g}")
+        assert found < TOLERANCE
+
+    def test_merged_judge(self, expected, trained_folder, port, tmp_path):
+        merge(MergeArguments(str(trained_folder), str(tmp_path / "merged")))
+        adapted = scores_in_process(trained_folder)
+        served = self.scores(port, tmp_path, "merged", str(tmp_path / "merged"), "--served-model-name", "merged")
+        found = deviation(served, adapted)
+        print(f"merged: largest deviation {found:.2g}")
+        assert deviation(adapted, expected) > 10 * TOLERANCE
+        assert found < TOLERANCE

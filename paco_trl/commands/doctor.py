@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from datasets import Dataset
+from huggingface_hub import HfApi
 from packaging.requirements import Requirement
 from peft import PeftModel
 from PIL import Image
@@ -26,6 +28,8 @@ from trl import TrlParser
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer
 from ..data import split_grid
+from ..hub.account import check_base_model, check_repository
+from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..trainer.checkpoints import checkpoints_of, find_checkpoint
 from ..trainer.export import save_adapter, save_transformer
 from ..trainer.prompt_rows import PromptRows
@@ -70,12 +74,14 @@ class Patient:
             Makes the arguments, or raises what is wrong with them.
         temporary_dir (`str`):
             Folder that stands in for the run's output folder.
-        output_dir (`str`), resume_from_checkpoint (`str` or `bool`, *optional*):
-            Where the run will write, and what it will continue. Not in `args`: the doctor does neither.
+        push_to_hub (`bool`), output_dir (`str`), resume_from_checkpoint (`str` or `bool`, *optional*):
+            Whether the run will push, where it will write, and what it will continue. Not in `args`: the doctor does
+            none of it.
     """
 
     parse: Callable[[], tuple[ScriptArguments, PaCoGRPOConfig]]
     temporary_dir: str
+    push_to_hub: bool = False
     output_dir: str | None = None
     resume_from_checkpoint: str | bool | None = None
     script_args: ScriptArguments | None = None
@@ -141,6 +147,7 @@ def check_configuration(patient: Patient) -> Row:
     with _warnings_of(_PACKAGE) as warned:
         patient.script_args, args = patient.parse()
     patient.output_dir, patient.resume_from_checkpoint = args.output_dir, args.resume_from_checkpoint
+    patient.push_to_hub = args.push_to_hub
     # Nothing of the examination is left behind, here or on the Hub
     args.output_dir, args.push_to_hub = patient.temporary_dir, False
     args.resume_from_checkpoint = None
@@ -172,6 +179,26 @@ def check_output_folder(patient: Patient) -> Row:
             "with checkpoints of other settings, and replaces those of its own.",
         )
     return Row("", OK, f"'{patient.output_dir}' has no checkpoints; the run starts from the beginning.")
+
+
+def check_hub(patient: Patient) -> Row:
+    """Whether the token, the repository and the base model will do, without making anything."""
+    args, script_args = patient.args, patient.script_args
+    if not patient.push_to_hub:
+        return Row("", OK, "Nothing is pushed: `push_to_hub` is off.")
+    api = HfApi(token=args.hub_token, library_name=_PACKAGE)
+    base_model = script_args.model_name_or_path
+    check_base_model(api, base_model)
+    repo_id, is_there = check_repository(
+        api,
+        args.hub_model_id or Path(patient.output_dir).absolute().name,
+        private=args.hub_private_repo,
+        revision=args.hub_revision,
+        published_files=PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER,
+        base_model=base_model,
+    )
+    state = "is there and can be written to" if is_there else "will be made"
+    return Row("", OK, f"The repository {repo_id} at {api.endpoint} {state}.")
 
 
 def check_data(patient: Patient) -> Row:
@@ -670,6 +697,7 @@ CHECKS = (
     Check("versions", check_versions),
     Check("configuration", check_configuration),
     Check("output folder", check_output_folder, ("args",)),
+    Check("hub", check_hub, ("args",)),
     Check("data", check_data, ("args",)),
     Check("rewards", check_rewards_load, ("args",)),
     Check("model and adapter", check_model, ("args", "train_dataset")),

@@ -9,6 +9,8 @@ from importlib import import_module
 # and TRL, which take seconds: only the one that is asked for is imported.
 COMMANDS = {
     "doctor": ("paco_trl.commands.doctor", "checks a model, a dataset and settings before a training run"),
+    "push": ("paco_trl.commands.push", "uploads to the Hub what a run has saved, and what has not arrived"),
+    "merge": ("paco_trl.commands.merge", "merges an adapter into the weights of the model below it"),
     "serve-reward": ("paco_trl.commands.serve_reward", "serves a judge with vLLM, for rewards that ask it over HTTP"),
 }
 
@@ -18,6 +20,22 @@ def _usage() -> str:
     return "\n".join(
         ["usage: paco-trl <command> [options]", "", *lines, "", "`paco-trl <command> --help` lists the options."]
     )
+
+
+def name_first(arguments: list[str], option: str) -> list[str]:
+    """
+    Gives the first argument of a command its name, so that `paco-trl push folder` is `paco-trl push --folder folder`.
+
+    Args:
+        arguments (`list[str]`):
+            Options of a command, and what it is about in front of them.
+        option (`str`):
+            Name.
+
+    Returns:
+        `list[str]`: options, each with its name.
+    """
+    return [option, *arguments] if arguments and not arguments[0].startswith("-") else arguments
 
 
 def main(arguments: list[str] | None = None) -> int:

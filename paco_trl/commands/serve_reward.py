@@ -210,7 +210,7 @@ def find_adapter(model: str) -> Adapter | None:
     if not 0 < rank <= _LORA_RANKS[-1]:
         raise ValueError(
             f"The adapter {model!r} has rank {rank}, and vLLM serves LoRA adapters of rank 1 to {_LORA_RANKS[-1]}. "
-            "Merge it into its model (`merge_and_unload` of PEFT) and serve that."
+            "Merge it into its model (`paco-trl merge`) and serve that."
         )
     return Adapter(
         folder=str(Path(config_file).parent.absolute()),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is trained in the formats that users load: an adapter in PEFT's and diffusers', or a whole transformer."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,21 +12,11 @@ from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
-from .model_card import latest_pictures, render_model_card
+from ..cards import latest_pictures, render_model_card
 
 
 if TYPE_CHECKING:
     from .paco_grpo_trainer import PaCoGRPOTrainer
-
-# All that a published model consists of. The rest of a checkpoint (optimizer, the run's own weights) stays.
-PUBLISHED_FILES = [
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "pytorch_lora_weights.safetensors",
-    "transformer/*",
-    "README.md",
-    "*.png",
-]
 
 # Prefix that PeftModel puts in front of the transformer's own names
 _PEFT_PREFIX = "base_model.model."
@@ -80,13 +71,20 @@ def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor]
     folder = Path(folder) / "transformer"
     folder.mkdir(parents=True, exist_ok=True)
     transformer.save_config(folder)
+    # diffusers adds where the model was loaded from, which may be a folder of this machine
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config.pop("_name_or_path", None)
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     buffers = {name: value for name, value in transformer.state_dict().items() if name not in state_dict}
     save_torch_state_dict(
         {**buffers, **state_dict}, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
     )
 
 
-def save_trained(trainer: "PaCoGRPOTrainer", state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
+def save_trained(
+    trainer: "PaCoGRPOTrainer", state_dict: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True
+) -> None:
     """
     Saves what a trainer has trained, with its card and the latest pictures. For the main process.
 
@@ -97,6 +95,8 @@ def save_trained(trainer: "PaCoGRPOTrainer", state_dict: dict[str, torch.Tensor]
             Trained weights by name, whole.
         folder (`str` or `Path`):
             Where to save.
+        use_ema (`bool`, *optional*, defaults to `True`):
+            Whether the weights are their average, where there is one; the card says so.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def save_trained(trainer: "PaCoGRPOTrainer", state_dict: dict[str, torch.Tensor]
         save_adapter(trainer.model, trainer.pipeline, state_dict, folder)
     else:
         save_transformer(trainer.model, state_dict, folder)
-    for name, picture in latest_pictures(trainer).items():
+    for name, picture in latest_pictures(trainer, use_ema).items():
         if picture.resolve() != (folder / name).resolve():
             shutil.copy(picture, folder / name)
-    render_model_card(trainer).save(folder / "README.md")
+    render_model_card(trainer, use_ema=use_ema).save(folder / "README.md")

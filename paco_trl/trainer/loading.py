@@ -13,9 +13,11 @@ from diffusers.configuration_utils import FrozenDict
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
 from torch import nn
+from transformers.utils import cached_file
 
 from ..rollout import Family, check_flow_matching, family_of
 from ..utils.deepspeed import without_zero3_init
+from ..utils.names import check_adapter_base
 
 
 class PolicyConfig(FrozenDict):
@@ -182,7 +184,7 @@ def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
         [`~peft.LoraConfig`].
 
     Raises:
-        ValueError: the folder has no adapter in PEFT's format with safetensors.
+        ValueError: the folder or repository has no adapter in PEFT's format with safetensors.
     """
     if not isinstance(peft_config, str):
         return peft_config
@@ -193,21 +195,29 @@ def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
                     f"`peft_config` is '{peft_config}', a folder without `{name}`: there is no adapter in PEFT's "
                     "format to continue from. Pass a checkpoint or an adapter's folder."
                 )
+    elif cached_file(peft_config, SAFETENSORS_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False) is None:
+        raise ValueError(
+            f"`peft_config` is '{peft_config}', a repository without `{SAFETENSORS_WEIGHTS_NAME}`: there is no adapter "
+            "in PEFT's format to continue from. Other formats are pickles, which can run code."
+        )
     return PeftConfig.from_pretrained(peft_config)
 
 
-def check_peft_config(peft_config: LoraConfig) -> None:
+def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipeline") -> None:
     """
-    Refuses an adapter that cannot be trained or saved.
+    Refuses an adapter that cannot be trained or saved, or that was made for another model. Reads no weights.
 
     Args:
-        peft_config ([`~peft.LoraConfig`]):
-            Adapter.
+        peft_config ([`~peft.LoraConfig`] or `str`):
+            A new adapter, or the Hub id or folder of one to continue from.
+        model (`str` or [`~diffusers.DiffusionPipeline`]):
+            Hub id, folder or pipeline that it is to be put on.
 
     Raises:
         TypeError: it is not a `LoraConfig`.
-        ValueError: dropout above 0, or layers that cannot be saved as a diffusers LoRA.
+        ValueError: an adapter of another model, dropout above 0, or layers that cannot be saved as a diffusers LoRA.
     """
+    adapter, peft_config = peft_config, read_peft_config(peft_config)
     if not isinstance(peft_config, LoraConfig):
         raise TypeError(
             f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
@@ -229,6 +239,9 @@ def check_peft_config(peft_config: LoraConfig) -> None:
             f"`modules_to_save` is {peft_config.modules_to_save}, which diffusers' LoRA format cannot hold: "
             "`pipe.load_lora_weights` would silently miss these layers. Unset it."
         )
+    if isinstance(adapter, str):
+        base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
+        check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
 
 
 def prepare_transformer(
@@ -268,25 +281,13 @@ def prepare_transformer(
         model = transformer
         model._internal_dict = config  # what `config` gives; it has no setter
     elif isinstance(peft_config, str):
-        try:
-            model = PeftModel.from_pretrained(
-                transformer, peft_config, is_trainable=True, autocast_adapter_dtype=autocast_adapter_dtype
-            )
-        except RuntimeError as error:  # shapes
-            raise ValueError(
-                f"The adapter '{peft_config}' does not fit {base_model_name(pipeline)}: it was made for another base "
-                f"model.\n{error}"
-            ) from error
-        # Weights without a place are dropped by PEFT, and layers without weights begin anew
-        saved = set(load_peft_weights(peft_config, device="cpu"))
-        expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-        if saved != expected:
-            some = ", ".join(sorted(saved ^ expected)[:3])
-            raise ValueError(
-                f"The adapter '{peft_config}' does not fit {base_model_name(pipeline)}: it was made for another base "
-                f"model. {len(saved - expected)} of its {len(saved)} weights have no place in the transformer, and for "
-                f"{len(expected - saved)} places it has none ({some}, ...)."
-            )
+        model = load_transformer_adapter(
+            transformer,
+            peft_config,
+            base_model_name(pipeline),
+            is_trainable=True,
+            autocast_adapter_dtype=autocast_adapter_dtype,
+        )
         model.config = config
     else:
         peft_config = copy.deepcopy(peft_config)
@@ -303,6 +304,45 @@ def prepare_transformer(
 
     # diffusers' name for it is another than the one Trainer calls
     model.activation_checkpointing_enable = enable_checkpointing
+    return model
+
+
+def load_transformer_adapter(transformer: nn.Module, adapter: str, base: str, **kwargs) -> PeftModel:
+    """
+    Puts an adapter that exists on a pipeline's transformer.
+
+    Args:
+        transformer (`nn.Module`):
+            Transformer; it gets the adapter's layers in place.
+        adapter (`str`):
+            Hub id or folder of an adapter in PEFT's format.
+        base (`str`):
+            Name of the pipeline, for the message.
+        **kwargs:
+            Further arguments of [`~peft.PeftModel.from_pretrained`].
+
+    Returns:
+        [`~peft.PeftModel`].
+
+    Raises:
+        ValueError: the adapter was made for another base model.
+    """
+    try:
+        model = PeftModel.from_pretrained(transformer, adapter, **kwargs)
+    except RuntimeError as error:  # shapes
+        raise ValueError(
+            f"The adapter '{adapter}' does not fit {base}: it was made for another base model.\n{error}"
+        ) from error
+    # Weights without a place are dropped by PEFT, and layers without weights begin anew
+    saved = set(load_peft_weights(adapter, device="cpu"))
+    expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    if saved != expected:
+        some = ", ".join(sorted(saved ^ expected)[:3])
+        raise ValueError(
+            f"The adapter '{adapter}' does not fit {base}: it was made for another base model. {len(saved - expected)} "
+            f"of its {len(saved)} weights have no place in the transformer, and for {len(expected - saved)} places it "
+            f"has none ({some}, ...)."
+        )
     return model
 
 

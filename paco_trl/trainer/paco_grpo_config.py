@@ -482,11 +482,6 @@ class PaCoGRPOConfig(GRPOConfig):
     def __post_init__(self):
         self._refuse_text_fields()
         self._check_values()
-        if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
-            raise ValueError(
-                f"`hub_strategy` is {self.hub_strategy!r}, which would upload whole checkpoints: optimizer states and "
-                "other pickles. Use 'every_save' or 'end', which upload the adapter and its card."
-            )
         if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:
             # Trainer's default is a loss, which an evaluation of images has not
             self.metric_for_best_model = "reward"

@@ -28,6 +28,8 @@ from trl.models.utils import add_hooks, prepare_deepspeed, remove_hooks
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity
 
+from ..cards import render_model_card
+from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..rewards import aggregate_rewards
 from ..rollout import (
     EncodedImage,
@@ -62,7 +64,7 @@ from .evaluator import (
     load_baseline,
     save_baseline,
 )
-from .export import PUBLISHED_FILES, save_trained
+from .export import save_trained
 from .loading import (
     adapter_digest,
     adapter_is_new,
@@ -70,18 +72,17 @@ from .loading import (
     check_peft_config,
     load_pipeline,
     prepare_transformer,
-    read_peft_config,
 )
 from .losses import clipped_surrogate, gaussian_kl, guard_gradient_weight, guarded_surrogate
-from .model_card import render_model_card
 from .paco_grpo_config import PaCoGRPOConfig
 from .prompt_encoder import Encoded, PromptEncoder
 from .prompt_rows import PromptRows
-from .publishing import push_checkpoint
+from .publishing import PushesToHub
 from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
 from .scored_sheets import ScoredImages, save_scored_sheet
 from .scoring import RewardScorer
 from .step_statistics import StepStatistics
+from .training_clock import TrainingClock
 from .transfer_report import report_resolution_transfer
 from .weights import gather_whole, load_whole, shares, swapped, zero_stage_of
 
@@ -106,7 +107,7 @@ class _RunCallback(TrainerCallback):
             self.trainer.ema.step()
 
 
-class PaCoGRPOTrainer(GRPOTrainer):
+class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
     """
     Trainer for PaCo-GRPO: reinforcement learning of a flow-matching image pipeline on sets of images, proposed in
     [PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward
@@ -196,7 +197,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else model.name_or_path or type(model).__name__
             args = PaCoGRPOConfig(f"{Path(name).name}-PaCo-GRPO")
         if peft_config is not None:
-            check_peft_config(read_peft_config(peft_config))
+            check_peft_config(peft_config, model)
         self.reward_funcs, self.reward_func_names = check_reward_functions(reward_funcs)
         self.reward_weights = check_reward_weights(
             args.reward_weights, self.reward_func_names, args.multi_objective_aggregation
@@ -256,6 +257,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
             self._check_resumed_run(self._checked, args)
         else:
             check_output_folder(args.output_dir, self._identity)
+        self.published_files = TRANSFORMER if peft_config is None else PIPELINE_ADAPTER
+        self._base_model_source = model if isinstance(model, str) else model.name_or_path
+        if args.push_to_hub:
+            self._prepare_hub(args)
 
         # 2. The pipeline, frozen, and its adapter. The adapter's weights are random: seed first.
         set_seed(args.seed)
@@ -369,6 +374,7 @@ class PaCoGRPOTrainer(GRPOTrainer):
         self._round_metrics: dict[str, float] = {}
         self._round_time = self._drawing_time = self._train_time = 0.0
         self.add_callback(_RunCallback(self))
+        self.add_callback(TrainingClock())
         self.add_callback(CurvesCallback())
         if self.accelerator.is_main_process and not args.disable_tqdm:
             tqdm.write(self.layout.describe())  # with the progress bars: a log at level info would not be seen
@@ -1150,9 +1156,10 @@ class PaCoGRPOTrainer(GRPOTrainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, use_ema: bool = True) -> None:
         """
-        Saves what was trained, with its card and pictures. Every process calls it.
+        Saves what was trained, with its card and pictures; with `push_to_hub` it is uploaded as well. Every process
+        calls it.
 
         It is the average of the weights (`ema_decay`), as evaluated: an adapter in PEFT's and diffusers' formats, or
         the whole transformer in diffusers'.
@@ -1160,25 +1167,30 @@ class PaCoGRPOTrainer(GRPOTrainer):
         Args:
             output_dir (`str`, *optional*):
                 Folder. If `None`, `args.output_dir`.
+            use_ema (`bool`, *optional*, defaults to `True`):
+                Whether to save the average. If `False`, the weights of the last step.
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
         zero_stage, keep = zero_stage_of(self), self.args.should_save
-        if self.ema is not None:
+        if self.ema is not None and use_ema:
             whole = self.ema.whole(keep)
         else:
             whole = gather_whole(self.model, shares(self.model, zero_stage), zero_stage, keep)
         if self.args.should_save:
-            if Path(folder) == Path(self.args.output_dir):
-                clear_staging(folder)  # `push_to_hub` uploads the folder
-            save_trained(self, whole, folder)
+            save_trained(self, whole, folder, use_ema)
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            self._push_saved(folder)
 
     def _save_further_weights(self, folder: Path) -> None:
         """Other weights that training goes on with, into a checkpoint's folder. Every process calls it."""
 
     def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        license: str | None = None,
+        use_ema: bool = True,
     ) -> None:
         """
         Writes the model card into `args.output_dir`.
@@ -1187,13 +1199,35 @@ class PaCoGRPOTrainer(GRPOTrainer):
             model_name (`str`, *optional*):
                 Title of the card. If `None`, the name of the Hub repository or of the output folder.
             dataset_name (`str`, *optional*):
-                Hub id of the dataset.
+                Hub id of the dataset. If `None`, that which the dataset was loaded from.
             tags (`str` or `list[str]`, *optional*):
                 Further tags.
+            license (`str`, *optional*):
+                Licence. If `None`, the base model's.
+            use_ema (`bool`, *optional*, defaults to `True`):
+                Whether the card is that of the averaged weights. If `False`, of those of the last step.
         """
         if self.is_world_process_zero():
-            card = render_model_card(self, model_name, dataset_name, tags)
+            card = render_model_card(self, model_name, dataset_name, tags, license, use_ema)
             card.save(Path(self.args.output_dir) / "README.md")
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        push_checkpoint(self, checkpoint_folder, PUBLISHED_FILES)
+    def push_to_hub(self, *args, use_ema: bool = True, **kwargs):
+        """
+        Saves what was trained to `args.output_dir` and uploads it; see [`~transformers.Trainer.push_to_hub`].
+
+        Args:
+            *args:
+                As there.
+            use_ema (`bool`, *optional*, defaults to `True`):
+                Whether it is the average of the weights. If `False`, those of the last step.
+            **kwargs:
+                As there, or arguments of `create_model_card`.
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`] on the main process; a `Future` of it with `blocking=False`.
+        """
+        return super().push_to_hub(*args, use_ema=use_ema, **kwargs)
+
+    def _save_with_card(self, use_ema: bool, **kwargs) -> None:
+        self.save_model(_internal_call=True, use_ema=use_ema)
+        self.create_model_card(use_ema=use_ema, **kwargs)

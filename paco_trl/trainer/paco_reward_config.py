@@ -168,11 +168,6 @@ class PaCoRewardConfig(SFTConfig):
             raise ValueError(
                 f"`loss_variant` is {self.loss_variant!r}; it must be one of {', '.join(map(repr, LOSS_VARIANTS))}."
             )
-        if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
-            raise ValueError(
-                f"`hub_strategy` is {self.hub_strategy!r}, which would upload whole checkpoints: optimizer states and "
-                "other pickles. Use 'every_save' or 'end', which upload the adapter and its card."
-            )
         if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
             raise ValueError(
                 f"`train_sampling_strategy` is {self.train_sampling_strategy!r}, but the lengths of pairs are not known "

@@ -25,9 +25,11 @@ from transformers import (
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
+from ..cards import render_reward_model_card
 from ..data import check_pair_columns, is_label_only
 from ..data.pairs import content_text, iter_texts
 from ..evaluation import auroc, expected_calibration_error
+from ..hub.files import JUDGE_ADAPTER
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image, patch_size_of
@@ -36,26 +38,13 @@ from .contact_sheet import send_to_trackers
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
 from .pair_collator import PairCollator, PairRows, check_first_token, check_lengths
-from .publishing import push_checkpoint
-from .reward_model_card import render_reward_model_card
+from .publishing import PushesToHub
 from .reward_report import draw_calibration, draw_wrong_pairs
+from .training_clock import TrainingClock
 from .weights import gather_whole, shares, zero_stage_of
 
 
 logger = get_logger(__name__)
-
-# All that a published judge consists of. The rest of a checkpoint (optimizer, log, arguments) stays.
-PUBLISHED_FILES = [
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "README.md",
-    "*.png",
-    "*.jinja",
-    "merges.txt",
-    "*processor_config.json",
-    "*token*.json",
-    "vocab.json",
-]
 
 
 class Decisions(NamedTuple):
@@ -90,7 +79,7 @@ class _EvaluateAtTheEnd(TrainerCallback):
             control.should_evaluate = True
 
 
-class PaCoRewardTrainer(SFTTrainer):
+class PaCoRewardTrainer(PushesToHub, SFTTrainer):
     """
     Trainer for PaCo-Reward, the pairwise consistency judge proposed in [PaCo-RL: Advancing Reinforcement Learning for
     Consistent Image Generation with Pairwise Reward Modeling](https://huggingface.co/papers/2512.04784).
@@ -149,6 +138,7 @@ class PaCoRewardTrainer(SFTTrainer):
     _tag_names = ["paco-trl", "trl", "paco-reward", "reward-model", "sft", "lora"]
     _name = "PaCo-Reward"
     _paper = PAPER
+    published_files = JUDGE_ADAPTER
 
     def __init__(
         self,
@@ -173,6 +163,9 @@ class PaCoRewardTrainer(SFTTrainer):
         eval_datasets = {} if eval_dataset is None else _by_name(eval_dataset)
         for key, dataset in eval_datasets.items():
             check_pair_columns(dataset, key)
+        self._base_model_source = name
+        if args.push_to_hub:
+            self._prepare_hub(args)
 
         # 2. The processor, with the size limit of images, and the adapter
         init_kwargs = {
@@ -254,6 +247,7 @@ class PaCoRewardTrainer(SFTTrainer):
         self._is_evaluating = False
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: torch.Tensor | None = None
+        self.add_callback(TrainingClock())
         if self.eval_dataset is not None:
             self.add_callback(_EvaluateAtTheEnd())
         # The fused head gives the log-probability of the label alone. The other answer's takes the hidden state.
@@ -527,10 +521,14 @@ class PaCoRewardTrainer(SFTTrainer):
                 picture.save(folder / name)
             render_reward_model_card(self).save(folder / "README.md")
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            self._push_saved(folder)
 
     def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        license: str | None = None,
     ) -> None:
         """
         Writes the model card into `args.output_dir`.
@@ -539,16 +537,15 @@ class PaCoRewardTrainer(SFTTrainer):
             model_name (`str`, *optional*):
                 Title of the card. If `None`, the name of the Hub repository or of the output folder.
             dataset_name (`str`, *optional*):
-                Hub id of the dataset.
+                Hub id of the dataset. If `None`, that which the dataset was loaded from.
             tags (`str` or `list[str]`, *optional*):
                 Further tags.
+            license (`str`, *optional*):
+                Licence. If `None`, the base model's.
         """
         if self.is_world_process_zero():
-            card = render_reward_model_card(self, model_name, dataset_name, tags)
+            card = render_reward_model_card(self, model_name, dataset_name, tags, license)
             card.save(Path(self.args.output_dir) / "README.md")
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        push_checkpoint(self, checkpoint_folder, PUBLISHED_FILES)
 
 
 # What a training step adds up between two logs

@@ -1,57 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a checkpoint leaves this machine while a run goes on."""
+"""How the trainers push to the Hub: with Trainer's options, checked before a model is loaded, beside training."""
 
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from huggingface_hub import upload_folder
+from accelerate.logging import get_logger
+from huggingface_hub import CommitInfo, HfApi
+from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
-from transformers.utils.hub import PushInProgress
+
+from ..hub.account import check_base_model, prepare_repository
+from ..hub.files import JUDGE_ADAPTER
+from ..hub.licenses import base_license
+from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
+from ..utils.names import is_local, public_name
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer
+logger = get_logger(__name__)
 
 
-def push_checkpoint(trainer: "Trainer", checkpoint_folder: str, published_files: list[str]) -> None:
+class PushesToHub:
     """
-    Uploads a checkpoint in the background, in place of Trainer's own `_push_from_checkpoint`.
+    Trainer's `push_to_hub`, in a class that stands before the trainer it changes.
 
-    That one uploads `training_args.bin`, which holds the token. Here only the files that a published adapter consists
-    of leave this machine.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer; every process calls this, the main one uploads.
-        checkpoint_folder (`str`):
-            Folder of the checkpoint.
-        published_files (`list[str]`):
-            Patterns of the files.
+    Trainer's own uploads whatever lies in the output folder, among it `training_args.bin`, which holds the token, and
+    skips a checkpoint when the one before it is not there yet. Here only the files of `published_files` leave this
+    machine.
     """
-    args = trainer.args
-    if not trainer.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
-        return
-    in_progress = trainer.push_in_progress
-    if not args.hub_always_push and in_progress is not None and not in_progress.is_done():
-        return
-    # Copied, because an old checkpoint may be deleted while it is uploaded
-    for pattern in published_files:
-        for path in Path(checkpoint_folder).glob(pattern):
-            target = Path(args.output_dir) / path.relative_to(checkpoint_folder)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copy(path, target)
-    upload = upload_folder(
-        repo_id=trainer.hub_model_id,
-        folder_path=args.output_dir,
-        commit_message=f"Training in progress, step {trainer.state.global_step}",
-        token=args.hub_token,
-        allow_patterns=published_files,
-        ignore_patterns=["checkpoint-*", ".saving/*", "contact_sheets/*", "evaluation/*"],
-        revision=args.hub_revision,
-        run_as_future=True,
-    )
-    if in_progress is None or in_progress.is_done():
-        trainer.push_in_progress = PushInProgress([upload])
-    else:
-        in_progress.jobs.append(upload)
+
+    pusher: HubPusher | None = None  # on the main process, once the repository is there
+    _base_model_source: str | None = None  # Hub id or folder of the base model
+    published_files: list[str]  # patterns of the files that a published model consists of
+
+    def _prepare_hub(
+        self,
+        args: TrainingArguments,
+        token: str | None = None,
+        private: bool | None = None,
+    ) -> None:
+        """Checks token, repository and base model, and makes the repository. For the main process, before models load."""
+        if args.process_index != 0 or self.pusher is not None:
+            return
+        api = HfApi(token=token if token is not None else args.hub_token, library_name="paco_trl")
+        repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
+        try:
+            if base_model is not None and is_local(base_model) and self.published_files == JUDGE_ADAPTER:
+                logger.warning(
+                    f"The base model is the folder '{base_model}', whose name means nothing to others: what is pushed "
+                    f"names '{public_name(base_model)}', and `PaCoReward.from_pretrained` finds no model under it. Train "
+                    "from the base model's Hub id, or write that into `adapter_config.json` in the repository."
+                )
+            if base_model is not None:
+                retrying(api, base_model)(check_base_model, api, base_model)
+                base_license(base_model, online=True, token=api.token)  # kept, so that no checkpoint waits for it
+            repo_id = retrying(api, repo_id)(
+                prepare_repository,
+                api,
+                repo_id,
+                private=private if private is not None else args.hub_private_repo,
+                revision=args.hub_revision,
+                published_files=self.published_files,
+                base_model=base_model,
+            )
+        except ConnectionError as error:
+            known = remembered_repository(args.output_dir)
+            if known is None:
+                raise ConnectionError(
+                    f"{error} Or start with `push_to_hub=False`, and upload the result by `paco-trl push "
+                    f"{args.output_dir} --hub_model_id {repo_id}`."
+                ) from error
+            # A run that goes on has been through this: an outage does not stop it
+            repo_id = known["repo_id"]
+        remember_repository(args.output_dir, repo_id, args.hub_revision)
+        self.pusher = HubPusher(
+            api, repo_id, args.hub_revision, args.output_dir, self.published_files, args.hub_always_push
+        )
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """
+        Makes the repository, or checks that the one that exists can be written to.
+
+        Args:
+            token (`str`, *optional*):
+                Token with the right to write. If `None`, `args.hub_token`, or that of `hf auth login`.
+            private (`bool`, *optional*):
+                Whether a new repository is private. If `None`, `args.hub_private_repo`.
+        """
+        self._prepare_hub(self.args, token, private)
+        if self.pusher is not None:
+            self.hub_model_id = self.pusher.repo_id
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Uploads a checkpoint that was saved, beside training."""
+        args, step = self.args, self.state.global_step
+        if args.hub_strategy == HubStrategy.END:
+            return
+        whole = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
+        self.accelerator.wait_for_everyone()  # each has written its part of the checkpoint
+        if self.is_world_process_zero():
+            self.callback_handler.on_push_begin(args, self.state, self.control)
+            self.pusher.push_later(
+                checkpoint_folder, step, f"Training in progress, step {step}", whole.get(args.hub_strategy)
+            )
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs,
+    ) -> CommitInfo | None:
+        """
+        Saves what was trained to `args.output_dir`, with its card, and uploads it. Every process calls it.
+
+        Args:
+            commit_message (`str`, *optional*, defaults to `"End of training"`):
+                Message of the commit.
+            blocking (`bool`, *optional*, defaults to `True`):
+                Whether to come back when the upload is there.
+            token (`str`, *optional*):
+                Token with the right to write. If `None`, `args.hub_token`, or that of `hf auth login`.
+            revision (`str`, *optional*):
+                Branch. If `None`, `args.hub_revision`.
+            private (`bool`, *optional*):
+                Whether a new repository is private. If `None`, `args.hub_private_repo`.
+            **kwargs:
+                Arguments of `create_model_card`.
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`] on the main process; a `Future` of it with `blocking=False`.
+
+        Raises:
+            ValueError: The repository's name is not allowed, or it has something else in it.
+            PermissionError: The Hub refuses the token.
+            ConnectionError: The upload did not come to its end. What was trained is saved, and `paco-trl push` uploads
+                it later.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        self._save_with_card(**kwargs)
+        if not self.is_world_process_zero():
+            return None
+        pusher = self.pusher
+        if token is not None:
+            pusher.api = HfApi(token=token, library_name="paco_trl")
+        if revision is not None and revision != pusher.revision:
+            pusher.api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
+            pusher = HubPusher(pusher.api, pusher.repo_id, revision, self.args.output_dir, self.published_files)
+        arguments = (self.args.output_dir, commit_message or "End of training")
+        return pusher.push_now(*arguments) if blocking else pusher.api.run_as_future(pusher.push_now, *arguments)
+
+    def _save_with_card(self, **kwargs) -> None:
+        self.save_model(_internal_call=True)
+        self.create_model_card(**kwargs)
+
+    def _push_saved(self, folder: str | Path) -> None:
+        """Uploads a model that was just saved."""
+        if self.is_world_process_zero():
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
+            self.pusher.push_now(folder, "Model save")
+
+    def _finish_current_push(self) -> None:
+        """Waits for an upload that is under way; what fails is reported, not raised."""
+        if self.pusher is not None:
+            self.pusher.wait()

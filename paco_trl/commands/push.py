@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl push`: uploads what a run has saved, and what of it has not arrived."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import TrlParser
+
+from ..hub.account import prepare_repository
+from ..hub.files import published_files_of
+from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
+from ..trainer.checkpoints import checkpoints_of, incomplete_files
+from .main import name_first
+
+
+@dataclass
+class PushArguments:
+    """
+    What to upload, and where to. The token is that of `hf auth login` or of the environment variable `HF_TOKEN`.
+
+    Args:
+        folder (`str`):
+            Output folder of a run, of which the newest model is uploaded and what waits in it; or the folder of one
+            checkpoint or merged model.
+        hub_model_id (`str`, *optional*):
+            Repository. If `None`, that of the run.
+        hub_private_repo (`bool`, *optional*):
+            Whether a new repository is private. If `None`, what the account's default is.
+        hub_revision (`str`, *optional*):
+            Branch. If `None`, that of the run, or the main one.
+    """
+
+    folder: str = field(
+        metadata={
+            "help": "Output folder of a run, of which the newest model is uploaded and what waits in it; or the folder "
+            "of one checkpoint or merged model."
+        }
+    )
+    hub_model_id: str | None = field(default=None, metadata={"help": "Repository. If `None`, that of the run."})
+    hub_private_repo: bool | None = field(
+        default=None,
+        metadata={"help": "Whether a new repository is private. If `None`, what the account's default is."},
+    )
+    hub_revision: str | None = field(
+        default=None, metadata={"help": "Branch. If `None`, that of the run, or the main one."}
+    )
+
+
+def find_saved_model(folder: Path) -> Path:
+    """
+    The newest model of an output folder.
+
+    Args:
+        folder (`Path`):
+            Output folder, checkpoint, or folder of a model.
+
+    Returns:
+        `Path`: the folder itself, or the latest complete checkpoint if that was saved later.
+
+    Raises:
+        ValueError: there is no model.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"'{folder}' is no folder. Give the output folder of a run, or a checkpoint.")
+    # Only of PaCoGRPOTrainer does a checkpoint have the list of its files
+    found = [
+        checkpoint
+        for checkpoint in checkpoints_of(folder)
+        if published_files_of(checkpoint) and incomplete_files(checkpoint) in ([], ["run.json"])
+    ][:1]
+    if published_files_of(folder):
+        found.append(folder)
+    if not found:
+        raise ValueError(
+            f"'{folder}' has no saved model: neither an adapter, nor a transformer or a judge, nor a checkpoint with one. "
+            "Give the output folder of a run, or a checkpoint."
+        )
+    return max(found, key=lambda path: (path / "README.md").stat().st_mtime if (path / "README.md").exists() else 0)
+
+
+def push(args: PushArguments) -> str:
+    """
+    Uploads a saved model.
+
+    Args:
+        args ([`PushArguments`]):
+            What, and where to.
+
+    Returns:
+        `str`: address of the repository.
+
+    Raises:
+        ValueError: there is nothing to upload, nowhere to upload it to, or the repository has something else in it.
+        PermissionError: the Hub refuses the token.
+        ConnectionError: the Hub cannot be reached, or an upload did not come to its end.
+    """
+    folder = Path(args.folder)
+    model = find_saved_model(folder)
+    known = remembered_repository(folder) or {}
+    repo_id = args.hub_model_id or known.get("repo_id")
+    if repo_id is None:
+        raise ValueError(
+            f"`hub_model_id` is not given, and the run in '{folder}' was never pushed. Give `--hub_model_id`."
+        )
+    revision = args.hub_revision or known.get("revision")
+    published_files = published_files_of(model)
+    api = HfApi(library_name="paco_trl")
+    config = model / "adapter_config.json"
+    base_model = json.loads(config.read_text())["base_model_name_or_path"] if config.is_file() else None
+    repo_id = retrying(api, repo_id)(
+        prepare_repository,
+        api,
+        repo_id,
+        private=args.hub_private_repo,
+        revision=revision,
+        published_files=published_files,
+        base_model=base_model,
+    )
+    if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):  # of a run, for the next time
+        remember_repository(folder, repo_id, revision)
+    pusher = HubPusher(api, repo_id, revision, folder, published_files)
+    step = f", {model.name.replace('-', ' ')}" if model != folder else ""
+    pusher.push_now(model, f"Upload model{step}")
+    return f"{api.endpoint}/{repo_id}"
+
+
+def _parser() -> TrlParser:
+    return TrlParser((PushArguments,), prog="paco-trl push")
+
+
+def main(arguments: list[str]) -> int:
+    """
+    Runs the command.
+
+    Args:
+        arguments (`list[str]`):
+            The folder, and options.
+
+    Returns:
+        `int`: 0 when everything is on the Hub, else 1.
+    """
+    if {"--help", "-h"} & set(arguments):
+        _parser().print_help()
+        return 0
+    try:
+        (args,) = _parser().parse_args_and_config(name_first(arguments, "--folder"))
+        sys.stdout.write(f"{push(args)}\n")
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"paco-trl push: {error}\n")
+        return 1
+    return 0

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Trained models on the Hub and back: what was pushed draws the same images and gives the same scores, by every way of
+loading; an outage changes nothing of the training.
+
+The Hub is a server of the tests. The clients are the real ones, in processes of their own, for which this file is a
+script.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hub_server import HubServer
+
+
+TOKEN = "hf_rightTokenOfTheTester"
+WRONG_TOKEN = "hf_wrongTokenOfNobody"
+BASE = "makers/tiny-flux"
+REPO = "tester/adapter"
+PATH = Path(sys.executable).parent  # of the console script
+LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": "gaussian"}
+
+
+#########
+# The clients' processes
+#########
+
+
+def make_trainer(output_dir: str, base: str = BASE, **kwargs):
+    from peft import LoraConfig
+
+    from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+    from paco_trl.data import demo_prompts_path, load_image_set_prompts
+    from paco_trl.hub import pushing
+    from paco_trl.rewards import redness_reward
+
+    pushing._FIRST_WAIT, pushing._LONGEST_WAIT = 0.05, 0.2  # a test has no seconds to wait
+    prompts = load_image_set_prompts(demo_prompts_path())
+    prompts = prompts.filter(lambda row: row["rows"] == row["cols"] == 2).remove_columns(["height", "width"])
+    settings = {
+        "output_dir": output_dir,
+        "use_cpu": True,
+        "bf16": False,
+        "height": 64,
+        "width": 64,
+        "num_generations": 4,
+        "num_prompts_per_generation": 4,
+        "per_device_train_batch_size": 4,
+        "num_inference_steps": 4,
+        "max_steps": 4,
+        "learning_rate": 0.1,
+        "epsilon": 0.1,
+        "report_to": "none",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "push_to_hub": True,
+        "hub_model_id": REPO,
+        "hub_token": TOKEN,
+        **kwargs,
+    }
+    return PaCoGRPOTrainer(base, redness_reward, PaCoGRPOConfig(**settings), prompts, peft_config=LoraConfig(**LORA))
+
+
+def draw(pipeline) -> np.ndarray:
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    size = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 32}
+    return np.asarray(pipeline("a red fox", generator=generator, **size).images[0], dtype=np.int16)
+
+
+def train(output_dir: str, **kwargs) -> None:
+    from paco_trl.trainer.weights import swapped
+
+    trainer = make_trainer(output_dir, hub_private_repo=True, **kwargs)
+    trainer.train()
+    trainer.save_model()
+    with swapped(trainer.model, trainer.ema.average, 0):
+        np.save(Path(output_dir).parent / "average.npy", draw(trainer.pipeline))
+    np.save(Path(output_dir).parent / "raw.npy", draw(trainer.pipeline))
+    trainer.push_to_hub(use_ema=False, revision="raw", tags="raw-weights")
+
+
+def pull(folder: str, base: str = BASE, repo: str = REPO) -> None:
+    """Loads what is on the Hub in both ways, and draws."""
+    from diffusers import FluxPipeline
+    from peft import PeftModel
+
+    np.save(Path(folder) / "base.npy", draw(FluxPipeline.from_pretrained(base)))
+    for revision, name in (("main", "pulled"), ("raw", "pulled_raw")):
+        by_diffusers = FluxPipeline.from_pretrained(base)
+        by_diffusers.load_lora_weights(repo, revision=revision)
+        np.save(Path(folder) / f"{name}_by_diffusers.npy", draw(by_diffusers))
+        by_peft = FluxPipeline.from_pretrained(base)
+        by_peft.transformer = PeftModel.from_pretrained(by_peft.transformer, repo, revision=revision)
+        np.save(Path(folder) / f"{name}_by_peft.npy", draw(by_peft))
+
+
+def train_in_an_outage(output_dir: str) -> None:
+    trainer = make_trainer(output_dir)
+    trainer.train()
+    Path(output_dir, "trained").touch()
+    trainer.save_model()
+
+
+def train_two_steps(output_dir: str) -> None:
+    make_trainer(output_dir, max_steps=2, hub_strategy="checkpoint").train()
+
+
+def resume(output_dir: str) -> None:
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(REPO, allow_patterns="last-checkpoint/*", local_dir=Path(output_dir).parent, token=TOKEN)
+    checkpoint = str(Path(output_dir).parent / "last-checkpoint")
+    make_trainer(output_dir, resume_from_checkpoint=checkpoint).train(checkpoint)
+
+
+def refuse(output_dir: str, **kwargs) -> str:
+    """A trainer whose base model does not exist: an error about the Hub comes before one about the model."""
+    try:
+        make_trainer(output_dir, **{"base": f"{output_dir}/no-such-model", **kwargs})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refuse_all(output_dir: str, cases: list[dict]) -> None:
+    said = [refuse(output_dir, **case) for case in cases]
+    Path(output_dir).mkdir(exist_ok=True)
+    (Path(output_dir).parent / "said.json").write_text(json.dumps(said))
+
+
+def judge_pairs():
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    shades = rng.integers(0, 200, (8, 2, 1, 1, 3)) + rng.integers(0, 50, (8, 2, 56, 56, 3))
+    return [tuple(Image.fromarray(shade.astype(np.uint8)) for shade in pair) for pair in shades]
+
+
+def judge_scores(judge) -> np.ndarray:
+    from paco_trl.data import theme_question
+
+    return np.array(judge.score(judge_pairs(), theme_question("a fox")))
+
+
+def train_judge(output_dir: str) -> None:
+    from datasets import Dataset
+
+    from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+    from paco_trl.data import make_pair, theme_question
+
+    pairs = [make_pair(*pair, theme_question("a fox"), bool(row % 2), None) for row, pair in enumerate(judge_pairs())]
+    trainer = PaCoRewardTrainer(
+        model="makers/tiny-judge",
+        args=PaCoRewardConfig(
+            output_dir,
+            first_token_weight=None,
+            learning_rate=2e-2,
+            per_device_train_batch_size=4,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            push_to_hub=True,
+            hub_model_id="tester/judge",
+            hub_strategy="all_checkpoints",
+            hub_token=TOKEN,
+        ),
+        train_dataset=Dataset.from_list(pairs),
+    )
+    trainer.train()
+    trainer.save_model()
+    # The folder, as it was left
+    np.save(Path(output_dir).parent / "scores.npy", judge_scores(PaCoReward.from_pretrained(output_dir)))
+
+
+def pull_judge(folder: str) -> None:
+    from paco_trl import PaCoReward
+
+    np.save(Path(folder) / "pulled.npy", judge_scores(PaCoReward.from_pretrained("tester/judge")))
+    np.save(Path(folder) / "base.npy", judge_scores(PaCoReward.from_pretrained("makers/tiny-judge")))
+
+
+def doctor(folder: str) -> None:
+    from paco_trl import PaCoGRPOConfig
+    from paco_trl.commands.doctor import Patient, check_hub
+    from paco_trl.commands.script_arguments import ScriptArguments
+
+    def check(model: str, **settings) -> list[str]:
+        args = PaCoGRPOConfig(f"{folder}/out", use_cpu=True, bf16=False, hub_token=TOKEN, **settings)
+        patient = Patient(lambda: None, folder, True, f"{folder}/out", script_args=ScriptArguments(model), args=args)
+        try:
+            row = check_hub(patient)
+        except Exception as error:
+            return ["failed", str(error)]
+        return [row.verdict, row.finding]
+
+    said = [
+        check(BASE, hub_model_id="tester/not-there"),
+        check(BASE, hub_model_id="tester/something"),
+        check("makers/with-terms"),
+    ]
+    (Path(folder) / "said.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    name, arguments = json.loads(sys.argv[1])
+    globals()[name](**arguments)
+
+
+#########
+# The tests' process
+#########
+
+
+def folder_files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def hub(tiny_flux, tiny_qwen):
+    with HubServer({TOKEN: "tester"}) as server:
+        server.add_repo(BASE, folder_files(tiny_flux))
+        card = b"---\nlicense: other\nlicense_name: made-up-1\nlicense_link: LICENSE.md\n---\n# Tiny\n"
+        server.add_repo("makers/tiny-judge", {**folder_files(tiny_qwen), "README.md": card})
+        yield server
+
+
+def run(hub: HubServer, cache: Path, name: str, token: str | None = None, fails: bool = False, **arguments) -> str:
+    """Runs a function of this file in a process of its own, and gives what it printed."""
+    environment = {**os.environ, **hub.environment(str(cache)), "PATH": f"{PATH}:{os.environ['PATH']}"}
+    environment.pop("HF_TOKEN", None)
+    if token is not None:
+        environment["HF_TOKEN"] = token
+    command = [sys.executable, __file__, json.dumps([name, arguments])]
+    if name.startswith("paco-trl "):
+        command = [*name.split(), *arguments.values()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    printed = done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, printed[-3000:]
+    assert TOKEN not in printed and WRONG_TOKEN not in printed
+    return printed
+
+
+def assert_no_token(*folders: Path) -> None:
+    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert paths
+    for path in paths:
+        assert TOKEN.encode() not in path.read_bytes(), path
+
+
+@pytest.fixture(scope="module")
+def folder(hub, tmp_path_factory):
+    """A run that was pushed, deleted here, and pulled with another cache."""
+    folder = tmp_path_factory.mktemp("run")
+    run(hub, folder / "cache", "train", output_dir=str(folder / "out"))
+    assert_no_token(folder / "out")
+    (folder / "out").rename(folder / "taken away")
+    run(hub, folder / "other cache", "pull", TOKEN, folder=str(folder))
+    return folder
+
+
+class TestPushAndPull:
+    def test_both_ways_of_loading_give_the_trained_image(self, folder):
+        images = {path.stem: np.load(path) for path in folder.glob("*.npy")}
+        assert np.abs(images["average"] - images["base"]).mean() > 2  # it does something
+        assert not np.array_equal(images["average"], images["raw"])
+        for name in ("pulled_by_diffusers", "pulled_by_peft"):
+            assert np.array_equal(images[name], images["average"]), name
+        for name in ("pulled_raw_by_diffusers", "pulled_raw_by_peft"):
+            assert np.array_equal(images[name], images["raw"]), name
+
+    def test_what_is_in_the_repository(self, hub, folder):
+        files = hub.files(REPO, "model")
+        assert set(files) == {
+            ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors",
+            "pytorch_lora_weights.safetensors", "contact_sheet.png", "curves.png",
+        }  # fmt: skip
+        assert hub.repos["model", REPO].private
+        assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == BASE
+        titles = list(filter(None, hub.repos["model", REPO].titles.values()))
+        assert titles[-3:] == ["Training in progress, step 4", "Model save", "End of training"]
+        for content in files.values():
+            assert TOKEN.encode() not in content and str(folder).encode() not in content
+
+    def test_card(self, hub):
+        from huggingface_hub import ModelCard
+
+        card = ModelCard(hub.files(REPO, "model")["README.md"].decode())
+        assert card.data.base_model == BASE and card.data.base_model_relation == "adapter"
+        assert f'load_lora_weights("{REPO}")' in card.content  # with the user's name
+        raw = ModelCard(hub.files(REPO, "model", "raw")["README.md"].decode())
+        assert "raw-weights" in raw.data.tags and "raw-weights" not in card.data.tags
+
+    def test_nothing_unknown_was_asked(self, hub, folder):
+        assert hub.unknown == []
+
+
+class TestOutages:
+    def test_training_neither_waits_nor_changes(self, hub, folder, tmp_path):
+        """The Hub holds the first upload until the last step is saved, and answers 500 from then on."""
+        output_dir = tmp_path / "out"
+        hub.repos.pop(("model", REPO), None)
+
+        def fault(method: str, path: str) -> str | None:
+            if "/commit/" not in path:
+                return None
+            deadline = time.monotonic() + 300
+            while not (output_dir / "checkpoint-4").is_dir():
+                assert time.monotonic() < deadline, "training waited for the upload"
+                time.sleep(0.05)
+            return "500"
+
+        hub.fault = fault
+        log = run(hub, tmp_path / "cache", "train_in_an_outage", fails=True, output_dir=str(output_dir))
+        assert (output_dir / "trained").exists()
+        assert "was not pushed to the Hub, and training goes on" in log
+        assert log.count(f"paco-trl push {output_dir}") >= 2  # beside training, and at its end
+        assert "Error: Sending to tester/adapter" in log
+        assert set(hub.files(REPO, "model")) == {".gitattributes"}
+        # Trained as without an outage, and pushed later
+        hub.fault = lambda method, path: None
+        printed = run(hub, tmp_path / "cache", "paco-trl push", TOKEN, folder=str(output_dir))
+        assert f"{hub.url}/{REPO}" in printed
+        files = hub.files(REPO, "model")
+        assert files["adapter_model.safetensors"] == (output_dir / "adapter_model.safetensors").read_bytes()
+        assert not any(path.is_dir() for path in (output_dir / ".pushing").iterdir())
+        assert_no_token(output_dir)
+        without = folder / "taken away" / "checkpoint-4" / "adapter_model.safetensors"
+        assert without.read_bytes() == files["adapter_model.safetensors"]
+
+    @pytest.mark.slow
+    def test_a_run_goes_on_from_its_checkpoint_on_the_hub(self, hub, folder, tmp_path):
+        hub.fault = lambda method, path: None
+        hub.repos.pop(("model", REPO), None)
+        run(hub, tmp_path / "cache", "train_two_steps", output_dir=str(tmp_path / "gone" / "out"))
+        files = hub.files(REPO, "model")
+        assert {"last-checkpoint/optimizer.pt", "last-checkpoint/run.json", "README.md"} <= set(files)
+        run(hub, tmp_path / "cache", "resume", output_dir=str(tmp_path / "new" / "out"))
+        resumed = hub.files(REPO, "model")["adapter_model.safetensors"]
+        assert resumed != files["adapter_model.safetensors"]
+        without = folder / "taken away" / "checkpoint-4" / "adapter_model.safetensors"
+        assert without.read_bytes() == resumed
+
+
+def test_said_before_a_model_is_loaded(hub, tmp_path):
+    hub.fault = lambda method, path: None
+    hub.add_repo("tester/taken", {"README.md": b"", "notes/letter.txt": b"dear"})
+    hub.add_repo("makers/gated", {"README.md": b""})
+    hub.gated.add("makers/gated")
+    hub.reserved.add("settings")
+    cases = [
+        ({"hub_token": None}, "PermissionError: There is no token"),
+        ({"hub_token": WRONG_TOKEN}, "PermissionError: .* does not know the token"),
+        ({"hub_model_id": "others/adapter"}, "PermissionError: .* no right to 'others'"),
+        ({"hub_model_id": "tester/taken"}, "ValueError: .*tester/taken has 1 files of something else"),
+        ({"hub_model_id": "tester/a--b"}, "ValueError: .*'tester/a--b'"),
+        ({"hub_model_id": "tester/settings"}, "ValueError: .* does not allow a repository of the name tester/settings"),
+        ({"base": "makers/gated"}, "PermissionError: The base model makers/gated is gated"),
+        # The negative twin: without `push_to_hub` it is the model that is missing
+        ({"push_to_hub": False}, "no-such-model"),
+    ]  # fmt: skip
+    run(hub, tmp_path / "cache", "refuse_all", output_dir=str(tmp_path / "out"), cases=[case for case, _ in cases])
+    said = json.loads((tmp_path / "said.json").read_text())
+    import re
+
+    for (case, expected), message in zip(cases, said, strict=True):
+        assert re.search(expected, message), (case, message)
+        assert ("PermissionError" in message or "ValueError" in message) or "push_to_hub" in case
+
+
+def test_doctor(hub, tmp_path):
+    hub.fault = lambda method, path: None
+    hub.add_repo("tester/something", {"README.md": b"", "notes/letter.txt": b"dear"})
+    hub.add_repo("makers/with-terms", {"README.md": b""})
+    hub.gated.add("makers/with-terms")
+    run(hub, tmp_path / "cache", "doctor", folder=str(tmp_path))
+    new, taken, gated = json.loads((tmp_path / "said.json").read_text())
+    assert new == ["ok", f"The repository tester/not-there at {hub.url} will be made."]
+    assert ("model", "tester/not-there") not in hub.repos
+    assert taken[0] == "failed" and "files of something else" in taken[1]
+    assert gated[0] == "failed" and "makers/with-terms is gated" in gated[1]
+
+
+@pytest.mark.slow
+def test_judge(hub, tmp_path):
+    hub.fault = lambda method, path: None
+    run(hub, tmp_path / "cache", "train_judge", output_dir=str(tmp_path / "out"))
+    files = hub.files("tester/judge", "model")
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json"} <= set(files)
+    assert {"checkpoint-2/optimizer.pt", "checkpoint-4/optimizer.pt"} <= set(files)
+    assert not any(name.endswith("training_args.bin") for name in files)
+    for name, content in files.items():
+        assert TOKEN.encode() not in content, name
+        assert str(tmp_path).encode() not in content or name.startswith("checkpoint-"), name
+    assert b"license_name: made-up-1" in files["README.md"]
+    run(hub, tmp_path / "other cache", "pull_judge", folder=str(tmp_path))
+    scores = {path.stem: np.load(path) for path in tmp_path.glob("*.npy")}
+    assert np.abs(scores["scores"] - scores["base"]).max() > 1e-3
+    assert np.array_equal(scores["pulled"], scores["scores"])

@@ -1,0 +1,527 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl merge`: what the merged weights draw and say is what the model with its adapter does."""
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from hub_server import HubServer
+from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.commands.main import main
+from paco_trl.commands.merge import MergeArguments, merge
+from paco_trl.data import make_pair, theme_question
+from paco_trl.utils.images import limit_pixels
+
+
+COMMAND = Path(sys.executable).with_name("paco-trl")
+# Of the merged model against the one with its adapter: other orders of float32 additions
+TOLERANCE = 1e-5
+FLUX_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "proj_mlp", "proj_out"]
+JUDGE_LAYERS = r"model\.language_model\..*\.\w+_proj"
+QUESTION = theme_question("A fox through the four seasons")
+
+
+def run(*arguments, **kwargs) -> subprocess.CompletedProcess:
+    """The console command, in a process of its own."""
+    return subprocess.run(
+        [COMMAND, "merge", *map(str, arguments)], capture_output=True, text=True, timeout=300, **kwargs
+    )
+
+
+def options(adapter: Path | str, output_dir: Path | str, **further) -> list[str]:
+    named = {"adapter_name_or_path": adapter, "output_dir": output_dir, **further}
+    return [word for name, value in named.items() for word in (f"--{name}", str(value))]
+
+
+def save_adapter(model, config: LoraConfig, folder: Path, base: Path | str | None, std: float = 0.05) -> Path:
+    """An adapter with an effect, in PEFT's format."""
+    model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=std, generator=generator)
+    config.base_model_name_or_path = str(base) if base is not None else None
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return folder
+
+
+def edit_config(folder: Path, **changes) -> Path:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def latent(pipeline) -> torch.Tensor:
+    """What a pipeline draws, before it is decoded and rounded to pixels."""
+    return pipeline(
+        "a red fox",
+        height=32,
+        width=32,
+        num_inference_steps=4,
+        generator=torch.Generator().manual_seed(5),
+        max_sequence_length=32,
+        output_type="latent",
+    ).images
+
+
+def distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first.float() - second.float()).abs().max() / second.float().abs().max())
+
+
+def paths_in(folder: Path, root: Path) -> list[str]:
+    """Files that hold a path of this machine, below the folder of all that the tests write."""
+    return [path.name for path in folder.rglob("*") if path.is_file() and str(root).encode() in path.read_bytes()]
+
+
+def leftovers(folder: Path) -> set[str]:
+    return {path.name for path in folder.parent.glob(f".{folder.name}*")}
+
+
+@pytest.fixture(scope="module")
+def flux_adapter(tiny_flux, tmp_path_factory) -> Path:
+    transformer = FluxTransformer2DModel.from_pretrained(tiny_flux, subfolder="transformer")
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=FLUX_LAYERS)
+    return save_adapter(transformer, config, tmp_path_factory.mktemp("flux") / "adapter", tiny_flux, std=0.1)
+
+
+@pytest.fixture(scope="module")
+def judge_adapter(tiny_qwen, tmp_path_factory) -> Path:
+    network = AutoModelForImageTextToText.from_pretrained(tiny_qwen)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=JUDGE_LAYERS, task_type="CAUSAL_LM")
+    return save_adapter(network, config, tmp_path_factory.mktemp("judge") / "adapter", tiny_qwen)
+
+
+@pytest.fixture(scope="module")
+def flux_with_adapter(tiny_flux, flux_adapter) -> torch.Tensor:
+    pipeline = FluxPipeline.from_pretrained(tiny_flux)
+    base = latent(pipeline)
+    pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, flux_adapter)
+    adapted = latent(pipeline)
+    assert distance(base, adapted) > 1000 * TOLERANCE
+    return adapted
+
+
+def scores_of(model: Path | str, **kwargs) -> np.ndarray:
+    images = [
+        Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 84, 3), dtype=np.uint8)) for seed in range(4)
+    ]
+    pairs = [(first, second) for first in images for second in images if first is not second]
+    return np.array(PaCoReward.from_pretrained(model, device="cpu", **kwargs).score(pairs, QUESTION))
+
+
+@pytest.fixture(scope="module")
+def judge_with_adapter(tiny_qwen, judge_adapter) -> np.ndarray:
+    scores = scores_of(judge_adapter)
+    assert np.abs(scores - scores_of(tiny_qwen)).min() > 100 * TOLERANCE
+    return scores
+
+
+@pytest.fixture(scope="module")
+def merged_flux(flux_adapter, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    folder = tmp_path_factory.mktemp("merged") / "new" / "folder"
+    outcome = run(*options(flux_adapter, folder))
+    assert outcome.returncode == 0, outcome.stderr
+    return folder, outcome
+
+
+class TestPipeline:
+    def test_image(self, merged_flux, tiny_flux, flux_with_adapter):
+        transformer = FluxTransformer2DModel.from_pretrained(merged_flux[0], subfolder="transformer")
+        found = distance(latent(FluxPipeline.from_pretrained(tiny_flux, transformer=transformer)), flux_with_adapter)
+        print(f"largest deviation of the latent {found:.2g} of its largest number")
+        assert found < TOLERANCE
+
+    def test_the_printed_code_runs(self, merged_flux, flux_with_adapter):
+        lines = re.findall(r"^    (.+)$", merged_flux[1].stdout, flags=re.M)
+        names = {"torch": torch}
+        exec("\n".join(lines), names)
+        assert distance(latent(names["pipe"]), flux_with_adapter) < TOLERANCE
+
+    def test_files(self, merged_flux, tiny_flux, flux_adapter, tmp_path_factory):
+        folder, outcome = merged_flux
+        files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        assert files == {
+            "README.md",
+            "transformer/config.json",
+            "transformer/diffusion_pytorch_model.safetensors",
+        }
+        root = tmp_path_factory.getbasetemp()
+        assert paths_in(folder, root) == [] and paths_in(flux_adapter, root) == ["adapter_config.json"]
+        name = "transformer/diffusion_pytorch_model.safetensors"
+        saved, base = load_file(folder / name), load_file(tiny_flux / name)
+        assert {key: (value.shape, value.dtype) for key, value in saved.items()} == {
+            key: (value.shape, value.dtype) for key, value in base.items()
+        }
+        changed = {key for key in base if not torch.equal(saved[key], base[key])}
+        assert changed == {key for key in base if any(key.endswith(f"{layer}.weight") for layer in FLUX_LAYERS)}
+        assert folder.stat().st_mode == folder.parent.stat().st_mode and leftovers(folder) == set()
+        # Its size, and progress
+        assert "GB in float32" in outcome.stdout and "Rounding" not in outcome.stdout
+        assert "Merging: 100%" in outcome.stderr and "Writing the merged weights" in outcome.stderr
+
+    def test_card(self, merged_flux, tiny_flux, flux_adapter):
+        card = ModelCard.load(merged_flux[0] / "README.md")
+        assert f"with {flux_adapter.name} merged into it" in card.text
+        call = (
+            r'FluxTransformer2DModel\.from_pretrained\(\s*"folder", subfolder="transformer", torch_dtype=torch.float32'
+        )
+        assert re.search(call, card.text)
+        assert card.data.library_name == "diffusers" and card.data.pipeline_tag == "text-to-image"
+        assert card.data.base_model is None and "None" not in card.content  # the base is a folder of this machine
+
+    def test_text_encoders_are_not_read(self, tiny_flux, flux_adapter, tmp_path):
+        base = shutil.copytree(tiny_flux, tmp_path / tiny_flux.name)
+        for name in ("text_encoder", "text_encoder_2", "vae", "tokenizer", "tokenizer_2"):
+            shutil.rmtree(base / name)
+        merge(MergeArguments(str(flux_adapter), str(tmp_path / "merged"), str(base)))
+        assert (tmp_path / "merged" / "transformer" / "config.json").is_file()
+
+    def test_latest_checkpoint_of_a_run(self, make_trainer, tiny_flux, tmp_path, capsys):
+        make_trainer(max_steps=2, save_strategy="steps", save_steps=1).train()
+        out = tmp_path / "out"
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (out / name).unlink(missing_ok=True)
+        assert main(["merge", *options(out, tmp_path / "merged")]) == 0
+        assert f"The newest model of '{out}' is merged: '{out / 'checkpoint-2'}'" in capsys.readouterr().err
+        pipeline = FluxPipeline.from_pretrained(tiny_flux)
+        base = latent(pipeline)
+        pipeline.load_lora_weights(out / "checkpoint-2")  # the other format
+        expected = latent(pipeline)
+        assert distance(base, expected) > 100 * TOLERANCE
+        pipeline = FluxPipeline.from_pretrained(
+            tiny_flux,
+            transformer=FluxTransformer2DModel.from_pretrained(tmp_path / "merged", subfolder="transformer"),
+        )
+        assert distance(latent(pipeline), expected) < TOLERANCE
+        assert paths_in(tmp_path / "merged", tmp_path.parent) == []
+
+
+@pytest.fixture(scope="module")
+def bf16_flux(tiny_flux, tmp_path_factory) -> Path:
+    """The pipeline with its transformer in bf16, as published ones are."""
+    folder = shutil.copytree(tiny_flux, tmp_path_factory.mktemp("bf16") / tiny_flux.name)
+    transformer = FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer", dtype=torch.bfloat16)
+    transformer.save_pretrained(folder / "transformer")
+    return folder
+
+
+class TestDtype:
+    @staticmethod
+    def weights(folder: Path) -> dict[str, torch.Tensor]:
+        return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+
+    def test_that_of_the_files_or_another(self, bf16_flux, flux_adapter, tmp_path, capsys):
+        exact = merge(MergeArguments(str(flux_adapter), str(tmp_path / "float32"), str(bf16_flux), "float32"))
+        assert exact.rounding == 0 and exact.dtype == torch.float32
+        exact = self.weights(tmp_path / "float32")
+        assert {value.dtype for value in exact.values()} == {torch.float32}
+
+        assert main(["merge", *options(flux_adapter, tmp_path / "bfloat16", model_name_or_path=bf16_flux)]) == 0
+        rounded = self.weights(tmp_path / "bfloat16")
+        assert {value.dtype for value in rounded.values()} == {torch.bfloat16}
+        # One rounding of the sum in float32
+        assert all(torch.equal(rounded[name], exact[name].to(torch.bfloat16)) for name in exact)
+
+        # What is printed is how much of the adapter this is
+        base = self.weights(bf16_flux)
+        lost = sum(float((rounded[name].float() - exact[name]).square().sum()) for name in exact) ** 0.5
+        added = sum(float((exact[name] - base[name].float()).square().sum()) for name in exact) ** 0.5
+        printed = float(re.search(r"Rounding to bfloat16 is (\S+) of what the adapter", capsys.readouterr().out)[1])
+        assert printed == pytest.approx(lost / added, rel=0.05) and printed > 1e-3
+
+    def test_arithmetic_in_float32(self, bf16_flux, flux_adapter, tmp_path):
+        """Against PEFT with everything in bf16, the errors are smaller."""
+        merge(MergeArguments(str(flux_adapter), str(tmp_path / "merged"), str(bf16_flux)))
+        merge(MergeArguments(str(flux_adapter), str(tmp_path / "exact"), str(bf16_flux), "float32"))
+        ours, exact = self.weights(tmp_path / "merged"), self.weights(tmp_path / "exact")
+        transformer = FluxTransformer2DModel.from_pretrained(bf16_flux, subfolder="transformer", dtype=torch.bfloat16)
+        model = PeftModel.from_pretrained(transformer, flux_adapter, autocast_adapter_dtype=False).to(torch.bfloat16)
+        theirs = model.merge_and_unload().state_dict()
+        errors = [
+            sum(float((weights[name].float() - exact[name]).square().sum()) for name in exact) ** 0.5
+            for weights in (ours, theirs)
+        ]
+        print(f"error with a sum in float32 {errors[0]:.3g}, in bf16 {errors[1]:.3g}")
+        assert errors[1] > 1.2 * errors[0] > 0
+
+    def test_overflow(self, tiny_flux, flux_adapter, tmp_path, capsys):
+        adapter = shutil.copytree(flux_adapter, tmp_path / "adapter")
+        weights = load_file(adapter / "adapter_model.safetensors")
+        save_file({name: 1e3 * value for name, value in weights.items()}, adapter / "adapter_model.safetensors")
+        assert main(["merge", *options(adapter, tmp_path / "merged", dtype="float16")]) == 1
+        assert "is not finite after merging" in capsys.readouterr().err
+        assert not (tmp_path / "merged").exists() and leftovers(tmp_path / "merged") == set()
+        assert main(["merge", *options(adapter, tmp_path / "merged", dtype="float32")]) == 0
+
+
+@pytest.fixture(scope="module")
+def merged_judge(judge_adapter, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("merged") / "judge"
+    outcome = run(*options(judge_adapter, folder))
+    assert outcome.returncode == 0, outcome.stderr
+    assert f'PaCoReward.from_pretrained("{folder}")' in outcome.stdout
+    return folder
+
+
+class TestJudge:
+    def test_scores(self, merged_judge, judge_with_adapter):
+        found = np.abs(scores_of(merged_judge) - judge_with_adapter).max()
+        print(f"largest deviation of a score {found:.2g}")
+        assert found < TOLERANCE
+
+    def test_files(self, merged_judge, tiny_qwen, tmp_path_factory):
+        assert paths_in(merged_judge, tmp_path_factory.getbasetemp()) == []
+        assert not list(merged_judge.glob("adapter*"))
+        with (
+            safe_open(merged_judge / "model.safetensors", "pt") as saved,
+            safe_open(tiny_qwen / "model.safetensors", "pt") as base,
+        ):
+            # The layout that vLLM and older versions of transformers read too
+            assert set(saved.keys()) == set(base.keys())
+        assert {path.name for path in tiny_qwen.iterdir()} <= {path.name for path in merged_judge.iterdir()}
+        assert type(AutoProcessor.from_pretrained(merged_judge)) is type(AutoProcessor.from_pretrained(tiny_qwen))
+
+    def test_card(self, merged_judge, judge_adapter):
+        card = ModelCard.load(merged_judge / "README.md")
+        assert card.data.library_name == "transformers" and card.data.pipeline_tag == "image-text-to-text"
+        assert judge_adapter.name in card.text and "None" not in card.content
+
+    def test_dtype(self, judge_adapter, merged_judge, tmp_path):
+        merged = merge(MergeArguments(str(judge_adapter), str(tmp_path / "merged"), dtype="bfloat16"))
+        assert merged.dtype == torch.bfloat16 and 1e-4 < merged.rounding < 1
+        rounded, exact = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", merged_judge))
+        assert {value.dtype for value in rounded.values()} == {torch.bfloat16}
+        # The sum of a rounded weight of the base, which the files say
+        assert all(torch.allclose(rounded[name].float(), exact[name], rtol=2**-6, atol=2**-8) for name in exact)
+
+    def test_names_of_layers_of_older_versions(self, judge_adapter, judge_with_adapter, tmp_path):
+        adapter = shutil.copytree(judge_adapter, tmp_path / "adapter")
+        weights = load_file(adapter / "adapter_model.safetensors")
+        old = {name.replace("model.language_model.layers", "model.layers"): value for name, value in weights.items()}
+        assert not old.keys() & weights.keys()
+        save_file(old, adapter / "adapter_model.safetensors")
+        edit_config(adapter, target_modules=r"^(?!.*visual).*\.\w+_proj")
+        merge(MergeArguments(str(adapter), str(tmp_path / "merged")))
+        assert np.abs(scores_of(tmp_path / "merged") - judge_with_adapter).max() < TOLERANCE
+
+    def test_what_a_trainer_saved(self, tiny_qwen, tmp_path):
+        """With the size of images that it was trained at, which is not the base's."""
+        images = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
+        rows = [make_pair(*images, QUESTION, label, None) for label in (True, False)] * 4
+        trainer = PaCoRewardTrainer(
+            model=str(tiny_qwen),
+            args=PaCoRewardConfig(
+                str(tmp_path / "out"),
+                first_token_weight=None,
+                learning_rate=0.05,
+                max_steps=2,
+                max_pixels=56 * 56,
+                per_device_train_batch_size=4,
+                gradient_accumulation_steps=1,
+                use_cpu=True,
+                bf16=False,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list(rows),
+        )
+        trainer.train()
+        trainer.save_model()
+        merge(MergeArguments(str(tmp_path / "out"), str(tmp_path / "merged")))
+        expected = scores_of(tmp_path / "out")
+        assert np.abs(expected - scores_of(tiny_qwen)).max() > 100 * TOLERANCE
+        assert np.abs(scores_of(tmp_path / "merged") - expected).max() < TOLERANCE
+        size = AutoProcessor.from_pretrained(tmp_path / "merged").image_processor.size
+        assert size["longest_edge"] == 56 * 56
+        limited = AutoProcessor.from_pretrained(tiny_qwen)
+        assert limited.image_processor.size != size
+        limit_pixels(limited, 56 * 56)
+        assert limited.image_processor.size == size
+        assert paths_in(tmp_path / "merged", tmp_path.parent) == []
+
+
+class TestHub:
+    def test_adapter_and_base_by_their_ids(self, tiny_flux, flux_adapter, flux_with_adapter, tmp_path):
+        def files(folder: Path) -> dict[str, bytes]:
+            return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+        hub = HubServer(tokens={})
+        try:
+            adapter = edit_config(
+                shutil.copytree(flux_adapter, tmp_path / "adapter"), base_model_name_or_path="painters/tiny-flux"
+            )
+            hub.add_repo("painters/tiny-flux", {**files(tiny_flux), "README.md": b"---\nlicense: mit\n---\n"})
+            hub.add_repo("someone/adapter", files(adapter))
+            environment = {
+                "PATH": "/usr/bin:/bin",
+                "OMP_NUM_THREADS": "1",
+                **hub.environment(str(tmp_path / "cache")),
+            }
+            outcome = run(*options("someone/adapter", tmp_path / "merged"), env=environment)
+            missing = run(*options("someone/another", tmp_path / "other"), env=environment)
+        finally:
+            hub.stop()
+        assert outcome.returncode == 0, outcome.stderr
+        assert "'someone/adapter' is merged into 'painters/tiny-flux'" in outcome.stdout
+        pipeline = FluxPipeline.from_pretrained(
+            tiny_flux,
+            transformer=FluxTransformer2DModel.from_pretrained(tmp_path / "merged", subfolder="transformer"),
+        )
+        assert distance(latent(pipeline), flux_with_adapter) < TOLERANCE
+        read = {path for method, path in hub.requests if method == "GET" and "/resolve/" in path}
+        assert any("transformer/diffusion_pytorch_model" in path for path in read)
+        assert not any(part in path for path in read for part in ("text_encoder", "vae", "pytorch_lora_weights"))
+        assert hub.unknown == []
+        card = ModelCard.load(tmp_path / "merged" / "README.md")
+        assert card.data.base_model == "painters/tiny-flux" and card.data.base_model_relation == "finetune"
+        assert card.data.license == "mit"
+        assert "someone/adapter" in card.text
+        assert missing.returncode == 1 and "someone/another" in missing.stderr and "Traceback" not in missing.stderr
+        assert not (tmp_path / "other").exists()
+
+
+class TestErrors:
+    def refused(self, capsys, output_dir: Path, *arguments) -> str:
+        before = {str(path): path.stat().st_mtime for path in output_dir.parent.rglob("*")}
+        assert main(["merge", *map(str, arguments)]) == 1
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        # Nothing is left
+        assert {str(path): path.stat().st_mtime for path in output_dir.parent.rglob("*")} == before
+        return captured.err
+
+    def test_no_adapter_there(self, capsys, tiny_flux, tmp_path):
+        (tmp_path / "empty").mkdir()
+        for folder in (tiny_flux, tmp_path / "empty"):
+            message = self.refused(capsys, tmp_path / "merged", *options(folder, tmp_path / "merged"))
+            assert f"There is no adapter in '{folder}': it has no adapter_config.json" in message
+        message = self.refused(capsys, tmp_path / "merged", *options(tmp_path / "nowhere", tmp_path / "merged"))
+        assert str(tmp_path / "nowhere") in message
+
+    @pytest.mark.parametrize("kind", ["flux_adapter", "judge_adapter"])
+    def test_only_pickles(self, capsys, kind, tmp_path, request):
+        adapter = shutil.copytree(request.getfixturevalue(kind), tmp_path / "adapter")
+        torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
+        (adapter / "adapter_model.safetensors").unlink()
+        # Before the model is read, which has no weights here
+        base = Path(PeftConfig.from_pretrained(adapter).base_model_name_or_path)
+        (tmp_path / base.name).mkdir()
+        for file in base.glob("*.json"):
+            shutil.copy(file, tmp_path / base.name)
+        edit_config(adapter, base_model_name_or_path=str(tmp_path / base.name))
+        message = self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
+        assert "has no adapter_model.safetensors" in message and "pickles" in message
+
+    def test_another_base(self, capsys, flux_adapter, tiny_flux, tmp_path):
+        other = shutil.copytree(tiny_flux, tmp_path / "another-flux")
+        arguments = options(flux_adapter, tmp_path / "merged", model_name_or_path=other)
+        message = self.refused(capsys, tmp_path / "merged", *arguments)
+        assert f"'{tiny_flux}'" in message and f"'{other}'" in message
+        # Which is all that is wrong with it
+        adapter = edit_config(shutil.copytree(flux_adapter, tmp_path / "adapter"), base_model_name_or_path=None)
+        assert main(["merge", *options(adapter, tmp_path / "merged", model_name_or_path=other)]) == 0
+
+    def test_no_base(self, capsys, flux_adapter, tiny_flux, tmp_path):
+        adapter = edit_config(shutil.copytree(flux_adapter, tmp_path / "adapter"), base_model_name_or_path=None)
+        message = self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
+        assert "does not name the model below it" in message and "--model_name_or_path" in message
+
+        (tmp_path / "hollow").mkdir()
+        for base, expected in [
+            (tmp_path / "hollow", "is neither an image pipeline"),
+            (tmp_path / "gone", f"'{tmp_path / 'gone'}', the model below the adapter, cannot be found or read"),
+        ]:
+            edit_config(adapter, base_model_name_or_path=str(base))
+            assert expected in self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
+
+        shutil.copy(tiny_flux / "model_index.json", tmp_path / "hollow")
+        index = json.loads((tiny_flux / "model_index.json").read_text())
+        del index["transformer"]
+        (tmp_path / "hollow" / "model_index.json").write_text(json.dumps(index))
+        edit_config(adapter, base_model_name_or_path=str(tmp_path / "hollow"))
+        message = self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
+        assert "has no transformer" in message
+
+    def test_output_folder_that_is_not_empty(self, capsys, flux_adapter, tmp_path):
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+        for taken in (folder, folder / "notes.txt", flux_adapter):
+            message = self.refused(capsys, folder, *options(flux_adapter, taken))
+            assert f"'{taken}' exists and is not empty. Nothing is overwritten" in message
+        (folder / "notes.txt").unlink()
+        assert main(["merge", *options(flux_adapter, folder)]) == 0  # an empty one is taken
+
+    def test_other_adapters(self, capsys, tiny_flux, tmp_path):
+        transformer = FluxTransformer2DModel.from_pretrained(tiny_flux, subfolder="transformer")
+        model = get_peft_model(transformer, VeraConfig(r=4, target_modules=["to_q"]))
+        model.save_pretrained(tmp_path / "vera", save_embedding_layers=False)
+        edit_config(tmp_path / "vera", base_model_name_or_path=str(tiny_flux))
+        message = self.refused(capsys, tmp_path / "merged", *options(tmp_path / "vera", tmp_path / "merged"))
+        assert "VERA" in message and "only LoRA" in message
+
+    @pytest.mark.parametrize("kind", ["flux_adapter", "judge_adapter"])
+    def test_weights_without_a_place(self, capsys, kind, tmp_path, request):
+        adapter = shutil.copytree(request.getfixturevalue(kind), tmp_path / "adapter")
+        weights = load_file(adapter / "adapter_model.safetensors")
+        name = next(iter(weights))
+        block = "transformer_blocks.0." if kind == "flux_adapter" else "layers.0."
+        stray = {re.sub(re.escape(block), block.replace("0", "7"), key): value for key, value in weights.items()}
+        assert name in weights and stray.keys() != weights.keys()
+        save_file(
+            {**weights, **{key: value.clone() for key, value in stray.items()}}, adapter / "adapter_model.safetensors"
+        )
+        assert main(["merge", *options(adapter, tmp_path / "merged")]) == 1
+        message = capsys.readouterr().err
+        assert "does not fit" in message and "place" in message
+        assert not (tmp_path / "merged").exists() and leftovers(tmp_path / "merged") == set()
+
+    @pytest.mark.parametrize("kind", ["flux_adapter", "judge_adapter"])
+    def test_full_disk(self, capsys, kind, tmp_path, request):
+        adapter = request.getfixturevalue(kind)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            assert main(["merge", *options(adapter, tmp_path / "merged")]) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        message = capsys.readouterr().err
+        assert "could not be written" in message and "Nothing of them is left" in message
+        assert list(tmp_path.iterdir()) == []
+        assert main(["merge", *options(adapter, tmp_path / "merged")]) == 0
+
+    def test_arguments(self, capsys, tmp_path):
+        for arguments, message in [
+            (["--output_dir", "x"], "`--adapter_name_or_path` is missing"),
+            (["--adapter_name_or_path", "x"], "`--output_dir` is missing"),
+            (options("x", "y", dtype="int8"), "`dtype` is 'int8', but must be one of: float32, bfloat16, float16"),
+            (options("x", "y", dtpye="float32"), "--dtpye"),
+        ]:
+            assert message in self.refused(capsys, tmp_path / "y", *arguments)
+
+
+def test_help(capsys):
+    assert main(["merge", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in MergeArguments.__dataclass_fields__:
+        assert f"--{name}" in shown
+    assert main(["--help"]) == 0
+    assert re.search(r"^  merge +merges an adapter", capsys.readouterr().out, flags=re.M)

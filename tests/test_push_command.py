@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl push`: which model of a folder it takes, where it goes, and what it says when it cannot."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hub_server import HubServer
+from paco_trl.commands.main import main
+from paco_trl.commands.push import PushArguments, find_saved_model
+from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER, published_files_of
+from paco_trl.hub.pushing import remember_repository
+
+
+TOKEN = "hf_rightTokenOfTheTester"
+
+
+def save_adapter(folder: Path, text: str, minutes: int = 0, base: str | None = "someone/base") -> Path:
+    """Files of a pipeline's adapter, saved at some minute."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors", "README.md"):
+        (folder / name).write_text(text)
+    os.utime(folder / "README.md", (1e9 + 60 * minutes, 1e9 + 60 * minutes))
+    return folder
+
+
+def save_checkpoint(output_dir: Path, step: int, minutes: int) -> Path:
+    folder = save_adapter(output_dir / f"checkpoint-{step}", f"step {step}", minutes)
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    (folder / "run.json").write_text(json.dumps({"run": {}, "files": files}))
+    return folder
+
+
+class TestWhichModel:
+    def test_the_newest(self, tmp_path):
+        save_checkpoint(tmp_path, 20, 1)
+        latest = save_checkpoint(tmp_path, 100, 2)
+        assert find_saved_model(tmp_path) == latest
+        save_adapter(tmp_path, "the end", 3)
+        assert find_saved_model(tmp_path) == tmp_path
+        # The run went on after it was saved
+        continued = save_checkpoint(tmp_path, 120, 4)
+        assert find_saved_model(tmp_path) == continued
+        assert find_saved_model(tmp_path / "checkpoint-20") == tmp_path / "checkpoint-20"
+
+    def test_a_checkpoint_that_is_cut_short_is_passed_over(self, tmp_path):
+        whole, broken = save_checkpoint(tmp_path, 20, 1), save_checkpoint(tmp_path, 40, 2)
+        assert find_saved_model(tmp_path) == broken
+        (broken / "adapter_model.safetensors").write_text("st")
+        assert find_saved_model(tmp_path) == whole
+
+    def test_none(self, tmp_path):
+        (tmp_path / "checkpoint-20").mkdir()
+        with pytest.raises(ValueError, match="has no saved model"):
+            find_saved_model(tmp_path)
+        with pytest.raises(ValueError, match="is no folder"):
+            find_saved_model(tmp_path / "nowhere")
+
+    def test_kinds(self, tmp_path):
+        adapter = save_adapter(tmp_path / "adapter", "")
+        assert published_files_of(adapter) is PIPELINE_ADAPTER
+        (adapter / "pytorch_lora_weights.safetensors").unlink()
+        assert published_files_of(adapter) is JUDGE_ADAPTER
+        (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+        assert published_files_of(adapter) is None
+        (tmp_path / "whole" / "transformer").mkdir(parents=True)
+        (tmp_path / "whole" / "transformer" / "config.json").touch()
+        assert published_files_of(tmp_path / "whole") is TRANSFORMER
+        (tmp_path / "judge").mkdir()
+        (tmp_path / "judge" / "config.json").touch()
+        assert published_files_of(tmp_path / "judge") is None
+        (tmp_path / "judge" / "model-00001-of-00002.safetensors").touch()
+        assert published_files_of(tmp_path / "judge") is JUDGE
+
+
+class TestCommand:
+    @pytest.fixture
+    def hub(self):
+        with HubServer({TOKEN: "tester"}) as server:
+            yield server
+
+    @pytest.fixture
+    def push(self, hub, tmp_path):
+        def call(*arguments, token: str | None = TOKEN) -> subprocess.CompletedProcess:
+            environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
+            environment.pop("HF_TOKEN", None)
+            if token is not None:
+                environment["HF_TOKEN"] = token
+            command = [str(Path(sys.executable).parent / "paco-trl"), "push", *map(str, arguments)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+            assert TOKEN not in done.stdout + done.stderr
+            return done
+
+        return call
+
+    def test_a_checkpoint_of_a_run_that_was_never_pushed(self, hub, push, tmp_path):
+        run = tmp_path / "run"
+        save_checkpoint(run, 20, 1)
+        done = push(run)
+        assert done.returncode == 1 and "Give `--hub_model_id`" in done.stderr
+        assert not hub.repos
+        done = push(run, "--hub_model_id", "mine", "--hub_private_repo", "True", "--hub_revision", "try")
+        assert done.returncode == 0, done.stderr
+        assert f"{hub.url}/tester/mine" in done.stdout
+        files = hub.files("tester/mine", "model", "try")
+        saved = {path.name for path in (run / "checkpoint-20").iterdir()}
+        assert set(files) == {".gitattributes", *saved} - {"run.json"} and "run.json" in saved
+        assert hub.repos["model", "tester/mine"].private
+        assert "Upload model, checkpoint 20" in hub.repos["model", "tester/mine"].titles.values()
+        # The second time it knows where to
+        save_checkpoint(run, 40, 2)
+        assert push(run).returncode == 0
+        assert hub.files("tester/mine", "model", "try")["README.md"] == b"step 40"
+
+    def test_what_waits_goes_first(self, hub, push, tmp_path):
+        run = tmp_path / "run"
+        remember_repository(run, "tester/mine", None)
+        save_checkpoint(run, 40, 2)
+        for step in (20, 40):  # of `hub_strategy="all_checkpoints"`
+            waiting = run / ".pushing" / f"{step:09d}-1"
+            save_adapter(waiting, f"step {step}")
+            save_adapter(waiting / f"checkpoint-{step}", f"step {step}")
+            (waiting / ".message").write_text(f"Training in progress, step {step}")
+        assert push(run).returncode == 0
+        files = hub.files("tester/mine", "model")
+        assert {"checkpoint-20/README.md", "checkpoint-40/README.md"} <= set(files)
+        assert files["README.md"] == b"step 40"
+        assert [path.name for path in (run / ".pushing").iterdir()] == ["repository.json"]
+
+    def test_refused(self, hub, push, tmp_path):
+        save_adapter(tmp_path / "run", "")
+        hub.add_repo("tester/taken", {"README.md": b"", "letter.txt": b""})
+        for arguments, token, part in [
+            (["--hub_model_id", "tester/taken"], TOKEN, "files of something else"),
+            (["--hub_model_id", "tester/new"], None, "There is no token"),
+        ]:
+            done = push(tmp_path / "run", *arguments, token=token)
+            assert done.returncode == 1 and part in done.stderr
+        assert ("model", "tester/new") not in hub.repos
+
+
+def test_options(capsys):
+    assert main(["push", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, field in PushArguments.__dataclass_fields__.items():
+        assert f"--{name}" in shown
+        assert field.metadata["help"].split(".")[0] in shown
+        assert field.metadata["help"].split(" If `None`")[0] in " ".join(PushArguments.__doc__.split())
+    assert main(["push", "/nowhere", "--hub_token", TOKEN]) == 1  # a token on a command line is seen by others
+    assert main(["push", "/nowhere"]) == 1
+    assert "'/nowhere' is no folder" in capsys.readouterr().err
