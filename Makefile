@@ -7,7 +7,7 @@ BIN := .venv/bin
 UV := $(shell command -v uv 2>/dev/null || echo .venv-uv/bin/uv)
 # One thread for each process: the models of demo and tests are tiny
 export OMP_NUM_THREADS ?= 1
-LINTED := paco_trl examples tests benchmarks
+LINTED := paco_trl examples tests benchmarks model_cards
 
 .PHONY: help demo test test-slow test-lowest test-vllm quality style clean
 

@@ -245,7 +245,15 @@ class TestOptions:
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
     def test_options_in_the_text_exist(self, page):
         """`name=value` and `--name` in a line of text name options, also of the objects beside the config."""
-        others = {"modules_to_save", "push_to_hub", "num_processes", "machine_rank", "is_trainable", "model"}
+        others = {
+            "modules_to_save",
+            "push_to_hub",
+            "num_processes",
+            "machine_rank",
+            "is_trainable",
+            "model",
+            "use_ema",
+        }
         others = others.union(*map(script_options, SCRIPTS))
         others = others.union(
             *(inspect.signature(reward.__init__).parameters for reward in (ConsistencyReward, ServedJudge))

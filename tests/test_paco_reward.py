@@ -1063,6 +1063,9 @@ class TestTrustRemoteCode:
     def folder(self, tiny_qwen, tmp_path, monkeypatch):
         """A model with code of its own, which leaves traces."""
         folder = shutil.copytree(tiny_qwen, tmp_path / "model")
+        # Files have the names of layers of older versions, which transformers does not change for code that is not its own
+        weights = AutoModelForImageTextToText.from_pretrained(tiny_qwen).state_dict()
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         for stem, base, module in (
             ("own_model", "Qwen2_5_VLForConditionalGeneration", "modeling_qwen2_5_vl"),
             ("own_processor", "Qwen2_5_VLProcessor", "processing_qwen2_5_vl"),

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""model_cards/check_published_weights.py, in a process of its own, with tiny weights under the published names."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save
+from transformers import AutoModelForImageTextToText
+
+from hub_server import HubServer
+from paco_trl import tiny
+from paco_trl.trainer.export import save_adapter
+
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "model_cards" / "check_published_weights.py"
+PUBLISHED = [
+    "X-GenGroup/PaCo-Reward-7B",
+    "X-GenGroup/PaCo-Reward-7B-Lora",
+    "X-GenGroup/PaCo-FLUX.1-dev-Lora",
+    "X-GenGroup/PaCo-FLUX.1-Kontext-Lora",
+    "X-GenGroup/PaCo-Qwen-Image-Edit-Lora",
+]
+TARGETS = ["attn.to_q", "attn.to_k"]
+WEIGHTS = "adapter_model.safetensors"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def edited(files: dict[str, bytes], rename, folder: Path, **config) -> dict[str, bytes]:
+    """Files of an adapter with other names of its weights, and another config."""
+    (folder / "edited.safetensors").write_bytes(files[WEIGHTS])
+    weights = {rename(name): value for name, value in load_file(folder / "edited.safetensors").items()}
+    settings = json.loads(files["adapter_config.json"]) | config
+    return files | {WEIGHTS: save(weights), "adapter_config.json": json.dumps(settings).encode()}
+
+
+def unchanged(name: str) -> str:
+    return name
+
+
+def run(hub: HubServer, cache: Path, *command: str) -> tuple[int, str]:
+    environment = {**os.environ, **hub.environment(str(cache)), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    for name in ("HF_TOKEN", "HF_HUB_CACHE"):
+        environment.pop(name, None)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=280)
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    return done.returncode, done.stdout
+
+
+def row(output: str, repo: str) -> list[str]:
+    """Cells of a repository's row in the table; a repository's name may be folded."""
+    rows, cells = [], None
+    for line in output.splitlines():
+        if line.startswith("│"):
+            parts = [part.strip() for part in line.strip("│").split("│")]
+            cells = parts if cells is None else [a + b for a, b in zip(cells, parts, strict=True)]
+        elif cells is not None:
+            rows.append(cells)
+            cells = None
+    (found,) = [cells for cells in rows if cells[0] == repo]
+    return found
+
+
+@pytest.fixture(scope="module")
+def repositories(tiny_flux, tiny_qwen, tmp_path_factory) -> dict[str, dict[str, bytes]]:
+    """Files of the published models and of those below them, tiny, as the real ones are laid out."""
+    folder = tmp_path_factory.mktemp("published")
+    pipelines = {
+        "black-forest-labs/FLUX.1-dev": tiny_flux,
+        "black-forest-labs/FLUX.1-Kontext-dev": tiny.build_tiny_flux_kontext(folder / "kontext"),
+        "Qwen/Qwen-Image-Edit": tiny.build_tiny_qwen_image_edit(folder / "qwen-image-edit"),
+    }
+    repositories = {}
+    for base, repo in zip(pipelines, PUBLISHED[2:], strict=True):
+        # Of the base models no weights are there: none may be read
+        repositories[base] = {
+            name: content for name, content in files_of(pipelines[base]).items() if not name.endswith(".safetensors")
+        }
+        pipeline = DiffusionPipeline.from_pretrained(pipelines[base])
+        config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=TARGETS)
+        get_peft_model(pipeline.transformer, config).save_pretrained(folder / repo, save_embedding_layers=False)
+        repositories[repo] = files_of(folder / repo)
+
+    model = AutoModelForImageTextToText.from_pretrained(tiny_qwen)
+    judge = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules=r"model\.language_model\..*\.(q|v)_proj")
+    )
+    judge.save_pretrained(folder / "judge", save_embedding_layers=False)
+    layers = {name.split(".lora_A")[0].split("base_model.model.")[1] for name in load_file(folder / "judge" / WEIGHTS)}
+    repositories["X-GenGroup/PaCo-Reward-7B-Lora"] = edited(
+        files_of(folder / "judge"),
+        lambda name: name.replace("model.language_model.", "model."),
+        folder,
+        base_model_name_or_path="Qwen/Qwen2.5-VL-7B-Instruct",
+        target_modules=sorted({name.split(".lora_")[0].replace("model.language_model.", "model.") for name in layers}),
+    )
+    repositories["Qwen/Qwen2.5-VL-7B-Instruct"] = {"config.json": (tiny_qwen / "config.json").read_bytes()}
+    judge.merge_and_unload().save_pretrained(folder / "merged", max_shard_size="200KB")
+    assert len(list((folder / "merged").glob("*.safetensors"))) > 1
+    repositories["X-GenGroup/PaCo-Reward-7B"] = files_of(folder / "merged")
+    return repositories
+
+
+@pytest.fixture
+def hub(repositories):
+    with HubServer(tokens={"hf_someToken": "someone"}) as hub:
+        for repo, files in repositories.items():
+            hub.add_repo(repo, files)
+        yield hub
+
+
+def test_all_fit(hub, tmp_path):
+    code, output = run(hub, tmp_path, str(SCRIPT))
+    assert code == 0, output
+    for repo in PUBLISHED:
+        assert row(output, repo)[4:] == ["none", "yes"], output
+    assert row(output, "X-GenGroup/PaCo-Reward-7B")[1] == "whole model, qwen2_5_vl"
+    assert row(output, "X-GenGroup/PaCo-Reward-7B-Lora")[1:4] == [
+        "PEFT adapter, rank 4, alpha 8",
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+        "8",
+    ]
+    assert row(output, "X-GenGroup/PaCo-FLUX.1-dev-Lora")[1:4] == ["PEFT adapter, rank 4, alpha 8", "none", "8"]
+    assert output.count("There is no file for `pipe.load_lora_weights`") == 3
+    # Headers alone: a file of weights is asked for by HTTP range, and never downloaded
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert any(path.endswith(WEIGHTS) for _, path in hub.requests) and hub.unknown == []
+
+
+def test_what_does_not_fit(hub, repositories, tmp_path):
+    flux, judge = "X-GenGroup/PaCo-FLUX.1-dev-Lora", "X-GenGroup/PaCo-Reward-7B-Lora"
+    kontext, qwen = "X-GenGroup/PaCo-FLUX.1-Kontext-Lora", "X-GenGroup/PaCo-Qwen-Image-Edit-Lora"
+    whole = "X-GenGroup/PaCo-Reward-7B"
+    names = {"rename": lambda name: name.replace("blocks.0.attn.to_q.lora_A", "blocks.7.attn.to_q.lora_A")}
+    hub.add_repo(flux, edited(repositories[flux], folder=tmp_path, **names) | {"optimizer.pt": b"", "a.bin": b""})
+    hub.add_repo(judge, edited(repositories[judge], unchanged, tmp_path, r=8))
+    hub.add_repo(
+        kontext,
+        edited(repositories[kontext], unchanged, tmp_path, base_model_name_or_path="black-forest-labs/FLUX.1-dev"),
+    )
+    del hub.repos["model", qwen]
+    hub.add_repo(whole, {name: c for name, c in repositories[whole].items() if name != "model.safetensors.index.json"})
+    code, output = run(hub, tmp_path, str(SCRIPT))
+    assert code == 1
+    assert [row(output, repo)[5] for repo in (flux, judge, kontext)] == ["no"] * 3, output
+    assert [row(output, repo)[4:] for repo in (qwen, whole)] == [["", "unknown"], ["none", "unknown"]], output
+    assert row(output, flux)[4] == "a.bin, optimizer.pt"
+    assert re.search(rf"{flux}: 2 weights have no place in the model \(\w*transformer_blocks.7.attn.to_q", output)
+    assert f"{flux}: 2 places of the model have no weight (" in output
+    assert f"{judge}: 8 weights have another shape (model.language_model.layers.0.self_attn" in output
+    assert f"{kontext}: its config names 'black-forest-labs/FLUX.1-dev' as the model below it, and not" in output
+    assert re.search(f"{qwen}: cannot be checked: RepositoryNotFoundError: 401 .*Repository Not Found for url", output)
+    assert f"{whole}: cannot be checked: NotASafetensorsRepoError" in output
+
+
+def test_other_repositories_and_layouts(hub, repositories, tiny_flux, tmp_path):
+    flux = repositories["X-GenGroup/PaCo-FLUX.1-dev-Lora"]
+    hub.add_repo("someone/nameless", flux)
+    hub.add_repo("someone/in-a-folder", {f"checkpoint-20/lora/{name}": content for name, content in flux.items()})
+    pickled = {name: content for name, content in flux.items() if name != WEIGHTS} | {"adapter_model.bin": b"?"}
+    hub.add_repo("someone/pickled", pickled)
+    pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+    (tmp_path / "lora").mkdir()
+    for name, content in flux.items():
+        (tmp_path / "lora" / name).write_bytes(content)
+    model = PeftModel.from_pretrained(pipeline.transformer, tmp_path / "lora", is_trainable=True)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    shutil.rmtree(tmp_path / "lora")
+    save_adapter(model, pipeline, trained, tmp_path / "lora")
+    content = (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes()
+    hub.add_repo("someone/diffusers", {"pytorch_lora_weights.safetensors": content})
+    weights = load_file(tmp_path / "lora" / "pytorch_lora_weights.safetensors")
+    wrong = {name.replace("to_q", "to_x"): value for name, value in weights.items()}
+    hub.add_repo("someone/other-layers", edited(flux, unchanged, tmp_path, target_modules=["a_layer"]))
+    hub.add_repo("someone/wrong", {"pytorch_lora_weights.safetensors": save(wrong)})
+
+    base = "black-forest-labs/FLUX.1-dev"
+    fitting = ["someone/nameless", "someone/in-a-folder", "someone/diffusers"]
+    others = ["someone/pickled", "someone/wrong", "someone/other-layers"]
+    code, output = run(hub, tmp_path / "cache", str(SCRIPT), "--repo", *fitting, *others, "--base", base)
+    assert code == 1
+    assert [row(output, repo)[5] for repo in fitting + others] == ["yes", "yes", "yes", "no", "no", "no"], output
+    assert [row(output, repo)[1] for repo in fitting] == [
+        "PEFT adapter, rank 4, alpha 8",
+        "PEFT adapter, rank 4, alpha 8",
+        "diffusers LoRA, rank 4, alpha 8",
+    ]
+    assert 'someone/in-a-folder: The adapter is in a folder: load it with `subfolder="checkpoint-20/lora"`.' in output
+    assert "someone/diffusers: Its file does not say `lora_alpha`" not in output
+    assert "someone/pickled: it has no adapter_model.safetensors" in output
+    assert row(output, "someone/pickled")[4] == "adapter_model.bin"
+    assert "someone/wrong: 4 weights have no place in the model (" in output
+    assert "someone/other-layers: Target modules {'a_layer'} not found" in output
+    assert "someone/wrong: Its file does not say `lora_alpha`" in output
+
+    code, output = run(hub, tmp_path / "cache", str(SCRIPT), "--repo", "someone/nameless")
+    assert code == 1 and "it does not name the model below it; give it with `--base`" in output
+
+
+# The trainer, on the same repositories: what it takes from the Hub itself
+READ = """
+import sys
+from paco_trl.trainer.loading import check_peft_config
+for adapter in sys.argv[2:]:
+    try:
+        check_peft_config(adapter, sys.argv[1])
+        print(adapter, "accepted")
+    except ValueError as error:
+        print(adapter, "refused:", error)
+"""
+
+
+def test_the_trainer_reads_the_same(hub, repositories, tmp_path):
+    kontext = "X-GenGroup/PaCo-FLUX.1-Kontext-Lora"
+    flux = edited(repositories[kontext], unchanged, tmp_path, base_model_name_or_path="black-forest-labs/FLUX.1-dev")
+    hub.add_repo("someone/of-flux", flux)
+    pickled = {name: content for name, content in flux.items() if name != WEIGHTS} | {"adapter_model.bin": b"?"}
+    hub.add_repo("someone/pickled", pickled)
+    adapters = [kontext, "someone/of-flux", "someone/pickled"]
+    code, output = run(hub, tmp_path / "cache", "-c", READ, "Black-Forest-Labs/FLUX.1-Kontext-dev", *adapters)
+    lines = output.splitlines()
+    assert code == 0 and lines[0] == f"{kontext} accepted"
+    assert lines[1].startswith(
+        "someone/of-flux refused: The adapter 'someone/of-flux' was made for 'black-forest-labs/FLUX.1-dev', but is to "
+        "be put on 'Black-Forest-Labs/FLUX.1-Kontext-dev'"
+    )
+    assert lines[2].startswith("someone/pickled refused: `peft_config` is 'someone/pickled', a repository without")

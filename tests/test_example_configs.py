@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/configs: each is read by its script's own parser, says what the paper says, and names its sources."""
+
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
+from peft import LoraConfig, get_peft_model
+from trl import TrlParser
+
+from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
+from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
+from paco_trl.rollout.families.flux import FluxFamily
+from paco_trl.rollout.families.qwen_image import QwenImageFamily
+
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "examples" / "configs"
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train_reward  # noqa: E402
+from train_flux_kontext import KontextArguments, KontextConfig  # noqa: E402
+from train_qwen_image_edit import QwenImageEditArguments, QwenImageEditConfig  # noqa: E402
+
+
+# Script of each, and what its parser is made of
+SCRIPTS = {
+    "paco-reward-7b-lora.yaml": ("train_reward.py", (train_reward.ScriptArguments, PaCoRewardConfig)),
+    "paco-reward-7b.yaml": ("train_reward.py", (train_reward.ScriptArguments, PaCoRewardConfig)),
+    "paco-flux.1-dev.yaml": ("train_flux.py", (ScriptArguments, PaCoGRPOConfig)),
+    "paco-flux.1-kontext-dev.yaml": ("train_flux_kontext.py", (KontextArguments, KontextConfig)),
+    "paco-qwen-image-edit.yaml": ("train_qwen_image_edit.py", (QwenImageEditArguments, QwenImageEditConfig)),
+}
+
+# The paper's figures, from the paper: none of them comes from a default of this package
+JUDGE = {
+    "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "dataset_name": "X-GenGroup/PaCo-Dataset",
+    "dataset_files": ["consistency_reward_cot_train", "sharegpt_editing_cot"],
+    "bf16": True,
+    "max_pixels": 2_097_152,
+    "lora_r": 32,
+    "lora_alpha": 64,
+    "lora_target_modules": None,
+    "first_token_weight": 0.1,
+    "loss_variant": "paper",
+    "learning_rate": 2e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1,
+    "num_train_epochs": 2.0,
+    "per_device_train_batch_size": 8,
+}
+ALL_POLICIES = {
+    "height": 1024,
+    "width": 1024,
+    "sde_type": "flow_sde",
+    "num_generations": 16,
+    "num_prompts_per_generation": 42,
+    "optimizer_steps_per_generation": 2,
+    "per_device_train_batch_size": 1,
+    "judge_model": "X-GenGroup/PaCo-Reward-7B",
+    "scale_rewards": "group",
+    "advantage_clip": 5.0,
+    "lora_r": 64,
+    "lora_alpha": 128,
+    "loss_type": "grpo",
+    "epsilon": 1e-4,
+    "beta": 0.0,
+    "learning_rate": 3e-4,
+}
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+FLUX_LAYERS = [f"attn.{name}" for name in ATTENTION]
+FLUX_LAYERS += ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"]
+PAPER = {
+    "paco-reward-7b-lora.yaml": JUDGE,
+    "paco-reward-7b.yaml": JUDGE,
+    "paco-flux.1-dev.yaml": ALL_POLICIES
+    | {
+        "model_name_or_path": "black-forest-labs/FLUX.1-dev",
+        "num_inference_steps": 10,
+        "sde_steps": [1],
+        "noise_level": 0.7,
+        "guidance_scale": 3.5,
+        "resolution_scale": 512 / 1024,
+        "rewards": ["consistency", "clip_t"],
+        "multi_objective_aggregation": "log_tamed",
+        "log_tame_threshold": 0.2,
+        "judge_question": "theme",
+        "lora_target_modules": FLUX_LAYERS,
+    },
+    "paco-flux.1-kontext-dev.yaml": ALL_POLICIES
+    | {
+        "model_name_or_path": "black-forest-labs/FLUX.1-Kontext-dev",
+        "edits": True,
+        "num_inference_steps": 8,
+        "sde_steps": [1],
+        "noise_level": 0.9,
+        "guidance_scale": 2.5,
+        "resolution_scale": 384 / 1024,
+        "rewards": ["edit"],
+        "lora_target_modules": FLUX_LAYERS,
+    },
+    "paco-qwen-image-edit.yaml": ALL_POLICIES
+    | {
+        "model_name_or_path": "Qwen/Qwen-Image-Edit",
+        "edits": True,
+        "num_inference_steps": 10,
+        "sde_steps": [1, 2, 3, 4],
+        "noise_level": 1.0,
+        "guidance_scale": 4.0,
+        "resolution_scale": 384 / 1024,
+        "rewards": ["edit"],
+    },
+}
+NAMES = sorted(SCRIPTS)
+_VALUE = re.compile(r"^\s*(?:- \S|\w+:)")
+_SOURCE = re.compile(r"  # (?:paper\b|published code\b|not given\b|ours$)")
+
+
+def parse(path: Path, classes: tuple) -> dict:
+    """Values of both dataclasses by name, as the script would get them."""
+    parsed = TrlParser(classes).parse_args_and_config(["--config", str(path), "--use_cpu"])
+    return {f.name: getattr(arguments, f.name) for arguments in parsed for f in fields(arguments)}
+
+
+def differing(values: dict, expected: dict) -> dict:
+    return {name: values[name] for name, value in expected.items() if values[name] != value}
+
+
+def test_there_is_one_for_each_published_model():
+    assert sorted(path.name for path in CONFIGS.iterdir()) == NAMES == sorted(PAPER)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_says_what_the_paper_says(name):
+    script, classes = SCRIPTS[name]
+    values = parse(CONFIGS / name, classes)
+    assert differing(values, PAPER[name]) == {}
+    assert f"examples/{script} --config examples/configs/{name}" in re.sub(
+        r" \\\n#\s+", " ", (CONFIGS / name).read_text()
+    )
+    # All that the paper fixes is written out, also where it is the default, and so is no default that changes
+    written = yaml.safe_load((CONFIGS / name).read_text())
+    assert PAPER[name].keys() <= written.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_value_is_seen_and_an_unknown_key_refused(name, tmp_path):
+    written = yaml.safe_load((CONFIGS / name).read_text())
+    classes = SCRIPTS[name][1]
+    changed = tmp_path / "changed.yaml"
+    for key, value in {"learning_rate": 1e-5, "lora_r": 8, "per_device_train_batch_size": 2}.items():
+        changed.write_text(yaml.safe_dump(written | {key: value}))
+        assert differing(parse(changed, classes), PAPER[name]) == {key: value}
+    changed.write_text(yaml.safe_dump(written | {"noise_scale": 0.7}))
+    with pytest.raises(ValueError, match="noise_scale"):
+        parse(changed, classes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_has_its_source(name):
+    lines = (CONFIGS / name).read_text().splitlines()
+    values = [line for line in lines if _VALUE.match(line)]
+    assert len(values) >= 18
+    assert [line for line in values if not _SOURCE.search(line)] == []
+    assert [line for line in lines if line and not line.startswith("#") and line not in values] == []
+    written = yaml.safe_load("\n".join(lines))
+    fixed = {line.split(":")[0] for line in values if "  # paper" in line and not line.startswith(" ")}
+    assert fixed == PAPER[name].keys() and fixed < written.keys()
+
+
+def test_a_value_without_its_source_is_seen():
+    assert _VALUE.match("epsilon: 1.0e-4") and not _SOURCE.search("epsilon: 1.0e-4")
+    assert _VALUE.match("  - attn.to_q") and not _SOURCE.search("  - attn.to_q  # because")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "reward" not in name])
+class TestPolicies:
+    def test_the_round_and_the_adapter(self, name):
+        script_args, training_args = TrlParser(SCRIPTS[name][1]).parse_args_and_config(
+            ["--config", str(CONFIGS / name), "--use_cpu"]
+        )
+        layout = training_args.round_layout
+        assert (layout.num_prompts, layout.num_optimizer_steps) == (42, 2)
+        assert layout.num_prompts * training_args.num_generations == 672
+        adapter = get_peft_config(script_args)
+        assert isinstance(adapter, LoraConfig)
+        assert (adapter.r, adapter.lora_alpha, adapter.init_lora_weights) == (64, 128, "gaussian")
+
+    def test_nothing_hangs_on_the_scripts_own_defaults(self, name):
+        """`paco-trl doctor` reads it with the defaults of train_flux.py, and sees the same run."""
+        written = parse(CONFIGS / name, (ScriptArguments, PaCoGRPOConfig))
+        own = parse(CONFIGS / name, SCRIPTS[name][1])
+        assert len(own) > 150
+        assert differing(written, {key: value for key, value in own.items() if key != "logging_dir"}) == {}
+
+    def test_every_layer_that_gets_an_adapter_is_there(self, name, tmp_path):
+        layers = yaml.safe_load((CONFIGS / name).read_text())["lora_target_modules"]
+        is_qwen = "qwen" in name
+        assert layers == (QwenImageFamily if is_qwen else FluxFamily).lora_target_modules
+        with torch.device("meta"):
+            sizes = {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 8, "attention_head_dim": 16}
+            if is_qwen:
+                transformer = QwenImageTransformer2DModel(**sizes, axes_dims_rope=(4, 4, 8))
+            else:
+                transformer = FluxTransformer2DModel(**sizes, num_single_layers=1, axes_dims_rope=(4, 4, 8))
+            transformer = get_peft_model(transformer, LoraConfig(r=2, target_modules=layers))
+        for layer in layers:
+            assert any(f"blocks.0.{layer}.lora_A" in key for key in transformer.state_dict()), layer
+
+
+def test_both_configs_of_the_judge_train_the_same():
+    lora, merged = (
+        yaml.safe_load((CONFIGS / name).read_text()) for name in ("paco-reward-7b-lora.yaml", "paco-reward-7b.yaml")
+    )
+    assert lora.pop("output_dir") != merged.pop("output_dir")
+    assert lora == merged
+    assert "paco-trl merge" in (CONFIGS / "paco-reward-7b.yaml").read_text()

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The layouts in which the published weights, and others of their time, are saved: tiny weights in them are loaded, and the
+result is that of the model they were made from.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, PeftModel, get_peft_model
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from paco_trl import PaCoReward, tiny
+from paco_trl.rollout import family_of
+from paco_trl.trainer.export import save_adapter
+from paco_trl.trainer.loading import load_pipeline, prepare_transformer
+from paco_trl.utils.names import is_same_model
+
+
+NOWHERE = "/nowhere/at/all"
+QUESTION = "Are both of one style?"
+JUDGE_BASE = "Qwen/Qwen2.5-VL-7B-Instruct"
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# adapter_config.json as the published code's LLaMA-Factory writes it with a PEFT of its time
+LLAMA_FACTORY_CONFIG = {
+    "alpha_pattern": {},
+    "auto_mapping": None,
+    "base_model_name_or_path": JUDGE_BASE,
+    "bias": "none",
+    "corda_config": None,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 16,
+    "lora_bias": False,
+    "lora_dropout": 0.0,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "r": 4,
+    "rank_pattern": {},
+    "revision": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_rslora": False,
+    "a_setting_of_another_version": 1,
+}
+
+
+def old_name(name: str) -> str:
+    """Name of a weight or layer before transformers 4.52."""
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+def change(folder: Path, edit, name: str = "adapter_model.safetensors") -> None:
+    """Saves the weights of a folder anew, edited."""
+    weights = edit(load_file(folder / name))
+    save_file({key: value.contiguous() for key, value in weights.items()}, folder / name, metadata={"format": "pt"})
+
+
+def with_unknown(weights: dict) -> dict:
+    """With a weight for which there is no place: that of a layer which the model does not have."""
+    name = next(name for name in weights if re.search(r"(layers|blocks)\.1\.|(layers|blocks)\.0\.", name))
+    return weights | {re.sub(r"(layers|blocks)\.\d+\.", r"\1.7.", name, count=1): weights[name].clone()}
+
+
+#########
+# The judge
+#########
+
+
+@pytest.fixture(scope="module")
+def pair():
+    rng = np.random.default_rng(0)
+    return tuple(Image.fromarray(rng.integers(0, 255, (56, 56, 3), dtype=np.uint8)) for _ in range(2))
+
+
+@pytest.fixture(scope="module")
+def hub(tiny_qwen, tmp_path_factory) -> Path:
+    """The base model in a cache of the Hub, under its real name."""
+    cache = tmp_path_factory.mktemp("hub")
+    repository = cache / f"models--{JUDGE_BASE.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(tiny_qwen, repository / "snapshots" / ("a" * 40))
+    return cache
+
+
+def adapted(tiny_qwen, targets) -> PeftModel:
+    model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, lora_alpha=16, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+        return get_peft_model(model, config).eval()
+
+
+@pytest.fixture(scope="module")
+def language(tiny_qwen):
+    """An adapter on the linear layers of the language model, as the paper's."""
+    return adapted(tiny_qwen, rf"model\.language_model\..*\.({'|'.join(PROJECTIONS)})")
+
+
+@pytest.fixture(scope="module")
+def both(tiny_qwen):
+    """One on those of the vision tower too."""
+    return adapted(tiny_qwen, rf".*\.({'|'.join([*PROJECTIONS, 'qkv'])})")
+
+
+class TestJudge:
+    def save(self, model: PeftModel, folder: Path, targets, is_old: bool) -> Path:
+        model.save_pretrained(folder, save_embedding_layers=False)
+        (folder / "README.md").unlink()
+        config = LLAMA_FACTORY_CONFIG | {"target_modules": targets}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        if is_old:
+            change(folder, lambda weights: {old_name(name): value for name, value in weights.items()})
+        names = list(load_file(folder / "adapter_model.safetensors"))
+        beginning = "base_model.model.model." + ("layers" if is_old else "language_model.layers")
+        assert sum(name.startswith(beginning) for name in names) == 2 * 7 * 2
+        return folder
+
+    def score(self, tiny_qwen, model, pair) -> float:
+        return PaCoReward(model, AutoProcessor.from_pretrained(tiny_qwen)).score([pair], QUESTION)[0]
+
+    @pytest.mark.parametrize("is_old", [True, False], ids=["old", "new"])
+    @pytest.mark.parametrize("targets", ["pattern", "names", "endings"])
+    def test_adapter(self, tiny_qwen, hub, language, pair, tmp_path, targets, is_old):
+        layers = {
+            name.removeprefix("base_model.model.").removesuffix(".lora_A.default.weight")
+            for name, _ in language.named_parameters()
+            if name.endswith("lora_A.default.weight")
+        }
+        assert len(layers) == 7 * 2
+        written = {
+            "pattern": rf"^(?!.*visual).*(?:{'|'.join(PROJECTIONS)}).*",
+            "names": sorted(old_name(name) if is_old else name for name in layers),
+            # What PEFT makes of many names: the shortest endings that no other layer has
+            "endings": sorted(layer.split("language_model.")[1] for layer in layers),
+        }[targets]
+        folder = self.save(language, tmp_path / "adapter", written, is_old)
+        judge = PaCoReward.from_pretrained(folder, device="cpu", cache_dir=hub)
+        expected = self.score(tiny_qwen, language, pair)
+        base = self.score(tiny_qwen, AutoModelForImageTextToText.from_pretrained(tiny_qwen), pair)
+        assert abs(expected - base) > 1e-2  # the adapter does something
+        assert judge.score([pair], QUESTION)[0] == pytest.approx(expected, abs=1e-6)
+
+        change(folder, with_unknown)
+        with pytest.raises(ValueError, match="does not fit.*layers.7"):
+            PaCoReward.from_pretrained(folder, device="cpu", cache_dir=hub)
+
+    @pytest.mark.parametrize("is_old", [True, False], ids=["old", "new"])
+    def test_adapter_on_the_vision_tower_too(self, tiny_qwen, hub, both, language, pair, tmp_path, is_old):
+        folder = self.save(both, tmp_path / "adapter", [*PROJECTIONS, "qkv"], is_old)
+        names = list(load_file(folder / "adapter_model.safetensors"))
+        assert any(name.startswith("base_model.model." + ("visual" if is_old else "model.visual")) for name in names)
+        judge = PaCoReward.from_pretrained(folder, device="cpu", cache_dir=hub)
+        expected = self.score(tiny_qwen, both, pair)
+        assert abs(expected - self.score(tiny_qwen, language, pair)) > 1e-4
+        assert judge.score([pair], QUESTION)[0] == pytest.approx(expected, abs=1e-6)
+
+    @pytest.mark.parametrize("has_flat_config", [True, False])
+    @pytest.mark.parametrize("is_old", [True, False], ids=["old", "new"])
+    def test_merged_model(self, tiny_qwen, language, pair, tmp_path, is_old, has_flat_config):
+        folder = shutil.copytree(tiny_qwen, tmp_path / "merged")
+        with torch.random.fork_rng():
+            merged = adapted(tiny_qwen, language.peft_config["default"].target_modules).merge_and_unload()
+        weights = {old_name(name) if is_old else name: value for name, value in merged.state_dict().items()}
+        beginnings = {".".join(name.split(".")[:2]) for name in weights}
+        assert "lm_head.weight" in beginnings
+        assert ({"model.layers", "visual.blocks"} if is_old else {"model.language_model", "model.visual"}) < beginnings
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        if has_flat_config:
+            # Before transformers 4.52 the language model's settings had no entry of their own
+            config = json.loads((folder / "config.json").read_text())
+            config = config.pop("text_config") | config
+            rope = config.pop("rope_parameters")
+            config |= {"rope_theta": rope["rope_theta"], "torch_dtype": config.pop("dtype")}
+            config["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+            (folder / "config.json").write_text(json.dumps(config))
+        expected = self.score(tiny_qwen, language, pair)
+        judge = PaCoReward.from_pretrained(folder, device="cpu")
+        assert judge.score([pair], QUESTION)[0] == pytest.approx(expected, abs=1e-5)
+
+        change(folder, with_unknown, "model.safetensors")
+        with pytest.raises(ValueError, match=r"do not fit.*have no place in it \(model.language_model.layers.7"):
+            PaCoReward.from_pretrained(folder, device="cpu")
+
+    def test_merged_model_with_a_weight_missing(self, tiny_qwen, tmp_path):
+        """transformers would fill it with random numbers."""
+        folder = shutil.copytree(tiny_qwen, tmp_path / "merged")
+        PaCoReward.from_pretrained(folder, device="cpu")
+        change(
+            folder,
+            lambda weights: {k: v for k, v in weights.items() if not k.endswith("layers.1.mlp.up_proj.weight")},
+            "model.safetensors",
+        )
+        AutoModelForImageTextToText.from_pretrained(folder)  # without the judge it would load
+        with pytest.raises(ValueError, match=r"are not among its files \(model.language_model.layers.1.mlp.up_proj"):
+            PaCoReward.from_pretrained(folder, device="cpu")
+
+
+#########
+# The pipelines
+#########
+
+
+FAMILIES = {
+    "flux": tiny.build_tiny_flux,
+    "kontext": tiny.build_tiny_flux_kontext,
+    "qwen-image-edit": tiny.build_tiny_qwen_image_edit,
+}
+
+
+@torch.no_grad()
+def draw(pipeline, family: str) -> np.ndarray:
+    """An image; for Qwen-Image-Edit, whose pipeline encodes a megapixel, a prediction for four tokens, in 1/1000."""
+    generator = torch.Generator().manual_seed(5)
+    if family == "qwen-image-edit":
+        config = pipeline.transformer.config
+        output = pipeline.transformer(
+            hidden_states=torch.randn(1, 4, config["in_channels"], generator=generator),
+            encoder_hidden_states=torch.randn(1, 3, config["joint_attention_dim"], generator=generator),
+            encoder_hidden_states_mask=torch.ones(1, 3, dtype=torch.long),
+            timestep=torch.tensor([0.5]),
+            img_shapes=[[(1, 2, 2)]],
+        ).sample
+        return (1000 * output).round().numpy()
+    arguments = {"height": 32, "width": 32, "num_inference_steps": 2, "generator": generator}
+    if family == "kontext":
+        arguments |= {"image": Image.new("RGB", (64, 64), "#fa961e"), "max_area": 32 * 32, "_auto_resize": False}
+    image = pipeline(prompt="a red fox", max_sequence_length=32, **arguments).images[0]
+    return np.asarray(image, dtype=np.int16)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def published(request, tmp_path_factory):
+    """
+    Family, folder of a pipeline, folder of an adapter as PEFT saves one of a diffusers transformer, image with the
+    adapter, image without.
+    """
+    folder = tmp_path_factory.mktemp(request.param)
+    FAMILIES[request.param](folder / "pipeline")
+    pipeline = DiffusionPipeline.from_pretrained(folder / "pipeline")
+    base = draw(pipeline, request.param)
+    targets = family_of(pipeline).lora_target_modules
+    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=targets)
+    transformer = pipeline.transformer
+    pipeline.transformer = get_peft_model(transformer, config)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(3)
+        for name, parameter in pipeline.transformer.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    pipeline.transformer.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    tuned = draw(pipeline, request.param)
+    assert np.abs(tuned - base).mean() > 2  # the adapter does something
+    return request.param, folder / "pipeline", folder / "adapter", tuned, base
+
+
+class TestPipelines:
+    def test_what_is_in_the_files(self, published):
+        _, _, folder, _, _ = published
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] is None and config["task_type"] is None
+        assert config["auto_mapping"]["parent_library"].startswith("diffusers.models.transformers.")
+        weights = load_file(folder / "adapter_model.safetensors")
+        assert any(name.startswith("base_model.model.transformer_blocks.0.attn.to_q.lora_A") for name in weights)
+        assert {path.name for path in folder.iterdir()} == {
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
+
+    def test_it_is_continued(self, published, tmp_path):
+        family, base, folder, tuned, untuned = published
+        pipeline = load_pipeline(str(base), torch.float32)
+        pipeline.transformer = prepare_transformer(pipeline, family_of(pipeline), str(folder), True)
+        assert np.array_equal(draw(pipeline, family), tuned)
+        assert any(parameter.requires_grad for parameter in pipeline.transformer.parameters())
+
+        broken = shutil.copytree(folder, tmp_path / "adapter")
+        change(broken, with_unknown)
+        pipeline = load_pipeline(str(base), torch.float32)
+        with pytest.raises(ValueError, match="does not fit pipeline: .* 1 of its .* weights have no place.*blocks.7"):
+            prepare_transformer(pipeline, family_of(pipeline), str(broken), True)
+
+    def test_peft_loads_it(self, published):
+        family, base, folder, tuned, _ = published
+        pipeline = DiffusionPipeline.from_pretrained(base)
+        pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, folder)
+        assert np.array_equal(draw(pipeline, family), tuned)
+
+    def test_diffusers_does_not_load_it_but_takes_its_weights(self, published):
+        """
+        `load_lora_weights` wants diffusers' layout: of PEFT's it loads nothing, for FLUX with an error and for
+        Qwen-Image without one. And whatever loads the weights without the adapter's config takes the rank for
+        `lora_alpha`.
+        """
+        family, base, folder, tuned, untuned = published
+        pipeline = DiffusionPipeline.from_pretrained(base)
+        if family == "qwen-image-edit":
+            pipeline.load_lora_weights(folder)
+            assert np.array_equal(draw(pipeline, family), untuned)
+        else:
+            with pytest.raises(KeyError, match="double_blocks"):
+                pipeline.load_lora_weights(folder)
+        weights = {
+            name.removeprefix("base_model.model."): value
+            for name, value in load_file(folder / "adapter_model.safetensors").items()
+        }
+        config = json.loads((folder / "adapter_config.json").read_text())
+        pipeline.transformer.load_lora_adapter(weights, prefix=None, metadata=config)
+        assert np.array_equal(draw(pipeline, family), tuned)
+        pipeline = DiffusionPipeline.from_pretrained(base)
+        pipeline.transformer.load_lora_adapter(weights, prefix=None)
+        assert not np.array_equal(draw(pipeline, family), tuned)
+
+    def test_diffusers_loads_its_own_layout(self, published, tmp_path):
+        family, base, folder, tuned, untuned = published
+        pipeline = load_pipeline(str(base), torch.float32)
+        model = prepare_transformer(pipeline, family_of(pipeline), str(folder), True)
+        weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        save_adapter(model, pipeline, weights, tmp_path)
+        assert all(
+            name.startswith("transformer.") for name in load_file(tmp_path / "pytorch_lora_weights.safetensors")
+        )
+        pipeline = DiffusionPipeline.from_pretrained(base)
+        pipeline.load_lora_weights(tmp_path)
+        assert np.array_equal(draw(pipeline, family), tuned)
+        pipeline.unload_lora_weights()
+        assert np.array_equal(draw(pipeline, family), untuned)
+
+
+#########
+# The model below an adapter
+#########
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_same"),
+    [
+        ("black-forest-labs/FLUX.1-dev", "Black-Forest-Labs/flux.1-DEV", True),
+        ("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Kontext-dev", False),
+        ("black-forest-labs/FLUX.1-dev", "someone/FLUX.1-dev", False),
+        # Paths, of this machine or another
+        ("black-forest-labs/FLUX.1-dev", "/data/models/FLUX.1-dev", True),
+        ("black-forest-labs/FLUX.1-dev", "/data/models/FLUX.1-dev/", True),
+        ("black-forest-labs/FLUX.1-dev", "models/flux/FLUX.1-dev", True),
+        ("black-forest-labs/FLUX.1-dev", r"D:\models\FLUX.1-dev", True),
+        ("~/FLUX.1-dev", "./models/FLUX.1-dev", True),
+        ("black-forest-labs/FLUX.1-dev", "FLUX.1-dev", True),
+        ("black-forest-labs/FLUX.1-dev", "/data/models/FLUX.1-Kontext-dev", False),
+        ("black-forest-labs/FLUX.1-dev", r"D:\models\flux", False),
+        # A folder of the Hub's cache is the repository
+        ("black-forest-labs/FLUX.1-dev", "/cache/models--black-forest-labs--FLUX.1-dev/snapshots/0123", True),
+        ("someone/FLUX.1-dev", "/cache/models--black-forest-labs--FLUX.1-dev/snapshots/0123", False),
+        ("/data/FLUX.1-dev", "/cache/models--black-forest-labs--FLUX.1-dev/snapshots/0123", True),
+    ],
+)
+def test_names_of_one_model(first, second, is_same):
+    assert is_same_model(first, second) is is_same
+    assert is_same_model(second, first) is is_same
+
+
+def test_a_relative_path_of_this_machine(tmp_path, monkeypatch):
+    (tmp_path / "FLUX.1-dev").mkdir()
+    monkeypatch.chdir(tmp_path / "FLUX.1-dev")
+    assert is_same_model(".", "black-forest-labs/FLUX.1-dev")
+    monkeypatch.chdir(tmp_path)
+    assert not is_same_model(".", "black-forest-labs/FLUX.1-dev")
+
+
+class TestBase:
+    """An adapter of another model is refused by name before the pipeline is loaded."""
+
+    @pytest.fixture
+    def named(self, tiny_flux, tmp_path):
+        """Makes an adapter of the tiny pipeline that names another base."""
+
+        def make(base: str | None) -> str:
+            pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+            config = LoraConfig(r=4, lora_alpha=8, target_modules=["attn.to_q"])
+            get_peft_model(pipeline.transformer, config).save_pretrained(tmp_path, save_embedding_layers=False)
+            path = tmp_path / "adapter_config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
+            return str(tmp_path)
+
+        return make
+
+    @pytest.mark.parametrize(
+        "base", ["black-forest-labs/FLUX.1-Kontext-dev", "/data/models/FLUX.1-dev", "tiny-flux-2"]
+    )
+    def test_another_base_is_refused(self, make_trainer, named, base):
+        # There is no such folder: had the pipeline been looked for first, the error would be another
+        with pytest.raises(ValueError, match="was made for '.*', but is to be put on") as error:
+            make_trainer(model=NOWHERE, peft_config=named(base))
+        assert base in str(error.value) and NOWHERE in str(error.value)
+
+    def test_a_pipeline_in_memory_has_a_name_too(self, make_trainer, named, tiny_flux):
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+        with pytest.raises(ValueError, match="was made for 'black-forest-labs/FLUX.1-dev'") as error:
+            make_trainer(model=pipeline, peft_config=named("black-forest-labs/FLUX.1-dev"))
+        assert str(tiny_flux) in str(error.value)
+        nameless = type(pipeline)(**pipeline.components)
+        assert not nameless.name_or_path
+        assert make_trainer(model=nameless, peft_config=named("black-forest-labs/FLUX.1-dev")).trained_from
+
+    @pytest.mark.parametrize("base", [None, "", "tiny-flux", "/somewhere/else/tiny-flux", r"C:\models\tiny-flux"])
+    def test_the_same_base_is_accepted(self, make_trainer, named, base):
+        assert make_trainer(peft_config=named(base)).trained_from
