@@ -187,7 +187,6 @@ class TestMetadata:
         [
             (ImageModelCard("a", "u/a", FLUX), "diffusers", "adapter"),
             (ImageModelCard("a", "u/a", FLUX, weights="transformer", transformer_class="X"), "diffusers", "finetune"),
-            (ImageModelCard("a", "u/a", FLUX, weights="pipeline", merged_adapter="u/b"), "diffusers", "finetune"),
             (JudgeCard("a", "u/a", QWEN), "peft", "adapter"),
             (JudgeCard("a", "u/a", QWEN, weights="merged", merged_adapter="u/b"), "transformers", "finetune"),
         ],
@@ -397,7 +396,7 @@ class TestWhatItSays:
         only = str(render_card(dataclasses.replace(empty, seconds=90.0)))
         assert "### Hardware and time\n\n- " in only and "GPU\n" not in only.split("## Limits")[0].split("###")[1]
         # A merged model is known by its adapter alone
-        weights = "merged" if is_judge else "pipeline"
+        weights = "merged" if is_judge else "transformer"
         merged = str(
             render_card(kind("a", "u/a", FLUX, weights=weights, merged_adapter="/home/me/fox", lora=LoRA(4, 8)))
         )
@@ -485,7 +484,7 @@ class TestUse:
         cards = [
             ImageModelCard("a", "u/a", FLUX, pipeline_class="FluxPipeline", is_editing=editing, formats=formats, call=call,
                            weights=weights, transformer_class="FluxTransformer2DModel")
-            for weights in ("adapter", "transformer", "pipeline")
+            for weights in ("adapter", "transformer")
             for formats in (["peft"], ["diffusers", "peft"])
             for editing in (True, False)
             for call in ("", "guidance_scale=3.5")

@@ -369,11 +369,11 @@ class _Card:
 @dataclass
 class ImageModelCard(_Card):
     """
-    The card of an adapter of an image model, of a whole transformer, or of a pipeline that an adapter was merged into.
+    The card of an adapter of an image model, or of a whole transformer, trained or with an adapter merged into it.
 
     Args:
         weights (`str`, *optional*, defaults to `"adapter"`):
-            `"adapter"`, `"transformer"` (in a folder of that name) or `"pipeline"`.
+            `"adapter"`, or `"transformer"` for one in a folder of that name.
         formats (`list[str]`, *optional*, defaults to `["diffusers", "peft"]`):
             Libraries that an adapter's files are for.
         pipeline_class (`str`, *optional*, defaults to `"DiffusionPipeline"`), transformer_class (`str`, *optional*):
