@@ -335,6 +335,7 @@ class TestDoctor:
             "versions": "ok",
             "configuration": "ok",
             "output folder": "ok",
+            "hub": "ok",
             "data": "ok",
             "rewards": "ok",
             "model and adapter": "ok",

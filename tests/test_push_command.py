@@ -86,27 +86,31 @@ class TestCommand:
 
     @pytest.fixture
     def push(self, hub, tmp_path):
-        def call(*arguments, token: str | None = TOKEN) -> subprocess.CompletedProcess:
+        """Runs the command several times in one process, which takes seconds to import."""
+
+        def call(*commands: list, token: str | None = TOKEN) -> list[dict]:
             environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
             environment.pop("HF_TOKEN", None)
             if token is not None:
                 environment["HF_TOKEN"] = token
-            command = [str(Path(sys.executable).parent / "paco-trl"), "push", *map(str, arguments)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+            listed = json.dumps([[str(word) for word in command] for command in commands])
+            done = subprocess.run(
+                [sys.executable, __file__, listed], env=environment, capture_output=True, text=True, timeout=200
+            )
+            assert done.stdout, done.stderr
             assert TOKEN not in done.stdout + done.stderr
-            return done
+            return json.loads(done.stdout.splitlines()[-1])
 
         return call
 
     def test_a_checkpoint_of_a_run_that_was_never_pushed(self, hub, push, tmp_path):
         run = tmp_path / "run"
         save_checkpoint(run, 20, 1)
-        done = push(run)
-        assert done.returncode == 1 and "Give `--hub_model_id`" in done.stderr
-        assert not hub.repos
-        done = push(run, "--hub_model_id", "mine", "--hub_private_repo", "True", "--hub_revision", "try")
-        assert done.returncode == 0, done.stderr
-        assert f"{hub.url}/tester/mine" in done.stdout
+        options = ["--hub_model_id", "mine", "--hub_private_repo", "True", "--hub_revision", "try"]
+        nowhere, done = push([run], [run, *options])
+        assert nowhere["code"] == 1 and "Give `--hub_model_id`" in nowhere["err"]
+        assert done["code"] == 0, done
+        assert f"{hub.url}/tester/mine" in done["out"]
         files = hub.files("tester/mine", "model", "try")
         saved = {path.name for path in (run / "checkpoint-20").iterdir()}
         assert set(files) == {".gitattributes", *saved} - {"run.json"} and "run.json" in saved
@@ -114,7 +118,7 @@ class TestCommand:
         assert "Upload model, checkpoint 20" in hub.repos["model", "tester/mine"].titles.values()
         # The second time it knows where to
         save_checkpoint(run, 40, 2)
-        assert push(run).returncode == 0
+        assert push([run])[0]["code"] == 0
         assert hub.files("tester/mine", "model", "try")["README.md"] == b"step 40"
 
     def test_what_waits_goes_first(self, hub, push, tmp_path):
@@ -126,22 +130,27 @@ class TestCommand:
             save_adapter(waiting, f"step {step}")
             save_adapter(waiting / f"checkpoint-{step}", f"step {step}")
             (waiting / ".message").write_text(f"Training in progress, step {step}")
-        assert push(run).returncode == 0
+        taken = ["--hub_model_id", "tester/taken"]
+        hub.add_repo("tester/taken", {"README.md": b"", "letter.txt": b""})
+        refused, elsewhere, done = push([run, *taken], [run, "--hub_model_id", "other"], ["--folder", run])
+        assert refused["code"] == 1 and "files of something else" in refused["err"]
+        # What waits is for the run's own repository, which it stays
+        assert elsewhere["code"] == done["code"] == 0
+        assert not any(name.startswith("checkpoint-") for name in hub.files("tester/other", "model"))
         files = hub.files("tester/mine", "model")
         assert {"checkpoint-20/README.md", "checkpoint-40/README.md"} <= set(files)
         assert files["README.md"] == b"step 40"
         assert [path.name for path in (run / ".pushing").iterdir()] == ["repository.json"]
 
-    def test_refused(self, hub, push, tmp_path):
+    def test_without_a_token(self, hub, tmp_path):
+        """As users start it."""
         save_adapter(tmp_path / "run", "")
-        hub.add_repo("tester/taken", {"README.md": b"", "letter.txt": b""})
-        for arguments, token, part in [
-            (["--hub_model_id", "tester/taken"], TOKEN, "files of something else"),
-            (["--hub_model_id", "tester/new"], None, "There is no token"),
-        ]:
-            done = push(tmp_path / "run", *arguments, token=token)
-            assert done.returncode == 1 and part in done.stderr
-        assert ("model", "tester/new") not in hub.repos
+        environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
+        environment.pop("HF_TOKEN", None)
+        command = [Path(sys.executable).parent / "paco-trl", "push", tmp_path / "run", "--hub_model_id", "tester/new"]
+        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 1 and "There is no token" in done.stderr and "Traceback" not in done.stderr
+        assert not hub.repos
 
 
 def test_options(capsys):
@@ -154,3 +163,15 @@ def test_options(capsys):
     assert main(["push", "/nowhere", "--hub_token", TOKEN]) == 1  # a token on a command line is seen by others
     assert main(["push", "/nowhere"]) == 1
     assert "'/nowhere' is no folder" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    import contextlib
+    import io
+
+    said = []
+    for words in json.loads(sys.argv[1]):
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            code = main(["push", *words])
+        said.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
+    print(json.dumps(said))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import TrlParser
 
 from ..hub.account import prepare_repository
@@ -120,9 +119,12 @@ def push(args: PushArguments) -> str:
         published_files=published_files,
         base_model=base_model,
     )
-    if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):  # of a run, for the next time
-        remember_repository(folder, repo_id, revision)
-    pusher = HubPusher(api, repo_id, revision, folder, published_files)
+    where = {"repo_id": repo_id, "revision": revision}
+    if not known and not folder.name.startswith("checkpoint-"):  # of a run, for the next time
+        remember_repository(folder, **where)
+    # What waits in the folder is for the run's own repository
+    is_own = known in ({}, where)
+    pusher = HubPusher(api, repo_id, revision, folder if is_own else model, published_files)
     step = f", {model.name.replace('-', ' ')}" if model != folder else ""
     pusher.push_now(model, f"Upload model{step}")
     return f"{api.endpoint}/{repo_id}"

@@ -258,7 +258,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         else:
             check_output_folder(args.output_dir, self._identity)
         self.published_files = TRANSFORMER if peft_config is None else PIPELINE_ADAPTER
-        self._base_model_source = model if isinstance(model, str) else model.name_or_path
+        self._base_model_source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         if args.push_to_hub:
             self._prepare_hub(args)
 
