@@ -253,6 +253,7 @@ class TestOptions:
             "is_trainable",
             "model",
             "use_ema",
+            "weight_name",
         }
         others = others.union(*map(script_options, SCRIPTS))
         others = others.union(
