@@ -303,6 +303,8 @@ class TestPushAndPull:
         assert f'load_lora_weights("{REPO}")' in card.content  # with the user's name
         raw = ModelCard(hub.files(REPO, "model", "raw")["README.md"].decode())
         assert "raw-weights" in raw.data.tags and "raw-weights" not in card.data.tags
+        # The client has asked the Hub whether the metadata are right, before each commit
+        assert hub.requests.count(("POST", "/api/validate-yaml")) >= 3
 
     def test_nothing_unknown_was_asked(self, hub, folder):
         assert hub.unknown == []
