@@ -107,6 +107,15 @@ def test_files(trained, tiny_flux):
         assert len(list(file.keys())) == len(keys) == 30
 
 
+def test_pictures_of_an_earlier_state_go(trained, tmp_path):
+    trainer, _ = trained
+    for name in ("evaluation.png", "mine.png"):
+        (tmp_path / name).write_text("pixels")
+    trainer.save_model(tmp_path, use_ema=False)
+    assert (tmp_path / "curves.png").exists() and (tmp_path / "mine.png").exists()
+    assert not (tmp_path / "evaluation.png").exists()  # the card does not tell of it
+
+
 def test_published_files_hold_no_token_and_no_pickle(trained):
     _, folder = trained
     published = [path for pattern in PIPELINE_ADAPTER for path in folder.glob(pattern)]

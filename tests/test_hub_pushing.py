@@ -89,6 +89,13 @@ def push_now(output_dir: str, step: int) -> str:
     return pusher_of(output_dir).push_now(folder, "the end").oid
 
 
+def push_without_patience(output_dir: str) -> None:
+    from paco_trl.hub import account, pushing
+
+    account._TIMEOUT, pushing._ATTEMPTS = (1.0, 1.0, 1.0, None), 1
+    push_now(output_dir, 2)
+
+
 def download(token: str | bool) -> str:
     from huggingface_hub import hf_hub_download
 
@@ -230,11 +237,12 @@ class TestOutages:
     @pytest.mark.parametrize("fault", ["500", "429", "409", "cut"])
     def test_once_at_each_request(self, hub, run, tmp_path, fault):
         output_dir, failed = tmp_path / "out", set()
-        places = {2: "/tree/main", 4: "/preupload/main", 6: "/lfs/", 8: "/commit/main"}
+        places = {2: "/api/models/tester/adapter", 4: "/preupload/main", 6: "/lfs/", 8: "/commit/main"}
 
         def fail_once(method: str, path: str) -> str | None:
             for step, place in places.items():
-                if place in path and step not in failed and (output_dir / f"checkpoint-{step}").exists():
+                is_asked = place in path if place == "/lfs/" else path.endswith(place)
+                if is_asked and step not in failed and (output_dir / f"checkpoint-{step}").exists():
                     failed.add(step)
                     return fault
             return None
@@ -260,7 +268,7 @@ class TestOutages:
         output_dir = tmp_path / "out"
         hub.fault = fails_while(lambda: True)
         outcome = run("push_steps", str(output_dir), [2, 4], whole="all")
-        assert [name[:9] for name in outcome["result"]] == ["000000002", "000000004"]
+        assert [name.split("-")[-1] for name in outcome["result"]] == ["2", "4"]
         assert titles(hub) == []
         hub.fault = fails_while(lambda: False)
         # What waits is uploaded with the next: of the earlier ones the whole checkpoints alone
@@ -269,13 +277,52 @@ class TestOutages:
         assert files["README.md"] == b"README.md of step 6"
         assert {"checkpoint-2/optimizer.pt", "checkpoint-4/optimizer.pt"} <= set(files)
         assert titles(hub) == ["step 2", "step 4", "the end"]
-        assert list((output_dir / ".pushing").iterdir()) == []
+        assert [path.name for path in (output_dir / ".pushing").iterdir()] == [".lock"]
 
     def test_pushing_now_says_how_to_push_later(self, hub, run, tmp_path):
         hub.fault = fails_while(lambda: True)
         outcome = run("push_now", str(tmp_path / "out"), 2)
         assert outcome["error"] == "ConnectionError"
         assert f"paco-trl push {tmp_path / 'out'}" in outcome["message"] and hub.url in outcome["message"]
+
+    def test_what_waits_goes_where_it_was_meant_to(self, hub, run, tmp_path):
+        output_dir = tmp_path / "out"
+        assert run("prepare", "tester/adapter", revision="try")["result"]
+        hub.fault = fails_while(lambda: True)
+        run("push_steps", str(output_dir), [40], whole="all")
+        hub.fault = fails_while(lambda: False)
+        # To another branch; an earlier step, which is the newer one
+        run("push_steps", str(output_dir), [20], whole="all", revision="try")
+        files = hub.files("tester/adapter", "model", "try")
+        assert "checkpoint-20/README.md" in files and "checkpoint-40/README.md" not in files
+        assert run("push_steps", str(output_dir), [30], whole="all")["result"] == []
+        files = hub.files("tester/adapter", "model")
+        assert {"checkpoint-40/README.md", "checkpoint-30/README.md"} <= set(files)
+        assert files["README.md"] == b"README.md of step 30"
+
+    def test_a_preparation_that_failed(self, hub, run, tmp_path):
+        """What it left behind is a second name of an older checkpoint, which must not be written to."""
+        output_dir = tmp_path / "out"
+        hub.fault = fails_while(lambda: True)
+        run("push_steps", str(output_dir), [2])
+        (output_dir / ".pushing" / ".new").mkdir()
+        os.link(output_dir / "checkpoint-2" / "README.md", output_dir / ".pushing" / ".new" / "README.md")
+        hub.fault = fails_while(lambda: False)
+        run("push_steps", str(output_dir), [4])
+        assert (output_dir / "checkpoint-2" / "README.md").read_text() == "README.md of step 2"
+        assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 4"
+
+    def test_refused_for_good(self, hub, run, tmp_path):
+        hub.fault = lambda method, path: "422" if "/commit/" in path else None
+        outcome = run("push_now", str(tmp_path / "out"), 2)
+        assert outcome["error"] == "ValueError" and "refuses a request about tester/adapter" in outcome["message"]
+        assert "paco-trl push" not in outcome["message"]  # it would be refused again
+
+    def test_no_answer(self, hub, run, tmp_path):
+        hub.latency = 20.0
+        hub.fault = lambda method, path: "slow" if "/commit/" in path else None
+        outcome = run("push_without_patience", str(tmp_path / "out"))
+        assert outcome["error"] == "ConnectionError" and "Timeout" in outcome["message"]
 
     def test_the_right_is_taken_away(self, hub, run, tmp_path):
         hub.fault = lambda method, path: "403" if "/commit/" in path else None
@@ -350,14 +397,28 @@ class TestChecks:
         outcome = run("prepare", "tester/adapter")
         assert outcome["error"] == "ValueError"
         assert "tester/adapter has 2 files of something else" in outcome["message"]
-        # On another branch that is not there yet nothing is mixed
-        assert run("prepare", "tester/adapter", revision="try")["result"]
+        # A new branch would begin with them
+        assert "files of something else" in run("prepare", "tester/adapter", revision="try")["message"]
+        assert list(hub.repos["model", "tester/adapter"].branches) == ["main"]
+
+    def test_a_model_of_something_else_is_there(self, hub, run):
+        card = b"---\ntags:\n- %s\nbase_model: some/base\n---\n"
+        weights = {"adapter_model.safetensors": b"1", "curves.png": b"2"}
+        hub.add_repo("tester/adapter", {"README.md": card % b"lora", **weights})
+        outcome = run("prepare", "tester/adapter", base_model="some/base")
+        assert outcome["error"] == "ValueError"
+        assert "'adapter_model.safetensors' of a model that was not made here" in outcome["message"]
+        hub.add_repo("tester/adapter", weights)
+        assert "was not made here" in run("prepare", "tester/adapter", base_model="some/base")["message"]
+        hub.add_repo("tester/adapter", {"README.md": card % b"paco-trl", **weights})
+        assert run("prepare", "tester/adapter", base_model="some/base")["result"]
+        # All weights have no adapter's config: the card names the base
+        assert "made of some/base" in run("prepare", "tester/adapter", base_model="some/other")["message"]
 
     def test_an_adapter_of_another_base_is_there(self, hub, run):
         config = json.dumps({"base_model_name_or_path": "some/Base"}).encode()
-        hub.add_repo(
-            "tester/adapter", {"README.md": b"", "adapter_config.json": config, "last-checkpoint/deep/a.pt": b""}
-        )
+        files = {"README.md": b"---\ntags:\n- paco-trl\n---\n", "adapter_model.safetensors": b""}
+        hub.add_repo("tester/adapter", {**files, "adapter_config.json": config, "last-checkpoint/deep/a.pt": b""})
         assert run("prepare", "tester/adapter", base_model="some/base")["result"]
         outcome = run("prepare", "tester/adapter", base_model="some/other")
         assert outcome["error"] == "ValueError"
@@ -384,6 +445,14 @@ class TestChecks:
         outcome = run("prepare", "tester/adapter", base="makers/base")
         assert outcome["error"] == "PermissionError"
         assert "makers/base is gated" in outcome["message"] and f"{hub.url}/makers/base" in outcome["message"]
+        hub.gated.clear()
+        hub.fault = lambda method, path: "403" if path.endswith("makers/base/auth-check") else None
+        outcome = run("prepare", "tester/adapter", base="makers/base")
+        assert (
+            outcome["error"] == "PermissionError"
+            and "does not allow the token to read makers/base" in outcome["message"]
+        )
+        hub.fault = lambda method, path: None
         assert "no model 'makers/bass'" in run("prepare", "tester/adapter", base="makers/bass")["message"]
 
     def test_not_there_at_all(self, hub, run):

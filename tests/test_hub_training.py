@@ -133,7 +133,7 @@ def refuse(output_dir: str, **kwargs) -> str:
 
 
 def refuse_all(output_dir: str, cases: list[dict]) -> None:
-    said = [refuse(output_dir, **case) for case in cases]
+    said = [refuse(**{"output_dir": output_dir, **case}) for case in cases]
     Path(output_dir).mkdir(exist_ok=True)
     (Path(output_dir).parent / "said.json").write_text(json.dumps(said))
 
@@ -381,6 +381,25 @@ def test_said_before_a_model_is_loaded(hub, tmp_path):
     for (case, expected), message in zip(cases, said, strict=True):
         assert re.search(expected, message), (case, message)
         assert ("PermissionError" in message or "ValueError" in message) or "push_to_hub" in case
+
+
+def test_down_at_the_start(hub, tmp_path):
+    """A new run is told before its model is loaded; one that goes on goes on."""
+    from paco_trl.hub.pushing import remember_repository
+
+    hub.fault = lambda method, path: "500" if path == "/api/whoami-v2" else None
+    remember_repository(tmp_path / "known", "tester/known", None)
+    cases = [{"output_dir": str(tmp_path / name), "hub_model_id": name} for name in ("new", "known")]
+    cases += [
+        {**cases[1], **other}
+        for other in ({"hub_model_id": "another"}, {"hub_private_repo": True}, {"hub_revision": "try"})
+    ]
+    log = run(hub, tmp_path / "cache", "refuse_all", output_dir=str(tmp_path / "out"), cases=cases)
+    new, known, *others = json.loads((tmp_path / "said.json").read_text())
+    assert new.startswith("ConnectionError") and "push_to_hub=False" in new and f"paco-trl push {tmp_path}/new" in new
+    assert "no-such-model" in known and "ConnectionError" not in known  # it got as far as the model
+    assert "The run goes on all the same, since it has pushed to tester/known before" in log
+    assert len(others) == 3 and all(other.startswith("ConnectionError") for other in others)
 
 
 def test_doctor(hub, tmp_path):

@@ -16,16 +16,22 @@ from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORM
 from paco_trl.hub.pushing import remember_repository
 
 
+LOADING = '```python\npipe.load_lora_weights("run")\n```\n'
 TOKEN = "hf_rightTokenOfTheTester"
+
+
+def card(text: str) -> str:
+    return f"---\ntags:\n- paco-trl\n---\n{text}"
 
 
 def save_adapter(folder: Path, text: str, minutes: int = 0, base: str | None = "someone/base") -> Path:
     """Files of a pipeline's adapter, saved at some minute."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
-    for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors", "README.md"):
+    for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
         (folder / name).write_text(text)
-    os.utime(folder / "README.md", (1e9 + 60 * minutes, 1e9 + 60 * minutes))
+        os.utime(folder / name, (1e9 + 60 * minutes, 1e9 + 60 * minutes))
+    (folder / "README.md").write_text(card(text))
     return folder
 
 
@@ -43,6 +49,8 @@ class TestWhichModel:
         assert find_saved_model(tmp_path) == latest
         save_adapter(tmp_path, "the end", 3)
         assert find_saved_model(tmp_path) == tmp_path
+        os.utime(tmp_path / "checkpoint-20" / "README.md")  # touched now
+        assert find_saved_model(tmp_path) == tmp_path
         # The run went on after it was saved
         continued = save_checkpoint(tmp_path, 120, 4)
         assert find_saved_model(tmp_path) == continued
@@ -53,6 +61,8 @@ class TestWhichModel:
         assert find_saved_model(tmp_path) == broken
         (broken / "adapter_model.safetensors").write_text("st")
         assert find_saved_model(tmp_path) == whole
+        with pytest.raises(ValueError, match="or none that is complete"):
+            find_saved_model(broken)
 
     def test_none(self, tmp_path):
         (tmp_path / "checkpoint-20").mkdir()
@@ -105,31 +115,42 @@ class TestCommand:
 
     def test_a_checkpoint_of_a_run_that_was_never_pushed(self, hub, push, tmp_path):
         run = tmp_path / "run"
-        save_checkpoint(run, 20, 1)
+        folder = save_checkpoint(run, 20, 1)
+        (folder / "README.md").write_text(card(LOADING))
+        for name in ("me_at_home.png", "curves.png"):  # the second is a picture of the card
+            (folder / name).write_text("pixels")
+        (folder / "run.json").unlink()  # the card has another length than is written there
         options = ["--hub_model_id", "mine", "--hub_private_repo", "True", "--hub_revision", "try"]
         nowhere, done = push([run], [run, *options])
         assert nowhere["code"] == 1 and "Give `--hub_model_id`" in nowhere["err"]
         assert done["code"] == 0, done
         assert f"{hub.url}/tester/mine" in done["out"]
         files = hub.files("tester/mine", "model", "try")
-        saved = {path.name for path in (run / "checkpoint-20").iterdir()}
-        assert set(files) == {".gitattributes", *saved} - {"run.json"} and "run.json" in saved
+        saved = {path.name for path in folder.iterdir()}
+        (folder / "me_at_home.png").unlink()
+        assert {"me_at_home.png", "curves.png"} <= saved
+        saved.remove("me_at_home.png")
+        assert set(files) == {".gitattributes", *saved}
         assert hub.repos["model", "tester/mine"].private
         assert "Upload model, checkpoint 20" in hub.repos["model", "tester/mine"].titles.values()
-        # The second time it knows where to
+        # What it says of loading is true there, and the checkpoint is as it was
+        assert files["README.md"].decode() == card(LOADING.replace("run", "tester/mine"))
+        assert '"run"' in (folder / "README.md").read_text()
+        # The second time it knows where to, also of one checkpoint
         save_checkpoint(run, 40, 2)
-        assert push([run])[0]["code"] == 0
-        assert hub.files("tester/mine", "model", "try")["README.md"] == b"step 40"
+        assert [done["code"] for done in push([run], [run / "checkpoint-40"])] == [0, 0]
+        assert hub.files("tester/mine", "model", "try")["README.md"].decode() == card("step 40")
 
     def test_what_waits_goes_first(self, hub, push, tmp_path):
         run = tmp_path / "run"
         remember_repository(run, "tester/mine", None)
         save_checkpoint(run, 40, 2)
         for step in (20, 40):  # of `hub_strategy="all_checkpoints"`
-            waiting = run / ".pushing" / f"{step:09d}-1"
+            waiting = run / ".pushing" / f"{step}-step"
             save_adapter(waiting, f"step {step}")
             save_adapter(waiting / f"checkpoint-{step}", f"step {step}")
-            (waiting / ".message").write_text(f"Training in progress, step {step}")
+            there = {"repo_id": "tester/mine", "revision": None, "message": f"Training in progress, step {step}"}
+            (waiting / ".push.json").write_text(json.dumps(there))
         taken = ["--hub_model_id", "tester/taken"]
         hub.add_repo("tester/taken", {"README.md": b"", "letter.txt": b""})
         refused, elsewhere, done = push([run, *taken], [run, "--hub_model_id", "other"], ["--folder", run])
@@ -139,8 +160,8 @@ class TestCommand:
         assert not any(name.startswith("checkpoint-") for name in hub.files("tester/other", "model"))
         files = hub.files("tester/mine", "model")
         assert {"checkpoint-20/README.md", "checkpoint-40/README.md"} <= set(files)
-        assert files["README.md"] == b"step 40"
-        assert [path.name for path in (run / ".pushing").iterdir()] == ["repository.json"]
+        assert files["README.md"].decode() == card("step 40")
+        assert sorted(path.name for path in (run / ".pushing").iterdir()) == [".lock", "repository.json"]
 
     def test_without_a_token(self, hub, tmp_path):
         """As users start it."""
@@ -160,7 +181,9 @@ def test_options(capsys):
         assert f"--{name}" in shown
         assert field.metadata["help"].split(".")[0] in shown
         assert field.metadata["help"].split(" If `None`")[0] in " ".join(PushArguments.__doc__.split())
-    assert main(["push", "/nowhere", "--hub_token", TOKEN]) == 1  # a token on a command line is seen by others
+    assert main(["push", "/nowhere", "--hub_token", TOKEN]) == 2  # a token on a command line is seen by others
+    shown = capsys.readouterr()
+    assert "hf auth login" in shown.err and TOKEN not in shown.out + shown.err
     assert main(["push", "/nowhere"]) == 1
     assert "'/nowhere' is no folder" in capsys.readouterr().err
 

@@ -57,6 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
         problem = f"unknown command {arguments[0]!r}" if arguments else "a command is missing"
         sys.stderr.write(f"{_usage()}\n\npaco-trl: {problem}; it must be one of: {', '.join(COMMANDS)}.\n")
         return 2
+    # An unknown option is shown with its value, and this one is nobody's business
+    if arguments[0] != "doctor" and any(word.replace("-", "_").startswith("__hub_token") for word in arguments):
+        sys.stderr.write(
+            f"paco-trl {arguments[0]}: a token does not go on the command line, where others can read it. Log in with "
+            "`hf auth login`, or set the environment variable HF_TOKEN.\n"
+        )
+        return 2
     module, _ = COMMANDS[arguments[0]]
     return import_module(module).main(arguments[1:])
 

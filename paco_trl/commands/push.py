@@ -9,10 +9,11 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from trl import TrlParser
 
+from ..cards.rendering import renamed
 from ..hub.account import prepare_repository
 from ..hub.files import published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
-from ..trainer.checkpoints import checkpoints_of, incomplete_files
+from ..trainer.checkpoints import RUN_FILE, checkpoints_of, incomplete_files
 from .main import name_first
 
 
@@ -65,20 +66,25 @@ def find_saved_model(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise ValueError(f"'{folder}' is no folder. Give the output folder of a run, or a checkpoint.")
-    # Only of PaCoGRPOTrainer does a checkpoint have the list of its files
-    found = [
-        checkpoint
-        for checkpoint in checkpoints_of(folder)
-        if published_files_of(checkpoint) and incomplete_files(checkpoint) in ([], ["run.json"])
-    ][:1]
-    if published_files_of(folder):
+    found = [checkpoint for checkpoint in checkpoints_of(folder) if _is_whole(checkpoint)][:1]
+    if _is_whole(folder):
         found.append(folder)
     if not found:
         raise ValueError(
-            f"'{folder}' has no saved model: neither an adapter, nor a transformer or a judge, nor a checkpoint with one. "
+            f"'{folder}' has no saved model, or none that is complete: neither an adapter, nor a transformer or a judge, nor a checkpoint with one. "
             "Give the output folder of a run, or a checkpoint."
         )
-    return max(found, key=lambda path: (path / "README.md").stat().st_mtime if (path / "README.md").exists() else 0)
+    return max(found, key=_saved_at)
+
+
+def _is_whole(folder: Path) -> bool:
+    # Only of PaCoGRPOTrainer does a checkpoint have the list of its files
+    return published_files_of(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
+
+
+def _saved_at(folder: Path) -> float:
+    weights = [*folder.glob("*.safetensors"), *folder.glob("transformer/*.safetensors")]
+    return max(path.stat().st_mtime for path in weights)
 
 
 def push(args: PushArguments) -> str:
@@ -99,35 +105,45 @@ def push(args: PushArguments) -> str:
     """
     folder = Path(args.folder)
     model = find_saved_model(folder)
-    known = remembered_repository(folder) or {}
+    run = folder.parent if folder.name.startswith("checkpoint-") else folder
+    known = remembered_repository(run) or {}
     repo_id = args.hub_model_id or known.get("repo_id")
     if repo_id is None:
         raise ValueError(
-            f"`hub_model_id` is not given, and the run in '{folder}' was never pushed. Give `--hub_model_id`."
+            f"`hub_model_id` is not given, and nothing of '{run}' was ever pushed. Give `--hub_model_id`."
         )
     revision = args.hub_revision or known.get("revision")
+    private = args.hub_private_repo if args.hub_private_repo is not None else known.get("private")
     published_files = published_files_of(model)
     api = HfApi(library_name="paco_trl")
-    config = model / "adapter_config.json"
-    base_model = json.loads(config.read_text())["base_model_name_or_path"] if config.is_file() else None
     repo_id = retrying(api, repo_id)(
         prepare_repository,
         api,
         repo_id,
-        private=args.hub_private_repo,
+        private=private,
         revision=revision,
         published_files=published_files,
-        base_model=base_model,
+        base_model=_base_model(model),
     )
-    where = {"repo_id": repo_id, "revision": revision}
-    if not known and not folder.name.startswith("checkpoint-"):  # of a run, for the next time
-        remember_repository(folder, **where)
-    # What waits in the folder is for the run's own repository
-    is_own = known in ({}, where)
-    pusher = HubPusher(api, repo_id, revision, folder if is_own else model, published_files)
-    step = f", {model.name.replace('-', ' ')}" if model != folder else ""
-    pusher.push_now(model, f"Upload model{step}")
+    if not known and folder == run:  # for the next time
+        remember_repository(run, repo_id, revision, private)
+    pusher = HubPusher(api, repo_id, revision, run, published_files)
+    step = f", {model.name.replace('-', ' ')}" if model != run else ""
+    # The card of a model that was trained without a repository loads it by the name of its folder
+    card = model / "README.md"
+    text = renamed(card.read_text(encoding="utf-8"), run.absolute().name, repo_id) if card.is_file() else None
+    pusher.push_now(model, f"Upload model{step}", text)
     return f"{api.endpoint}/{repo_id}"
+
+
+def _base_model(model: Path) -> str | None:
+    path = model / "adapter_config.json"
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except ValueError as error:
+        raise ValueError(f"'{path}' cannot be read ({error}): save the adapter again.") from error
 
 
 def _parser() -> TrlParser:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import get_session, validate_repo_id
 
 from ..utils.names import is_local, is_same_model, public_name
 
@@ -30,6 +30,9 @@ HTTPError = HfHubHTTPError.__bases__[0]
 CHECKPOINT_FOLDERS = ("last-checkpoint/", "checkpoint-")
 # What else may be beside our files
 _HARMLESS = (".gitattributes", ".gitignore", "LICENSE*")
+
+# Seconds: connecting, waiting for an answer, sending a part. The Hub's client has no limit, and a run would wait for ever
+_TIMEOUT = (30.0, 300.0, 300.0, None)
 
 _NEW_TOKEN = "Make one with the right to write at https://huggingface.co/settings/tokens, and log in: `hf auth login`."
 
@@ -80,9 +83,9 @@ def describe(error: BaseException) -> str:
 
 
 @contextmanager
-def asking(api: HfApi, repo_id: str, remedy: str) -> Iterator[None]:
+def asking(api: HfApi, repo_id: str, remedy: str, right: str = "write to") -> Iterator[None]:
     """
-    Says of a failed request which Hub it went to, and what to do.
+    Says of a failed request which Hub it went to, and what to do. A request that is not answered ends after minutes.
 
     Args:
         api ([`~huggingface_hub.HfApi`]):
@@ -91,19 +94,28 @@ def asking(api: HfApi, repo_id: str, remedy: str) -> Iterator[None]:
             Repository that is asked for or sent to.
         remedy (`str`):
             A sentence on what to do when the Hub cannot be reached.
+        right (`str`, *optional*, defaults to `"write to"`):
+            What the token needs the right to do there.
 
     Raises:
         PermissionError: the Hub refuses the token.
+        ValueError: the Hub refuses the request for a reason that does not go away by itself.
         ConnectionError: the Hub cannot be reached, or the request did not come to its end.
     """
+    session = get_session()
+    if session.timeout.read is None:
+        session.timeout = _TIMEOUT
     try:
         yield
     except (HTTPError, ConnectionError, LocalEntryNotFoundError, RuntimeError) as error:
-        if status_of(cause_of(error)) in (401, 403):
+        status = status_of(cause_of(error))
+        if status in (401, 403):
             raise PermissionError(
-                f"{api.endpoint} does not allow the token to write to {repo_id} ({describe(error)}). Give a token with "
-                "the right to write there, or another repository."
+                f"{api.endpoint} does not allow the token to {right} {repo_id} ({describe(error)}). Give a token with "
+                f"the right to {right} it, or another repository."
             ) from error
+        if status is not None and not is_outage(error):
+            raise ValueError(f"{api.endpoint} refuses a request about {repo_id} ({describe(error)}).") from error
         raise ConnectionError(
             f"Sending to {repo_id} at {api.endpoint} did not come to its end ({describe(error)}). {remedy}"
         ) from error
@@ -190,7 +202,7 @@ def check_base_model(api: HfApi, base_model: str) -> None:
     """
     if is_local(base_model):
         return
-    with asking(api, base_model, "Try again when it can be reached."):
+    with asking(api, base_model, "Try again when it can be reached.", "read"):
         try:
             api.auth_check(base_model)
         except GatedRepoError as error:
@@ -203,6 +215,31 @@ def check_base_model(api: HfApi, base_model: str) -> None:
                 f"There is no model {base_model!r} at {api.endpoint}, or the token may not read it. Correct the base "
                 "model's name, or give a token that may."
             ) from error
+
+
+def check_private(api: HfApi, repo_id: str) -> None:
+    """
+    Checks that others cannot see a repository.
+
+    Args:
+        api ([`~huggingface_hub.HfApi`]):
+            Client.
+        repo_id (`str`):
+            Repository.
+
+    Raises:
+        ValueError: it is public.
+    """
+    with asking(api, repo_id, "Nothing is lost."):
+        if not api.model_info(repo_id).private:
+            raise _not_private(repo_id)
+
+
+def _not_private(repo_id: str) -> ValueError:
+    return ValueError(
+        f"The repository is to be private, but {repo_id} is there and public. Make it private in its settings, or give "
+        "another one."
+    )
 
 
 def check_repository(
@@ -246,10 +283,7 @@ def check_repository(
         except RepositoryNotFoundError:
             return repo_id, False
         if private and not info.private:
-            raise ValueError(
-                f"The repository is to be private, but {repo_id} is there and public. Make it private in its settings, "
-                "or give another one."
-            )
+            raise _not_private(repo_id)
         _check_contents(api, repo_id, revision, published_files, base_model)
         api.auth_check(repo_id, write=True)
     return repo_id, True
@@ -312,8 +346,10 @@ def _check_contents(
     published_files: list[str],
     base_model: str | None,
 ) -> None:
-    if revision is not None and revision not in [branch.name for branch in api.list_repo_refs(repo_id).branches]:
-        return
+    """What is written there must replace an earlier state of the same, and nothing else."""
+    branches = [branch.name for branch in api.list_repo_refs(repo_id).branches]
+    if revision not in branches:
+        revision = None  # a new branch begins with what is on the main one
     files = api.list_repo_files(repo_id, revision=revision)
     ours = (*published_files, *_HARMLESS)
     others = [name for name in files if not name.startswith(CHECKPOINT_FOLDERS) and not matches(name, ours)]
@@ -322,16 +358,27 @@ def _check_contents(
             f"The repository {repo_id} has {len(others)} files of something else, such as {others[0]!r}: what is "
             "trained here would be mixed with them. Give another repository, or delete them there."
         )
-    if base_model is None or "adapter_config.json" not in files:
+    weights = [name for name in files if name.endswith((".safetensors", ".bin")) and matches(name, published_files)]
+    if not weights:
         return
     with tempfile.TemporaryDirectory() as folder:
-        path = api.hf_hub_download(repo_id, "adapter_config.json", revision=revision, local_dir=folder)
-        with open(path, encoding="utf-8") as file:
-            theirs = json.load(file).get("base_model_name_or_path")
-    if theirs and not is_same_model(theirs, base_model):
+        kept = {"revision": revision, "local_dir": folder}
+        card = ModelCard("")
+        if "README.md" in files:
+            card = ModelCard.load(api.hf_hub_download(repo_id, "README.md", **kept), ignore_metadata_errors=True)
+        theirs = card.data.base_model
+        if "adapter_config.json" in files:
+            with open(api.hf_hub_download(repo_id, "adapter_config.json", **kept), encoding="utf-8") as file:
+                theirs = json.load(file).get("base_model_name_or_path") or theirs
+    if "paco-trl" not in (card.data.tags or []):
         raise ValueError(
-            f"The repository {repo_id} has an adapter of {public_name(theirs)}, and the one that is trained here is of "
-            f"{public_name(base_model)}. Give another repository, or delete the adapter there."
+            f"The repository {repo_id} has {weights[0]!r} of a model that was not made here, since its card has no tag "
+            "'paco-trl': it would be replaced. Give another repository, or delete it there."
+        )
+    if isinstance(theirs, str) and base_model is not None and not is_same_model(theirs, base_model):
+        raise ValueError(
+            f"The repository {repo_id} has a model made of {public_name(theirs)}, and what is trained here is made of "
+            f"{public_name(base_model)}. Give another repository, or delete the model there."
         )
 
 

@@ -4,16 +4,44 @@
 from pathlib import Path
 
 
-_CARD = ["README.md", "*.png"]
-_PROCESSOR = ["*.jinja", "merges.txt", "*processor_config.json", "*token*.json", "vocab.json"]
+# Pictures of the card. Others in the folder are the user's own
+PICTURES = ["contact_sheet.png", "curves.png", "evaluation.png", "resolution_transfer.png"]
+_JUDGE_PICTURES = ["eval*_calibration.png", "eval*_wrong_pairs.png"]
+_PROCESSOR = [
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+]
+_JUDGE_CARD = ["README.md", *_JUDGE_PICTURES]
 
 # Patterns; `*` does not cross folders. An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
-PIPELINE_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors", *_CARD]
+PIPELINE_ADAPTER = [
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "pytorch_lora_weights.safetensors",
+    "README.md",
+    *PICTURES,
+]
 # A whole transformer of a pipeline
-TRANSFORMER = ["transformer/*", *_CARD]
+TRANSFORMER = ["transformer/config.json", "transformer/diffusion_pytorch_model*", "README.md", *PICTURES]
 # An adapter of a judge, and a whole judge
-JUDGE_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", *_PROCESSOR, *_CARD]
-JUDGE = ["config.json", "generation_config.json", "model*.safetensors", "model*.index.json", *_PROCESSOR, *_CARD]
+JUDGE_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", *_PROCESSOR, *_JUDGE_CARD]
+JUDGE = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    *_PROCESSOR,
+    *_JUDGE_CARD,
+]
 
 
 def published_files_of(folder: str | Path) -> list[str] | None:

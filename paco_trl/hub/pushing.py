@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from filelock import FileLock
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 # In the output folder: what is to be uploaded and is not there yet, a folder for each checkpoint
 WAITING = ".pushing"
 _REPOSITORY = "repository.json"
+_PUSH = ".push.json"  # where it goes, with which message
 
 # An upload that fails is tried again after about 2 and 4 seconds, beside what the Hub's client tries by itself, which is
 # half a minute each time where nothing answers. A longer outage is left to the next checkpoint: the end of a run waits
@@ -30,11 +32,15 @@ _REPOSITORY = "repository.json"
 _ATTEMPTS = 3
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 60.0
 
+_LISTING_SECONDS = 60.0
+
 # An upload that takes longer than so many seconds is said to be waited for
 _PATIENCE = 3.0
 
 
-def remember_repository(output_dir: str | Path, repo_id: str, revision: str | None) -> None:
+def remember_repository(
+    output_dir: str | Path, repo_id: str, revision: str | None, private: bool | None = None
+) -> None:
     """
     Notes where the uploads of an output folder go.
 
@@ -45,13 +51,16 @@ def remember_repository(output_dir: str | Path, repo_id: str, revision: str | No
             Repository.
         revision (`str`, *optional*):
             Branch; `None` is the main one.
+        private (`bool`, *optional*):
+            Whether it is to be private, as was asked for.
     """
     folder = Path(output_dir) / WAITING
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _REPOSITORY).write_text(json.dumps({"repo_id": repo_id, "revision": revision}), encoding="utf-8")
+    where = {"repo_id": repo_id, "revision": revision, "private": private}
+    (folder / _REPOSITORY).write_text(json.dumps(where), encoding="utf-8")
 
 
-def remembered_repository(output_dir: str | Path) -> dict[str, str | None] | None:
+def remembered_repository(output_dir: str | Path) -> dict[str, str | bool | None] | None:
     """
     Where the uploads of an output folder go.
 
@@ -60,7 +69,7 @@ def remembered_repository(output_dir: str | Path) -> dict[str, str | None] | Non
             Output folder.
 
     Returns:
-        `dict` with `repo_id` and `revision`, or `None` if no upload was ever prepared.
+        `dict` with `repo_id`, `revision` and `private`, or `None` if no upload was ever prepared.
     """
     try:
         return json.loads((Path(output_dir) / WAITING / _REPOSITORY).read_text(encoding="utf-8"))
@@ -115,7 +124,7 @@ def upload(
     api: HfApi,
     repo_id: str,
     revision: str | None,
-    files: dict[str, Path],
+    files: dict[str, Path | bytes],
     message: str,
     published_files: list[str],
 ) -> CommitInfo:
@@ -132,8 +141,8 @@ def upload(
             Repository.
         revision (`str`, *optional*):
             Branch.
-        files (`dict[str, Path]`):
-            Files by their path in the repository.
+        files (`dict[str, Path | bytes]`):
+            Files, or their content, by their path in the repository.
         message (`str`):
             Message of the commit.
         published_files (`list[str]`):
@@ -145,15 +154,19 @@ def upload(
     folders = {name.split("/")[0] for name in files if name.startswith(CHECKPOINT_FOLDERS)}
     is_whole = any(not name.startswith(CHECKPOINT_FOLDERS) for name in files)  # not a mere checkpoint
     operations = [CommitOperationAdd(name, _public_content(name, path)) for name, path in files.items()]
-    for name in api.list_repo_files(repo_id, revision=revision):
+    # Not `list_repo_files`, which has no limit of time
+    there = api.model_info(repo_id, revision=revision, timeout=_LISTING_SECONDS).siblings
+    for name in [each.rfilename for each in there]:
         is_old = name.split("/")[0] in folders or (is_whole and matches(name, published_files))
         if is_old and name not in files:
             operations.append(CommitOperationDelete(name))
     return api.create_commit(repo_id, operations, commit_message=message, revision=revision)
 
 
-def _public_content(name: str, path: Path) -> str | bytes:
+def _public_content(name: str, path: Path | bytes) -> str | bytes:
     """The file; an adapter's config without the folder of this machine that the base model was loaded from."""
+    if isinstance(path, bytes):
+        return path
     if name != "adapter_config.json":
         return str(path)
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -200,9 +213,9 @@ class HubPusher:
         self.api, self.repo_id, self.revision = api, repo_id, revision
         self.output_dir, self.folder = Path(output_dir), Path(output_dir) / WAITING
         self.published_files, self.always_push = list(published_files), always_push
+        self._destination = {"repo_id": repo_id, "revision": revision}
         self._lock = threading.Lock()  # of the thread's beginning and end
         self._thread: threading.Thread | None = None
-        shutil.rmtree(self.folder / ".new", ignore_errors=True)  # of a run that was killed
 
     def push_later(self, checkpoint: str | Path, step: int, message: str, checkpoint_name: str | None = None) -> None:
         """
@@ -220,16 +233,17 @@ class HubPusher:
                 published files are uploaded.
         """
         new = self.folder / ".new"
+        shutil.rmtree(new, ignore_errors=True)  # of an attempt that failed
         for name, path in select_files(checkpoint, self.published_files).items():
             _link(path, new / name)
         if checkpoint_name is not None:
             for name, path in select_files(checkpoint, ["**/*"]).items():
                 if name != "training_args.bin":  # holds the token, and is a pickle of this package's classes
                     _link(path, new / checkpoint_name / name)
-        (new / ".message").write_text(message, encoding="utf-8")
+        (new / _PUSH).write_text(json.dumps({**self._destination, "message": message}), encoding="utf-8")
         with self._lock:
-            # A run that was resumed comes to the same step again
-            os.replace(new, self.folder / f"{step:09d}-{time.time_ns()}")
+            # In the order in which they were saved: a run that was resumed comes to the same steps again
+            os.replace(new, self.folder / f"{time.time_ns()}-step-{step}")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="push to the Hub", daemon=True)
                 self._thread.start()
@@ -249,36 +263,43 @@ class HubPusher:
 
     def waiting(self) -> list[Path]:
         """
-        What is to be uploaded and is not there yet.
+        What is to be uploaded to this repository and branch, and is not there yet.
 
         Returns:
             `list[Path]`: folders, oldest first.
         """
-        return sorted(path for path in self.folder.glob("[0-9]*") if path.is_dir())
+        found = sorted(path.parent for path in self.folder.glob(f"[0-9]*/{_PUSH}"))
+        return [path for path in found if self._destination.items() <= _read(path / _PUSH).items()]
 
-    def push_waiting(self) -> int:
+    def push_waiting(self, are_replaced: bool = False) -> None:
         """
         Uploads what waits, and comes back when it is there.
 
-        Returns:
-            `int`: number of uploads.
+        Args:
+            are_replaced (`bool`, *optional*, defaults to `False`):
+                Whether something newer will be uploaded next, so that only whole checkpoints are still needed.
 
         Raises:
             PermissionError: the Hub refuses the token.
+            ValueError: the Hub refuses the upload for another reason.
             ConnectionError: the Hub cannot be reached, or an upload did not come to its end.
         """
-        pushed = 0
-        while waiting := self.waiting():
-            if len(waiting) > 1 and not self.always_push:
-                self._drop_top(waiting[0], keep_last=False)
-            files = {name: path for name, path in select_files(waiting[0], ["**/*"]).items() if name != ".message"}
-            if files:
-                self._upload(files, (waiting[0] / ".message").read_text(encoding="utf-8"))
-                pushed += 1
-            shutil.rmtree(waiting[0])
-        return pushed
+        if not self.folder.is_dir():
+            return
+        with FileLock(self.folder / ".lock"):  # `paco-trl push` may be at it beside a run
+            if are_replaced and not self.always_push:
+                waiting = self.waiting()
+                for each in waiting:
+                    self._drop_top(each, keep_last=each is waiting[-1])
+            while waiting := self.waiting():
+                if len(waiting) > 1 and not self.always_push:
+                    self._drop_top(waiting[0], keep_last=False)
+                files = {name: path for name, path in select_files(waiting[0], ["**/*"]).items() if name != _PUSH}
+                if files:
+                    self._upload(files, _read(waiting[0] / _PUSH)["message"])
+                shutil.rmtree(waiting[0])
 
-    def push_now(self, folder: str | Path, message: str) -> CommitInfo:
+    def push_now(self, folder: str | Path, message: str, card: str | None = None) -> CommitInfo:
         """
         Uploads a saved model, and comes back when it is there.
 
@@ -287,45 +308,52 @@ class HubPusher:
                 Folder with its published files.
             message (`str`):
                 Message of the commit.
+            card (`str`, *optional*):
+                Card in place of the folder's own.
 
         Returns:
             [`~huggingface_hub.CommitInfo`].
 
         Raises:
             PermissionError: the Hub refuses the token.
+            ValueError: the Hub refuses the upload for another reason.
             ConnectionError: the Hub cannot be reached, or the upload did not come to its end.
         """
         self.wait()
-        if not self.always_push:
-            # This is newer than what waits; whole checkpoints are still to come
-            waiting = self.waiting()
-            for each in waiting:
-                self._drop_top(each, keep_last=each is waiting[-1])
         try:
-            self.push_waiting()
-            return self._upload(select_files(folder, self.published_files), message)
+            self.push_waiting(are_replaced=True)
+            files = select_files(folder, self.published_files)
+            if card is not None:
+                files["README.md"] = card.encode()
+            return self._upload(files, message)
         except ConnectionError as error:
             raise ConnectionError(
-                f"{error} `paco-trl push {self.output_dir}` uploads it when the Hub is there again."
+                f"{error} `paco-trl push {folder}` uploads it when the Hub is there again."
             ) from error
 
     def _drop_top(self, waiting: Path, keep_last: bool) -> None:
         """Leaves out what a newer upload replaces: the model itself, and the last whole checkpoint."""
         for path in waiting.iterdir():
             is_last = path.name == "last-checkpoint" and keep_last
-            if path.name == ".message" or path.name.startswith("checkpoint-") or is_last:
+            if path.name == _PUSH or path.name.startswith("checkpoint-") or is_last:
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _upload(self, files: dict[str, Path], message: str) -> CommitInfo:
+    def _upload(self, files: dict[str, Path | bytes], message: str) -> CommitInfo:
         with asking(self.api, self.repo_id, "Nothing is lost."):
             return retrying(self.api, self.repo_id)(
                 upload, self.api, self.repo_id, self.revision, files, message, self.published_files
             )
 
     def _work(self) -> None:
+        tried = None
         while True:
-            newest = self.waiting()[-1]
+            with self._lock:
+                newest = next(reversed(self.waiting()), None)
+                if newest is None or newest == tried:  # one that came meanwhile has found this thread alive
+                    self._thread = None
+                    return
+            tried = newest
             try:
                 self.push_waiting()
             # Whatever it is: training must not notice, and its user must
@@ -337,11 +365,14 @@ class HubPusher:
                     self.folder,
                     self.output_dir,
                 )
-            with self._lock:
-                waiting = self.waiting()
-                if not waiting or waiting[-1] == newest:  # one that came meanwhile has found this thread alive
-                    self._thread = None
-                    return
+
+
+def _read(path: Path) -> dict:
+    """A file of [`HubPusher.push_later`]; nothing where another process has just uploaded it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def _link(path: Path, target: Path) -> None:
@@ -349,5 +380,7 @@ def _link(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(path, target)
+    except FileExistsError:
+        raise  # a copy would be written into the file that is there, which has other names
     except OSError:
         shutil.copyfile(path, target)

@@ -13,6 +13,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from ..cards import latest_pictures, render_model_card
+from ..hub.files import PICTURES
 
 
 if TYPE_CHECKING:
@@ -104,7 +105,10 @@ def save_trained(
         save_adapter(trainer.model, trainer.pipeline, state_dict, folder)
     else:
         save_transformer(trainer.model, state_dict, folder)
-    for name, picture in latest_pictures(trainer, use_ema).items():
-        if picture.resolve() != (folder / name).resolve():
-            shutil.copy(picture, folder / name)
+    pictures = latest_pictures(trainer, use_ema)
+    for name in PICTURES:
+        if name not in pictures:  # of an earlier state
+            (folder / name).unlink(missing_ok=True)
+        elif pictures[name].resolve() != (folder / name).resolve():
+            shutil.copy(pictures[name], folder / name)
     render_model_card(trainer, use_ema=use_ema).save(folder / "README.md")

@@ -8,7 +8,7 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from ..hub.account import check_base_model, prepare_repository
+from ..hub.account import check_base_model, check_private, prepare_repository
 from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
@@ -41,6 +41,7 @@ class PushesToHub:
         if args.process_index != 0 or self.pusher is not None:
             return
         api = HfApi(token=token if token is not None else args.hub_token, library_name="paco_trl")
+        private = private if private is not None else args.hub_private_repo
         repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
         try:
             if base_model is not None and is_local(base_model) and self.published_files == JUDGE_ADAPTER:
@@ -56,21 +57,23 @@ class PushesToHub:
                 prepare_repository,
                 api,
                 repo_id,
-                private=private if private is not None else args.hub_private_repo,
+                private=private,
                 revision=args.hub_revision,
                 published_files=self.published_files,
                 base_model=base_model,
             )
         except ConnectionError as error:
-            known = remembered_repository(args.output_dir)
-            if known is None:
+            known = remembered_repository(args.output_dir) or {}
+            asked = {"repo_id": known.get("repo_id", ""), "revision": args.hub_revision, "private": private}
+            if known != asked or known["repo_id"].split("/")[-1] != repo_id.split("/")[-1]:
                 raise ConnectionError(
                     f"{error} Or start with `push_to_hub=False`, and upload the result by `paco-trl push "
                     f"{args.output_dir} --hub_model_id {repo_id}`."
                 ) from error
-            # A run that goes on has been through this: an outage does not stop it
+            # A run that goes on, to the same place, has been through this: an outage does not stop it
             repo_id = known["repo_id"]
-        remember_repository(args.output_dir, repo_id, args.hub_revision)
+            logger.warning(f"{error} The run goes on all the same, since it has pushed to {repo_id} before.")
+        remember_repository(args.output_dir, repo_id, args.hub_revision, private)
         self.pusher = HubPusher(
             api, repo_id, args.hub_revision, args.output_dir, self.published_files, args.hub_always_push
         )
@@ -98,9 +101,13 @@ class PushesToHub:
         self.accelerator.wait_for_everyone()  # each has written its part of the checkpoint
         if self.is_world_process_zero():
             self.callback_handler.on_push_begin(args, self.state, self.control)
-            self.pusher.push_later(
-                checkpoint_folder, step, f"Training in progress, step {step}", whole.get(args.hub_strategy)
-            )
+            message = f"Training in progress, step {step}"
+            try:
+                self.pusher.push_later(checkpoint_folder, step, message, whole.get(args.hub_strategy))
+            except OSError as error:  # a full disk, for one
+                logger.warning(
+                    f"The checkpoint of step {step} is saved, but cannot be made ready for the Hub: {error}."
+                )
 
     def push_to_hub(
         self,
@@ -146,6 +153,8 @@ class PushesToHub:
         pusher = self.pusher
         if token is not None:
             pusher.api = HfApi(token=token, library_name="paco_trl")
+        if private:
+            check_private(pusher.api, pusher.repo_id)
         if revision is not None and revision != pusher.revision:
             pusher.api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
             pusher = HubPusher(pusher.api, pusher.repo_id, revision, self.args.output_dir, self.published_files)
