@@ -63,6 +63,8 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
 
     # Save and push to the Hub
     trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
     if trainer.accelerator.is_main_process:
         print(f"Adapter: {training_args.output_dir}")
         if training_args.log_completions:

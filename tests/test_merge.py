@@ -179,9 +179,7 @@ class TestPipeline:
     def test_card(self, merged_flux, tiny_flux, flux_adapter):
         card = ModelCard.load(merged_flux[0] / "README.md")
         assert f"with {flux_adapter.name} merged into it" in card.text
-        call = (
-            r'FluxTransformer2DModel\.from_pretrained\(\s*"folder", subfolder="transformer", torch_dtype=torch.float32'
-        )
+        call = r'FluxTransformer2DModel\.from_pretrained\(\s*"folder", subfolder="transformer", dtype=torch.float32'
         assert re.search(call, card.text)
         assert card.data.library_name == "diffusers" and card.data.pipeline_tag == "text-to-image"
         assert card.data.base_model is None and "None" not in card.content  # the base is a folder of this machine
@@ -493,6 +491,46 @@ class TestErrors:
         message = capsys.readouterr().err
         assert "does not fit" in message and "place" in message
         assert not (tmp_path / "merged").exists() and leftovers(tmp_path / "merged") == set()
+
+    @pytest.mark.parametrize("kind", ["flux_adapter", "judge_adapter"])
+    def test_weights_that_are_not_whole(self, capsys, kind, tmp_path, request):
+        adapter = shutil.copytree(request.getfixturevalue(kind), tmp_path / "adapter")
+        weights = adapter / "adapter_model.safetensors"
+        content = weights.read_bytes()
+        for length in (0, 100, len(content) - 1):
+            weights.write_bytes(content[:length])
+            message = self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
+            assert f"'{weights}', cannot be read" in message and "copy or download it again" in message
+        weights.write_bytes(content)
+        assert main(["merge", *options(adapter, tmp_path / "merged")]) == 0
+
+    @pytest.mark.parametrize("kind", ["flux", "judge"])
+    def test_base_that_is_not_whole(self, capsys, kind, tiny_flux, tiny_qwen, tmp_path, request):
+        whole = {"flux": tiny_flux, "judge": tiny_qwen}[kind]
+        base = shutil.copytree(whole, tmp_path / "models" / whole.name)
+        files = (base / "transformer" if kind == "flux" else base).glob("*.safetensors")
+        for weights in files:
+            weights.write_bytes(weights.read_bytes()[:-1])
+        arguments = options(request.getfixturevalue(f"{kind}_adapter"), tmp_path / "merged", model_name_or_path=base)
+        message = self.refused(capsys, tmp_path / "merged", *arguments)
+        assert f"'{base}'" in message and "download it again" in message
+
+    @pytest.mark.parametrize("kind", ["flux_adapter", "judge_adapter"])
+    def test_settings_that_are_not_whole(self, capsys, kind, tmp_path, request):
+        adapter = shutil.copytree(request.getfixturevalue(kind), tmp_path / "adapter")
+        path = adapter / "adapter_config.json"
+        settings = path.read_text()
+        whole = json.loads(settings)
+        for broken in ("", settings[: len(settings) // 2], "[]", "null", json.dumps({**whole, "peft_type": "ABC"})):
+            path.write_text(broken)
+            message = self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
+            assert f"'{path}', cannot be read" in message and "copy or download it again" in message, broken
+        for layers in ({}, {"target_modules": None}, {"target_modules": []}):
+            path.write_text(json.dumps({name: whole[name] for name in whole if name != "target_modules"} | layers))
+            message = self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
+            assert f"'{path}', do not say which layers" in message and "`target_modules` is missing" in message
+        path.write_text(settings)
+        assert main(["merge", *options(adapter, tmp_path / "merged")]) == 0
 
     @pytest.mark.parametrize("kind", ["flux_adapter", "judge_adapter"])
     def test_full_disk(self, capsys, kind, tmp_path, request):

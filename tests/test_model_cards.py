@@ -30,6 +30,7 @@ from paco_trl.cards import (
     latest_pictures,
     load_reference_card,
     metadata,
+    renamed,
     render_card,
     render_model_card,
     render_reward_model_card,
@@ -198,22 +199,167 @@ class TestMetadata:
         local = metadata(dataclasses.replace(card, base_model="/models/flux"))
         assert local.base_model is None and local.get("base_model_relation") is None
 
-    def test_dataset_of_the_hub(self, make_trainer, prompts):
-        where = {
-            "hf://datasets/user/name@0123456789abcdef/data/train-00000-of-00001.parquet": {"checksum": None},
-            "https://example.com/other/file.parquet": {"checksum": None},
-        }
-        assert render_model_card(make_trainer()).data.datasets is None
-        from_hub = prompts.select(range(len(prompts)))
-        from_hub.info.download_checksums = where
-        trainer = make_trainer(train_dataset=from_hub)
-        card = render_model_card(trainer)
+    def test_dataset_that_is_named(self, make_trainer):
+        trainer = make_trainer()
+        assert render_model_card(trainer).data.datasets is None
+        card = render_model_card(trainer, dataset_name="user/name")
         assert card.data.datasets == ["user/name"]
         assert "[user/name](https://huggingface.co/datasets/user/name)" in card.text
-        assert render_model_card(trainer, dataset_name="user/other").data.datasets == ["user/other"]
         # A file of this machine is told of by its name, and is no dataset of the Hub
         local = render_model_card(trainer, dataset_name="/home/me/prompts.jsonl")
         assert local.data.datasets is None and "\n- prompts.jsonl\n" in local.text and "/home/me" not in str(local)
+
+
+def rows_of_prompts(prompts) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in prompts)
+
+
+def parquet(dataset, folder: Path) -> bytes:
+    dataset.to_parquet(folder / "rows.parquet")
+    return (folder / "rows.parquet").read_bytes()
+
+
+class TestDatasets:
+    """What the card says of data that come from the Hub, over HTTP."""
+
+    LOADING = """
+import json, os, shutil, sys
+from datasets import concatenate_datasets, load_dataset
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.cards import render_model_card, render_reward_model_card
+from paco_trl.cards.model_card import dataset_ids
+from paco_trl.data import load_edit_prompts, load_image_set_prompts, swap_pairs, validate_pairs
+from paco_trl.data.dataset_files import load_split
+from paco_trl.rewards import redness_reward
+
+flux, qwen, folder = sys.argv[1:]
+found = {}
+def say(name, dataset):
+    found[name] = dataset_ids(dataset, None)
+say("second", load_image_set_prompts("X-GenGroup/Fox-Prompts-2"))
+prompts = load_image_set_prompts("X-GenGroup/Fox-Prompts")
+say("prompts", prompts)
+say("changed", prompts.map(lambda row: {"prompt": row["prompt"].upper()}).select(range(8)).shuffle(seed=1))
+edits = load_edit_prompts("user/edits")
+say("edits", edits)
+say("both", concatenate_datasets([prompts.select_columns("prompt"), edits.select_columns("prompt")]))
+pairs = load_split("user/ColourPairs", "train")
+say("pairs", pairs)
+pairs = swap_pairs(validate_pairs(pairs))
+say("swapped", pairs)
+say("file", load_image_set_prompts(folder + "/prompts.jsonl"))
+say("folder", load_dataset(folder + "/user___edits", split="train"))
+settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4}
+trainer = PaCoGRPOTrainer(flux, redness_reward, PaCoGRPOConfig(
+    folder + "/foxes", height=64, width=64, num_generations=4, num_prompts_per_generation=4, **settings), prompts)
+found["card"] = render_model_card(trainer).data.datasets
+trainer = PaCoRewardTrainer(qwen, PaCoRewardConfig(folder + "/judge", **settings), pairs)
+found["judge's card"] = render_reward_model_card(trainer).data.datasets
+# What is no longer in the cache has no name that is known: that of the rows is another one
+shutil.rmtree(os.environ["HF_HOME"] + "/hub/datasets--user--ColourPairs")
+say("forgotten", pairs)
+print(json.dumps(found))
+"""
+
+    @staticmethod
+    def run(hub: HubServer, folder: Path, *command: object) -> str:
+        environment = {**os.environ, **hub.environment(str(folder / "cache")), "HF_TOKEN": TOKEN}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, *map(str, command)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-5000:]
+        return done.stdout
+
+    def test_loaded_from_the_hub(self, prompts, tiny_flux, tiny_qwen, tmp_path):
+        edits = [{"prompt": f"Make it {n}.", "image": Image.new("RGB", (32, 32), (n, 0, 0))} for n in range(4)]
+        for name in ("prompts.jsonl", "user___edits/train.jsonl"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(rows_of_prompts(prompts))
+        with HubServer({TOKEN: "tester"}) as hub:
+            files = {"train.jsonl": rows_of_prompts(prompts)}
+            hub.add_repo("X-GenGroup/Fox-Prompts", files, "dataset")
+            hub.add_repo("X-GenGroup/Fox-Prompts-2", files, "dataset")
+            hub.add_repo("user/edits", {"train.parquet": parquet(Dataset.from_list(edits), tmp_path)}, "dataset")
+            hub.add_repo("user/ColourPairs", {"train.parquet": parquet(colour_pairs(8), tmp_path)}, "dataset")
+            printed = self.run(hub, tmp_path, "-c", self.LOADING, tiny_flux, tiny_qwen, tmp_path)
+        foxes, edits, pairs = (["X-GenGroup/Fox-Prompts"], ["user/edits"], ["user/ColourPairs"])
+        assert json.loads(printed.splitlines()[-1]) == {
+            "second": ["X-GenGroup/Fox-Prompts-2"], "prompts": foxes, "changed": foxes, "edits": edits, "both": foxes + edits, "pairs": pairs,
+            "swapped": pairs, "file": [], "folder": [], "card": foxes, "judge's card": pairs,
+            "forgotten": [],
+        }  # fmt: skip
+
+    SETTINGS = (
+        "--push_to_hub True --use_cpu True --bf16 False --report_to none --save_strategy no --max_steps 1 "
+        "--per_device_train_batch_size 4 --lora_r 4 --disable_tqdm True"
+    ).split()
+
+    def test_the_name_that_a_script_is_given(self, tiny_qwen, tmp_path):
+        """Of PaCo-Dataset's layout nothing else tells where the pairs come from."""
+        files, records = {}, []
+        for row, pair in enumerate(colour_pairs(8)):
+            names = [f"images/{row}-{place}.png" for place in range(2)]
+            for name, image in zip(names, pair["images"], strict=True):
+                (tmp_path / "images").mkdir(exist_ok=True)
+                image.save(tmp_path / name)
+                files[name] = (tmp_path / name).read_bytes()
+            turns = [("human", "<image><image>Same colour?"), ("gpt", pair["completion"][0]["content"])]
+            records.append({"conversations": [{"from": who, "value": what} for who, what in turns], "images": names})
+        files["colours.json"] = json.dumps(records).encode()
+        with HubServer({TOKEN: "tester"}) as hub:
+            hub.add_repo("X-GenGroup/PaCo-Dataset", files, "dataset")
+            self.run(
+                hub, tmp_path, ROOT / "examples" / "train_reward.py", "--model_name_or_path", tiny_qwen,
+                "--dataset_files", "colours", "--output_dir", tmp_path / "judge", *self.SETTINGS,
+            )  # fmt: skip
+            repo = hub.repos["model", "tester/judge"]
+            cards = {repo.titles[sha]: commit.get("README.md") for sha, commit in repo.commits.items()}
+        datasets = {title: ModelCard(blob.content.decode()).data.datasets for title, blob in cards.items() if blob}
+        assert datasets["Model save"] is None and datasets["End of training"] == ["X-GenGroup/PaCo-Dataset"]
+
+    def test_a_file_of_this_machine_is_none(self, prompts, tiny_flux, tmp_path):
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "prompts.jsonl").write_bytes(rows_of_prompts(prompts))
+        with HubServer({TOKEN: "tester"}) as hub:
+            self.run(
+                hub, tmp_path, ROOT / "examples" / "train_flux.py", "--model_name_or_path", tiny_flux,
+                "--dataset_name", tmp_path / "own" / "prompts.jsonl", "--output_dir", tmp_path / "foxes",
+                *"--rewards redness --height 64 --width 64 --num_generations 4".split(),
+                *"--num_prompts_per_generation 4 --num_inference_steps 3".split(), *self.SETTINGS,
+            )  # fmt: skip
+            text = hub.files("tester/foxes", "model")["README.md"].decode()
+        assert ModelCard(text).data.datasets is None
+        assert "### Data\n\n- prompts.jsonl\n" in text and "/own" not in text
+
+
+class TestRenamed:
+    CARDS = (
+        ImageModelCard("title", "run", FLUX, pipeline_class="FluxPipeline"),
+        ImageModelCard("title", "run", FLUX, pipeline_class="FluxPipeline", formats=["peft"]),
+        ImageModelCard("title", "run", FLUX, pipeline_class="FluxPipeline", weights="transformer",
+                       transformer_class="FluxTransformer2DModel"),
+        JudgeCard("title", "run", QWEN, weights="merged", merged_adapter="u/b"),
+        JudgeCard("title", "run", QWEN, lora=LoRA(4, 8)),
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("new", ["user/run", "user/model", r"user/.x"])
+    @pytest.mark.parametrize("card", CARDS)
+    def test_is_the_card_of_the_new_name(self, card, new):
+        text = str(render_card(card))
+        # A server knows a judge by the last part of its name, and goes on to
+        expected = str(render_card(dataclasses.replace(card, repo_id="user/run"))).replace("user/run", new)
+        assert text != expected and renamed(text, "run", new) == expected
+        assert renamed(text, "ru", new) == renamed(text, "un", new) == renamed(text, "r.n", new) == text
+
+    @pytest.mark.parametrize("card", CARDS)
+    def test_what_is_no_name_of_the_model_remains(self, card):
+        # The base model, in a folder of the same name, the title, and text that speaks of it
+        card = dataclasses.replace(card, title="run", base_model="/models/run", datasets=["run"], hardware='"run" run')
+        prose = '\nTo run it as in `run`, a run is run: vllm serve run, from_pretrained("run").\n'
+        text = str(render_card(card)) + prose
+        expected = str(render_card(dataclasses.replace(card, repo_id="user/run"))) + prose
+        assert renamed(text, "run", "user/run") == expected != text
+        assert "\n# run\n" in expected and "\n- run\n" in expected
 
 
 class TestWhatItSays:
@@ -433,6 +579,7 @@ class TestWhatItSays:
 
 
 class TestUse:
+    @pytest.mark.filterwarnings("error:.*torch_dtype")
     def test_the_code_of_an_adapter_runs_both_ways(self, trained, tiny_flux):
         folder = trained.args.output_dir
         text = text_of(trained).replace('"foxes"', f'"{folder}"').replace(f'"{tiny_flux.name}"', f'"{tiny_flux}"')

@@ -18,7 +18,7 @@ from .content import (
 )
 from .model_card import latest_pictures, render_model_card, saved_step
 from .reference import load_reference_card
-from .rendering import metadata, render_card
+from .rendering import metadata, renamed, render_card
 from .reward_model_card import render_reward_model_card
 
 
@@ -36,6 +36,7 @@ __all__ = [
     "latest_pictures",
     "load_reference_card",
     "metadata",
+    "renamed",
     "render_card",
     "render_model_card",
     "render_reward_model_card",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The card of a trained image model, filled in from the trainer."""
 
+import glob
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.constants import HF_HUB_CACHE
 from peft import PeftModel
 from PIL import Image
 
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
 
-# Where `datasets` says that a dataset's files come from
-_FILE_ON_HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)@")
+# Where `datasets` keeps the rows of a dataset of the Hub: <user>___<name>/<configuration>/<version>/<commit>/<file>. Of
+# a folder of this machine the last is a shorter hash
+_ROWS_IN_CACHE = re.compile(r"([^/\\]+?)___[^/\\]+[/\\][^/\\]+[/\\][^/\\]+[/\\]([0-9a-f]{40})[/\\][^/\\]+$")
 
 
 def render_model_card(
@@ -154,9 +157,18 @@ def dataset_ids(dataset: "Dataset", dataset_name: str | None) -> list[str]:
     """
     if dataset_name is not None:
         return [public_name(dataset_name)]
-    info = getattr(dataset, "info", None)
-    found = (_FILE_ON_HUB.match(name) for name in getattr(info, "download_checksums", None) or ())
-    return sorted({match[1] for match in found if match})
+    rows = (_ROWS_IN_CACHE.search(file["filename"]) for file in getattr(dataset, "cache_files", ()))
+    return sorted({name for match in rows if match and (name := _downloaded(*match.groups()))})
+
+
+def _downloaded(user: str, commit: str) -> str | None:
+    """
+    Hub id of the dataset of which the Hub's cache has a commit: the name in the cache of the rows is another one,
+    `pa_co-dataset` for `PaCo-Dataset`. `None` where nothing, or more than one dataset, is found.
+    """
+    prefix = f"datasets--{user}--"
+    found = list(Path(HF_HUB_CACHE).glob(f"{glob.escape(prefix)}*/snapshots/{commit}"))
+    return f"{user}/{found[0].parts[-3].removeprefix(prefix)}" if len(found) == 1 else None
 
 
 def hardware_of(trainer: "Trainer") -> str:

@@ -25,6 +25,9 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _SPREAD = re.compile(r"\n{3,}")
 
+# Code between fences, or in a line
+_CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+
 
 def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     """
@@ -66,6 +69,42 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         rendered = ModelCard.from_template(metadata(card), template_path=str(path), **shown)
     rendered.text = _SPREAD.sub("\n\n", rendered.text).rstrip() + "\n"
     return rendered
+
+
+def renamed(text: str, old: str, new: str) -> str:
+    """
+    Gives a card whose code loads the model under another name, as after an upload. The title, the text, the name of the
+    base model and the name under which a server knows a judge remain.
+
+    Args:
+        text (`str`):
+            Card, with or without its metadata.
+        old (`str`):
+            Name that the code loads, such as that of a folder.
+        new (`str`):
+            Name that it shall load.
+
+    Returns:
+        `str`.
+    """
+    name = re.escape(old)
+    patterns = [
+        # What a pipeline loads is the base model, which may be called the same
+        rf'(?<!Pipeline)(\.from_pretrained\(\s*(?:[\w.]+,\s*)?"){name}(?=")',
+        rf'(\.load_lora_weights\(\s*"){name}(?=")',
+        # So is what vLLM serves below an adapter
+        rf"(vllm serve ){name}(?!\S)(?!\s*(?:\\\s*)?--enable-lora)",
+        rf"(--lora-modules [^\s=]+=){name}(?!\S)",
+        rf"(paco-trl serve-reward --model_name_or_path ){name}(?![^\s`])",
+    ]
+
+    def in_code(code: re.Match) -> str:
+        changed = code[0]
+        for pattern in patterns:
+            changed = re.sub(pattern, lambda found: found[1] + new, changed)
+        return changed
+
+    return _CODE.sub(in_code, text)
 
 
 def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:

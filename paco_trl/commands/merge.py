@@ -138,8 +138,8 @@ def merge(args: MergeArguments) -> Merged:
         [`Merged`].
 
     Raises:
-        ValueError: there is no adapter, or none in safetensors; it was made for another model or does not fit it; the
-            output folder is not empty; the merged weights are not finite.
+        ValueError: there is no adapter, or none in safetensors, or its files are damaged; it was made for another
+            model or does not fit it; the output folder is not empty; the merged weights are not finite.
         OSError: a model cannot be found or read, or the folder cannot be written. Nothing of it is left then.
     """
     output_dir = Path(args.output_dir)
@@ -158,10 +158,16 @@ def merge(args: MergeArguments) -> Merged:
     pipeline_class = _read_pipeline_class(base, revision)
 
     with _staged(output_dir) as folder:
-        if pipeline_class is None:
-            merged = _merge_judge(adapter, base, revision, args.dtype, folder)
-        else:
-            merged = _merge_transformer(adapter, base, revision, args.dtype, folder)
+        try:
+            if pipeline_class is None:
+                merged = _merge_judge(adapter, base, revision, args.dtype, folder)
+            else:
+                merged = _merge_transformer(adapter, base, revision, args.dtype, folder)
+        except SafetensorError as error:  # the adapter's file has been looked at
+            raise ValueError(
+                f"The weights of '{base}', the model below the adapter, cannot be read: {error}. One of its safetensors "
+                "files is damaged, or not whole: copy or download it again."
+            ) from error
         _write_card(merged, config, pipeline_class, output_dir.absolute().name, folder)
     return merged
 
@@ -187,16 +193,36 @@ def _find_adapter(name: str) -> str:
             "PEFT's format, a checkpoint with one, or a run's output folder. A checkpoint with all weights is merged "
             "already."
         )
-    safetensors_of(name)
+    weights = safetensors_of(name)
+    try:
+        with safe_open(weights, "pt"):  # compares the list of the weights with the length of the file
+            pass
+    except SafetensorError as error:
+        raise ValueError(
+            f"The weights of the adapter, '{weights}', cannot be read: {error}. The file is damaged, or not whole: copy "
+            "or download it again."
+        ) from error
     return name
 
 
 def _read_config(adapter: str) -> LoraConfig:
-    config = PeftConfig.from_pretrained(adapter)
+    path = cached_file(adapter, _CONFIG)
+    try:
+        config = PeftConfig.from_pretrained(adapter)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # no JSON, or not what PEFT writes
+        raise ValueError(
+            f"The adapter's settings, '{path}', cannot be read: {type(error).__name__}: {error}. The file is damaged, or "
+            "of another version of PEFT: copy or download it again, or save the adapter with `save_pretrained`."
+        ) from error
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"The adapter '{adapter}' is of the type {config.peft_type}, but only LoRA adapters can be merged here. Load "
             "it with PEFT as it is."
+        )
+    if not config.target_modules:
+        raise ValueError(
+            f"The adapter's settings, '{path}', do not say which layers it changes: `target_modules` is missing or "
+            "empty. Copy or download the file again, or write the names of the layers into it."
         )
     return config
 

@@ -32,7 +32,7 @@ CHECKPOINT_FOLDERS = ("last-checkpoint/", "checkpoint-")
 _HARMLESS = (".gitattributes", ".gitignore", "LICENSE*")
 
 # Seconds: connecting, waiting for an answer, sending a part. The Hub's client has no limit, and a run would wait for ever
-_TIMEOUT = (30.0, 300.0, 300.0, None)
+_TIMEOUT = (30.0, 120.0, 120.0, None)
 
 _NEW_TOKEN = "Make one with the right to write at https://huggingface.co/settings/tokens, and log in: `hf auth login`."
 
