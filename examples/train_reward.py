@@ -146,10 +146,11 @@ def main(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 
-    # Save and push to the Hub
-    trainer.save_model(training_args.output_dir)
+    # Save, or save and push to the Hub
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    else:
+        trainer.save_model(training_args.output_dir)
     if trainer.accelerator.is_main_process:
         print(f"Adapter: {training_args.output_dir}")
         if eval_dataset is not None:

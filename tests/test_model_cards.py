@@ -284,9 +284,9 @@ print(json.dumps(found))
             printed = self.run(hub, tmp_path, "-c", self.LOADING, tiny_flux, tiny_qwen, tmp_path)
         foxes, edits, pairs = (["X-GenGroup/Fox-Prompts"], ["user/edits"], ["user/ColourPairs"])
         assert json.loads(printed.splitlines()[-1]) == {
-            "second": ["X-GenGroup/Fox-Prompts-2"], "prompts": foxes, "changed": foxes, "edits": edits, "both": foxes + edits, "pairs": pairs,
-            "swapped": pairs, "file": [], "folder": [], "card": foxes, "judge's card": pairs,
-            "forgotten": [],
+            "second": ["X-GenGroup/Fox-Prompts-2"], "prompts": foxes, "changed": foxes, "edits": edits,
+            "both": foxes + edits, "pairs": pairs, "swapped": pairs, "file": [], "folder": [], "card": foxes,
+            "judge's card": pairs, "forgotten": [],
         }  # fmt: skip
 
     SETTINGS = (
@@ -312,10 +312,8 @@ print(json.dumps(found))
                 hub, tmp_path, ROOT / "examples" / "train_reward.py", "--model_name_or_path", tiny_qwen,
                 "--dataset_files", "colours", "--output_dir", tmp_path / "judge", *self.SETTINGS,
             )  # fmt: skip
-            repo = hub.repos["model", "tester/judge"]
-            cards = {repo.titles[sha]: commit.get("README.md") for sha, commit in repo.commits.items()}
-        datasets = {title: ModelCard(blob.content.decode()).data.datasets for title, blob in cards.items() if blob}
-        assert datasets["Model save"] is None and datasets["End of training"] == ["X-GenGroup/PaCo-Dataset"]
+            text = hub.files("tester/judge", "model")["README.md"].decode()
+        assert ModelCard(text).data.datasets == ["X-GenGroup/PaCo-Dataset"]
 
     def test_a_file_of_this_machine_is_none(self, prompts, tiny_flux, tmp_path):
         (tmp_path / "own").mkdir()
@@ -355,7 +353,7 @@ class TestRenamed:
     def test_what_is_no_name_of_the_model_remains(self, card):
         # The base model, in a folder of the same name, the title, and text that speaks of it
         card = dataclasses.replace(card, title="run", base_model="/models/run", datasets=["run"], hardware='"run" run')
-        prose = '\nTo run it as in `run`, a run is run: vllm serve run, from_pretrained("run").\n'
+        prose = '\nTo run it as in `run`, a run is run: vllm serve run or Class.from_pretrained("run").\n'
         text = str(render_card(card)) + prose
         expected = str(render_card(dataclasses.replace(card, repo_id="user/run"))) + prose
         assert renamed(text, "run", "user/run") == expected != text
