@@ -340,6 +340,22 @@ class TestOutages:
         assert titles(hub) == ["step 2", "step 6"]
         assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 6"
 
+    def test_one_that_came_while_another_failed(self, hub, run, tmp_path):
+        output_dir, failed = tmp_path / "out", []
+        hold = self.held_until(output_dir / "all asked for")
+
+        def fault(method: str, path: str) -> str | None:
+            hold(method, path)
+            if "/commit/" in path and len(failed) < 3:
+                failed.append(path)
+                return "500"
+            return None
+
+        hub.fault = fault
+        outcome = run("push_at_once", str(output_dir), [2, 4, 6])
+        assert "was not pushed" in outcome["log"] and len(failed) == 3
+        assert outcome["result"] == [] and titles(hub) == ["step 6"]
+
     @pytest.mark.parametrize("always_push", [False, True])
     def test_all_of_several(self, hub, run, tmp_path, always_push):
         output_dir = tmp_path / "out"
