@@ -107,8 +107,9 @@ def save_trained(
         save_transformer(trainer.model, state_dict, folder)
     pictures = latest_pictures(trainer, use_ema)
     for name in PICTURES:
-        if name not in pictures:  # of an earlier state
-            (folder / name).unlink(missing_ok=True)
+        if name not in pictures:
+            if (folder / name).exists():  # of an earlier state
+                (folder / name).unlink()
         elif pictures[name].resolve() != (folder / name).resolve():
             shutil.copy(pictures[name], folder / name)
     render_model_card(trainer, use_ema=use_ema).save(folder / "README.md")
