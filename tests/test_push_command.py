@@ -143,7 +143,7 @@ class TestCommand:
 
     def test_what_waits_goes_first(self, hub, push, tmp_path):
         run = tmp_path / "run"
-        remember_repository(run, "tester/mine", None)
+        remember_repository(run, "tester/mine", None, private=True)
         save_checkpoint(run, 40, 2)
         for step in (20, 40):  # of `hub_strategy="all_checkpoints"`
             waiting = run / ".pushing" / f"{step}-step"
@@ -158,6 +158,8 @@ class TestCommand:
         # What waits is for the run's own repository, which it stays
         assert elsewhere["code"] == done["code"] == 0
         assert not any(name.startswith("checkpoint-") for name in hub.files("tester/other", "model"))
+        # So is what was asked for it
+        assert hub.repos["model", "tester/mine"].private and not hub.repos["model", "tester/other"].private
         files = hub.files("tester/mine", "model")
         assert {"checkpoint-20/README.md", "checkpoint-40/README.md"} <= set(files)
         assert files["README.md"].decode() == card("step 40")

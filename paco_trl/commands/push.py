@@ -71,8 +71,8 @@ def find_saved_model(folder: Path) -> Path:
         found.append(folder)
     if not found:
         raise ValueError(
-            f"'{folder}' has no saved model, or none that is complete: neither an adapter, nor a transformer or a judge, nor a checkpoint with one. "
-            "Give the output folder of a run, or a checkpoint."
+            f"'{folder}' has no saved model, or none that is complete: neither an adapter, nor a transformer or a judge, "
+            "nor a checkpoint with one. Give the output folder of a run, or a checkpoint."
         )
     return max(found, key=_saved_at)
 
@@ -112,8 +112,11 @@ def push(args: PushArguments) -> str:
         raise ValueError(
             f"`hub_model_id` is not given, and nothing of '{run}' was ever pushed. Give `--hub_model_id`."
         )
-    revision = args.hub_revision or known.get("revision")
-    private = args.hub_private_repo if args.hub_private_repo is not None else known.get("private")
+    # What was asked for the run's own repository does not hold for another one
+    own_id = known.get("repo_id", "")
+    asked = known if args.hub_model_id in (None, own_id, own_id.split("/")[-1]) else {}
+    revision = args.hub_revision or asked.get("revision")
+    private = args.hub_private_repo if args.hub_private_repo is not None else asked.get("private")
     published_files = published_files_of(model)
     api = HfApi(library_name="paco_trl")
     repo_id = retrying(api, repo_id)(

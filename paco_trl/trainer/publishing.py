@@ -8,7 +8,7 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from ..hub.account import check_base_model, check_private, prepare_repository
+from ..hub.account import asking, check_base_model, check_private, prepare_repository
 from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
@@ -156,7 +156,8 @@ class PushesToHub:
         if private:
             check_private(pusher.api, pusher.repo_id)
         if revision is not None and revision != pusher.revision:
-            pusher.api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
+            with asking(pusher.api, pusher.repo_id, "Everything is saved."):
+                pusher.api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
             pusher = HubPusher(pusher.api, pusher.repo_id, revision, self.args.output_dir, self.published_files)
         arguments = (self.args.output_dir, commit_message or "End of training")
         return pusher.push_now(*arguments) if blocking else pusher.api.run_as_future(pusher.push_now, *arguments)
