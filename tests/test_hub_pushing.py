@@ -71,14 +71,22 @@ def push_steps(
 
 
 def push_at_once(output_dir: str, steps: list[int], whole: str | None = None, **kwargs) -> list[str]:
-    """Pushes checkpoints without waiting, and deletes each at once, as `save_total_limit` may."""
+    """
+    Pushes checkpoints without waiting, and deletes each at once, as `save_total_limit` may. The second comes when the
+    upload of the first has begun: else it might replace the first, too.
+    """
     import shutil
+    import time
 
     pusher = pusher_of(output_dir, **kwargs)
     for step in steps:
         folder = make_checkpoint(output_dir, step)
         pusher.push_later(folder, step, f"step {step}", f"checkpoint-{step}" if whole else None)
         shutil.rmtree(folder)
+        for _ in range(600):
+            if Path(output_dir, "first on its way").exists():
+                break
+            time.sleep(0.1)
     Path(output_dir, "all asked for").touch()
     pusher.wait()
     return [path.name for path in pusher.waiting()]
@@ -372,6 +380,7 @@ class TestOutages:
 
         def hold(method: str, asked: str) -> None:
             if "/commit/" in asked:
+                path.with_name("first on its way").touch()
                 for _ in range(600):
                     if path.exists():
                         return
