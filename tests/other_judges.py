@@ -3,8 +3,13 @@
 
 import torch
 from transformers import (
+    AutoTokenizer,
     CLIPImageProcessor,
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -21,14 +26,35 @@ from transformers import (
 )
 
 
+# Families that are trained and scored
 OTHER_JUDGES = ("qwen2", "qwen3", "llava")
+# The family of the benchmark's independent judge, which only scores
+INDEPENDENT_JUDGE = "gemma3"
+GEMMA_IMAGE_TOKENS = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+}
+# Begins with a token of its own, as Gemma's does
+GEMMA_TEMPLATE = """\
+{{- '<|endoftext|>' -}}
+{%- for message in messages -%}
+{{- '<|im_start|>' + ('model' if message.role == 'assistant' else message.role) + '\\n' -}}
+{%- for part in message.content -%}
+{{- part.text if part.type == 'text' else '<start_of_image>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>model\\n' -}}
+{%- endif -%}"""
 
 
 def build_other_judge(name: str, processor: ProcessorMixin) -> tuple[PreTrainedModel, ProcessorMixin]:
     """
     Args:
         name (`str`):
-            One of `OTHER_JUDGES`.
+            One of `OTHER_JUDGES`, or `INDEPENDENT_JUDGE`.
         processor ([`~transformers.ProcessorMixin`]):
             That of the tiny Qwen2.5-VL, for its tokenizer and chat template.
 
@@ -93,7 +119,36 @@ def build_other_judge(name: str, processor: ProcessorMixin) -> tuple[PreTrainedM
         )
         return LlavaForConditionalGeneration(config), own_processor
 
+    def gemma3():
+        own_tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, extra_special_tokens=GEMMA_IMAGE_TOKENS)
+        ids = {key: own_tokenizer.convert_tokens_to_ids(token) for key, token in GEMMA_IMAGE_TOKENS.items()}
+        config = Gemma3Config(
+            # Both kinds of attention; the window is shorter than a question with its images
+            text_config={
+                **text,
+                **{"vocab_size": len(own_tokenizer), "head_dim": 16, "query_pre_attn_scalar": 16},
+                **{"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+            },
+            vision_config={
+                **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+                **{"image_size": 56, "patch_size": 14},
+            },
+            mm_tokens_per_image=4,
+            **{f"{key}_index": value for key, value in ids.items()},
+        )
+        own_processor = Gemma3Processor(
+            Gemma3ImageProcessor(size={"height": 56, "width": 56}),
+            own_tokenizer,
+            chat_template=GEMMA_TEMPLATE,
+            image_seq_length=4,
+        )
+        model = Gemma3ForConditionalGeneration(config)
+        # It begins with zeros, for which an image makes no difference
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+        return model, own_processor
+
+    builders = {"qwen2": qwen2, "qwen3": qwen3, "llava": llava, "gemma3": gemma3}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, own_processor = {"qwen2": qwen2, "qwen3": qwen3, "llava": llava}[name]()
+        model, own_processor = builders[name]()
     return model.eval(), own_processor

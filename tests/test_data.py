@@ -230,6 +230,9 @@ class TestConvertT2IS:
             ],
             "height": 1024,
             "width": 512,
+            "category": "Character",
+            "subcategory": None,
+            "case_id": None,
         }
         assert row == t2is_row()  # the input is left alone
 

@@ -81,6 +81,15 @@ def files(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted((path / "images").rglob("*.png"))}
 
 
+def check_same_pictures(first: Path, second: Path) -> None:
+    """The same files with the same pixels. Another process may round a product differently, which moves a pixel by 1."""
+    pictures = [
+        {name: np.asarray(Image.open(path / name)).astype(int) for name in files(path)} for path in (first, second)
+    ]
+    assert pictures[0].keys() == pictures[1].keys()
+    assert max(abs(pictures[0][name] - pictures[1][name]).max() for name in pictures[0]) <= 1
+
+
 def pixels(dataset: Dataset) -> list[np.ndarray]:
     return [np.asarray(image).astype(int) for image in dataset["image"]]
 
@@ -383,12 +392,12 @@ class TestFlatImages:
         assert "2 of 4 grids are one flat colour" in caplog.text
 
     def test_one_grey_value_more_is_not_flat(self):
-        from paco_trl.data.building.draw_grids import _is_flat
+        from paco_trl.data.building.draw_grids import is_flat
 
         image = Image.new("RGB", (8, 8), (7, 7, 7))
-        assert _is_flat(image) and _is_flat(image.convert("L"))
+        assert is_flat(image) and is_flat(image.convert("L"))
         image.putpixel((3, 3), (7, 7, 8))
-        assert not _is_flat(image)
+        assert not is_flat(image)
 
 
 class TestLoadPipeline:
@@ -443,10 +452,10 @@ def test_two_processes_equal_one(whole, tiny_flux, tmp_path):
     command = [*launcher, str(tmp_path / "script.py"), str(tiny_flux), str(tmp_path / "prompts.jsonl")]
     printed = run([*command, str(tmp_path / "two")])
     assert "process 0 of 2: 12" in printed and "process 1 of 2: 12" in printed
-    assert files(tmp_path / "two") == files(whole)
+    check_same_pictures(tmp_path / "two", whole)
     assert StageFolder(tmp_path / "two").report == StageFolder(whole).report
     # What one of them left is drawn by both
     for file in sorted((tmp_path / "two" / "images").rglob("*.png"))[:5]:
         file.unlink()
     run([*command, str(tmp_path / "two")])
-    assert files(tmp_path / "two") == files(whole)
+    check_same_pictures(tmp_path / "two", whole)

@@ -417,7 +417,7 @@ def gedit_rows():
                 "instruction_language": language,
                 "input_image": picture(seed, (24, 16)),
                 "input_image_raw": picture(seed),
-                "Intersection_exist": True,
+                "Intersection_exist": key != "k2",
             }
             for key, task, instruction, language, seed in rows
         ]
@@ -427,11 +427,24 @@ def gedit_rows():
 class TestGEditBench:
     def test_conversion(self):
         dataset = convert_gedit_bench(gedit_rows())
-        assert sorted(dataset.column_names) == ["id", "image", "language", "prompt", "task_type"]
+        assert sorted(dataset.column_names) == ["id", "image", "intersection", "language", "prompt", "task_type"]
         assert dataset["id"][:] == ["k1", "k2", "k3"]
         assert dataset["language"][:] == ["en", "cn", "en"]
         assert dataset[2]["image"].size == (48, 32)
         assert dataset[2]["prompt"] == "Change the sign."
+
+    def test_the_subset_that_all_models_answered(self):
+        raw = gedit_rows()
+        assert convert_gedit_bench(raw)["intersection"][:] == [True, False, True]
+        assert convert_gedit_bench(raw, language="cn")["intersection"][:] == [False]
+        assert convert_gedit_bench(raw).features["intersection"] == Value("bool")
+        others = raw.remove_columns("Intersection_exist")
+        assert "intersection" not in convert_gedit_bench(others).column_names
+        numbers = others.add_column("Intersection_exist", [1, 0, 0])
+        assert convert_gedit_bench(numbers)["intersection"][:] == [True, False, False]
+        unknown = others.add_column("Intersection_exist", [True, None, True])
+        with pytest.raises(ValueError, match="`Intersection_exist` of row 1 is None"):
+            convert_gedit_bench(unknown)
 
     def test_one_language(self):
         assert convert_gedit_bench(gedit_rows(), language="cn")["id"][:] == ["k2"]

@@ -30,6 +30,8 @@ from transformers import (
     AutoTokenizer,
     CLIPImageProcessor,
     CLIPProcessor,
+    Gemma3ForConditionalGeneration,
+    Gemma3Processor,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2Tokenizer,
@@ -37,11 +39,12 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from other_judges import OTHER_JUDGES, build_other_judge
+from other_judges import INDEPENDENT_JUDGE, OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward
-from paco_trl.data import criterion_question, theme_question
+from paco_trl.data import criterion_question, shows_question, t2is_bench_question, theme_question
 from paco_trl.rewards.decision import decision_token_ids
 from paco_trl.rewards.paco_reward import _Images
+from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.tiny.qwen2_5_vl import SPECIAL_TOKENS
 from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
@@ -59,14 +62,14 @@ def noise(seed, size=(56, 56), mode="RGB"):
     return image if mode == "RGBA" else image.convert("RGB").convert(mode)
 
 
-def usage(model, processor, first, second, question):
-    """The usage example of the published judge, for one pair."""
+def usage(model, processor, *images_and_question):
+    """The usage example of the published judge, for one pair, or for one image."""
+    *images, question = images_and_question
     messages = [
         {
             "role": "user",
             "content": [
-                {"type": "image", "image": first},
-                {"type": "image", "image": second},
+                *({"type": "image", "image": image} for image in images),
                 {"type": "text", "text": question},
             ],
         }
@@ -325,6 +328,99 @@ class TestScoreSets:
         assert "10/10" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def single():
+    """Nine questions about four images of several sizes and modes, as lists of images and of questions."""
+    sizes, modes = [(56, 56), (90, 61), (28, 140), (112, 112)], ["RGB", "RGBA", "P", "L"]
+    images = [noise(seed, size, mode) for seed, (size, mode) in enumerate(zip(sizes, modes, strict=True))]
+    texts = ["a fox", "a red fox in deep snow, in the style of a woodcut", "snow"]
+    return [images[index % 4] for index in range(9)], [shows_question(texts[index % 3]) for index in range(9)]
+
+
+class TestScoreImages:
+    """Questions about one image each."""
+
+    @pytest.fixture(scope="class")
+    def expected_single(self, reference, single):
+        scores = usages(*reference, [(image,) for image in single[0]], single[1])
+        assert spread(scores) > 1e-4 and max(scores) - min(scores) > 0.02
+        return scores
+
+    @pytest.mark.parametrize("encoded", [True, False])
+    @pytest.mark.parametrize("batch_size", [1, 2, 4, 16])
+    def test_is_that_of_the_usage_example(self, judge, single, expected_single, batch_size, encoded, monkeypatch):
+        other = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+        monkeypatch.setattr(other, "_takes_encoded_images", encoded)
+        images, questions = single
+        scores = other.score_images(images, questions)
+        assert scores == close(expected_single) and all(isinstance(score, float) for score in scores)
+        assert other.score_images(images[::-1], questions[::-1]) == close(expected_single[::-1])
+        # Twin: image and question are seen
+        assert other.score_images(images[::-1], questions) != close(expected_single, 1e-3)
+        assert other.score_images(images, questions[::-1]) != close(expected_single, 1e-3)
+        assert other.score([(image, image) for image in images], questions) != close(expected_single, 1e-3)
+
+    def test_one_question_for_all(self, judge, single):
+        images = single[0][:4]
+        assert judge.score_images(images, SHORT) == close(judge.score_images(images, [SHORT] * 4))
+        assert judge.score_images([], SHORT) == judge.score_images([], []) == []
+
+    def test_an_image_is_encoded_and_read_once(self, judge, reference, single, expected_single):
+        images, questions = single
+        judge = PaCoReward(judge.model, judge.processor, batch_size=16)
+        with patches_of(judge) as patches, rows_of(judge) as rows:
+            assert judge.score_images(images, questions) == close(expected_single)
+        assert patches == [num_patches(judge, *images[:4])]
+        assert [count for count, _ in rows] == [4, 9]
+        assert rows[0][1] == tokens_before_an_image(reference[1]) + 16  # 112 x 112 pixels are the most
+        # Twin: copies are other images
+        with patches_of(judge) as patches, rows_of(judge) as rows:
+            assert judge.score_images([image.copy() for image in images], questions) == close(expected_single)
+        assert patches == [num_patches(judge, *images)] and [count for count, _ in rows] == [9]
+
+    def test_one_file_by_two_types_of_path_is_one_image(self, judge, tmp_path, reference):
+        noise(0).save(tmp_path / "a.png")
+        with patches_of(judge) as patches:
+            scores = judge.score_images([tmp_path / "a.png", str(tmp_path / "a.png")], [SHORT, LONG])
+        assert patches == [16]
+        assert scores == close([usage(*reference, noise(0), question) for question in (SHORT, LONG)])
+
+    def test_with_an_adapter(self, adapter, peft_model, reference, single, expected_single):
+        scores = PaCoReward.from_pretrained(adapter, device="cpu").score_images(*single)
+        assert scores == close(usages(peft_model, reference[1], [(image,) for image in single[0]], single[1]))
+        assert scores != close(expected_single, 1e-3)
+
+    def test_progress_is_shown_when_asked_for(self, judge, single, capsys):
+        judge.score_images(*single)
+        assert capsys.readouterr().err == ""
+        judge.score_images(*single, show_progress=True)
+        assert "Scoring images" in (shown := capsys.readouterr().err) and "9/9" in shown
+
+    @pytest.mark.parametrize(
+        ("images", "prompts", "message"),
+        [
+            (noise(0), SHORT, "`images` is Image, not a list of images.*`score_images` takes several"),
+            ("a.png", SHORT, "`images` is str, not a list"),
+            (b"a", SHORT, "`images` is bytes, not a list"),
+            ([noise(0), noise(1)], [SHORT], "1 questions for 2 images"),
+            ([noise(0), noise(1)], [SHORT, "A <|image_pad|>?"], r"`prompts\[1\]` has '<\|image_pad\|>'"),
+            ([noise(0), "/nowhere.png"], SHORT, r"^Image 1 cannot be read \(/nowhere.png\): FileNotFoundError"),
+            ([(noise(0), noise(1))], SHORT, "^Image 0 cannot be read: TypeError: .*not tuple"),
+        ],
+        ids=["image", "path", "bytes", "count", "token", "missing", "pair"],
+    )
+    def test_bad_input(self, judge, images, prompts, message):
+        with pytest.raises(ValueError, match=message):
+            judge.score_images(images, prompts)
+
+    def test_weights_that_are_not_finite(self, tiny_qwen):
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
+        with torch.no_grad():
+            judge.model.get_input_embeddings().weight[:] = float("nan")
+        with pytest.raises(ValueError, match="The score of image 0 is not a number"):
+            judge.score_images([noise(0)], SHORT)
+
+
 class TestImagesOfACall:
     """Each image is read and encoded when it is first needed, and let go after its last batch."""
 
@@ -439,6 +535,54 @@ class TestSharedBeginnings:
             [(a + b) / 2 for a, b in zip(expected, turned, strict=True)]
         )
 
+    def test_of_several_questions_about_each_pair(self, judge, reference):
+        """Two levels: the first image, and both. Tokens in closed form."""
+        panels = [noise(seed) for seed in range(4)]
+        pairs = [pair for pair in combinations(panels, 2) for _ in range(3)]
+        questions = [t2is_bench_question(text) for text in ("The fox is red.", "A fox.", "Snow in all of them.")] * 6
+        expected = usages(*reference, pairs, questions)
+        assert spread(expected) > 1e-5 and max(expected) - min(expected) > 0.02
+        judge = PaCoReward(judge.model, judge.processor, batch_size=18)
+        with rows_of(judge) as rows, patches_of(judge) as patches:
+            assert judge.score(pairs, questions) == close(expected)
+        # 56 x 56 pixels are four tokens; between two images are the end of the one and the start of the other
+        first, second = tokens_before_an_image(reference[1]) + 4, 2 + 4
+        (whole,) = {length for _, length in rows_of_copies(judge, pairs, questions, expected)}
+        assert rows == [(3, first), (6, second), (18, whole - first - second)]
+        assert patches == [4 * 16]
+
+    def test_there_is_no_forward_for_what_nobody_shares_alone(self, judge, reference):
+        """One pair: its two images are read together. One question each: up to the first image."""
+        first, second, third = (noise(seed) for seed in range(3))
+        judge = PaCoReward(judge.model, judge.processor)
+        before = tokens_before_an_image(reference[1])
+        for pairs, expected_rows, shared in (
+            ([(first, second)] * 3, [1, 3], before + 4 + 2 + 4),
+            ([(first, second), (first, third)], [1, 2], before + 4),
+            ([(first, second), (third, second)], [2], None),
+            ([(first, second)], [1], None),
+        ):
+            questions = QUESTIONS[: len(pairs)]
+            with rows_of(judge) as rows:
+                assert judge.score(pairs, questions) == close(usages(*reference, pairs, questions))
+            assert [count for count, _ in rows] == expected_rows
+            assert shared is None or rows[0][1] == shared
+
+    @pytest.mark.parametrize("batch_size", [3, 5, 8, 40])
+    def test_of_questions_and_images_of_different_sizes(self, judge, reference, shared, batch_size):
+        pairs = [pair for pair in shared[0] for _ in QUESTIONS]
+        questions = QUESTIONS * len(shared[0])
+        expected = usages(*reference, pairs, questions)
+        assert spread(expected) > 1e-5
+        judge = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+        order = np.random.default_rng(0).permutation(len(pairs)).tolist()
+        with calls_of(judge.model) as calls:
+            scores = judge.score([pairs[index] for index in order], [questions[index] for index in order])
+        assert scores == close([expected[index] for index in order])
+        # What is not shared comes behind a cache, with padding that the mask leaves out
+        assert all("past_key_values" in kwargs for _, kwargs, _ in calls) and len(calls) == -(-24 // batch_size)
+        assert any(not kwargs["attention_mask"].all() for _, kwargs, _ in calls)
+
     def test_of_one_file(self, judge, tmp_path):
         for seed in range(3):
             noise(seed).save(tmp_path / f"{seed}.png")
@@ -471,6 +615,55 @@ class TestSharedBeginnings:
         with rows_of(judge) as rows:
             assert judge.score(*shared) == close(scores)
         assert [count for count, _ in rows] == [3, 3, 2]
+
+
+def rows_of_copies(judge, pairs, questions, expected):
+    """Shapes in the language model when no image is the same as another's."""
+    with rows_of(judge) as rows:
+        assert judge.score([(first.copy(), second.copy()) for first, second in pairs], questions) == close(expected)
+    return rows
+
+
+class TestOrderForSharing:
+    """The order in which questions are put into batches."""
+
+    def test_one_question_for_each_set_is_sorted_by_length(self):
+        """As without sharing: nothing is padded more."""
+        draws = np.random.default_rng(0)
+        for symmetric in (False, True):
+            images, prompts = [], []
+            for number in range(20):
+                pairs = list(combinations([f"{number}.{panel}" for panel in range(draws.integers(2, 6))], 2))
+                images += pairs + [pair[::-1] for pair in pairs] * symmetric
+                prompts += ["?" * int(draws.integers(1, 9))] * (len(images) - len(prompts))
+            order = order_for_sharing(images, prompts)
+            assert order != list(range(len(images)))
+            assert [len(prompts[index]) for index in order] == sorted(map(len, prompts))
+            if not symmetric:
+                assert order == sorted(range(len(images)), key=lambda index: len(prompts[index]))
+
+    def test_questions_about_the_same_images_are_neighbours(self):
+        draws = np.random.default_rng(0)
+        images = [pair for pair in combinations("abcdef", 2) for _ in range(4)]
+        images = [images[index] for index in draws.permutation(len(images))]
+        prompts = ["?" * int(draws.integers(1, 99)) for _ in images]
+        ordered = [images[index] for index in order_for_sharing(images, prompts)]
+        assert sorted(ordered) == sorted(images) and ordered != images
+
+        def runs(keys):
+            return 1 + sum(one != other for one, other in zip(keys, keys[1:], strict=False))
+
+        assert runs(ordered) == 15 and runs([first for first, _ in ordered]) == 5
+        by_length = sorted(range(len(images)), key=lambda index: len(prompts[index]))
+        assert runs([images[index] for index in by_length]) > 40  # what it is for
+        # Within a pair by length
+        lengths = [len(prompts[index]) for index in order_for_sharing(images, prompts)]
+        assert all(lengths[start : start + 4] == sorted(lengths[start : start + 4]) for start in range(0, 60, 4))
+
+    def test_single_images_and_ties(self):
+        images = [("a",), ("b",), ("a",), ("b",), ("c",)]
+        assert order_for_sharing(images, ["?", "??", "???", "??", "??"]) == [1, 3, 4, 0, 2]
+        assert order_for_sharing([], []) == []
 
 
 def png(image):
@@ -1109,19 +1302,52 @@ def families(reference):
 
 
 class TestOtherModels:
-    @pytest.mark.parametrize("name", OTHER_JUDGES)
-    def test_scores_are_those_of_the_usage_example(self, families, pairs, questions, shared, name):
+    @pytest.mark.parametrize("name", [*OTHER_JUDGES, INDEPENDENT_JUDGE])
+    def test_scores_are_those_of_the_usage_example(self, families, pairs, questions, shared, single, name):
         model, processor = families(name)
         judge = PaCoReward(model, processor, name=name, batch_size=3)
         expected = usages(model, processor, pairs, questions)
         assert max(expected) - min(expected) > 0.05
         assert judge.score(pairs, questions) == close(expected)
         assert judge.score(*shared) == close(usages(model, processor, *shared))
+        images, prompts = single
+        of_images = usages(model, processor, [(image,) for image in images], prompts)
+        assert judge.score_images(images, prompts) == close(of_images)
+        assert judge.score_images(images[::-1], prompts) != close(of_images, 1e-3)
         assert all(isinstance(text, str) for text in judge.explain(pairs[:2], questions[:2], max_new_tokens=2))
 
     def test_images_are_encoded_once_where_the_model_takes_them(self, families):
         assert PaCoReward(*families("qwen2"))._takes_encoded_images
         assert not PaCoReward(*families("llava"))._takes_encoded_images
+
+    def test_the_independent_judge(self, families, pairs, questions, tmp_path):
+        """Gemma 3 from its folder: images see one another's tokens in both directions, and padding is not seen."""
+        for part in families(INDEPENDENT_JUDGE):
+            part.save_pretrained(tmp_path)
+        judge = PaCoReward.from_pretrained(tmp_path, device="cpu", batch_size=8)
+        assert (type(judge.model), type(judge.processor)) == (Gemma3ForConditionalGeneration, Gemma3Processor)
+        with calls_of(judge.model) as calls:
+            scores = judge.score(pairs, questions)
+        ((_, inputs, _),) = calls
+        assert scores == close(usages(judge.model, judge.processor, pairs, questions)) and spread(scores) > 1e-4
+        assert not inputs["attention_mask"].all() and inputs["attention_mask"][:, -1].all()
+        assert inputs["pixel_values"].shape[0] == 14 and (inputs["token_type_ids"].sum(dim=1) == 2 * 4).all()
+        # One token of the beginning in front, which the chat template writes
+        start = judge.processor.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+        assert ((inputs["input_ids"] == start) & (inputs["attention_mask"] == 1)).sum(dim=1).tolist() == [1] * 7
+        # Twins: the order of the images, and the two directions, are seen
+        assert judge.score([pair[::-1] for pair in pairs], questions) != close(scores, 1e-3)
+        with torch.inference_mode():
+            causal, both = (
+                judge.model(**{**inputs, "token_type_ids": types}).logits[:, -1]
+                for types in (None, inputs["token_type_ids"])
+            )
+        assert (causal - both).abs().max() > 1e-3
+
+    def test_a_question_with_an_image_token_of_the_independent_judge(self, families):
+        model, processor = families(INDEPENDENT_JUDGE)
+        with pytest.raises(ValueError, match=r"`prompts\[0\]` has '<start_of_image>'"):
+            PaCoReward(model, processor).score([(noise(0), noise(1))], "Is <start_of_image> alike?")
 
 
 class TestLoadImage:
@@ -1362,8 +1588,24 @@ class TestTemplates:
         pairs, questions = [(first, noise(1)), (first, noise(2)), (first, noise(3))], [SHORT, LONG, SHORT]
         alone = [judge.score([pair], question)[0] for pair, question in zip(pairs, questions, strict=True)]
         assert judge.score(pairs, questions) == close(alone)
+        # Nor do questions about the same pair
+        same = [pairs[0]] * 3
+        assert judge.score(same, [SHORT, LONG, SHORT]) == close([alone[0], judge.score(same[:1], LONG)[0], alone[0]])
         judge.processor.chat_template = template
         assert judge.score(pairs, questions) != close(alone)
+
+    def test_text_between_the_images(self, tiny_qwen):
+        """Questions about the same pair begin alike up to the first image, and no further."""
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
+        judge.processor.chat_template = judge.processor.chat_template.replace(
+            "for part in message.content", "for part in [message.content[0], message.content[2], message.content[1]]"
+        )
+        pairs, questions = [(noise(0), noise(1))] * 3, [SHORT, "Where?", "Who is it?"]
+        alone = [judge.score([pair], question)[0] for pair, question in zip(pairs, questions, strict=True)]
+        assert spread(alone) > 1e-5
+        with rows_of(judge) as rows:
+            assert judge.score(pairs, questions) == close(alone)
+        assert [count for count, _ in rows] == [1, 3]
 
     def test_special_tokens_are_those_of_the_template(self, tiny_qwen):
         """A tokenizer that puts a token of the beginning in front would do so a second time."""

@@ -40,13 +40,23 @@ from paco_trl.data import (
     load_paco_dataset,
     make_pair,
     plain_question,
+    shows_question,
     swap_pairs,
+    t2is_bench_question,
     theme_question,
     validate_pairs,
 )
 
 
 QUESTION = "Are both foxes red?"
+QUESTIONS_WITH_A_TEXT = [
+    theme_question,
+    criterion_question,
+    edit_consistency_question,
+    edit_following_question,
+    t2is_bench_question,
+    shows_question,
+]
 IMAGES = List(ImageFeature())
 
 
@@ -118,10 +128,13 @@ class TestQuestions:
         assert plain_question() == (
             'Do the two images maintain consistency in terms of style, logic and identity? Answer "Yes" and "No" first, and then provide detailed reasons.'
         )
+        # Those of benchmarks
+        assert t2is_bench_question("One fox.") == (
+            "Do images meet the following criteria? One fox. Please answer Yes or No."
+        )
+        assert shows_question("One fox.") == 'Does this figure show "One fox."? Please answer yes or no.'
 
-    @pytest.mark.parametrize(
-        "question", [theme_question, criterion_question, edit_consistency_question, edit_following_question]
-    )
+    @pytest.mark.parametrize("question", QUESTIONS_WITH_A_TEXT)
     @pytest.mark.parametrize(
         "text", ["{}", "{main_prompt} and {0}", "{prompt}", "a { b", r"\1 %s $theme", 'say "hi"', " x\n"]
     )
@@ -129,9 +142,7 @@ class TestQuestions:
         assert question(text) == question("MARK").replace("MARK", text)
         assert question(text).count(text) == question("MARK").count("MARK") == 1
 
-    @pytest.mark.parametrize(
-        "question", [theme_question, criterion_question, edit_consistency_question, edit_following_question]
-    )
+    @pytest.mark.parametrize("question", QUESTIONS_WITH_A_TEXT)
     @pytest.mark.parametrize("text", ["", " \n", None, 3])
     def test_nothing_to_ask(self, question, text):
         # T2IS-Bench has criteria without a text

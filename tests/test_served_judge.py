@@ -20,7 +20,7 @@ from PIL import Image, ImageChops
 
 from judge_server import JudgeServer, pictures_of
 from paco_trl import PaCoReward
-from paco_trl.data import criterion_question, theme_question
+from paco_trl.data import criterion_question, shows_question, theme_question
 from paco_trl.data.questions import plain_question
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge, yes_probability
 from paco_trl.rewards.served_judge import Answer, _event_loop, _started_event_loop
@@ -810,6 +810,65 @@ class TestSameAsInTheProcess:
                 expected = inner.score(pairs, questions, symmetric=symmetric)
                 assert np.std(expected) > 0.01 and (abs(expected[0] - expected[-1]) > 1e-3) != symmetric
                 assert judge.score(pairs, questions, symmetric=symmetric) == pytest.approx(expected, abs=1e-6, rel=0)
+
+    def test_scores_of_single_images(self, tiny_qwen, make_judge):
+        inner = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32")
+        lock = threading.Lock()
+
+        def log_odds(*images_and_question):
+            *images, question = images_and_question
+            assert len(images) == 1
+            with lock:
+                (score,) = inner.score_images(images, question)
+            return math.log(score) - math.log1p(-score)
+
+        sizes, modes = [(56, 56), (90, 61), (28, 140), (200, 130)], ["RGB", "RGBA", "P", "L"]
+        images = [noise(seed, size, mode) for seed, (size, mode) in enumerate(zip(sizes, modes, strict=True))] * 2
+        questions = [shows_question("a fox")] * 4 + [shows_question("a red fox in the snow")] * 4
+        expected = inner.score_images(images, questions)
+        assert min(abs(a - b) for a, b in combinations(expected, 2)) > 1e-4
+        with JudgeServer(log_odds) as server:
+            judge = make_judge(server)
+            assert judge.score_images(images, questions) == pytest.approx(expected, abs=1e-6, rel=0)
+            assert judge.score_images(images[::-1], questions) != pytest.approx(expected, abs=1e-3, rel=0)
+            parts = [part["type"] for part in server.requests[0]["messages"][-1]["content"]]
+            assert parts == ["image_url", "text"] and len(server.requests) == 16
+
+
+class TestSingleImages:
+    @pytest.fixture
+    def server(self):
+        with JudgeServer(lambda image, question: image.getpixel((0, 0))[0] / 100 + len(question) / 10) as server:
+            yield server
+
+    def test_scores_requests_and_faults(self, server, judge, caplog):
+        server.fault = lambda number: "400" if POISON in question_of(server.requests[number]) else None
+        expected = [pytest.approx(sigmoid(value / 100 + 0.6), abs=1e-9) for value in (120, 50)]
+        assert judge.score_images(list(PAIR), QUESTION) == expected
+        assert judge.score_images([*PAIR, PAIR[0]], [QUESTION, POISON, QUESTION]) == [expected[0], None, expected[0]]
+        assert "1 of 3 questions to judge at http" in caplog.text
+        assert judge.score_images([], []) == [] and len(server.requests) == 5
+
+    def test_an_image_is_encoded_once(self, judge, monkeypatch):
+        encoded = []
+        original = judge._encode
+        monkeypatch.setattr(judge, "_encode", lambda sources: (encoded.append(len(sources)), original(sources))[1])
+        judge.score_images([PAIR[0], PAIR[1], PAIR[0]], [QUESTION, QUESTION, "Like?"])
+        assert encoded == [2]
+
+    @pytest.mark.parametrize(
+        ("images", "prompts", "message"),
+        [
+            (PAIR[0], QUESTION, "`images` is Image, not a list of images"),
+            (list(PAIR), [QUESTION], "1 questions for 2 images"),
+            (list(PAIR), [QUESTION, "A <|image_pad|>?"], r"`prompts\[1\]` has '<\|image_pad\|>'"),
+            ([PAIR[0], "/nowhere.png"], QUESTION, r"^Image 1 cannot be read \(/nowhere.png\): FileNotFoundError"),
+        ],
+    )
+    def test_what_is_no_question_is_not_sent(self, server, judge, images, prompts, message):
+        with pytest.raises(ValueError, match=message):
+            judge.score_images(images, prompts)
+        assert server.requests == []
 
 
 class TestLoad:

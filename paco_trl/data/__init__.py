@@ -29,6 +29,8 @@ from .questions import (
     edit_consistency_question,
     edit_following_question,
     plain_question,
+    shows_question,
+    t2is_bench_question,
     theme_question,
 )
 from .rankings import check_ranking_columns, load_consistency_rank, rankings_to_pairs
@@ -66,8 +68,10 @@ __all__ = [
     "parse_image_set_prompt",
     "plain_question",
     "rankings_to_pairs",
+    "shows_question",
     "split_grid",
     "swap_pairs",
+    "t2is_bench_question",
     "theme_question",
     "validate_pairs",
 ]

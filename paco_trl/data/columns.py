@@ -2,6 +2,7 @@
 """What the checks of datasets share."""
 
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 
@@ -103,3 +104,17 @@ def list_lengths(dataset: "Dataset", column: str) -> "np.ndarray":
     lengths = pc.fill_null(pc.list_value_length(dataset.data.column(column)), -1).to_numpy()
     # `select`, `shuffle` and `filter` leave the table alone and keep the numbers of the chosen rows
     return lengths if dataset._indices is None else lengths[dataset._indices.column(0).to_numpy()]
+
+
+def some_of(names: Sequence[str]) -> str:
+    """
+    List names for a message: ten of them at most.
+
+    Args:
+        names (`Sequence[str]`):
+            Names.
+
+    Returns:
+        `str`.
+    """
+    return f"{', '.join(names[:10])}{', ...' * (len(names) > 10)}"

@@ -152,11 +152,14 @@ def convert_gedit_bench(dataset: "Dataset", language: str | None = None) -> "Dat
             Language of the instructions to keep, `"en"` or `"cn"`. When left out, all.
 
     Returns:
-        [`~datasets.Dataset`]: the columns `id` (the key), `prompt`, `image`, `task_type` and `language`.
+        [`~datasets.Dataset`]: the columns `id` (the key), `prompt`, `image`, `task_type` and `language`, and where the
+        rows have `Intersection_exist`, `intersection` (bool): whether the row is in the subset of instructions that all
+        models of the benchmark's authors answered.
 
     Raises:
         TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If a column is missing, if an instruction is empty, or if no row is in this language.
+        ValueError: If a column is missing, if an instruction is empty, if no row is in this language, or if a value of
+            `Intersection_exist` is neither true nor false.
 
     Example:
 
@@ -189,11 +192,25 @@ def convert_gedit_bench(dataset: "Dataset", language: str | None = None) -> "Dat
         if language not in languages:
             raise ValueError(f"No instruction is in the language {language!r}, only in {sorted(set(languages))}.")
         dataset = dataset.select([row for row, value in enumerate(languages) if value == language])
+    subset = _intersection(dataset) if "Intersection_exist" in names else None
     dataset = dataset.select_columns(list(renamed)).rename_columns(
         {old: new for old, new in renamed.items() if old != new}
     )
+    if subset is not None:
+        dataset = dataset.add_column("intersection", subset)
     check_edit_columns(dataset)
     return dataset
+
+
+def _intersection(dataset: "Dataset") -> list[bool]:
+    values = list(dataset["Intersection_exist"])
+    for row, value in enumerate(values):
+        if value not in (True, False):  # also 1 and 0
+            raise ValueError(
+                f"`Intersection_exist` of row {row} is {shorten(value)}, but must be true or false. Correct it, or remove "
+                'the column: `dataset.remove_columns("Intersection_exist")`.'
+            )
+    return [bool(value) for value in values]
 
 
 def convert_sharegpt_4o_image(

@@ -286,6 +286,9 @@ def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "criteria": _criteria_list(row.get("criteria")),
         "height": row["height"],
         "width": row["width"],
+        "category": row.get("category"),
+        "subcategory": row.get("task_name"),
+        "case_id": row.get("original_idx"),
     }
 
 
@@ -293,7 +296,8 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
     """
     Convert raw T2IS rows to image-set prompts.
 
-    The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height` and `width`; the
+    The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`,
+    `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`, the id of the case in T2IS-Bench); the
     other T2IS columns are left out.
 
     `criteria` becomes a list of `{"dimension", "name", "text"}`, for a single row as for a dataset. The raw form,
@@ -304,7 +308,7 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
     Args:
         row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
             One raw row, or a dataset of them with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
-            `theme` and `criteria`.
+            `theme`, `criteria`, `category`, `task_name` and `original_idx`.
 
     Returns:
         `dict` or [`~datasets.Dataset`]: the converted row or dataset.
@@ -329,6 +333,9 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
             "criteria": List({name: Value("string") for name in ("dimension", "name", "text")}),
             "height": Value("int64"),
             "width": Value("int64"),
+            "category": Value("string"),
+            "subcategory": Value("string"),
+            "case_id": Value("string"),
         }
     )
     return row_or_dataset.map(

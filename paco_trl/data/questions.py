@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions of the pairwise judge, in the exact words that the published weights were trained on.
+"""The questions of the pairwise judge, in the exact words of the published weights' training, and those of benchmarks.
 
 P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation all take them from here.
 The strings are those of the paper (https://arxiv.org/abs/2512.04784) and of the published model, data and evaluation,
@@ -117,3 +117,41 @@ def plain_question() -> str:
         `str`: the question.
     """
     return f"Do {_CONSISTENCY}"
+
+
+def t2is_bench_question(criterion: str) -> str:
+    """
+    Ask whether two images meet one criterion, in the words of T2IS-Bench's own evaluation.
+
+    They are not those of [`criterion_question`], which the published weights were trained on.
+
+    Args:
+        criterion (`str`):
+            Text of the criterion. It is inserted as it is.
+
+    Returns:
+        `str`: the question.
+
+    Raises:
+        ValueError: If `criterion` is empty or no text.
+    """
+    return f"Do images meet the following criteria? {_filled('criterion', criterion)} Please answer Yes or No."
+
+
+def shows_question(text: str) -> str:
+    """
+    Ask whether an image shows what a text says.
+
+    The default question of [VQAScore](https://huggingface.co/papers/2404.01291), about one image.
+
+    Args:
+        text (`str`):
+            Text. It is inserted as it is.
+
+    Returns:
+        `str`: the question.
+
+    Raises:
+        ValueError: If `text` is empty or no text.
+    """
+    return f'Does this figure show "{_filled("text", text)}"? Please answer yes or no.'

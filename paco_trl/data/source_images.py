@@ -180,6 +180,19 @@ class SourceImages:
             for image in self._images(row)
         ]
 
+    def files(self, row: int) -> list[Path | None]:
+        """
+        Give the files of the images of a row.
+
+        Args:
+            row (`int`):
+                Number of the row.
+
+        Returns:
+            `list[Path | None]`: paths as they are stored; `None` for an image that the dataset has as bytes.
+        """
+        return [None if _has_bytes(image) else Path(_path_of(image)) for image in self._images(row)]
+
     def load(self, row: int) -> list["Image.Image"]:
         """
         Decode the images of a row.

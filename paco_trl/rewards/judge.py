@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a judge is: something that answers questions about pairs of images."""
 
+from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,8 @@ from PIL import Image
 # An image in one of the forms that a judge takes
 ImageSource = Image.Image | str | Path | bytes
 ImagePair = tuple[ImageSource, ImageSource]
+# What one question is about: a pair, or one image
+ImageGroup = ImagePair | tuple[ImageSource]
 
 
 class JudgeUnavailableError(RuntimeError):
@@ -62,3 +65,62 @@ class Judge(Protocol):
             JudgeUnavailableError: the judge cannot be asked at all.
         """
         ...
+
+
+def image_key(image: ImageSource) -> Hashable:
+    """What makes two images the same without looking at them: the object, or the name."""
+    return str(image) if isinstance(image, (str, Path)) else id(image)
+
+
+def name_image(group: ImageGroup, place: int, index: int) -> str:
+    """An image of a question, for errors: `Second image of pair 3`, or `Image 3` if the question is about one."""
+    return f"Image {index}" if len(group) == 1 else f"{('First', 'Second')[place]} image of pair {index}"
+
+
+def single_images(images: list[ImageSource]) -> list[tuple[ImageSource]]:
+    """
+    Groups of one image, for questions about single images.
+
+    Args:
+        images (`list`):
+            Images.
+
+    Returns:
+        `list[tuple]`.
+
+    Raises:
+        ValueError: It is no list, but one image or path, for example.
+    """
+    if not isinstance(images, (list, tuple)):
+        raise ValueError(
+            f"`images` is {type(images).__name__}, not a list of images. `score_images` takes several, "
+            "`[image, other, ...]`; for one there is `[image]`."
+        )
+    return [(image,) for image in images]
+
+
+def one_question_each(prompts: str | list[str], count: int, what: str) -> list[str]:
+    """
+    A question for each of several things.
+
+    Args:
+        prompts (`str` or `list[str]`):
+            Question for each, or one for all.
+        count (`int`):
+            Number of things.
+        what (`str`):
+            What they are, in the plural, for the error.
+
+    Returns:
+        `list[str]`.
+
+    Raises:
+        ValueError: There is another number of questions.
+    """
+    if isinstance(prompts, str):
+        return [prompts] * count
+    if len(prompts) != count:
+        raise ValueError(
+            f"{len(prompts)} questions for {count} {what}: `prompts` must be one text for all, or one for each."
+        )
+    return list(prompts)

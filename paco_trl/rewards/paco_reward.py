@@ -22,11 +22,12 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
+from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of
 from ..utils.names import public_name
 from .decision import decision_direction, decision_token_ids, scales_logits
-from .judge import ImagePair, ImageSource
-from .prefix_sharing import share_prefixes
+from .judge import ImageGroup, ImagePair, ImageSource, image_key, name_image, one_question_each, single_images
+from .prefix_sharing import order_for_sharing, share_prefixes
 
 
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -45,7 +46,8 @@ class PaCoReward:
 
     One forward pass scores a batch of pairs; nothing is generated. With a model of the Qwen2-VL or Qwen2.5-VL family,
     each image is encoded by the vision tower once in a call of [`~PaCoReward.score`], in however many pairs it is, and
-    pairs of a batch with the same first image share what the language model computes for it.
+    questions of a batch about the same images, or the same first image, share what the language model computes for
+    them.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -55,7 +57,7 @@ class PaCoReward:
         name (`str`, *optional*):
             Name for reports. If `None`, the model's.
         batch_size (`int`, *optional*, defaults to `8`):
-            Pairs of a forward pass.
+            Questions of a forward pass.
         system_prompt (`str`, *optional*):
             System turn in front of each question, for a judge that was trained with one. If `None`, what the chat
             template puts there, as the published judges have it.
@@ -90,8 +92,8 @@ class PaCoReward:
         self.batch_size = batch_size
         self.system_prompt = system_prompt
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
-        # For these an image is one tensor of features, so that it can be encoded once and pairs can share what they
-        # begin with. For others pairs go through processor and model whole: same scores, more work.
+        # For these an image is one tensor of features, so that it can be encoded once and questions can share what they
+        # begin with. For others they go through processor and model whole: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
         self._hidden_state: torch.Tensor | None = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
@@ -119,7 +121,7 @@ class PaCoReward:
             dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
                 Dtype of the model; `"auto"` is that of its files.
             batch_size (`int`, *optional*, defaults to `8`):
-                Pairs of a forward pass.
+                Questions of a forward pass.
             system_prompt (`str`, *optional*):
                 System turn in front of each question.
             trust_remote_code (`bool`, *optional*, defaults to `False`):
@@ -136,20 +138,10 @@ class PaCoReward:
                 fit the model it names; a tokenizer in which Yes or No is not one token.
         """
         model = os.fspath(model)
+        # Before gigabytes are read: a tokenizer without Yes and No is of no use
+        processor = cls.load_processor(model, trust_remote_code, **kwargs)
         hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        is_adapter = find_adapter_config_file(model, **hub_kwargs) is not None
-        base, base_kwargs = model, kwargs
-        if is_adapter:
-            config = PeftConfig.from_pretrained(model, **hub_kwargs)
-            base = config.base_model_name_or_path
-            if not base:
-                raise ValueError(
-                    f"The adapter {model!r} does not name the model below it: `base_model_name_or_path` in its "
-                    "adapter_config.json is empty. Put the model's Hub id or folder there."
-                )
-            base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-            if config.revision is not None:
-                base_kwargs["revision"] = config.revision
+        base, base_kwargs, is_adapter = _below_adapter(model, kwargs)
         # A judge is not trained: a live ZeRO-3 configuration would leave it empty
         with without_zero3_init():
             network, info = AutoModelForImageTextToText.from_pretrained(
@@ -163,15 +155,38 @@ class PaCoReward:
             _check_loading(base, info)
             if is_adapter:
                 network = load_judge_adapter(network, model, **hub_kwargs)
-        processor_source, processor_kwargs = model, hub_kwargs
-        if is_adapter and not has_processor(model, **hub_kwargs):
-            processor_source = base
-            processor_kwargs = {name: value for name, value in base_kwargs.items() if name in _HUB_ARGUMENTS}
-        processor = AutoProcessor.from_pretrained(
-            processor_source, trust_remote_code=trust_remote_code, **processor_kwargs
-        )
         network.to(device if device is not None else PartialState().device)
         return cls(network, processor, model, batch_size, system_prompt)
+
+    @staticmethod
+    def load_processor(model: str | Path, trust_remote_code: bool = False, **kwargs) -> ProcessorMixin:
+        """
+        Loads the processor of a judge and checks its tokenizer, without the weights.
+
+        Args:
+            model (`str` or `Path`), trust_remote_code (`bool`, *optional*, defaults to `False`), **kwargs:
+                As of [`~PaCoReward.from_pretrained`].
+
+        Returns:
+            [`~transformers.ProcessorMixin`]: that of the adapter if it has one, else that of the model below it.
+
+        Raises:
+            ValueError: An adapter that names no model, or a tokenizer in which Yes or No is not one token.
+        """
+        model = os.fspath(model)
+        hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        base, base_kwargs, is_adapter = _below_adapter(model, kwargs)
+        if is_adapter and not has_processor(model, **hub_kwargs):
+            model = base
+            hub_kwargs = {name: value for name, value in base_kwargs.items() if name in _HUB_ARGUMENTS}
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **hub_kwargs)
+        decision_token_ids(processor.tokenizer)
+        return processor
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of a sample of the weights: tells the judge from another one of the same name."""
+        return weights_fingerprint(self.model)
 
     @property
     def model_name(self) -> str:
@@ -217,11 +232,36 @@ class PaCoReward:
         prompts = self._check(images, prompts)
         pairs = [tuple(pair) for pair in images]
         if not symmetric:
-            return self._score(pairs, prompts, show_progress)
+            return self._score(pairs, prompts, "pair", show_progress)
         # Both orders of a pair beside one another, so that their images can be let go of
         pairs = [order for first, second in pairs for order in ((first, second), (second, first))]
-        scores = self._score(pairs, [prompt for prompt in prompts for _ in range(2)], show_progress)
+        scores = self._score(pairs, [prompt for prompt in prompts for _ in range(2)], "pair", show_progress)
         return [(forward + backward) / 2 for forward, backward in zip(scores[::2], scores[1::2], strict=True)]
+
+    def score_images(
+        self, images: list[ImageSource], prompts: str | list[str], show_progress: bool = False
+    ) -> list[float]:
+        """
+        Scores questions about one image each, such as whether it shows what a text says.
+
+        An image of several questions (the same object, or the same path or URL) is encoded once.
+
+        Args:
+            images (`list`):
+                Image of each question: a PIL image, a path, a URL, or the bytes of an image file.
+            prompts (`str` or `list[str]`):
+                Question for each image, or one for all. See [`~paco_trl.data.shows_question`].
+            show_progress (`bool`, *optional*, defaults to `False`):
+                Whether to show a progress bar.
+
+        Returns:
+            `list[float]`: P(Yes) / (P(Yes) + P(No)) of each question.
+
+        Raises:
+            ValueError: An image that cannot be read, not one question an image, or a score that is not finite.
+        """
+        groups = single_images(images)
+        return self._score(groups, self._check_prompts(prompts, len(groups), "images"), "image", show_progress)
 
     def score_sets(
         self,
@@ -250,7 +290,7 @@ class PaCoReward:
         Raises:
             ValueError: As [`~PaCoReward.score`], and for a set of fewer than two images.
         """
-        prompts = _one_each(prompts, len(image_sets), "sets")
+        prompts = one_question_each(prompts, len(image_sets), "sets")
         for index, images in enumerate(image_sets):
             if not isinstance(images, (list, tuple)):
                 raise ValueError(
@@ -287,9 +327,9 @@ class PaCoReward:
         answers = []
         for batch in batches:
             loaded = [
-                load_image(image, patch_size_of(self.processor), f"{place} image of pair {index}")
+                load_image(image, patch_size_of(self.processor), name_image(pairs[index], place, index))
                 for index in batch
-                for place, image in zip(("First", "Second"), pairs[index], strict=True)
+                for place, image in enumerate(pairs[index])
             ]
             inputs = self._inputs([prompts[index] for index in batch], loaded)
             # The published generation configs sample and penalise repetitions; an explanation should explain the score
@@ -310,7 +350,10 @@ class PaCoReward:
                     f"`images[{index}]` is {what}, not a pair. `score` takes pairs, `[(first, second), ...]`; for sets "
                     "of more images there is `score_sets`."
                 )
-        prompts = _one_each(prompts, len(images), "pairs")
+        return self._check_prompts(prompts, len(images), "pairs")
+
+    def _check_prompts(self, prompts: str | list[str], count: int, what: str) -> list[str]:
+        prompts = one_question_each(prompts, count, what)
         control_tokens = find_control_tokens(self.processor)
         for index, prompt in enumerate(prompts):
             check_text(prompt, control_tokens, f"`prompts[{index}]`")
@@ -338,23 +381,23 @@ class PaCoReward:
         return torch.sigmoid(difference.cpu().double()).tolist()
 
     @torch.inference_mode()
-    def _score(self, pairs: list[ImagePair], prompts: list[str], show_progress: bool) -> list[float]:
-        # Pairs of like length share a batch: padding is computed too
-        order = sorted(range(len(pairs)), key=lambda index: len(prompts[index]))
+    def _score(self, groups: list[ImageGroup], prompts: list[str], noun: str, show_progress: bool) -> list[float]:
+        keys = [tuple(image_key(image) for image in group) for group in groups]
+        order = order_for_sharing(keys, prompts)
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        images = _Images(self, pairs, batches)
-        scores: list[float | None] = [None] * len(pairs)
-        progress = tqdm(total=len(pairs), desc="Scoring pairs", unit="pair", disable=not show_progress)
+        images = _Images(self, groups, batches)
+        scores: list[float | None] = [None] * len(groups)
+        progress = tqdm(total=len(groups), desc=f"Scoring {noun}s", unit=noun, disable=not show_progress)
         # A surrounding autocast would change the scores with the place they are computed in
         with progress, torch.autocast(self.device.type, enabled=False):
             for number, indices in enumerate(batches):
                 inputs = self._inputs([prompts[index] for index in indices], images.of_batch(number))
                 if self._takes_encoded_images:
-                    inputs = share_prefixes(self._network, inputs, [_key(pairs[index][0]) for index in indices])
+                    inputs = share_prefixes(self._network, inputs, [keys[index] for index in indices])
                 for index, probability in zip(indices, self._probabilities(inputs), strict=True):
                     if math.isnan(probability):
                         raise ValueError(
-                            f"The score of pair {index} is not a number: the weights of {self.name!r} are not finite, "
+                            f"The score of {noun} {index} is not a number: the weights of {self.name!r} are not finite, "
                             f"or overflow in {self.model.dtype}. Use `dtype='float32'` or check the weights."
                         )
                     scores[index] = probability
@@ -365,10 +408,11 @@ class PaCoReward:
         """
         Inputs of the model, padded on the left, so that every row ends where the answer begins.
 
-        `images` are those of all pairs in order: encoded ones (features and patch grid) where the model takes them, as
-        [`_Images`] gives them, PIL images elsewhere.
+        `images` are those of all questions in order, in the same number for each: encoded ones (features and patch
+        grid) where the model takes them, as [`_Images`] gives them, PIL images elsewhere.
         """
-        content = [{"type": "image"}, {"type": "image"}]
+        count = len(images) // len(prompts)
+        content = [{"type": "image"}] * count
         system = []
         if self.system_prompt is not None:
             system = [{"role": "system", "content": [{"type": "text", "text": self.system_prompt}]}]
@@ -388,9 +432,11 @@ class PaCoReward:
             "return_tensors": "pt",
         }
         if isinstance(images[0], Image.Image):
-            return self.processor(text=texts, images=images, **text_kwargs).to(self.device)
+            # Of each text: some processors have to know which are whose
+            groups = [images[start : start + count] for start in range(0, len(images), count)]
+            return self.processor(text=texts, images=groups, **text_kwargs).to(self.device)
 
-        grids = torch.stack([grid for _, grid in images])  # (2 B, 3)
+        grids = torch.stack([grid for _, grid in images])  # (images, 3)
         slots = [self.processor.replace_image_token({"image_grid_thw": grids}, slot) for slot in range(len(images))]
         texts, _ = self.processor.get_text_with_replacements(texts, slots)
         inputs = self.processor.tokenizer(texts, **text_kwargs)
@@ -412,25 +458,29 @@ class PaCoReward:
 class _Images:
     """The distinct images of a call: each is read, and encoded, when a batch first needs it, and kept until the last."""
 
-    def __init__(self, judge: PaCoReward, pairs: list[ImagePair], batches: list[list[int]]):
+    def __init__(self, judge: PaCoReward, groups: list[ImageGroup], batches: list[list[int]]):
         self.judge = judge
-        self.pairs = pairs
+        self.groups = groups
         self.batches = batches
         self.ready: dict = {}
         # Number of the last batch that needs an image
         self.last_use = {
-            _key(image): number for number, batch in enumerate(batches) for index in batch for image in pairs[index]
+            image_key(image): number
+            for number, batch in enumerate(batches)
+            for index in batch
+            for image in groups[index]
         }
 
     def of_batch(self, number: int) -> list:
         keys, missing = [], {}
         for index in self.batches[number]:
-            for place, image in zip(("First", "Second"), self.pairs[index], strict=True):
-                key = _key(image)
+            group = self.groups[index]
+            for place, image in enumerate(group):
+                key = image_key(image)
                 keys.append(key)
                 if key not in self.ready and key not in missing:
                     patch_size = patch_size_of(self.judge.processor)
-                    missing[key] = load_image(image, patch_size, f"{place} image of pair {index}")
+                    missing[key] = load_image(image, patch_size, name_image(group, place, index))
         if missing:
             images = list(missing.values())
             self.ready.update(
@@ -441,19 +491,22 @@ class _Images:
         return images
 
 
-def _key(image: ImageSource):
-    """What makes two images the same without looking at them: the object, or the name."""
-    return str(image) if isinstance(image, (str, Path)) else id(image)
-
-
-def _one_each(prompts: str | list[str], count: int, what: str) -> list[str]:
-    if isinstance(prompts, str):
-        return [prompts] * count
-    if len(prompts) != count:
+def _below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
+    """The model itself, or that below an adapter, with the arguments to load it, and whether it is below one."""
+    hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+    if find_adapter_config_file(model, **hub_kwargs) is None:
+        return model, kwargs, False
+    config = PeftConfig.from_pretrained(model, **hub_kwargs)
+    base = config.base_model_name_or_path
+    if not base:
         raise ValueError(
-            f"{len(prompts)} questions for {count} {what}: `prompts` must be one text for all, or one for each."
+            f"The adapter {model!r} does not name the model below it: `base_model_name_or_path` in its "
+            "adapter_config.json is empty. Put the model's Hub id or folder there."
         )
-    return list(prompts)
+    base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+    if config.revision is not None:
+        base_kwargs["revision"] = config.revision
+    return base, base_kwargs, True
 
 
 def _check_loading(model: str, info: dict) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs with the same first image begin alike: the language model reads that beginning once."""
+"""Questions about the same images begin alike: the language model reads that beginning once."""
 
 from collections.abc import Hashable
+from itertools import accumulate
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -9,66 +10,117 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
-def share_prefixes(model: PreTrainedModel, inputs: dict, firsts: list[Hashable]) -> dict:
+def order_for_sharing(images: list[tuple[Hashable, ...]], prompts: list[str]) -> list[int]:
     """
-    Runs the language model over the beginning of the rows, up to the end of the first image, once for each beginning.
+    Orders questions so that those which begin with the same images are neighbours, and those of like length besides.
+
+    Questions about different images are sorted by their lengths, because padding is computed too. Those with the same
+    first image stand together at the length of their longest, and among them those with the same second image.
+
+    Args:
+        images (`list[tuple]`):
+            For each question what identifies its images.
+        prompts (`list[str]`):
+            Questions.
+
+    Returns:
+        `list[int]`: indices of the questions. Those for which nothing else decides keep their order.
+    """
+    beginnings = [[keys[: level + 1] for level in range(len(keys))] for keys in images]
+    longest: dict[tuple, int] = {}
+    earliest: dict[tuple, int] = {}
+    for index, prompt in enumerate(prompts):
+        for beginning in beginnings[index]:
+            longest[beginning] = max(longest.get(beginning, 0), len(prompt))
+            earliest.setdefault(beginning, index)
+
+    def place(index: int) -> list[tuple[int, int]]:
+        levels = [(longest[beginning], earliest[beginning]) for beginning in beginnings[index]]
+        return [*levels, (len(prompts[index]), index)]
+
+    return sorted(range(len(prompts)), key=place)
+
+
+def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hashable, ...]]) -> dict:
+    """
+    Runs the language model over the beginnings of the rows, up to the end of each image, once for each beginning.
 
     What a token becomes depends on the tokens before it alone, so that rows which begin alike share this part of the
     work: keys and values of the beginning are computed once and stand in the cache of all rows it belongs to. The six
-    pairs of a 2x2 grid have three first images.
+    pairs of a 2x2 grid have three first images; ten questions about each are sixty rows with six beginnings up to the
+    end of the second image, and three up to that of the first.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Model of the Qwen2-VL or Qwen2.5-VL family, without an adapter's wrapper.
         inputs (`dict`):
-            Inputs for B pairs on the CPU, padded on the left, with encoded images on the model's device.
-        firsts (`list`):
-            For each row what identifies its first image.
+            Inputs for B rows on the CPU, padded on the left, with encoded images on the model's device.
+        images (`list[tuple]`):
+            For each row what identifies its images, in the same number in all rows.
 
     Returns:
-        `dict`: inputs on the model's device: of the rest of the rows, with the cache of their beginnings, or the whole
-        when no two rows begin alike.
+        `dict`: inputs of the model, on its device, for what no two rows share, with the cache of their beginnings: the
+        whole rows, without a cache, when no two begin alike.
     """
-    features = inputs["mm_encoder_outputs"]["image"].pooler_output  # first and second image of each row in turn
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    starts = mask.argmax(dim=1).tolist()  # behind the padding
-    first_images = (inputs["mm_token_type_ids"] == 1).int().argmax(dim=1).tolist()
-    ends = [start + len(image) for start, image in zip(first_images, features[::2], strict=True)]
-    # A chat template may put something that is the row's own in front of the image
-    beginnings = [
-        (first, tuple(row[start:end].tolist()))
-        for first, row, start, end in zip(firsts, ids, starts, ends, strict=True)
-    ]
-    distinct = list(dict.fromkeys(beginnings))
-    tensors = {name: value.to(model.device) for name, value in inputs.items() if torch.is_tensor(value)}
-    if len(distinct) == len(beginnings):
-        return {**inputs, **tensors}
-    owner = torch.tensor([distinct.index(beginning) for beginning in beginnings])  # (B,)
-    rows = [beginnings.index(beginning) for beginning in distinct]  # a row for each beginning
+    count = len(images[0])
+    features = inputs["mm_encoder_outputs"]["image"].pooler_output  # of the images of each row in turn
+    features = [features[start : start + count] for start in range(0, len(features), count)]
     positions, _ = model.model.get_rope_index(
         ids, inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"], attention_mask=mask
     )  # (3, B, T)
+    starts = mask.argmax(dim=1).tolist()  # behind the padding
+    image_ends = [
+        _image_ends(types, encoded) for types, encoded in zip(inputs["mm_token_type_ids"], features, strict=True)
+    ]
+    # Where rows can be cut: behind each image, and at their end
+    cuts = [*zip(*image_ends, strict=True), [ids.shape[1]] * len(ids)]
+    # What a row shares with others up to each cut. A chat template may put something that is the row's own in front of
+    # an image; up to the end each row is its own.
+    beginnings: list[list[Hashable]] = [
+        [
+            (keys[: level + 1], tuple(row[start:end].tolist()))
+            for keys, row, start, end in zip(images, ids, starts, cuts[level], strict=True)
+        ]
+        for level in range(count)
+    ] + [list(range(len(ids)))]
 
-    def cut(spans: list[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
-        parts = {
-            "input_ids": _left_padded([ids[row, start:end] for row, start, end in spans]),
-            "attention_mask": _left_padded([mask[row, start:end] for row, start, end in spans]),
+    num_seen = 0  # images that have been read
+    cache = owner = past_mask = None
+    for level, (ends, labels) in enumerate(zip(cuts, beginnings, strict=True)):
+        distinct = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        if level < count and len(distinct) == len(set(beginnings[level + 1])):
+            continue  # the same rows share the next part too
+        rows = [labels.index(label) for label in distinct]  # a row for each beginning
+        part = {
+            "input_ids": _left_padded([ids[row, starts[row] : ends[row]] for row in rows]),
+            "attention_mask": _left_padded([mask[row, starts[row] : ends[row]] for row in rows]),
+            "position_ids": _left_padded([positions[:, row, starts[row] : ends[row]].T for row in rows]).permute(
+                2, 0, 1
+            ),
         }
-        position_ids = _left_padded([positions[:, row, start:end].T for row, start, end in spans])  # (rows, length, 3)
-        return {**parts, "position_ids": position_ids.permute(2, 0, 1)}
+        if cache is not None:
+            kept = owner[rows]
+            cache.batch_select_indices(kept.to(model.device))
+            part["attention_mask"] = torch.cat([past_mask[kept], part["attention_mask"]], dim=1)
+        past_mask = part["attention_mask"]
+        part = {name: tensor.to(model.device) for name, tensor in part.items()}
+        if cache is not None:
+            part["past_key_values"] = cache
+        encoded = [image for row in rows for image in features[row][num_seen : level + 1]]
+        if encoded:
+            part["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=tuple(encoded))}
+        if level < count:
+            cache = model.model(**part, use_cache=True).past_key_values
+            owner = torch.tensor([distinct[label] for label in labels])  # (B,)
+            starts, num_seen = ends, level + 1
+    return part
 
-    def encoded(images) -> dict[str, BaseModelOutputWithPooling]:
-        return {"image": BaseModelOutputWithPooling(pooler_output=tuple(images))}
 
-    beginning = cut([(row, starts[row], ends[row]) for row in rows])
-    rest = cut([(row, end, ids.shape[1]) for row, end in enumerate(ends)])
-    rest["attention_mask"] = torch.cat([beginning["attention_mask"][owner], rest["attention_mask"]], dim=1)
-    beginning, rest = ({name: tensor.to(model.device) for name, tensor in part.items()} for part in (beginning, rest))
-    cache = model.model(
-        **beginning, mm_encoder_outputs=encoded(features[2 * row] for row in rows), use_cache=True
-    ).past_key_values
-    cache.batch_select_indices(owner.to(model.device))
-    return {**rest, "mm_encoder_outputs": encoded(features[1::2]), "past_key_values": cache}
+def _image_ends(token_types: torch.Tensor, encoded: list[torch.Tensor]) -> list[int]:
+    """Positions behind the last token of each image of a row."""
+    places = (token_types == 1).nonzero().flatten().tolist()
+    return [places[total - 1] + 1 for total in accumulate(len(image) for image in encoded)]
 
 
 def _left_padded(sequences: list[torch.Tensor]) -> torch.Tensor:

@@ -26,7 +26,17 @@ from ..utils.addresses import is_loopback
 from ..utils.images import check_text, load_image
 from ..utils.names import public_name
 from .decision import yes_probability
-from .judge import Answer, ImagePair, ImageSource, JudgeUnavailableError
+from .judge import (
+    Answer,
+    ImageGroup,
+    ImagePair,
+    ImageSource,
+    JudgeUnavailableError,
+    image_key,
+    name_image,
+    one_question_each,
+    single_images,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -201,6 +211,26 @@ class ServedJudge:
         """
         return [answer.score for answer in self._run(self._answer(images, prompts, symmetric))]
 
+    def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
+        """
+        Scores questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does.
+
+        Args:
+            images (`list`):
+                Image of each question: a PIL image, a path, a URL, or the bytes of an image file.
+            prompts (`str` or `list[str]`):
+                Question for each image, or one for all.
+
+        Returns:
+            `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each question, `None` where there is no answer; a warning
+            has the reasons.
+
+        Raises:
+            ValueError: An image that cannot be read, or not one question an image.
+            JudgeUnavailableError: As in [`~ServedJudge.score`].
+        """
+        return [answer.score for answer in self._run(self._answer_images(images, prompts))]
+
     async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
         """
         As [`~ServedJudge.score`], for a running event loop, and with the reasons for what has no score.
@@ -291,6 +321,11 @@ class ServedJudge:
             answers = [_mean(*orders) for orders in zip(answers[::2], answers[1::2], strict=True)]
         return answers
 
+    async def _answer_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[Answer]:
+        groups = single_images(images)
+        prompts = _check_prompts(prompts, len(groups), "images")
+        return await self._ask_all(groups, prompts, {"max_tokens": 1}, _read_score)
+
     async def _explain(
         self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int
     ) -> list[str | None]:
@@ -299,17 +334,17 @@ class ServedJudge:
             answer.score for answer in await self._ask_all(pairs, prompts, {"max_tokens": max_new_tokens}, _read_text)
         ]
 
-    async def _ask_all(self, pairs: list[ImagePair], prompts: list[str], length: dict, read) -> list[Answer]:
-        # An image is encoded once, in however many pairs it is
+    async def _ask_all(self, groups: list[ImageGroup], prompts: list[str], length: dict, read) -> list[Answer]:
+        # An image is encoded once, in however many questions it is
         sources = {
-            _key(image): (image, f"{place} image of pair {index}")
-            for index, pair in reversed(list(enumerate(pairs)))
-            for image, place in zip(pair, ("First", "Second"), strict=True)
+            image_key(image): (image, name_image(group, place, index))
+            for index, group in reversed(list(enumerate(groups)))
+            for place, image in enumerate(group)
         }
         encoded = await asyncio.to_thread(self._encode, sources)
         bodies = (
-            self._body(encoded[_key(first)], encoded[_key(second)], prompt) | length
-            for (first, second), prompt in zip(pairs, prompts, strict=True)
+            self._body([encoded[image_key(image)] for image in group], prompt) | length
+            for group, prompt in zip(groups, prompts, strict=True)
         )
         try:
             # When one finds the judge unavailable, the others are cancelled
@@ -437,9 +472,9 @@ class ServedJudge:
 
     # ---- Requests and answers ----
 
-    def _body(self, first: str, second: str, prompt: str) -> dict:
+    def _body(self, urls: list[str], prompt: str) -> dict:
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        content = [{"type": "image_url", "image_url": {"url": url}} for url in (first, second)]
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         return {
             "model": self.model,
             "messages": [*system, {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
@@ -452,7 +487,7 @@ class ServedJudge:
     def _test_body(self) -> dict:
         images = {colour: (Image.new("RGB", (112, 112), colour), "A test image") for colour in ("white", "black")}
         encoded = self._encode(images)
-        return self._body(encoded["white"], encoded["black"], plain_question())
+        return self._body([encoded["white"], encoded["black"]], plain_question())
 
     def _encode(self, sources: dict[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
         """Images as data URLs, with the pixels that a judge in the process would see."""
@@ -491,18 +526,14 @@ def _check_pairs(images: list[ImagePair], prompts: str | list[str]) -> tuple[lis
             raise ValueError(
                 f"`images[{index}]` is {what}, not a pair. A judge takes pairs, `[(first, second), ...]`."
             )
-    prompts = [prompts] * len(images) if isinstance(prompts, str) else list(prompts)
-    if len(prompts) != len(images):
-        raise ValueError(
-            f"{len(prompts)} questions for {len(images)} pairs: `prompts` must be one text for all, or one for each."
-        )
+    return [tuple(pair) for pair in images], _check_prompts(prompts, len(images), "pairs")
+
+
+def _check_prompts(prompts: str | list[str], count: int, what: str) -> list[str]:
+    prompts = one_question_each(prompts, count, what)
     for index, prompt in enumerate(prompts):
         check_text(prompt, _CONTROL_TOKEN.findall(prompt), f"`prompts[{index}]`")
-    return [tuple(pair) for pair in images], prompts
-
-
-def _key(image: ImageSource) -> Any:
-    return str(image) if isinstance(image, (str, os.PathLike)) else id(image)
+    return prompts
 
 
 def _top_tokens(completion: ChatCompletion) -> dict[str, float] | None:

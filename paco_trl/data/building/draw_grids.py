@@ -5,7 +5,7 @@ import inspect
 import io
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,7 +153,6 @@ def draw_grids(
             panels; the pipeline takes no prompt, size or seeds. Afterwards: an image has another size than asked for.
     """
     from accelerate import PartialState
-    from accelerate.utils import gather_object
 
     ids = _check_ids(prompts)
     seeds = _check_seeds(seeds)
@@ -167,30 +166,73 @@ def draw_grids(
     paths = [{(row, seed): _path(folder, ids[row], seed) for row in b.rows for seed in b.seeds} for b in batches]
     texts = prompts.with_format(None).select_columns("prompt")[:]["prompt"]
 
+    def read(number: int, place: tuple[int, int]) -> "Image | None":
+        return read_picture(paths[number][place], (batches[number].width, batches[number].height))
+
+    def draw(number: int) -> dict[tuple[int, int], "Image"]:
+        return _draw(pipeline, texts, ids, batches[number], call_arguments)
+
+    flat = draw_missing(paths, read, draw, "Drawing grids")
+
+    dataset = _make_dataset(prompts, ids, seeds, folder)
+    if state.is_main_process:
+        flat_ids = [f"{ids[row]}/{seed}" for row, seed in sorted(flat, key=lambda f: (f[0], seeds.index(f[1])))]
+        warn_of_flat(flat_ids, len(dataset), "grids")
+        _finish(dataset, prompts, seeds, sizes, flat_ids, folder)
+    state.wait_for_everyone()
+    return dataset
+
+
+def draw_missing(
+    calls: Sequence[Mapping[Any, Path]],
+    read: Callable[[int, Any], "Image | None"],
+    draw: Callable[[int], Mapping[Any, "Image"]],
+    description: str,
+) -> list[Any]:
+    """
+    Make the calls of a pipeline whose pictures are not all on the disk, dealt out to the processes in turn.
+
+    Args:
+        calls (`Sequence[Mapping[Any, Path]]`):
+            For each call the files that come of it, by what they show (`place`). The same on every process; a call's
+            pictures do not depend on other calls.
+        read (`Callable`):
+            Number of a call and a place -> the picture, `None` if it is to be drawn.
+        draw (`Callable`):
+            Number of a call -> its pictures, by place. Those that are there already are not written again.
+        description (`str`):
+            What the progress bar says.
+
+    Returns:
+        `list`: the places whose pictures are one flat colour; the same on every process, in no order.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
     # Each process reads its share of what is there. All of them then deal out the same list of calls
+    state = PartialState()
     flat, missing = [], []
-    for number in range(state.process_index, len(batches), state.num_processes):
-        batch = batches[number]
-        for place, path in paths[number].items():
-            image = _read(path, batch.height, batch.width)
+    for number in range(state.process_index, len(calls), state.num_processes):
+        for place in calls[number]:
+            image = read(number, place)
             if image is None:
                 missing.append((number, place))
-            elif _is_flat(image):
+            elif is_flat(image):
                 flat.append(place)
     missing = sorted(gather_object(missing))
-    places_of: dict[int, list[tuple[int, int]]] = {}
+    places_of: dict[int, list[Any]] = {}
     for number, place in missing:
         places_of.setdefault(number, []).append(place)
 
-    waiting = [paths[number][place] for number, place in missing]
-    total = len(ids) * len(seeds)
+    waiting = [calls[number][place] for number, place in missing]
+    total = sum(map(len, calls))
     is_quiet = not state.is_main_process
-    with tqdm(total=total, initial=total - len(waiting), desc="Drawing grids", unit="image", disable=is_quiet) as bar:
+    with tqdm(total=total, initial=total - len(waiting), desc=description, unit="image", disable=is_quiet) as bar:
         for number in list(places_of)[state.process_index :: state.num_processes]:
-            images = _draw(pipeline, texts, ids, batches[number], call_arguments)
+            images = draw(number)
             for place in places_of[number]:
-                write_atomically(paths[number][place], _to_png(images[place]))
-                if _is_flat(images[place]):
+                write_atomically(calls[number][place], to_png(images[place]))
+                if is_flat(images[place]):
                     flat.append(place)
             if not is_quiet:  # what other processes drew counts too
                 still = [path for path in waiting if not path.exists()]
@@ -198,19 +240,90 @@ def draw_grids(
                 waiting = still
         flat = gather_object(flat)  # all processes are done
         bar.update(len(waiting))
+    return flat
 
-    dataset = _make_dataset(prompts, ids, seeds, folder)
-    if state.is_main_process:
-        flat_ids = [f"{ids[row]}/{seed}" for row, seed in sorted(flat, key=lambda f: (f[0], seeds.index(f[1])))]
-        if flat_ids:
-            logger.warning(
-                f"{len(flat_ids)} of {total} grids are one flat colour, as a safety checker or numbers that are not "
-                f"finite (try another `dtype`) leave them: {', '.join(flat_ids[:20])}{', ...' * (len(flat_ids) > 20)}. "
-                "Leave their prompts out, or draw them with another seed."
-            )
-        _finish(dataset, prompts, seeds, sizes, flat_ids, folder)
-    state.wait_for_everyone()
-    return dataset
+
+def warn_of_flat(names: list[str], total: int, what: str) -> None:
+    """
+    Warn of pictures that are one flat colour, if there are any.
+
+    Args:
+        names (`list[str]`):
+            Their names.
+        total (`int`):
+            Number of all pictures.
+        what (`str`):
+            What they are, in the plural.
+    """
+    if names:
+        logger.warning(
+            f"{len(names)} of {total} {what} are one flat colour, as a safety checker or numbers that are not finite "
+            f"(try another `dtype`) leave them: {', '.join(names[:20])}{', ...' * (len(names) > 20)}. Leave their "
+            "prompts out, or draw them with another seed."
+        )
+
+
+def read_picture(path: Path, size: tuple[int, int] | None = None) -> "Image | None":
+    """
+    Read a picture if it is there and whole. A file that is something else is removed, so that it is drawn again.
+
+    Args:
+        path (`Path`):
+            The file.
+        size (`tuple[int, int]`, *optional*):
+            Width and height that it must have. Any when left out.
+
+    Returns:
+        `PIL.Image.Image` or `None`: the picture, with its pixels.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            if size is not None and image.size != size:
+                width, height = size
+                raise ValueError(f"it has {image.height}x{image.width} pixels instead of {height}x{width}")
+            return image
+    except FileNotFoundError:
+        return None
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises the first two
+        logger.warning(f"{path} cannot be used ({error}): it is drawn again.")
+        path.unlink()
+        return None
+
+
+def to_png(image: "Image") -> bytes:
+    """
+    Encode a picture.
+
+    Args:
+        image (`PIL.Image.Image`):
+            The picture.
+
+    Returns:
+        `bytes`: a PNG.
+    """
+    buffer = io.BytesIO()
+    # For pictures of this kind three times as fast as the default, and as small
+    image.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
+    return buffer.getvalue()
+
+
+def is_flat(image: "Image") -> bool:
+    """
+    Tell whether a picture is one flat colour.
+
+    Args:
+        image (`PIL.Image.Image`):
+            The picture.
+
+    Returns:
+        `bool`.
+    """
+    extrema = image.getextrema()
+    bands = extrema if isinstance(extrema[0], tuple) else [extrema]
+    return all(low == high for low, high in bands)
 
 
 def _check_ids(prompts: "Dataset") -> list[str]:
@@ -296,24 +409,6 @@ def _path(folder: StageFolder, prompt_id: str, seed: int) -> Path:
     return folder.images / file_name(prompt_id) / f"{seed}.png"
 
 
-def _read(path: Path, height: int, width: int) -> "Image | None":
-    """Read an image if it is there and whole. A file that is something else is removed, so that it is drawn again."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            image.load()
-            if image.size != (width, height):
-                raise ValueError(f"it has {image.height}x{image.width} pixels instead of {height}x{width}")
-            return image
-    except FileNotFoundError:
-        return None
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises the first two
-        logger.warning(f"{path} cannot be used ({error}): it is drawn again.")
-        path.unlink()
-        return None
-
-
 def _draw(
     pipeline: "DiffusionPipeline",
     texts: list[str],
@@ -351,19 +446,6 @@ def _draw(
                 "places. Ask for a size that the pipeline draws as it is."
             )
     return dict(zip(places, images, strict=True))
-
-
-def _to_png(image: "Image") -> bytes:
-    buffer = io.BytesIO()
-    # For pictures of this kind three times as fast as the default, and as small
-    image.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
-    return buffer.getvalue()
-
-
-def _is_flat(image: "Image") -> bool:
-    extrema = image.getextrema()
-    bands = extrema if isinstance(extrema[0], tuple) else [extrema]
-    return all(low == high for low, high in bands)
 
 
 def _make_dataset(prompts: "Dataset", ids: list[str], seeds: list[int], folder: StageFolder) -> "Dataset":
