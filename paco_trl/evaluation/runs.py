@@ -117,7 +117,8 @@ class ResultFile:
     """
     The finished part of a run: a header that says whose results they are, then one JSON line per record.
 
-    A run that finds its own file goes on where it ended. A half-written last line, which a kill leaves, is dropped.
+    A run that finds its own file goes on where it ended. A half-written last line, which a kill leaves, is dropped. A
+    record with `incomplete` that is true may be followed by another one of the same key, which takes its place.
 
     Args:
         path (`str` or `Path`, *optional*):
@@ -178,7 +179,7 @@ class ResultFile:
                 ) from error
             if number == 1:
                 self._check_header(record, header)
-            elif record[self.key] in self.records:
+            elif record[self.key] in self.records and not self.records[record[self.key]].get("incomplete"):
                 raise ValueError(
                     f"Line {number} of {self.path} has the {self.key} {record[self.key]!r} of an earlier line: two "
                     "runs wrote to the file at the same time. Delete it, and run one at a time."

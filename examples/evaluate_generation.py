@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+# /// script
+# dependencies = ["paco_trl"]
+# ///
+"""
+Evaluates image models on T2IS-Bench or GEdit-Bench: the untouched model and the tuned one, drawn and scored alike.
+
+    accelerate launch examples/evaluate_generation.py draw --dataset_name t2is.jsonl --output_dir evaluation/base
+    accelerate launch examples/evaluate_generation.py draw --dataset_name t2is.jsonl --output_dir evaluation/tuned \
+        --adapter user/paco-flux
+    accelerate launch examples/evaluate_generation.py score --dataset_name t2is.jsonl --output_dir evaluation/base \
+        --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it
+    accelerate launch examples/evaluate_generation.py score --dataset_name t2is.jsonl --output_dir evaluation/tuned \
+        --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it
+    python examples/evaluate_generation.py report --dataset_name t2is.jsonl --base evaluation/base \
+        --tuned evaluation/tuned --train_dataset_name user/my-prompts
+
+`python examples/evaluate_generation.py <step> --help` lists the options of a step, which a YAML file can give as well
+(`--config file.yaml`). Each step goes on where it was stopped. Pictures that somebody else made are scored with
+`--images folder`.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from rich.console import Console
+from rich.markup import escape
+from trl import TrlParser
+
+from paco_trl.commands.evaluation_arguments import DrawArguments, ReportArguments, ScoreArguments
+from paco_trl.data import load_edit_prompts, load_image_set_prompts
+from paco_trl.data.building import ChatEndpoint, StageFolder, digest, draw_grids
+from paco_trl.data.building.stage_folder import write_atomically
+from paco_trl.evaluation import (
+    AestheticScorer,
+    System,
+    adapter_weights_digest,
+    add_results_to_card,
+    check_card,
+    draw_edits,
+    edit_keys,
+    find_drawn_sets,
+    find_edits,
+    find_image_sets,
+    find_leaks,
+    gedit_results,
+    load_system,
+    load_t2is_bench,
+    print_report,
+    save_generation_report,
+    score_aesthetics,
+    score_alignment,
+    score_consistency,
+    score_duplicates,
+    score_edits,
+    sole_writer,
+    t2is_results,
+    write_panel_files,
+)
+from paco_trl.utils.names import public_name
+
+
+BENCHMARKS = ("t2is", "gedit")
+DTYPES = ("bfloat16", "float16", "float32")
+# Options of `score` that only one of the benchmarks has
+T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
+T2IS_ONLY += ("batch_size", "trust_remote_code")
+GEDIT_ONLY = ("semantic_prompt", "quality_prompt")
+CALL = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
+
+
+def load_benchmark(args) -> Dataset:
+    if args.benchmark not in BENCHMARKS:
+        raise ValueError(f"`--benchmark` is {args.benchmark!r}, but must be one of {', '.join(BENCHMARKS)}.")
+    if args.dataset_name is None:
+        raise ValueError("`--dataset_name` is missing: the prompts of the benchmark.")
+    if args.benchmark == "t2is":
+        return load_t2is_bench(args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None))
+    return load_edit_prompts(args.dataset_name, args.dataset_split)
+
+
+def digest_of(benchmark: Dataset) -> str:
+    columns = ("id", "language", "prompt", "rows", "cols", "height", "width")
+    return digest(benchmark.select_columns([name for name in columns if name in benchmark.column_names])[:])
+
+
+def settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
+    """How the pictures in the folder of a system were drawn; `None` for those that somebody else made."""
+    file = Path(folder) / "settings.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    if settings is not None and settings["prompts"] != digest_of(benchmark):
+        raise ValueError(
+            f"The pictures in {folder} were drawn with other prompts than those of `--dataset_name` now. Give the same "
+            "ones, or draw anew into another folder."
+        )
+    return settings
+
+
+################
+# 1. Draw
+################
+def draw(args: DrawArguments) -> None:
+    if args.dtype not in DTYPES:
+        raise ValueError(f"`--dtype` is {args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+    if args.benchmark == "gedit" and (len(args.seeds) > 1 or args.panel_files):
+        raise ValueError("`--benchmark gedit` takes one of `--seeds`, and no `--panel_files`: an edit has no panels.")
+    if args.panel_files and len(args.seeds) > 1:
+        raise ValueError(
+            f"`--panel_files` takes one of `--seeds`, not {len(args.seeds)}: their names have no place for it."
+        )
+    if args.num_inference_steps is not None and args.num_inference_steps < 1:
+        raise ValueError(f"`--num_inference_steps` is {args.num_inference_steps}, but must be at least 1.")
+    benchmark = load_benchmark(args)
+    call = {name: getattr(args, name) for name in CALL if getattr(args, name) is not None}
+    names = ("benchmark", "model", "adapter", "dtype", "seeds", "batch_size", "height", "width")
+    settings = {name: getattr(args, name) for name in names} | call | {"prompts": digest_of(benchmark)}
+    if args.adapter is not None:
+        settings["adapter_weights"] = adapter_weights_digest(args.adapter)
+    with sole_writer(args.output_dir, "pictures"):
+        folder = StageFolder(args.output_dir, settings)
+        pipeline = load_system(args.model, getattr(torch, args.dtype), args.adapter)
+        if args.benchmark == "gedit":
+            size = {name: getattr(args, name) for name in ("height", "width") if getattr(args, name) is not None}
+            draw_edits(pipeline, benchmark, folder, args.seeds[0], **call, **size)
+        else:
+            draw_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, args.height, args.width, **call)
+        if PartialState().is_main_process:
+            if args.panel_files:
+                found = find_drawn_sets(folder.images, benchmark, args.seeds, args.height, args.width)
+                write_panel_files(found, benchmark, folder.path / "panels")
+            console = Console()
+            console.print(f"The pictures are in {escape(str(folder.images))}.")
+            console.print_json(json.dumps(folder.report, ensure_ascii=False))
+
+
+################
+# 2. Score
+################
+def pictures_of(args, folder: str, benchmark: Dataset, settings: dict | None, images: str | None):
+    """The pictures of a system: drawn here, or in a folder that somebody else made."""
+    if settings is None and images is None:
+        raise FileNotFoundError(
+            f"There are no pictures in {folder}. Run `draw` with this `--output_dir` first, or give the folder of pictures "
+            "that somebody else made as `--images`."
+        )
+    if args.benchmark == "gedit":
+        return find_edits(images or folder, benchmark)
+    if images is not None:
+        return find_image_sets(images, benchmark)
+    return find_drawn_sets(
+        Path(folder) / "images", benchmark, settings["seeds"], settings["height"], settings["width"]
+    )
+
+
+def load_judge(args: ScoreArguments, name: str, url: str | None):
+    if url is not None:
+        return served(args, name, url)
+    from paco_trl import PaCoReward
+
+    return PaCoReward.from_pretrained(
+        name,
+        device=args.device,
+        dtype=args.dtype,
+        batch_size=args.batch_size,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def served(args: ScoreArguments, name: str, url: str):
+    from paco_trl.rewards import ServedJudge
+
+    key = None if args.api_key_variable is None else os.environ[args.api_key_variable]
+    return ServedJudge(url, name, api_key=key, max_concurrency=args.max_concurrency)
+
+
+def check_options(args: ScoreArguments) -> None:
+    if args.missing not in ("error", "zero"):
+        raise ValueError(f"`--missing` is {args.missing!r}, but must be 'error' or 'zero'.")
+    if args.dtype not in ("auto", *DTYPES):
+        raise ValueError(f"`--dtype` is {args.dtype!r}, but must be auto or one of {', '.join(DTYPES)}.")
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    others = GEDIT_ONLY if args.benchmark == "t2is" else T2IS_ONLY
+    given = [f"`--{name}`" for name in others if getattr(args, name) != defaults[name]]
+    if given:
+        raise ValueError(f"{', '.join(given)} would do nothing with `--benchmark {args.benchmark}`. Leave it out.")
+    if args.alignment_model is not None and args.alignment_file is None:
+        raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
+    if args.api_key_variable is not None and not os.environ.get(args.api_key_variable):
+        raise ValueError(f"The environment variable {args.api_key_variable!r} (`--api_key_variable`) is not set.")
+
+
+def score(args: ScoreArguments) -> None:
+    check_options(args)
+    benchmark = load_benchmark(args)
+    settings = settings_of(args.output_dir, benchmark)
+    if settings is not None and args.images is not None:
+        raise ValueError(
+            f"{args.output_dir} has pictures that were drawn here. Give `--images` another `--output_dir`."
+        )
+    found = pictures_of(args, args.output_dir, benchmark, settings, args.images)
+    if args.missing == "error":
+        found.check_complete()
+    if args.images is not None:
+        remember_images(args)
+    if args.benchmark == "gedit":
+        score_gedit(args, benchmark, found)
+    else:
+        score_t2is(args, benchmark, found)
+
+
+def remember_images(args: ScoreArguments) -> None:
+    """Write down whose pictures the scores of a folder are of, for the report."""
+    images, file = Path(args.images).absolute(), Path(args.output_dir) / "system.json"
+    known = (
+        json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"images": str(images), "name": images.name}
+    )
+    if known["images"] != str(images):
+        raise ValueError(
+            f"{args.output_dir} has scores of the pictures in {known['images']}. Give those in {images} another "
+            "`--output_dir`."
+        )
+    if PartialState().is_main_process:
+        system = {**known, "name": args.name or known["name"]}
+        write_atomically(file, json.dumps(system, indent=2) + "\n")
+
+
+def score_t2is(args: ScoreArguments, benchmark: Dataset, found) -> None:
+    # One model at a time, and one that is asked for both things once
+    work: dict[tuple[str, str | None], list] = {}
+    if args.alignment_model is not None:
+        work.setdefault((args.alignment_model, args.alignment_url), []).append(score_alignment)
+    for name in args.judges or []:
+        work.setdefault((name, args.judge_url), []).append(score_consistency)
+    # What is wrong with the last one is to be known before the first is asked
+    for name, url in work:
+        if url is None:
+            from paco_trl import PaCoReward
+
+            PaCoReward.load_processor(name, args.trust_remote_code)
+        else:
+            served(args, name, url).check()
+    options = {"rescore_changed": args.rescore_changed}
+    score_duplicates(found, benchmark, args.output_dir, **options)
+    options["batch_size"] = 4 * args.batch_size
+    if args.aesthetics_head is not None:
+        scorer = AestheticScorer(args.aesthetics_head, args.clip_model, args.device, batch_size=args.batch_size)
+        score_aesthetics(scorer, found, benchmark, args.output_dir, **options)
+        del scorer
+        free_memory()
+    for (name, url), tasks in work.items():
+        judge = load_judge(args, name, url)
+        for task in tasks:
+            task(judge, found, benchmark, args.output_dir, **options)
+        del judge
+        free_memory()
+
+
+def free_memory() -> None:
+    gc.collect()  # a judge and its hook on the model refer to one another
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def score_gedit(args: ScoreArguments, benchmark: Dataset, found) -> None:
+    if args.judge_url is None or args.judges is None or len(args.judges) != 1:
+        raise ValueError(
+            f"`--judge_url` is {args.judge_url!r} and `--judges` {args.judges!r}: GEdit-Bench takes one judge on a server, "
+            "by its address and its name there."
+        )
+    endpoint = ChatEndpoint(args.judge_url, args.judges[0], args.api_key_variable, args.max_concurrency)
+    score_edits(
+        endpoint,
+        benchmark,
+        found,
+        args.output_dir,
+        semantic_prompt=args.semantic_prompt,
+        quality_prompt=args.quality_prompt,
+        rescore_changed=args.rescore_changed,
+    )
+
+
+################
+# 3. Report
+################
+def open_system(args: ReportArguments, folder: str, role: str, benchmark: Dataset) -> System:
+    settings, other = settings_of(folder, benchmark), Path(folder) / "system.json"
+    known = json.loads(other.read_text(encoding="utf-8")) if settings is None and other.exists() else {}
+    found = pictures_of(args, folder, benchmark, settings, known.get("images"))
+    if settings is None:
+        return System(role, known["name"], found, Path(folder), {})
+    shown = {
+        name: value for name, value in settings.items() if name not in ("prompts", "benchmark", "adapter_weights")
+    }
+    shown |= {name: public_name(shown[name]) for name in ("model", "adapter") if shown[name] is not None}
+    return System(role, shown["adapter"] or shown["model"], found, Path(folder), shown)
+
+
+def find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
+    if args.train_dataset_name is None:
+        return None
+    load = load_image_set_prompts if args.benchmark == "t2is" else load_edit_prompts
+    training = load(args.train_dataset_name, args.train_dataset_split)
+    prompts = [dataset.with_format(None)["prompt"][:] for dataset in (training, benchmark)]
+    # The same id in two languages is two edits
+    ids = benchmark["id"][:] if args.benchmark == "t2is" else edit_keys(benchmark)
+    return {"dataset": public_name(args.train_dataset_name), **find_leaks(*prompts, ids)}
+
+
+def report(args: ReportArguments) -> None:
+    if not PartialState().is_main_process:
+        return
+    if args.card is not None:
+        if args.tuned is None:
+            raise ValueError("`--card` is for the adapter of a tuned system: give `--tuned` as well.")
+        check_card(args.card)
+    benchmark = load_benchmark(args)
+    folders = {"base": args.base, **({} if args.tuned is None else {"tuned": args.tuned})}
+    systems = [open_system(args, folder, role, benchmark) for role, folder in folders.items()]
+    adapters = [system.settings.get("adapter") for system in systems]
+    if len(systems) == 2 and adapters[0] is not None and systems[1].settings and adapters[1] is None:
+        raise ValueError(
+            f"`--base` {args.base} was drawn with the adapter {adapters[0]!r}, and `--tuned` {args.tuned} with none: they "
+            "are the wrong way around."
+        )
+    leakage, name = find_trained_on(args, benchmark), public_name(args.dataset_name)
+    if args.benchmark == "t2is":
+        results = t2is_results(benchmark, systems, args.missing, name, leakage)
+    else:
+        seed = systems[0].settings.get("seeds", [0])[0]
+        sources = Path(args.output_dir) / "sources"
+        results = gedit_results(benchmark, systems, args.missing, name, leakage, seed, sources)
+    paths = save_generation_report(results, args.output_dir, args.num_shown)
+    if args.card is not None:
+        paths["card"] = add_results_to_card(args.card, results)
+    console = Console()
+    print_report(results, console)
+    for what, path in paths.items():
+        console.print(f"{what}: {escape(str(path))}")
+
+
+STEPS = {
+    "draw": (DrawArguments, draw),
+    "score": (ScoreArguments, score),
+    "report": (ReportArguments, report),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:<7} {arguments.__doc__.split('Args:')[0].strip()}" for name, (arguments, _) in STEPS.items()]
+    return "\n".join([__doc__.strip(), "", "Steps:", *lines])
+
+
+def main(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if words[0] not in STEPS:
+        raise SystemExit(f"There is no step {words[0]!r}. It must be one of: {', '.join(STEPS)}.")
+    # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
+    PartialState(cpu=not torch.accelerator.is_available())
+    arguments, run = STEPS[words[0]]
+    parser = TrlParser([arguments], prog=f"evaluate_generation.py {words[0]}")
+    (args,) = parser.parse_args_and_config(args=words[1:])
+    run(args)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How people would rate a picture, predicted from its CLIP embedding."""
+
+import re
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+from transformers.utils import cached_file
+
+from ..rewards.clip import ClipEmbedder
+from ..utils.fingerprint import weights_fingerprint
+from ..utils.names import public_name
+
+
+class AestheticScorer:
+    """
+    An aesthetic predictor in the form of the [LAION ones](https://github.com/LAION-AI/aesthetic-predictor): linear
+    layers, one after the other, on the unit vector that CLIP gives for an image. Their ratings are from 1 to 10, and a
+    score is a tenth of a rating.
+
+    Which scorer T2IS-Bench and the PaCo-RL paper use is not published, so figures of this one are not comparable with
+    theirs; the paper's .41 to .57 are in the range of a tenth of a LAION rating.
+
+    Args:
+        head (`str` or `Path`):
+            Safetensors file of the linear layers, or Hub id or folder with one `model.safetensors`. Weights and biases
+            are taken in the order of the numbers in their names (`layers.0.weight`, `layers.2.weight`, ...). The
+            published files are pickles: convert them first.
+        clip_model (`str` or `Path`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
+            Hub id or folder of the CLIP that the head was trained on.
+        device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
+            As of [`ClipIScorer`].
+
+    Attributes:
+        name (`str`):
+            Name for reports: of the head and of the CLIP.
+
+    Raises:
+        ValueError: If the file is no safetensors, or its layers do not follow one another from the width of CLIP's
+            embedding to one number.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.evaluation import AestheticScorer
+
+    >>> AestheticScorer("aesthetic-head.safetensors").score_images([image])  # a list of one float
+    ```
+    """
+
+    def __init__(
+        self,
+        head: str | Path,
+        clip_model: str | Path = "openai/clip-vit-large-patch14",
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        batch_size: int = 32,
+    ):
+        path = Path(head)
+        if not path.is_file():
+            path = Path(cached_file(str(head), "model.safetensors"))
+        if path.suffix != ".safetensors":
+            raise ValueError(
+                f"The head {str(head)!r} is no safetensors file. Other formats are pickles, which can run code: load it "
+                "where you trust it, and save its weights with `safetensors.torch.save_file`."
+            )
+        self.clip = ClipEmbedder(clip_model, device=device, dtype=dtype, batch_size=batch_size)
+        self.head = _linear_layers(load_file(path), self.clip.model.config.projection_dim, str(head))
+        self.name = f"{public_name(str(head))} on {public_name(str(clip_model))}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of a sample of the weights: tells the scorer from another one of the same name."""
+        return weights_fingerprint(self.clip.model, self.head)
+
+    @torch.inference_mode()
+    def score_images(self, images: list[Image.Image]) -> list[float]:
+        """
+        Score images.
+
+        Args:
+            images (`list[PIL.Image.Image]`):
+                Images.
+
+        Returns:
+            `list[float]`: a tenth of the rating of each.
+
+        Raises:
+            ValueError: If an image cannot be converted to RGB.
+        """
+        if not images:
+            return []
+        embeds = self.clip.embed_images(images, [f"Image {number}" for number in range(len(images))])  # (N, D)
+        return (self.head(embeds.float().cpu()).squeeze(-1) / 10).tolist()
+
+
+def _linear_layers(weights: dict[str, torch.Tensor], width: int, where: str) -> nn.Sequential:
+    names = [name for name in weights if name.endswith(".weight") and weights[name].ndim == 2]
+    names.sort(key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    layers = []
+    for name in names:
+        rows, columns = weights[name].shape
+        if columns != width:
+            raise ValueError(
+                f"`{name}` of {where} takes {columns} numbers, but {width} come in: from CLIP's embedding, or from the "
+                "layer before. It is the head of another CLIP, or no sequence of linear layers."
+            )
+        layer = nn.Linear(columns, rows)
+        layer.weight.data = weights[name].float()
+        bias = weights.get(name.removesuffix("weight") + "bias")
+        layer.bias.data = torch.zeros(rows) if bias is None else bias.float()
+        layers.append(layer)
+        width = rows
+    if width != 1 or not layers:
+        raise ValueError(
+            f"The layers of {where} end in {width} numbers, not in one rating: {names or 'there are none'}."
+        )
+    return nn.Sequential(*layers).eval().requires_grad_(False)

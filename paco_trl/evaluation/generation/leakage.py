@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training prompts that occur in the benchmark: a gain on them is no gain."""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+
+# Chinese and Japanese put no blanks between words: each character of theirs counts as a word
+_CJK = "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # fmt: skip
+_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
+
+# Words of a shingle
+_WORDS = 5
+# Share of the shingles of the shorter text that the other must have. The nearest two of the 298 prompts of one half of
+# T2IS-Bench have 0.08; a prompt with every tenth word replaced keeps about 0.6 of its shingles, by (1 - 0.1) ** 5
+NEAR_DUPLICATE = 0.3
+# Shingles that two texts must share, as a run of 24 words does. What the same person writes about other things shares
+# set phrases: two of the prompts above have up to 13 ("four-panel images with a 2x2 grid layout portraying a ..."),
+# which is more than 0.3 of the first 40 words of one, and edit instructions up to 18 ("while keeping the ... unchanged")
+_MIN_SHARED = 20
+# Below this number of words texts are too short for that. From it on, one with every tenth word replaced, which leaves
+# five of ten shingles, has 20 to share
+_SHORT = 44
+# Of two texts, the shorter of which is short: share of the words of both that are the same, in the same order ...
+_SAME = 0.9
+# ... and of the words of the shorter one. "Change the background to a city" and "... to a beach" differ in one word:
+# where one is replaced a short instruction is another one, where one is added it seldom is
+_KEPT = 0.95
+# Words that a text can have for each word of another if `_SAME` of both are the same, at the least
+_SHORTEST = _SAME / (2 - _SAME)
+
+
+def normalized(text: str) -> str:
+    """
+    Give a text without what does not make it another one: case, punctuation, white space, and the forms of characters.
+
+    Args:
+        text (`str`):
+            Text.
+
+    Returns:
+        `str`: its words, with one blank between them. Each Chinese or Japanese character is a word.
+
+    Example:
+
+    ```python
+    >>> normalized("A  Fox, in\\nspring!")
+    'a fox in spring'
+    ```
+    """
+    return " ".join(_words(text))
+
+
+def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[str]) -> dict[str, Any]:
+    """
+    Find prompts of a benchmark that were trained on, word for word or nearly.
+
+    Two texts are near-duplicates if the shorter one has at least 0.3 of its sequences of five words in the other, and
+    at least 20 of them; and if the shorter one has fewer than 44 words, also if at least 0.95 of its words are in the
+    other, in the same order, and they make up at least 0.9 of the words of both. Chinese and Japanese characters count
+    as words.
+
+    Args:
+        training (`Sequence[str]`):
+            Training prompts.
+        benchmark (`Sequence[str]`):
+            Prompts of the benchmark.
+        ids (`Sequence[str]`):
+            Their ids, each of which is of one prompt.
+
+    Returns:
+        `dict[str, Any]`: `num_training_prompts`; `exact` and `near`, a list of `id`, `training_row`, `text` (of the
+        training prompt, shortened), and for `near` the `similarity` (the first or the last of the shares above): for
+        each prompt of the benchmark the training prompt that is nearest.
+    """
+    texts = [_words(text) for text in training]
+    rows_of: dict[str, int] = {}
+    with_shingle: dict[tuple[str, ...], list[int]] = {}
+    with_word: dict[str, list[int]] = {}
+    for row, words in enumerate(texts):
+        if rows_of.setdefault(" ".join(words), row) != row:
+            continue
+        for word in set(words) if len(words) < _SHORT / _SHORTEST else ():
+            with_word.setdefault(word, []).append(row)
+        for shingle in _shingles(words):
+            with_shingle.setdefault(shingle, []).append(row)
+    exact, near = [], []
+    for name, text in zip(ids, benchmark, strict=True):
+        words = _words(text)
+        row = rows_of.get(" ".join(words))
+        if row is not None:
+            exact.append({"id": name, "training_row": row, "text": _shown(training[row])})
+            continue
+        similarities = _by_shingles(words, texts, with_shingle)
+        for row, similarity in _by_order(words, texts, with_word).items():
+            similarities[row] = max(similarity, similarities.get(row, 0.0))
+        row = max(similarities, key=similarities.__getitem__, default=None)
+        if row is not None:
+            found = {"id": name, "training_row": row, "text": _shown(training[row])}
+            near.append({**found, "similarity": similarities[row]})
+    return {"num_training_prompts": len(training), "exact": exact, "near": near}
+
+
+def _by_shingles(
+    words: list[str], texts: list[list[str]], with_shingle: dict[tuple[str, ...], list[int]]
+) -> dict[int, float]:
+    """The texts that share enough sequences of words with another, by row, with their similarity."""
+    own, shared = _shingles(words), {}
+    for shingle in own:
+        for row in with_shingle.get(shingle, []):
+            shared[row] = shared.get(row, 0) + 1
+    similarities = {
+        row: count / min(len(own), len(_shingles(texts[row]))) for row, count in shared.items() if count >= _MIN_SHARED
+    }
+    return {row: similarity for row, similarity in similarities.items() if similarity >= NEAR_DUPLICATE}
+
+
+def _by_order(words: list[str], texts: list[list[str]], with_word: dict[str, list[int]]) -> dict[int, float]:
+    """The texts that have nearly the same words as another in the same order, where one is short."""
+    own, similarities = set(words), {}
+    # What lacks all of this many words and one more lacks too much. Of the rarest, since few texts have them
+    lacking = int(len(words) * (1 - _SHORTEST))
+    rarest = sorted(own, key=lambda word: len(with_word.get(word, ())))[: lacking + 1]
+    for row in {row for word in rarest for row in with_word.get(word, ())}:
+        shorter, both = min(len(words), len(texts[row])), len(words) + len(texts[row])
+        least = max(_SAME * both / 2, _KEPT * shorter)
+        if shorter >= _SHORT or len(words) - len(own.difference(texts[row])) < least:  # the most that can be the same
+            continue
+        blocks = SequenceMatcher(None, words, texts[row], autojunk=False).get_matching_blocks()
+        same = sum(block.size for block in blocks)
+        if same >= least:
+            similarities[row] = 2 * same / both
+    return similarities
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def _shingles(words: list[str]) -> set[tuple[str, ...]]:
+    return {tuple(words[start : start + _WORDS]) for start in range(len(words) - _WORDS + 1)}
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 200 else text[:199] + "…"

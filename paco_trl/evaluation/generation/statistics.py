@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means over prompts with their intervals, of one system and of the difference of two."""
+
+import math
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy.stats import DegenerateDataWarning, bootstrap
+
+
+# What has a value: a tuple that begins with the id of the prompt, such as (prompt id, seed) or (prompt id, seed, panel)
+Unit = tuple[Hashable, ...]
+Values = Mapping[Unit, float]
+
+
+def cell(
+    parts: Sequence[Values],
+    weights: Sequence[float] | None = None,
+    strata: Mapping[Unit, Hashable] | None = None,
+) -> dict[str, Any]:
+    """
+    The mean of each part over its units, their weighted sum, and its 95 % bootstrap interval over prompts.
+
+    Prompts are drawn with replacement, with all their units, and the same ones for all parts: the values of one prompt
+    are not independent. A unit counts as much as any other of its part (of its stratum).
+
+    Args:
+        parts (`Sequence[Values]`):
+            Values of one or more metrics by unit; NaN where undefined.
+        weights (`Sequence[float]`, *optional*):
+            Weight of each part. If `None`, their mean.
+        strata (`Mapping`, *optional*):
+            Unit -> stratum: the mean of a part is then the mean of the strata's means. A stratum that a draw does not
+            contain is left out of the mean of that draw.
+
+    Returns:
+        `dict[str, Any]`: `mean`, `None` if a part has no value; `interval`, of two `None` where there is none, as with
+        the values of one prompt; `count`, the units of the first part that have values.
+
+    Example:
+
+    ```python
+    >>> cell([{("a", 0): 0.0, ("b", 0): 1.0}])["mean"]
+    0.5
+    ```
+    """
+    weights = [1 / len(parts)] * len(parts) if weights is None else list(weights)
+    prompts = list(dict.fromkeys(unit[0] for values in parts for unit in values))
+    labels = [""] if strata is None else list(dict.fromkeys(strata[unit] for values in parts for unit in values))
+    place_of = {prompt: place for place, prompt in enumerate(prompts)}
+    number_of = {label: number for number, label in enumerate(labels)}
+    shape = (len(parts), len(labels), len(prompts))
+    sums, counts = np.zeros(shape), np.zeros(shape)
+    for part, values in enumerate(parts):
+        for unit, value in values.items():
+            if not math.isnan(value):
+                where = part, 0 if strata is None else number_of[strata[unit]], place_of[unit[0]]
+                sums[where] += value
+                counts[where] += 1
+    count = int(counts[0].sum()) if parts else 0
+    if not parts or not counts.any(axis=(1, 2)).all():
+        return {"mean": None, "interval": [None, None], "count": count}
+
+    def statistic(*drawn: np.ndarray, axis: int) -> np.ndarray:
+        # Sums of all parts and strata over the drawn prompts, then their counts
+        totals = np.stack(drawn).sum(axis=axis)
+        half = len(parts) * len(labels)
+        with np.errstate(invalid="ignore"):  # 0 / 0 of a stratum that was not drawn
+            means = (totals[:half] / totals[half:]).reshape(len(parts), len(labels), *totals.shape[1:])
+        present = ~np.isnan(means)
+        # Not `nanmean`, which warns of a draw without any value of a part
+        with np.errstate(invalid="ignore"):
+            of_parts = np.where(present, means, 0.0).sum(axis=1) / present.sum(axis=1)
+        return np.tensordot(weights, of_parts, axes=1)
+
+    flat = [*sums.reshape(-1, len(prompts)), *counts.reshape(-1, len(prompts))]
+    mean = float(statistic(*flat, axis=-1))
+    interval: list[float | None] = [None, None]
+    # How prompts differ cannot be told from one
+    if (counts.sum(axis=1) > 0).sum(axis=1).min() > 1:
+        with warnings.catch_warnings():
+            # Values that are all the same have an interval without width, which is what they should have
+            warnings.simplefilter("ignore", DegenerateDataWarning)
+            drawn = bootstrap(
+                flat,
+                statistic,
+                paired=True,
+                vectorized=True,
+                method="percentile",
+                n_resamples=2000,
+                batch=100,  # draws in memory at a time; the result does not depend on it
+                rng=np.random.default_rng(0),
+            ).bootstrap_distribution
+        # A draw may be without any value of a part, as when one of few prompts has it alone
+        low, high = np.nanpercentile(drawn, [2.5, 97.5])
+        interval = [float(low), float(high)]
+    return {"mean": mean, "interval": interval, "count": count}
+
+
+def difference(
+    first: Sequence[Values],
+    second: Sequence[Values],
+    weights: Sequence[float] | None = None,
+    strata: Mapping[Unit, Hashable] | None = None,
+) -> dict[str, Any]:
+    """
+    Paired difference of two systems, second minus first, over the units of which both have values.
+
+    Args:
+        first (`Sequence[Values]`), second (`Sequence[Values]`):
+            Values of the same metrics.
+        weights (`Sequence[float]`, *optional*), strata (`Mapping`, *optional*):
+            As of [`cell`].
+
+    Returns:
+        `dict[str, Any]`: as of [`cell`].
+    """
+    differences = [
+        {unit: after[unit] - value for unit, value in before.items() if unit in after}
+        for before, after in zip(first, second, strict=True)
+    ]
+    return cell(differences, weights, strata)
