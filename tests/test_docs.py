@@ -18,7 +18,7 @@ from datasets import Dataset
 from PIL import Image
 
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.commands import build_arguments
+from paco_trl.commands import build_arguments, evaluation_arguments
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import make_pair
 from paco_trl.rewards import ConsistencyReward, ServedJudge, panel_similarity_reward, redness_reward
@@ -46,6 +46,7 @@ SCRIPTS = {
     "train_reward.py": "PaCoRewardConfig",
     "evaluate_reward.py": None,
     "build_dataset.py": None,  # which options belong to which stage is tested in test_build_dataset.py
+    "evaluate_generation.py": None,  # and to which step in test_evaluate_generation.py
 }
 # What Trainer and its callbacks log themselves
 TRAINERS_KEYS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
@@ -356,8 +357,9 @@ def script_options(script: str) -> set[str]:
     """Options of an example itself."""
     if SCRIPTS[script] == "PaCoGRPOConfig":  # they share them with `paco-trl doctor`
         return {field.name for field in dataclasses.fields(ScriptArguments)}
-    if script == "build_dataset.py":
-        stages = [stage for stage in vars(build_arguments).values() if dataclasses.is_dataclass(stage)]
+    in_parts = {"build_dataset.py": build_arguments, "evaluate_generation.py": evaluation_arguments}
+    if script in in_parts:
+        stages = [stage for stage in vars(in_parts[script]).values() if dataclasses.is_dataclass(stage)]
         return {field.name for stage in stages for field in dataclasses.fields(stage)}
     tree = ast.parse((ROOT / "examples" / script).read_text(encoding="utf-8"))
     (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ScriptArguments"]

@@ -160,7 +160,7 @@ class TestLazyExports:
     def test_every_name_in_all_exists(self):
         import paco_trl.evaluation
 
-        assert len(paco_trl.evaluation.__all__) == 14
+        assert len(paco_trl.evaluation.__all__) == 48
         for name in paco_trl.evaluation.__all__:
             assert getattr(paco_trl.evaluation, name).__name__ == name
         with pytest.raises(AttributeError, match="no_such_metric"):

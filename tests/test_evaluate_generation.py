@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/evaluate_generation.py as users start it: tiny pipelines and judges draw, score and report."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from safetensors.torch import save_file
+
+from chat_server import ChatServer
+from paco_trl import PaCoReward
+from paco_trl.commands import evaluation_arguments
+from paco_trl.data import demo_prompts_path, split_grid, t2is_bench_question
+from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
+
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "evaluate_generation.py"
+CRITERIA = {
+    "Identity": {"face": "The same person is in all images.", "coat": "The coat has the same colour."},
+    "Style": {"paint": "All images are painted alike."},
+    "Logic": {"order": "The images follow one another."},
+}
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script as a module: starting a process for every check would take minutes."""
+    spec = importlib.util.spec_from_file_location("evaluate_generation", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["evaluate_generation"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_adapter(folder: Path, pipeline: str, seed: int) -> Path:
+    """A LoRA that changes something, with a card."""
+    from diffusers import DiffusionPipeline
+    from peft import LoraConfig, get_peft_model
+
+    transformer = DiffusionPipeline.from_pretrained(pipeline).transformer
+    torch.manual_seed(seed)
+    model = get_peft_model(transformer, LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_v", "to_out.0"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.peft_config["default"].base_model_name_or_path = str(pipeline)
+    model.save_pretrained(folder)
+    (folder / "README.md").write_text(
+        "---\nlicense: apache-2.0\ntags:\n- paco-trl\n---\n\n# My adapter\n\nIt was trained.\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory, tiny_flux, tiny_qwen):
+    """Prompts with criteria, an alignment file, an adapter and a head for aesthetics."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    rows = [json.loads(line) for line in demo_prompts_path().read_text().splitlines()]
+    rows = [row for row in rows if (row["rows"], row["cols"]) in ((2, 2), (1, 3))]
+    rows = rows[:3] + rows[-2:]
+    for number, row in enumerate(rows):
+        row["height"], row["width"] = 16 * row["rows"], 16 * row["cols"]
+        row["criteria"] = CRITERIA if number else {"Style": CRITERIA["Style"], "Logic": CRITERIA["Logic"]}
+        row["category"], row["subcategory"] = ("Story", "Process")[number % 2], f"kind {number}"
+    (folder / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = {"Entity": ["a woman"], "Attribute": ["a coat", "a rope"], "Relation": ["a woman on a ladder"]}
+    cases = {row["id"]: {str(place): texts for place in range(row["rows"] * row["cols"])} for row in rows}
+    (folder / "prompt_alignment.json").write_text(json.dumps(cases))
+    make_adapter(folder / "adapter", str(tiny_flux), 0)
+    build_tiny_clip(folder / "clip")
+    from transformers import CLIPConfig
+
+    width = CLIPConfig.from_pretrained(folder / "clip").projection_dim
+    torch.manual_seed(0)
+    head = {"layers.0.weight": torch.randn(8, width), "layers.0.bias": torch.zeros(8)}
+    head |= {"layers.2.weight": torch.randn(1, 8), "layers.2.bias": torch.tensor([5.0])}
+    save_file(head, folder / "head.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def options(workspace, tiny_flux, tiny_qwen):
+    """Words of the command line that the steps share."""
+    benchmark = ["--dataset_name", str(workspace / "bench.jsonl")]
+    alignment = ["--alignment_file", str(workspace / "prompt_alignment.json")]
+    drawing = [*benchmark, "--model", str(tiny_flux), "--dtype", "float32", "--num_inference_steps", "2"]
+    scoring = [*benchmark, *alignment, "--judges", str(tiny_qwen), "--alignment_model", str(tiny_qwen)]
+    scoring += ["--aesthetics_head", str(workspace / "head.safetensors"), "--clip_model", str(workspace / "clip")]
+    return {"draw": drawing, "score": [*scoring, "--device", "cpu"], "report": [*benchmark, *alignment]}
+
+
+@pytest.fixture(scope="module")
+def evaluated(script, workspace, options):
+    """A base model and a tuned one, drawn, scored and compared."""
+    base, tuned = str(workspace / "base"), str(workspace / "tuned")
+    script.main(["draw", *options["draw"], "--output_dir", base])
+    script.main(["draw", *options["draw"], "--output_dir", tuned, "--adapter", str(workspace / "adapter")])
+    for folder in (base, tuned):
+        script.main(["score", *options["score"], "--output_dir", folder])
+    words = ["--base", base, "--tuned", tuned, "--output_dir", str(workspace / "report")]
+    words += ["--train_dataset_name", str(demo_prompts_path()), "--card", str(workspace / "adapter")]
+    script.main(["report", *options["report"], *words])
+    return json.loads((workspace / "report" / "results.json").read_text())
+
+
+def means(results, system=0):
+    return {row["metric"]: row["cells"][system]["mean"] for row in results["tables"][0]["rows"]}
+
+
+class TestT2IS:
+    def test_the_adapter_draws_something_else_from_the_same_noise(self, evaluated, workspace):
+        for path in sorted((workspace / "base" / "images").rglob("*.png")):
+            other = workspace / "tuned" / "images" / path.relative_to(workspace / "base" / "images")
+            assert not np.array_equal(Image.open(path), Image.open(other))
+        assert [one["name"] for one in evaluated["systems"]] == ["tiny-flux", "adapter"]
+        assert evaluated["systems"][1]["settings"]["adapter"] == "adapter"
+
+    def test_the_figures_are_those_of_asking_one_by_one(self, evaluated, workspace, tiny_qwen):
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", batch_size=1)
+        rows = [json.loads(line) for line in (workspace / "bench.jsonl").read_text().splitlines()]
+        for system, folder in enumerate(("base", "tuned")):
+            scores = {"identity": [], "style": [], "logic": []}
+            for row in rows:
+                (path,) = (workspace / folder / "images" / row["id"]).glob("0.png")
+                # As the benchmark's script: each picture to 504 x 504, one question at a time
+                panels = [panel.resize((504, 504)) for panel in split_grid(Image.open(path), row["rows"], row["cols"])]
+                for dimension, texts in row["criteria"].items():
+                    asked = [
+                        judge.score([pair], t2is_bench_question(text))[0]
+                        for text in texts.values()
+                        for pair in combinations(panels, 2)
+                    ]
+                    scores[dimension.lower()].append(fmean(asked))
+            for dimension, of_sets in scores.items():
+                assert means(evaluated, system)[dimension] == pytest.approx(fmean(of_sets), abs=1e-5)
+        (identity,) = [row for row in evaluated["tables"][0]["rows"] if row["metric"] == "identity"]
+        assert identity["cells"][0]["count"] == 4  # one prompt has no identity
+
+    def test_everything_is_in_the_report(self, evaluated, workspace):
+        assert [row["metric"] for row in evaluated["tables"][0]["rows"]] == [
+            *("aesthetics", "entity", "attribute", "relation", "alignment"),
+            *("identity", "style", "logic", "consistency", "average", "duplicates"),
+        ]
+        assert all(row["difference"]["mean"] is not None for row in evaluated["tables"][0]["rows"])
+        # The prompts that were trained on are those of the benchmark
+        assert len(evaluated["leakage"]["exact"]) == evaluated["num_prompts"] == 5
+        page = (workspace / "report" / "report.html").read_text()
+        assert page.count("data:image/jpeg;base64,") >= 10
+        card = (workspace / "adapter" / "README.md").read_text()
+        assert "model-index:" in card and "license: apache-2.0" in card and "It was trained." in card
+        for text in (json.dumps(evaluated), page, card, (workspace / "report" / "results.md").read_text()):
+            assert str(workspace) not in text
+
+    def test_again_is_the_same(self, script, evaluated, workspace, options, monkeypatch):
+        def fail(*args, **kwargs):
+            raise AssertionError("a judge was asked again")
+
+        monkeypatch.setattr(PaCoReward, "score", fail)
+        monkeypatch.setattr(PaCoReward, "score_images", fail)
+        script.main(["score", *options["score"], "--output_dir", str(workspace / "base")])
+        with pytest.raises(AssertionError, match="asked again"):  # the guard works
+            script.main(
+                ["score", *options["score"], "--output_dir", str(workspace / "tuned"), "--judges", *anew(workspace)]
+            )
+
+    def test_the_wrong_way_around(self, script, evaluated, workspace, options, tmp_path):
+        words = ["--base", str(workspace / "tuned"), "--tuned", str(workspace / "base")]
+        with pytest.raises(ValueError, match="wrong way around"):
+            script.main(["report", *options["report"], *words, "--output_dir", str(tmp_path / "report")])
+
+    def test_a_later_judge_that_cannot_be_used_is_found_first(self, script, workspace, options, evaluated, tmp_path):
+        words = ["score", *options["score"], "--output_dir", str(workspace / "base"), "--judges"]
+        with pytest.raises(Exception, match="nowhere"):
+            script.main([*words, *anew(workspace), str(tmp_path / "nowhere")])
+        assert not list((workspace / "base" / "scores").glob("*other-judge*"))
+
+    def test_nothing_is_made_where_there_is_nothing(self, script, options, tmp_path):
+        with pytest.raises(FileNotFoundError, match="Run `draw`"):
+            script.main(["report", *options["report"], "--base", str(tmp_path / "typo")])
+        assert not (tmp_path / "typo").exists()
+
+    def test_an_adapter_that_has_changed(self, script, evaluated, workspace, options):
+        words = ["draw", *options["draw"], "--output_dir", str(workspace / "tuned"), "--adapter"]
+        script.main([*words, str(workspace / "adapter")])
+        weights = workspace / "adapter" / "adapter_model.safetensors"
+        before = weights.read_bytes()
+        try:
+            weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+            with pytest.raises(ValueError, match="begun with other settings: `adapter_weights`"):
+                script.main([*words, str(workspace / "adapter")])
+        finally:
+            weights.write_bytes(before)
+
+    def test_other_prompts_than_were_drawn(self, script, evaluated, workspace, options, tmp_path):
+        rows = [json.loads(line) for line in (workspace / "bench.jsonl").read_text().splitlines()]
+        rows[0]["prompt"] = rows[0]["prompt"].replace("woman", "man")
+        (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ["--dataset_name", str(tmp_path / "other.jsonl"), "--base", str(workspace / "base")]
+        with pytest.raises(ValueError, match="were drawn with other prompts"):
+            script.main(["report", *words, "--output_dir", str(tmp_path / "report")])
+
+    def test_pictures_that_somebody_else_made(self, script, workspace, options, tmp_path, evaluated):
+        words = ["draw", *options["draw"], "--output_dir", str(tmp_path / "drawn"), "--panel_files", "True"]
+        script.main(words)
+        pictures = tmp_path / "drawn" / "panels"
+        assert len(list(pictures.iterdir())) == 3 * 4 + 2 * 3
+        system = str(tmp_path / "system")
+        with pytest.raises(FileNotFoundError, match="Run `draw`"):
+            script.main(["score", *options["score"], "--output_dir", system])
+        script.main(
+            ["score", *options["score"], "--output_dir", system, "--images", str(pictures), "--name", "theirs"]
+        )
+        script.main(["report", *options["report"], "--base", system, "--output_dir", str(tmp_path / "report")])
+        results = json.loads((tmp_path / "report" / "results.json").read_text())
+        assert results["systems"][0]["name"] == "theirs" and results["leakage"] is None
+        # The same pictures, a file for each panel: the same figures
+        assert means(results) == pytest.approx(means(evaluated), abs=1e-6)
+        (pictures / sorted(path.name for path in pictures.iterdir())[0]).unlink()
+        with pytest.raises(ValueError, match="1 of 5 sets lack pictures"):
+            script.main(["score", *options["score"], "--output_dir", system, "--images", str(pictures)])
+        words = ["score", *options["score"], "--output_dir", system, "--images", str(workspace / "elsewhere")]
+        shutil.copytree(tmp_path / "drawn" / "panels", workspace / "elsewhere")
+        with pytest.raises(ValueError, match="has scores of the pictures in .*panels"):
+            script.main([*words, "--missing", "zero"])
+        assert json.loads((tmp_path / "system" / "system.json").read_text())["name"] == "theirs"
+
+    def test_another_size_than_that_of_the_rows(self, script, options, tmp_path):
+        words = ["--output_dir", str(tmp_path / "drawn"), "--height", "48", "--width", "48", "--panel_files", "True"]
+        script.main(["draw", *options["draw"], *words])
+        sizes = {Image.open(path).size for path in (tmp_path / "drawn" / "panels").iterdir()}
+        assert sizes == {(24, 24), (16, 48)}  # of 2x2 and of 1x3
+        script.main(["score", *options["score"], "--output_dir", str(tmp_path / "drawn")])
+        words = ["--base", str(tmp_path / "drawn"), "--output_dir", str(tmp_path / "report")]
+        script.main(["report", *options["report"], *words])
+        assert (tmp_path / "report" / "report.html").exists()
+
+    def test_two_seeds_and_one_seed_are_not_compared(self, script, workspace, options, tmp_path, evaluated):
+        folder = str(tmp_path / "two")
+        script.main(["draw", *options["draw"], "--output_dir", folder, "--seeds", "0", "1"])
+        script.main(["score", *options["score"], "--output_dir", folder])
+        words = ["--base", str(workspace / "base"), "--output_dir", str(tmp_path / "report"), "--tuned", folder]
+        with pytest.raises(ValueError, match="other prompts or seeds"):
+            script.main(["report", *options["report"], *words])
+        script.main(["report", *options["report"], "--base", folder, "--output_dir", str(tmp_path / "report")])
+        results = json.loads((tmp_path / "report" / "results.json").read_text())
+        assert results["seeds"] == [0, 1] and len(results["sets"]) == 10
+        one_seed = [entry for entry in results["sets"] if entry["key"].endswith("/0")]
+        before = [entry["scores"][0]["consistency"] for entry in evaluated["sets"]]
+        assert [entry["scores"][0]["consistency"] for entry in one_seed] == pytest.approx(before, abs=1e-5)
+
+
+def anew(workspace: Path) -> list[str]:
+    """The judge under another name, so that it has no scores yet."""
+    link = workspace / "other-judge"
+    if not link.exists():
+        link.symlink_to(next(workspace.parent.parent.rglob("tiny-qwen2.5-vl")))
+    return [str(link)]
+
+
+class TestGEdit:
+    @pytest.fixture(scope="class")
+    def edits(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("gedit")
+        rng = np.random.default_rng(0)
+        rows = {
+            "key": [f"k{number % 3}" for number in range(6)],
+            "task_type": [("color_alter", "style_change")[number % 2] for number in range(6)],
+            "instruction": [f"Paint it number {number}." for number in range(6)],
+            "instruction_language": ["en", "en", "en", "cn", "cn", "cn"],
+            "input_image_raw": [Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(6)],
+        }
+        features = Features(dict.fromkeys(rows, Value("string")) | {"input_image_raw": ImageFeature()})
+        Dataset.from_dict(rows, features=features).save_to_disk(str(folder / "bench"))
+        build_tiny_flux_kontext(folder / "kontext")
+        make_adapter(folder / "adapter", str(folder / "kontext"), 0)
+        return folder
+
+    def test_from_drawing_to_the_page(self, script, edits):
+        def say(body):
+            images = [part for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
+            scores = [8, 6] if len(images) == 2 else [9, 4]
+            return json.dumps({"reasoning": "It is so.", "score": scores})
+
+        benchmark = ["--benchmark", "gedit", "--dataset_name", str(edits / "bench")]
+        folders = {"base": [], "tuned": ["--adapter", str(edits / "adapter")]}
+        with ChatServer(say, models=["judge"]) as server:
+            for name, adapter in folders.items():
+                words = [*benchmark, "--output_dir", str(edits / name)]
+                drawing = ["--model", str(edits / "kontext"), "--dtype", "float32", "--num_inference_steps", "2"]
+                script.main(["draw", *words, *drawing, "--height", "32", "--width", "32", *adapter])
+                script.main(["score", *words, "--judges", "judge", "--judge_url", server.url])
+            assert len(server.requests) >= 2 * 6 * 2
+        words = ["--base", str(edits / "base"), "--tuned", str(edits / "tuned"), "--output_dir", str(edits / "report")]
+        script.main(["report", *benchmark, *words])  # without the server
+        results = json.loads((edits / "report" / "results.json").read_text())
+        assert {table["title"] for table in results["tables"]} >= {
+            "English: all instructions",
+            "Chinese: all instructions",
+        }
+        cells = {row["metric"]: row["cells"][0]["mean"] for row in results["tables"][0]["rows"]}
+        assert cells == pytest.approx({"semantic_consistency": 6.0, "perceptual_quality": 4.0, "overall": 24**0.5})
+        assert (edits / "report" / "report.html").read_text().count("data:image/jpeg;base64,") >= 6
+
+    def test_what_it_needs(self, script, edits):
+        benchmark = ["--benchmark", "gedit", "--dataset_name", str(edits / "bench")]
+        with pytest.raises(ValueError, match="one of `--seeds`"):
+            script.main(["draw", *benchmark, "--seeds", "0", "1"])
+        with pytest.raises(ValueError, match="takes one judge on a server"):
+            script.main(["score", *benchmark, "--output_dir", str(edits / "base"), "--judges", "a", "b"])
+
+
+class TestOptions:
+    ARGUMENTS = [thing for thing in vars(evaluation_arguments).values() if dataclasses.is_dataclass(thing)]
+
+    @pytest.mark.parametrize("arguments", ARGUMENTS)
+    def test_docstring_help_and_default_agree(self, arguments):
+        documented = re.findall(
+            r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):\n((?:            .+\n)+)",
+            arguments.__doc__,
+            flags=re.M,
+        )
+        fields = {field.name: field for field in dataclasses.fields(arguments)}
+        assert [name for name, *_ in documented] == list(fields)
+        for name, kind, default, text in documented:
+            field = fields[name]
+            assert " ".join(text.split()) == field.metadata["help"]
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            known = {"True": True, "False": False}
+            expected = known[default] if default in known else json.loads(default) if default else None
+            assert expected == value, name
+            declared = field.type if isinstance(field.type, str) else str(field.type).replace("<class '", "")
+            assert kind in declared.removesuffix("'>"), name
+
+    def test_documented_commands_are_understood(self, script):
+        """Each command line in the documentation has a step and options of this step."""
+        pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples/README.md"]
+        found = set()
+        for text in [page.read_text() for page in pages] + [script.__doc__]:
+            for line in text.replace("\\\n", " ").split("\n"):
+                words = line.split()
+                if "examples/evaluate_generation.py" in words:
+                    step, *rest = words[words.index("examples/evaluate_generation.py") + 1 :]
+                    if step.startswith("<"):
+                        continue
+                    found.add(step)
+                    names = {field.name for field in dataclasses.fields(script.STEPS[step][0])} | {"config"}
+                    for word in rest:
+                        assert not word.startswith("--") or word[2:] in names, f"{step} {word}"
+        assert found == set(script.STEPS)
+
+    @pytest.mark.parametrize(
+        "words, message",
+        [
+            (["draw", "--benchmark", "t3is"], "'t3is', but must be one of t2is, gedit"),
+            (["draw"], "`--dataset_name` is missing"),
+            (["draw", "--dtype", "int8"], "'int8', but must be one of"),
+            (["draw", "--num_inference_steps", "0"], "is 0, but must be at least 1"),
+            (["score", "--missing", "skip"], "'skip', but must be 'error' or 'zero'"),
+            (["score", "--dtype", "fp4"], "'fp4', but must be auto or one of"),
+            (["score", "--quality_prompt", "file"], "`--quality_prompt` would do nothing with `--benchmark t2is`"),
+            (["score", "--benchmark", "gedit", "--batch_size", "2"], "`--batch_size` would do nothing"),
+            (["score", "--alignment_model", "model"], "`--alignment_model` needs `--alignment_file`"),
+            (["score", "--api_key_variable", "NO_SUCH_VARIABLE"], "'NO_SUCH_VARIABLE' .* is not set"),
+            (["report", "--card", "adapter"], "`--card` is for the adapter of a tuned system"),
+            (["report", "--card", "nowhere", "--tuned", "tuned"], "There is no model card nowhere"),
+        ],
+    )
+    def test_wrong_options(self, script, words, message):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            script.main(words)
+
+    def test_unknown_step_and_usage(self, script, capsys):
+        with pytest.raises(SystemExit, match="There is no step 'print'"):
+            script.main(["print"])
+        script.main([])
+        assert "  score " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(script, evaluated, workspace, options, tmp_path):
+    """Two processes draw and score what one does, and one goes on where two were."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = tmp_path / "launch.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: true\nnum_processes: 2\n"
+        f"num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nmain_process_port: {port}\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    folder = tmp_path / "two"
+    report = tmp_path / "report"
+    for step, where in (
+        ("draw", ["--output_dir", str(folder)]),
+        ("score", ["--output_dir", str(folder)]),
+        ("report", ["--base", str(folder), "--output_dir", str(report)]),
+    ):
+        run = subprocess.run(
+            [*launch, str(SCRIPT), step, *options[step], *where],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+    parts = sorted(path.name for path in (folder / "scores").glob("consistency*.jsonl"))
+    assert len(parts) == 2  # both worked
+    # One goes on where two were: what the second had as its last is asked again
+    part, before = folder / "scores" / parts[1], (report / "results.json").read_text()
+    part.write_text("".join(line + "\n" for line in part.read_text().splitlines()[:-1]))
+    with pytest.raises(ValueError, match="1 of 5 sets have no scores"):
+        script.main(["report", *options["report"], "--base", str(folder), "--output_dir", str(report)])
+    script.main(["score", *options["score"], "--output_dir", str(folder)])
+    script.main(["report", *options["report"], "--base", str(folder), "--output_dir", str(report)])
+    assert means(json.loads((report / "results.json").read_text())) == pytest.approx(
+        means(json.loads(before)), abs=1e-6
+    )
+    for path in sorted((workspace / "base" / "images").rglob("*.png")):
+        other = folder / "images" / path.relative_to(workspace / "base" / "images")
+        # Another process may round a product differently, which moves a pixel by 1
+        assert abs(np.asarray(Image.open(path)).astype(int) - np.asarray(Image.open(other))).max() <= 1
+    results = json.loads((report / "results.json").read_text())
+    assert means(results) == pytest.approx(means(evaluated), abs=2e-3)

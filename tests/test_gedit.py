@@ -1,0 +1,905 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GEdit-Bench: edits that are drawn or found, a planted judge that answers by the pixels it sees, and the figures."""
+
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from peft import LoraConfig
+from PIL import Image
+
+from chat_server import ChatServer, answer
+from judge_server import pictures_of
+from paco_trl import tiny
+from paco_trl.data.building.chat import ChatEndpoint, EndpointUnavailableError
+from paco_trl.data.building.draw_grids import load_pipeline
+from paco_trl.data.building.stage_folder import StageFolder
+from paco_trl.evaluation.generation import gedit
+from paco_trl.evaluation.generation.edit_drawing import draw_edits, edit_keys, find_edits
+from paco_trl.evaluation.generation.gedit import EditScore, gedit_results, score_edits
+from paco_trl.evaluation.generation.gedit_rubric import (
+    overall,
+    perceptual_quality,
+    quality_question,
+    read_answer,
+    read_template,
+    semantic_consistency,
+    semantic_question,
+)
+from paco_trl.evaluation.generation.leakage import find_leaks
+from paco_trl.evaluation.generation.t2is_results import System
+from test_draw_grids import Calls
+from test_examples import free_port, run
+
+
+# ---- Reading answers ----
+
+
+@pytest.mark.parametrize(
+    ("text", "scores"),
+    [
+        ('{"reasoning": "The hat is red.", "score": [9, 7]}', (9.0, 7.0)),
+        ('{"score": [0, 10.0], "reasoning": ""}', (0.0, 10.0)),
+        ('```json\n{"score": [2.5, 3]}\n```', (2.5, 3.0)),
+        ('I see {a hat} and more. {"score": [9, 7]} That is all.', (9.0, 7.0)),
+        ('{"reasoning": "first line\nsecond line", "score": [1, 2]}', (1.0, 2.0)),
+        ('{"reasoning": "of {braces} and }", "score": [1, 2]}', (1.0, 2.0)),
+        ('{"score": [9, 7]} Once more: {"score": [9, 7]}', (9.0, 7.0)),
+        ('{"thought": "no score here"} {"score": [4, 5]}', (4.0, 5.0)),
+    ],
+)
+def test_answers_that_can_be_read(text, scores):
+    assert read_answer(text) == scores
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "I would give it 9 and 7.",
+        "[9, 7]",
+        '{"score": [9]}',
+        '{"score": [9, 7, 5]}',
+        '{"score": 9}',
+        '{"score": {"first": 9, "second": 7}}',
+        '{"score": ["9", 7]}',
+        '{"score": [true, 7]}',
+        '{"score": [null, 7]}',
+        '{"score": [11, 7]}',
+        '{"score": [9, -1]}',
+        '{"score": [NaN, 7]}',
+        '{"score": [1e999, 7]}',
+        '{"scores": [9, 7]}',
+        '{"score": [9, 7]',
+        '{"score": [9, 7]} or rather {"score": [8, 7]}',
+        '{"score": [9, 7]} or rather {"score": [8, 77]}',
+        '{"score": [9, 7], "score": [1, 1]}',
+        '{"answer": {"score": [9, 7]}}',
+        '{"reasoning": "he says "yes"", "example": {"score": [9, 7]}}',  # a part of what is broken
+        "{" * 100_000,
+    ],
+)
+def test_answers_that_are_no_scores(text):
+    assert read_answer(text) is None
+
+
+def test_the_arithmetic_of_one_edit():
+    assert semantic_consistency(9, 4) == 4 and perceptual_quality(3, 8) == 3
+    assert overall(4, 9) == 6 and overall(0, 10) == 0
+    assert gedit._edit_score([9.0, 4.0], [9.0, 10.0]) == EditScore(4.0, 9.0, 6.0)
+    assert gedit._edit_score([9.0, 4.0], None) is None and gedit._edit_score(None, [9.0, 10.0]) is None
+
+
+def test_the_questions(tmp_path):
+    instruction = 'Write "{a}" on the {instruction} sign'
+    for question in (semantic_question, quality_question):
+        text = question(instruction)
+        assert '"score": [<first number>, <second number>]' in text and "from 0 to 10" in text
+        assert "{instruction}" not in text.replace(instruction, "")
+    assert instruction in semantic_question(instruction) and instruction not in quality_question(instruction)
+    file = tmp_path / "prompt.txt"
+    file.write_text('Rate {instruction}: {"score": []}\n', encoding="utf-8")
+    assert semantic_question("this", read_template(file, True)) == 'Rate this: {"score": []}'
+    file.write_text("Rate it.", encoding="utf-8")
+    assert quality_question("this", read_template(file, False)) == "Rate it."
+    with pytest.raises(ValueError, match="prompt.txt has no {instruction}"):
+        read_template(file, True)
+    file.write_text(" \n", encoding="utf-8")
+    with pytest.raises(ValueError, match="is empty"):
+        read_template(file, False)
+    with pytest.raises(FileNotFoundError, match="no.txt"):
+        read_template(tmp_path / "no.txt", False)
+
+
+# ---- Drawing ----
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def edits_of(rows: list[dict], **features) -> Dataset:
+    kinds = {"id": Value("string"), "prompt": Value("string"), "image": ImageFeature(), "language": Value("string")}
+    kinds |= {"task_type": Value("string"), "intersection": Value("bool"), **features}
+    return Dataset.from_list(rows, features=Features({name: kinds[name] for name in rows[0]}))
+
+
+DRAWN = [
+    {"id": "a/1", "prompt": "Add a red hat.", "language": "en", "image": picture(96, 64, 0)},
+    {"id": "a/1", "prompt": "加一顶红帽子。", "language": "cn", "image": picture(96, 64, 0)},
+    {"id": "b", "prompt": "Make it night.", "language": "en", "image": picture(64, 96, 1)},
+]
+
+
+@pytest.fixture(scope="module")
+def kontext(tmp_path_factory):
+    return tiny.build_tiny_flux_kontext(tmp_path_factory.mktemp("models") / "tiny-flux-kontext")
+
+
+@pytest.fixture(scope="module")
+def pipeline(kontext):
+    return load_pipeline(str(kontext), torch.float32, "cpu")
+
+
+STEPS = {"num_inference_steps": 1, "guidance_scale": 2.5, "max_area": 128 * 128}
+
+
+@pytest.fixture(scope="module")
+def drawn(pipeline, tmp_path_factory) -> tuple[Dataset, Path]:
+    path = tmp_path_factory.mktemp("edits") / "edits"
+    return draw_edits(pipeline, edits_of(DRAWN), StageFolder(path), seed=3, **STEPS), path
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted((path / "images").rglob("*.png"))}
+
+
+class TestDrawing:
+    def test_columns_files_and_order(self, drawn):
+        edits, path = drawn
+        assert edits["id"] == ["a/1", "a/1", "b"] and edits["language"] == ["en", "cn", "en"]
+        assert edits["seed"] == [3, 3, 3]
+        assert list(files(path)) == ["images/cn/a%2F1.png", "images/en/a%2F1.png", "images/en/b.png"]
+        stored = edits.cast_column("image", ImageFeature(decode=False))["image"]
+        assert [Path(image["path"]).relative_to(path).as_posix() for image in stored] == [
+            "images/en/a%2F1.png", "images/cn/a%2F1.png", "images/en/b.png"
+        ]  # fmt: skip
+        assert StageFolder(path).report == {"edits": 3, "seed": 3, "flat edits": []}
+        assert StageFolder(path).load()["id"] == edits["id"]
+        assert edits[0]["image"].tobytes() != edits[1]["image"].tobytes()  # another instruction
+
+    def test_they_are_those_of_the_pipeline_in_the_shape_of_the_source(self, drawn, pipeline):
+        edits, _ = drawn
+        assert [image.size for image in edits["image"]] == [(160, 96), (160, 96), (96, 160)]
+        for row, (height, width) in ((0, (96, 160)), (2, (160, 96))):
+            by_hand = pipeline(
+                image=DRAWN[row]["image"],
+                prompt=DRAWN[row]["prompt"],
+                height=height,
+                width=width,
+                max_area=height * width,
+                num_inference_steps=1,
+                guidance_scale=2.5,
+                generator=torch.Generator().manual_seed(3),
+            ).images[0]
+            assert by_hand.tobytes() == edits[row]["image"].tobytes()
+
+    def test_stopped_and_resumed_is_the_same(self, drawn, pipeline, tmp_path, caplog):
+        whole, path = drawn
+        prompts = edits_of(DRAWN)
+        with Calls(pipeline.vae.decoder, stop_after=2), pytest.raises(KeyboardInterrupt):
+            draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
+        assert len(files(tmp_path)) == 2 and not StageFolder(tmp_path).is_done
+        first = sorted((tmp_path / "images").rglob("*.png"))[0]
+        first.write_bytes(first.read_bytes()[:200])  # torn
+        with Calls(pipeline.vae.decoder) as calls, caplog.at_level(logging.WARNING):
+            resumed = draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
+        assert calls.count == 2 and f"{first} cannot be used" in caplog.text
+        assert files(tmp_path) == files(path) and resumed["id"] == whole["id"]
+        with Calls(pipeline.vae.decoder) as calls:
+            draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
+        assert calls.count == 0
+
+    def test_a_tuned_model_draws_something_else_from_the_same_noise(self, drawn, kontext, tmp_path):
+        whole, _ = drawn
+        tuned, prompts = load_pipeline(str(kontext), torch.float32, "cpu"), edits_of(DRAWN[:1])
+        noises = []
+        tuned.transformer.register_forward_pre_hook(
+            lambda module, args, kwargs: noises.append(kwargs["hidden_states"].clone()), with_kwargs=True
+        )
+        tuned.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights="gaussian"))
+        untrained = draw_edits(tuned, prompts, StageFolder(tmp_path / "0"), seed=3, **STEPS)
+        assert untrained[0]["image"].tobytes() == whole[0]["image"].tobytes()
+        for name, parameter in tuned.transformer.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+        trained = draw_edits(tuned, prompts, StageFolder(tmp_path / "1"), seed=3, **STEPS)
+        assert trained[0]["image"].tobytes() != whole[0]["image"].tobytes()
+        assert torch.equal(noises[0], noises[1])
+        draw_edits(tuned, prompts, StageFolder(tmp_path / "2"), seed=4, **STEPS)
+        assert not torch.equal(noises[0], noises[2])
+
+    def test_qwen_image_edit(self, tmp_path):
+        folder = tiny.build_tiny_qwen_image_edit(tmp_path / "tiny-qwen-image-edit")
+        qwen = load_pipeline(str(folder), torch.float32, "cpu")
+        call = {"num_inference_steps": 1, "true_cfg_scale": 4.0, "negative_prompt": " "}
+        row = {**DRAWN[0], "height": 64, "width": 128}
+        prompts = edits_of([row], height=Value("int64"), width=Value("int64")).remove_columns("language")
+        edits = draw_edits(qwen, prompts, StageFolder(tmp_path / "edits"), **call)
+        assert list(files(tmp_path / "edits")) == ["images/a%2F1.png"]
+        noise = torch.Generator().manual_seed(0)
+        by_hand = qwen(image=row["image"], prompt=row["prompt"], height=64, width=128, generator=noise, **call).images[
+            0
+        ]
+        assert by_hand.size == (128, 64) and by_hand.tobytes() == edits[0]["image"].tobytes()
+
+    def test_flat_edits_are_named(self, pipeline, tmp_path, caplog):
+        handle = pipeline.vae.decoder.register_forward_hook(lambda *args: torch.zeros_like(args[-1]))
+        try:
+            with caplog.at_level(logging.WARNING):
+                draw_edits(pipeline, edits_of(DRAWN[2:]), StageFolder(tmp_path), **STEPS)
+        finally:
+            handle.remove()
+        assert StageFolder(tmp_path).report["flat edits"] == ["en/b"]
+        assert "1 of 1 edits are one flat colour" in caplog.text
+
+    def test_what_is_refused_before_anything_is_drawn(self, pipeline, tiny_flux, tmp_path):
+        def refused(message, rows=DRAWN, with_pipeline=pipeline, **arguments):
+            prompts = rows if isinstance(rows, Dataset) else edits_of(rows)
+            with Calls(pipeline.transformer) as calls, pytest.raises(ValueError, match=message):
+                draw_edits(with_pipeline, prompts, StageFolder(tmp_path), **{**STEPS, **arguments})
+            assert calls.count == 0 and files(tmp_path) == {}
+
+        refused("FluxPipeline takes no `image`, so", with_pipeline=load_pipeline(str(tiny_flux), torch.float32, "cpu"))
+        refused("`strength` cannot be given", strength=0.5)
+        refused("`generator` cannot be given", generator=torch.Generator())
+        refused("`height` is 64 and `width` None", height=64)
+        refused("`seed` is -1", seed=-1)
+        refused("`seed` is True", seed=True)
+        refused("no column `id`", edits_of(DRAWN).remove_columns("id"))
+        refused(r"Rows 0 and 1 .* same `id` 'a/1', so", edits_of(DRAWN).remove_columns("language"))
+        refused(r"Rows 0 and 3 .* in the same `language`", [*DRAWN, DRAWN[0]])
+        refused("`id` of row 1 of the prompts is ''", [DRAWN[0], {**DRAWN[1], "id": ""}])
+        refused("Row 1 of the prompts: its source image is None", [DRAWN[0], {**DRAWN[1], "image": None}])
+        pair = Dataset.from_list(
+            [{"id": "x", "prompt": "Join.", "images": [picture(64, 64, 0), picture(64, 64, 1)]}],
+            features=Features({"id": Value("string"), "prompt": Value("string"), "images": List(ImageFeature())}),
+        )
+        refused("'x' has 2 source images, but FluxKontextPipeline takes at most 1", pair)
+
+
+# ---- Finding ----
+
+TASKS = ("ps_human", "text_change")
+
+
+def planted_prompts(count: int = 6) -> Dataset:
+    """Ids k0, k1, ... in both languages. The second half is of another task type, the last one outside the subset."""
+    return edits_of(
+        [
+            {
+                "id": f"k{number}",
+                "prompt": f"{language} instruction {number}.",
+                "image": Image.new("RGB", (60 + 20 * number, 60), (number, 7, 9)),
+                "task_type": TASKS[number >= count // 2],
+                "language": language,
+                "intersection": number != count - 1,
+            }
+            for language in ("en", "cn")
+            for number in range(count)
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Dataset:
+    return planted_prompts()
+
+
+def colour_of(number: int, language: str = "en") -> tuple[int, int, int]:
+    """By which the planted judge knows an edit. Scores are tenths of it: 9.0, 8.9, ... and so on."""
+    first = 90 - number - 20 * (language == "cn")
+    return first, 100 - 15 * number, 40 + 10 * number - 5 * (language == "cn")
+
+
+def plant(
+    folder: Path, change=lambda colour: colour, places="{language}/{id}.png", leave_out=(), count: int = 6
+) -> Path:
+    for language in ("en", "cn"):
+        for number in range(count):
+            if f"{language}/k{number}" not in leave_out:
+                name = places.format(language=language, id=f"k{number}", task_type=TASKS[number >= count // 2])
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                colour = change(colour_of(number, language))
+                Image.new("RGB", (60 + 20 * number, 60), colour).save(folder / name)
+    return folder
+
+
+class TestFinding:
+    def test_by_id_and_language(self, prompts, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        assert list(found.files) == edit_keys(prompts) == [f"{x}/k{n}" for x in ("en", "cn") for n in range(6)]
+        assert all(path == tmp_path / f"{key}.png" for key, path in found.files.items())
+        assert found.missing == found.unknown == [] and len(set(found.digests.values())) == 12
+        found.check_complete()
+        assert find_edits(tmp_path, prompts.select(range(6, 12))).files.keys() == {f"cn/k{n}" for n in range(6)}
+
+    @pytest.mark.parametrize(
+        "places", ["fullset/{task_type}/{language}/{id}.jpg", "images/{language}/{id}.webp", "{language}/{id}.PNG"]
+    )
+    def test_other_layouts(self, prompts, tmp_path, places):
+        found = find_edits(plant(tmp_path, places=places), prompts)
+        assert len(found.files) == 12 and found.missing == found.unknown == []
+        assert found.files["cn/k4"].parent.name == "cn"
+
+    def test_what_draw_edits_wrote(self, drawn):
+        edits, path = drawn
+        found = find_edits(path, edits_of(DRAWN))
+        assert found.missing == found.unknown == []
+        stored = edits.cast_column("image", ImageFeature(decode=False))["image"]
+        assert [str(file) for file in found.files.values()] == [image["path"] for image in stored]
+
+    def test_without_languages(self, prompts, tmp_path):
+        one = prompts.select(range(6)).remove_columns("language")
+        plant(tmp_path, places="{id}.png")
+        assert list(find_edits(tmp_path, one).files) == [f"k{n}" for n in range(6)]
+
+    def test_missing_and_unknown_are_named(self, prompts, tmp_path, caplog):
+        plant(tmp_path, leave_out=("en/k1", "cn/k3"))
+        for name in ("k1_0.png", "k10.png", "K2 copy.png"):  # begin alike
+            shutil.copy(tmp_path / "en/k0.png", tmp_path / "en" / name)
+        shutil.copy(tmp_path / "en/k0.png", tmp_path / "en/k0_SRCIMG.png")  # as the benchmark's own example writes
+        (tmp_path / "en" / "notes.txt").write_text("no picture")
+        with caplog.at_level(logging.WARNING):
+            found = find_edits(tmp_path, prompts)
+        assert found.missing == ["en/k1", "cn/k3"] and len(found.files) == 10
+        assert found.unknown == ["en/K2 copy.png", "en/k10.png", "en/k1_0.png"]
+        assert "2 of 12 prompts have no edit: en/k1, cn/k3. The edit of 'k1', for example, was looked" in caplog.text
+        assert "3 pictures belong to no prompt: en/K2 copy.png" in caplog.text
+        with pytest.raises(ValueError, match="2 of 12 edits are missing: en/k1, cn/k3"):
+            found.check_complete()
+
+    def test_only_the_main_process_speaks(self, prompts, tmp_path, caplog, monkeypatch):
+        plant(tmp_path, leave_out=("en/k1",))
+        shutil.copy(tmp_path / "en/k0.png", tmp_path / "en/k10.png")
+        with caplog.at_level(logging.WARNING):
+            first = find_edits(tmp_path, prompts)
+            assert len(caplog.records) == 2
+            monkeypatch.setattr(PartialState, "is_main_process", False)
+            assert find_edits(tmp_path, prompts) == first
+        assert len(caplog.records) == 2
+
+    def test_an_edit_of_another_task_type_is_no_edit(self, prompts, tmp_path):
+        plant(tmp_path, places="fullset/{task_type}/{language}/{id}.png")
+        os.replace(tmp_path / "fullset/ps_human/en/k0.png", tmp_path / "fullset/text_change/en/k0.png")
+        found = find_edits(tmp_path, prompts)
+        assert found.missing == ["en/k0"] and found.unknown == ["fullset/text_change/en/k0.png"]
+
+    def test_two_files_of_one_edit(self, prompts, tmp_path):
+        plant(tmp_path)
+        (tmp_path / "images/en").mkdir(parents=True)
+        second = shutil.copy(tmp_path / "en/k2.png", tmp_path / "images/en/k2.png")
+        with pytest.raises(
+            ValueError, match=r"en/k2.png and .*images/en/k2.png are both named as the edit of 'en/k2'"
+        ):
+            find_edits(tmp_path, prompts)
+        os.replace(second, tmp_path / "en/k2.jpg")
+        with pytest.raises(ValueError, match=r"k2.jpg and .*k2.png are both"):
+            find_edits(tmp_path, prompts)
+
+    def test_ids_that_look_like_written_ones(self, tmp_path):
+        rows = [{"id": name, "prompt": "Edit.", "image": picture(8, 8, 0)} for name in ("a b", "a%20b")]
+        for name, colour in (("a%20b", "red"), ("a%2520b", "blue")):
+            Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+        found = find_edits(tmp_path, edits_of(rows))
+        assert {key: path.stem for key, path in found.files.items()} == {"a b": "a%20b", "a%20b": "a%2520b"}
+
+    def test_folders_and_files_that_are_none(self, prompts, tmp_path):
+        with pytest.raises(FileNotFoundError, match="no folder"):
+            find_edits(tmp_path / "no", prompts)
+        (tmp_path / "en").mkdir()
+        # One level deeper than what is read, or another format
+        for places in ("en/{language}/{id}.png", "{language}/{id}.bmp"):
+            plant(tmp_path, places=places)
+            with pytest.raises(ValueError, match=r"None of the 0 pictures that were found in ") as error:
+                find_edits(tmp_path, prompts)
+            assert "'k0', for example, was looked for as k0 with one of the extensions .png, .jpg," in str(error.value)
+            for place in ("en", "images/en", "fullset/ps_human/en"):
+                assert f"{tmp_path / place}{';' if 'fullset' in place else ','} " in str(error.value)
+            assert "folders below these are not read" in str(error.value)
+        Image.new("RGB", (8, 8)).save(tmp_path / "en/other.png")
+        with pytest.raises(ValueError, match="None of the 1 pictures .* the first is en/other.png"):
+            find_edits(tmp_path, prompts)
+        (tmp_path / "en/other.png").unlink()
+        plant(tmp_path)
+        (tmp_path / "cn/k3.png").write_text("no picture")
+        with pytest.raises(ValueError, match="cn/k3.png is no picture"):
+            find_edits(tmp_path, prompts)
+
+
+# ---- The planted judge ----
+
+
+def say(body: dict) -> str:
+    """Numbers that are a function of the pixels: tenths of the colours of the edit, less what the source differs by."""
+    images, text = pictures_of(body)
+    red, green, blue = images[-1].getpixel((5, 5))
+    if len(images) == 2:
+        number, is_source = images[0].getpixel((5, 5))[0], images[0].getpixel((5, 5))[1:] == (7, 9)
+        fits = is_source and f" instruction {number}." in text and images[0].size == images[1].size
+        return json.dumps({"reasoning": "Seen.", "score": [red / 10, green / 10] if fits else [0, 0]})
+    return json.dumps({"reasoning": "Seen.", "score": [blue / 10, 10]})
+
+
+def by_hand(number: int, language: str = "en", change=lambda colour: colour) -> EditScore:
+    red, green, blue = (value / 10 for value in change(colour_of(number, language)))
+    return EditScore(min(red, green), min(blue, 10.0), math.sqrt(min(red, green) * min(blue, 10.0)))
+
+
+@pytest.fixture
+def server():
+    with ChatServer(say) as server:
+        yield server
+
+
+def endpoint_of(server, **kwargs) -> ChatEndpoint:
+    return ChatEndpoint(server.url, "writer", **{"timeout": 5.0, "max_retries": 0, **kwargs})
+
+
+def asked(body: dict) -> tuple[str, float]:
+    """Kind of a question, and the red of its edit."""
+    images, _ = pictures_of(body)
+    return {2: "semantic", 1: "quality"}[len(images)], images[-1].getpixel((5, 5))[0]
+
+
+class TestScoring:
+    def test_each_edit_has_the_scores_of_its_pixels(self, server, prompts, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        scores = score_edits(endpoint_of(server), prompts, found, tmp_path)
+        assert list(scores) == list(found.files)
+        for key, score in scores.items():
+            language, _, name = key.partition("/")
+            assert score == pytest.approx(by_hand(int(name[1:]), language)), key
+        assert len(set(scores.values())) == 12
+        assert len(server.requests) == 24 and len(set(map(asked, server.requests))) == 24
+        assert {body["temperature"] for body in server.requests} == {0.0}
+
+    def test_what_the_judge_is_sent(self, server, tmp_path):
+        source, edited = Image.new("RGB", (900, 300), (0, 7, 9)), Image.new("RGB", (50, 100), (90, 80, 70))
+        prompts = edits_of([{"id": "k", "prompt": "en instruction 0.", "image": source}])
+        edited.save(tmp_path / "k.png")
+        score_edits(endpoint_of(server), prompts, find_edits(tmp_path, prompts), tmp_path)
+        semantic, quality = sorted(server.requests, key=lambda body: -len(body["messages"][0]["content"]))
+        (first, second), text = pictures_of(semantic)
+        assert first.getpixel((0, 0)) == (0, 7, 9) and second.getpixel((0, 0)) == (90, 80, 70)
+        assert first.size == (886, 295) and second.size == (362, 724)
+        for image, ratio in ((first, 3), (second, 0.5)):
+            assert image.width * image.height == pytest.approx(512 * 512, rel=0.01)
+            assert image.width / image.height == pytest.approx(ratio, rel=0.01)
+        assert text == semantic_question("en instruction 0.")
+        (only,), text = pictures_of(quality)
+        assert only.tobytes() == second.tobytes() and text == quality_question("en instruction 0.")
+
+    def test_prompts_from_files(self, server, prompts, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        files = {"semantic_prompt": tmp_path / "semantic.txt", "quality_prompt": tmp_path / "quality.txt"}
+        files["semantic_prompt"].write_text('Did {instruction} happen? {"score": []}')
+        files["quality_prompt"].write_text("Is it good?")
+        score_edits(endpoint_of(server), prompts, found, tmp_path, **files)
+        texts = {pictures_of(body)[1] for body in server.requests}
+        assert len(texts) == 13 and "Is it good?" in texts
+        assert 'Did en instruction 3. happen? {"score": []}' in texts
+        results = gedit_results(prompts, [System("base", "model", found, tmp_path)])
+        assert results["scorers"]["consistency"] == ["writer (prompts from files)"]
+        assert "benchmark's own prompts" in results["notes"][0] and "own wording" not in results["notes"][0]
+        # They do not mix with those of another wording
+        files["quality_prompt"].write_text("Is it really good?")
+        with pytest.raises(ValueError, match="`rubric` is"):
+            score_edits(endpoint_of(server), prompts, found, tmp_path, **files)
+
+    def test_resuming_asks_only_what_is_left(self, server, prompts, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        server.fault = lambda number: "500" if number >= 9 else None
+        with pytest.raises(EndpointUnavailableError, match=server.url):
+            score_edits(endpoint_of(server, max_concurrency=1), prompts, found, tmp_path)
+        before = list(map(asked, server.requests))
+        assert len(before) == 10
+        server.fault = lambda number: None
+        scores = score_edits(endpoint_of(server), prompts, found, tmp_path)
+        after = Counter(map(asked, server.requests[10:]))
+        assert len(after) == 15 and max(after.values()) == 1 and not after.keys() & set(before[:9])
+        assert all(scores[f"en/k{n}"] == pytest.approx(by_hand(n)) for n in range(6))
+        server.stop()  # nothing is left to ask
+        assert score_edits(endpoint_of(server), prompts, found, tmp_path) == scores
+
+    def test_a_judge_that_is_down(self, server, prompts, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        server.stop()
+        with pytest.raises(EndpointUnavailableError, match=server.url):
+            score_edits(endpoint_of(server), prompts, found, tmp_path)
+
+    def test_an_edit_that_was_changed_after_scoring_is_named(self, server, prompts, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        score_edits(endpoint_of(server), prompts, found, tmp_path)
+        system = System("base", "model", found, tmp_path)
+        gedit_results(prompts, [system])
+        Image.new("RGB", (100, 60), (1, 2, 3)).save(found.files["cn/k2"])
+        changed = find_edits(tmp_path, prompts)
+        for call in (
+            lambda: score_edits(endpoint_of(server), prompts, changed, tmp_path),
+            lambda: gedit_results(prompts, [System("base", "model", changed, tmp_path)]),
+        ):
+            with pytest.raises(ValueError, match="2 of the pictures .* changed since: semantic/cn/k2, quality/cn/k2"):
+                call()
+        # So is one whose instruction is another one
+        texts = [*prompts["prompt"]]
+        texts[1] = "Another instruction."
+        other = prompts.remove_columns("prompt").add_column("prompt", texts)
+        with pytest.raises(ValueError, match="changed since: .*semantic/en/k1"):
+            score_edits(endpoint_of(server), other, found, tmp_path)
+
+    def test_an_unreadable_answer_is_asked_for_again(self, server, prompts, tmp_path, caplog):
+        found = find_edits(plant(tmp_path), prompts)
+        bad_until, seen = 2, Counter()
+
+        def sometimes_bad(body):
+            seen[asked(body)] += 1
+            if asked(body) == ("semantic", colour_of(3)[0]) and seen[asked(body)] <= bad_until:
+                return ["I give it 9 of 10.", answer('{"score": [1, ', "length")][seen[asked(body)] % 2]
+            if asked(body) == ("quality", colour_of(4)[0]) and seen[asked(body)] <= bad_until:
+                return (400, "this image is refused")
+            return say(body)
+
+        server.say = sometimes_bad
+        scores = score_edits(endpoint_of(server), prompts, found, tmp_path / "two")
+        assert scores["en/k3"] == pytest.approx(by_hand(3)) and scores["en/k4"] == pytest.approx(by_hand(4))
+        again = [body for body in server.requests if seen[asked(body)] > 1]
+        assert len(again) == 6 and len({body["seed"] for body in again}) == 6
+        assert Counter(body["temperature"] for body in again) == {0.0: 2, 0.7: 4}
+
+        seen.clear()
+        bad_until = 3
+        with caplog.at_level(logging.WARNING):
+            scores = score_edits(endpoint_of(server), prompts, found, tmp_path / "three")
+        assert [key for key, score in scores.items() if score is None] == ["en/k3", "en/k4"]
+        assert scores["en/k2"] == pytest.approx(by_hand(2))
+        assert (
+            "no readable answer about 2 of 12 edits after 3 attempt(s)" in caplog.text
+            and "en/k3, en/k4" in caplog.text
+        )
+        # Only these are asked about again in the next run
+        num_requests = len(server.requests)
+        scores = score_edits(endpoint_of(server), prompts, found, tmp_path / "three")
+        assert len(server.requests) - num_requests == 2 and None not in scores.values()
+
+    def test_each_run_asks_with_seeds_of_its_own(self, server, prompts, tmp_path, caplog):
+        found = find_edits(plant(tmp_path), prompts)
+        silent = "quality", colour_of(3)[0]
+        server.say = lambda body: "No." if asked(body) == silent else say(body)
+        with caplog.at_level(logging.WARNING):
+            for max_attempts in (2, 3, 1):
+                assert score_edits(endpoint_of(server), prompts, found, tmp_path, max_attempts)["en/k3"] is None
+        assert "1 of 12 edits after 2 attempt(s) of this run" in caplog.text
+        assert "Run the same again to ask about these alone, with other seeds." in caplog.text
+        bodies = [body for body in server.requests if asked(body) == silent]
+        assert [body["temperature"] for body in bodies] == [0.0] + 5 * [0.7]
+        assert len({body["seed"] for body in bodies}) == 6 and len(server.requests) == 23 + 6
+        # So it is when another process has asked since, whose file is another one
+        (part,) = (tmp_path / "scores").glob("*.0.jsonl")
+        lines = part.read_text().splitlines(keepends=True)
+        assert [json.loads(line)["attempts"] for line in lines if '"quality/en/k3"' in line] == [2, 5, 6]
+        part.with_name(part.name.replace(".0.", ".1.")).write_text("".join(lines[:1] + lines[-1:]))
+        part.write_text("".join(lines[:-1]))
+        server.say = say
+        assert None not in score_edits(endpoint_of(server), prompts, found, tmp_path).values()
+        assert len(server.requests) == 23 + 7
+        assert server.requests[-1]["seed"] not in {body["seed"] for body in bodies}
+
+    def test_edits_that_have_changed_are_scored_anew_if_asked_for(self, server, prompts, tmp_path):
+        before = score_edits(endpoint_of(server), prompts, find_edits(plant(tmp_path), prompts), tmp_path)
+        Image.new("RGB", (100, 60), (50, 40, 30)).save(tmp_path / "cn/k2.png")
+        changed, num_requests = find_edits(tmp_path, prompts), len(server.requests)
+        with pytest.raises(ValueError, match="changed since"):
+            score_edits(endpoint_of(server), prompts, changed, tmp_path)
+        assert len(server.requests) == num_requests
+        after = score_edits(endpoint_of(server), prompts, changed, tmp_path, rescore_changed=True)
+        assert len(server.requests) - num_requests == 2
+        assert after == {**before, "cn/k2": after["cn/k2"]} and after["cn/k2"] != before["cn/k2"]
+
+    def test_only_nonsense_ends_with_an_example(self, server, prompts, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        server.say = lambda body: "I am a teapot."
+        with pytest.raises(ValueError, match="None of 24 answers of writer at http.* said: 'I am a teapot.'"):
+            score_edits(endpoint_of(server), prompts, found, tmp_path)
+        assert len(server.requests) <= 24 + 8
+        server.say = say  # nothing of it stays
+        assert None not in score_edits(endpoint_of(server), prompts, found, tmp_path).values()
+
+    def test_other_edits_are_no_nonsense_when_a_few_stay_unanswered(self, server, prompts, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        server.say = lambda body: "No." if asked(body)[0] == "quality" else say(body)
+        first = score_edits(endpoint_of(server), prompts, found, tmp_path)
+        assert set(first.values()) == {None}
+        num_requests = len(server.requests)
+        assert set(score_edits(endpoint_of(server), prompts, found, tmp_path).values()) == {None}
+        assert len(server.requests) - num_requests == 12 * 3
+
+    def test_bad_arguments_and_pictures(self, server, prompts, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        with pytest.raises(ValueError, match="`max_attempts` is 0"):
+            score_edits(endpoint_of(server), prompts, found, tmp_path, max_attempts=0)
+        noise = tmp_path / "noise.png"
+        picture(100, 60, 1).save(noise)
+        found.files["en/k2"].write_bytes(noise.read_bytes()[:-100])  # its header is whole
+        cut = find_edits(tmp_path, prompts)
+        with pytest.raises(ValueError, match="en/k2.png cannot be read"):
+            score_edits(endpoint_of(server), prompts, cut, tmp_path)
+
+
+# ---- The figures ----
+
+
+def better(colour):
+    """An edit that is carried out further, with less damage."""
+    red, green, blue = colour
+    return red + 10, min(green + 10, 100), blue
+
+
+@pytest.fixture(scope="module")
+def systems(prompts, tmp_path_factory):
+    """Base, and a tuned one without en/k1; about cn/k4 of the base the judge says nothing."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("base", "tuned")}
+    found = {
+        "base": find_edits(plant(folders["base"]), prompts),
+        "tuned": find_edits(plant(folders["tuned"], better, leave_out=("en/k1",)), prompts),
+    }
+    silent = colour_of(4, "cn")
+
+    def mostly(body):
+        images, _ = pictures_of(body)
+        return "Hm." if images[-1].getpixel((5, 5)) == silent else say(body)
+
+    with ChatServer(mostly) as server:
+        for name, edits in found.items():
+            score_edits(endpoint_of(server), prompts, edits, folders[name], max_attempts=1)
+    settings = {"model": "tiny", "num_inference_steps": 8, "seed": 0}
+    return [System(name, f"the {name} one", found[name], folders[name], settings) for name in found]
+
+
+def expected(metric, language, numbers=range(6), change=lambda colour: colour, zero=(), left_out=()):
+    """The mean of task types' means, by hand."""
+    means = []
+    for task in (range(3), range(3, 6)):
+        values = [
+            0.0 if number in zero else getattr(by_hand(number, language, change), metric)
+            for number in task
+            if number in numbers and number not in left_out
+        ]
+        means += [sum(values) / len(values)] if values else []
+    return pytest.approx(sum(means) / len(means))
+
+
+class TestResults:
+    def test_tables_by_hand(self, prompts, systems):
+        results = gedit_results(prompts, systems, missing="zero", dataset_name="user/gedit")
+        titles = ["English: all instructions", "English: intersection subset"]
+        titles += [title.replace("English", "Chinese") for title in titles]
+        assert [table["title"] for table in results["tables"]] == titles
+        for metric, row in zip(
+            gedit.METRICS, zip(*(table["rows"] for table in results["tables"]), strict=True), strict=True
+        ):
+            whole, subset, chinese, chinese_subset = row
+            assert [line["metric"] for line in row] == [metric] * 4
+            base, tuned = whole["cells"]
+            assert base["mean"] == expected(metric, "en") and base["count"] == 6
+            assert tuned["mean"] == expected(metric, "en", change=better, zero=[1])
+            assert whole["official"] == [expected(metric, "en"), expected(metric, "en", change=better, left_out=[1])]
+            assert subset["cells"][0]["mean"] == expected(metric, "en", range(5)) and subset["cells"][0]["count"] == 5
+            assert subset["official"][1] == expected(metric, "en", range(5), better, left_out=[1])
+            base, tuned = chinese["cells"]
+            assert base["mean"] == expected(metric, "cn", left_out=[4]) and base["count"] == 5
+            assert tuned["mean"] == expected(metric, "cn", change=better) and tuned["count"] == 6
+            assert chinese["official"] is None  # the same arithmetic where nothing is missing
+            assert chinese_subset["cells"][0]["count"] == 4
+            low, high = base["interval"]
+            assert low < base["mean"] < high
+        assert [line["kind"] for line in results["tables"][0]["rows"]] == ["dimension", "dimension", "average"]
+        json.dumps(results, allow_nan=False)
+
+    def test_the_average_is_that_of_task_types_and_not_of_edits(self, prompts, systems):
+        # One task type of five edits and one of one
+        uneven = prompts.select(range(6)).remove_columns("task_type").add_column("task_type", ["a"] * 5 + ["b"])
+        base = System("base", "the base one", find_edits(systems[0].folder, uneven), systems[0].folder)
+        with pytest.raises(ValueError, match="are not there any more: .*cn/k0"):  # of the scores that are there
+            gedit_results(uneven, [base])
+        both = prompts.remove_columns("task_type").add_column("task_type", (["a"] * 5 + ["b"]) * 2)
+        table = gedit_results(both, systems[:1])["tables"][0]
+        values = [by_hand(number).overall for number in range(6)]
+        mean = table["rows"][2]["cells"][0]["mean"]
+        assert mean == pytest.approx((sum(values[:5]) / 5 + values[5]) / 2)
+        assert abs(mean - sum(values) / 6) > 0.05
+        # Overall is that of each edit, and not of the means
+        others = [row["cells"][0]["mean"] for row in table["rows"][:2]]
+        assert abs(mean - math.sqrt(others[0] * others[1])) > 0.01
+
+    def test_differences_are_paired(self, prompts, systems):
+        results = gedit_results(prompts, systems, missing="zero")
+        chinese = results["tables"][2]["rows"]
+        assert [line["metric"] for line in chinese] == list(gedit.METRICS)
+        for line in chinese:
+            metric = line["metric"]
+            change = line["difference"]
+            by_type = [
+                [getattr(by_hand(n, "cn", better), metric) - getattr(by_hand(n, "cn"), metric) for n in of_type]
+                for of_type in ((0, 1, 2), (3, 5))  # without 4, about which nothing is known of the base
+            ]
+            assert change["count"] == 5
+            assert change["mean"] == pytest.approx(sum(sum(part) / len(part) for part in by_type) / 2)
+        assert chinese[0]["difference"]["mean"] > 0.1 and chinese[1]["difference"]["mean"] == 0
+        assert results["tables"][0]["rows"][0]["difference"]["count"] == 6  # the missing one counts 0
+
+    def test_breakdown_by_task_type(self, prompts, systems):
+        english, chinese = gedit_results(prompts, systems, missing="zero")["breakdowns"]
+        assert english["table"] == "English: all instructions" and english["columns"] == list(gedit.METRICS)
+        assert [row["name"] for row in english["rows"]] == list(TASKS)
+        first, second = chinese["rows"]
+        assert first["num_prompts"] == second["num_prompts"] == 3
+        assert first["cells"]["overall"][0]["mean"] == expected("overall", "cn", range(3))
+        assert second["cells"]["overall"][0]["count"] == 2
+        assert second["difference"]["overall"]["count"] == 2
+        assert english["rows"][0]["difference"]["semantic_consistency"]["mean"] == pytest.approx(
+            (1 + (0 - by_hand(1).semantic_consistency) + (by_hand(2, change=better)[0] - by_hand(2)[0])) / 3
+        )
+
+    def test_missing_edits(self, prompts, systems):
+        with pytest.raises(ValueError, match="1 of 12 edits are missing: en/k1"):
+            gedit_results(prompts, systems)
+        alone = gedit_results(prompts, systems[:1])  # nothing is missing
+        assert alone["tables"][0]["rows"][0]["difference"] is None
+        assert not any("count 0" in note for note in alone["notes"])
+        notes = gedit_results(prompts, systems, missing="zero")["notes"]
+        assert sum("1 missing edits count 0 (en/k1)" in note for note in notes) == 1
+        with pytest.raises(ValueError, match="`missing` is 'skip'"):
+            gedit_results(prompts, systems, missing="skip")
+
+    def test_what_is_said_beside_the_figures(self, prompts, systems):
+        results = gedit_results(prompts, systems, missing="zero")
+        assert "own wording" in results["notes"][0] and "do not compare with published tables" in results["notes"][0]
+        assert sum("1 edits are left out" in note and "(cn/k4)" in note for note in results["notes"]) == 1
+        base, tuned = (system["counts"] for system in results["systems"])
+        assert base == {
+            "edits": 12,
+            "missing edits": 0,
+            "edits without an answer (writer)": 1,
+            "pictures of no prompt, left out": 0,
+        }
+        assert tuned["missing edits"] == 1 and tuned["edits without an answer (writer)"] == 0
+        assert not any("different conditions" in note for note in results["notes"])
+        first, second = systems
+        other = System("tuned", "other", second.found, second.folder, {**second.settings, "num_inference_steps": 4})
+        compared = gedit_results(prompts, [first, other], missing="zero")
+        assert "different conditions: num_inference_steps 8 and 4." in compared["alerts"][0]
+        assert len(compared["alerts"]) == 3
+
+    def test_alerts_are_what_matters_beside_the_headline(self, prompts, systems):
+        first, second = systems
+        results = gedit_results(prompts, systems, missing="zero")
+        left_out, zero = results["alerts"]
+        assert "the base one: 1 edits are left out" in left_out and "(cn/k4)" in left_out
+        assert "the tuned one: 1 missing edits count 0 (en/k1)" in zero
+        assert results["notes"][-2:] == results["alerts"] and len(set(results["notes"])) == len(results["notes"])
+        assert gedit_results(prompts, [first])["alerts"] == [left_out]
+        unknown = System("tuned", "a folder", second.found, second.folder)
+        assert "How 'a folder' drew is not known" in gedit_results(prompts, [first, unknown], "zero")["alerts"][0]
+
+    def test_leakage_is_that_of_texts(self, prompts, systems):
+        found = find_leaks(prompts["prompt"][:], prompts["prompt"][:], edit_keys(prompts))
+        assert len({one["id"] for one in found["exact"]}) == 12  # both languages have the ids k0 to k5
+        results = gedit_results(prompts, systems[:1], leakage=found)
+        assert results["leakage"] == found
+        assert sum("texts of the instructions alone, not in the source pictures" in x for x in results["notes"]) == 1
+        assert not any("source pictures" in note for note in gedit_results(prompts, systems[:1])["notes"])
+
+    def test_sets_show_source_and_edits(self, prompts, systems, tmp_path):
+        results = gedit_results(prompts, systems, missing="zero", source_folder=tmp_path)
+        assert results["headline"] == "overall" and results["weights"] is None
+        sets = {one["key"]: one for one in results["sets"]}
+        assert list(sets) == edit_keys(prompts)
+        one = sets["cn/k5"]
+        assert one["category"] == "text_change" and one["prompt"] == "cn instruction 5." and one["panels"] == [1, 1]
+        for number, path in enumerate([one["source"], *(of_system[0] for of_system in one["pictures"])]):
+            with Image.open(path) as image:
+                colours = [(5, 7, 9), colour_of(5, "cn"), better(colour_of(5, "cn"))]
+                assert image.getpixel((0, 0)) == colours[number]
+        assert one["scores"][1] == pytest.approx(by_hand(5, "cn", better)._asdict())
+        assert sets["en/k1"]["pictures"][1] == [] and sets["en/k1"]["scores"][1] == dict.fromkeys(gedit.METRICS)
+        assert sets["cn/k4"]["scores"][0] == dict.fromkeys(gedit.METRICS)
+        assert sets["en/k5"]["source"] == one["source"]  # the same picture
+        assert all(one["source"] is None for one in gedit_results(prompts, systems[:1])["sets"])
+        # A source that is a file already
+        path = tmp_path / "source.png"
+        Image.new("RGB", (60, 60), (0, 7, 9)).save(path)
+        stored = gedit.SourceImages(edits_of([{"image": str(path)}, {"image": Image.new("RGB", (8, 8))}]), "it")
+        assert [stored.files(row) for row in range(2)] == [[path], [None]]
+        assert gedit._source_file(stored, 0, None) == str(path) and gedit._source_file(stored, 1, None) is None
+
+    def test_systems_that_cannot_be_compared(self, prompts, systems, server, tmp_path):
+        first, second = systems
+        with pytest.raises(ValueError, match="There are 0 systems"):
+            gedit_results(prompts, [])
+        with pytest.raises(ValueError, match="not all prompts have a `task_type`"):
+            gedit_results(prompts.remove_columns("task_type"), [first])
+        with pytest.raises(ValueError, match="'the base one' were looked for with other prompts"):
+            gedit_results(prompts.select(range(6)), [first])
+        unscored = System("tuned", "unscored", find_edits(plant(tmp_path / "a"), prompts), tmp_path / "a")
+        with pytest.raises(ValueError, match="No judge has scored the edits of 'unscored'"):
+            gedit_results(prompts, [first, unscored])
+        server.models = ["writer", "other"]
+        other = ChatEndpoint(server.url, "other", max_retries=0)
+        score_edits(other, prompts, unscored.found, tmp_path / "a")
+        with pytest.raises(ValueError, match="has scores of writer and 'unscored' of other"):
+            gedit_results(prompts, [first, unscored])
+        score_edits(endpoint_of(server), prompts, unscored.found, tmp_path / "a")
+        two_judges = gedit_results(prompts, [unscored])
+        assert sorted(two_judges["scorers"]["consistency"]) == ["other", "writer"]
+        assert len(two_judges["tables"]) == 8 and len({table["title"] for table in two_judges["tables"]}) == 8
+
+
+SCRIPT = """
+import sys
+import torch
+from accelerate import PartialState
+from datasets import load_from_disk
+from paco_trl.data.building import ChatEndpoint, StageFolder
+from paco_trl.data.building.draw_grids import load_pipeline
+from paco_trl.evaluation.generation.edit_drawing import draw_edits, find_edits
+from paco_trl.evaluation.generation.gedit import score_edits
+
+model, prompts, path, planted, planted_edits, url = sys.argv[1:]
+state = PartialState(cpu=True)
+call = {"num_inference_steps": 1, "guidance_scale": 2.5, "max_area": 128 * 128}
+draw_edits(load_pipeline(model, torch.float32), load_from_disk(prompts), StageFolder(path), seed=3, **call)
+prompts = load_from_disk(planted)
+scores = score_edits(ChatEndpoint(url, "writer"), prompts, find_edits(planted_edits, prompts), planted_edits)
+print(f"process {state.process_index} of {state.num_processes}: {sum(s.overall for s in scores.values()):.6f}")
+state.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(drawn, kontext, prompts, server, tmp_path):
+    edits_of(DRAWN).save_to_disk(tmp_path / "drawn")
+    prompts.save_to_disk(tmp_path / "planted")
+    plant(tmp_path / "edits")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    config = tmp_path / "launch.json"
+    config.write_text(json.dumps({
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "use_cpu": True, "num_processes": 2,
+        "num_machines": 1, "machine_rank": 0, "mixed_precision": "no", "main_process_port": free_port(),
+    }))  # fmt: skip
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    folders = [str(tmp_path / name) for name in ("drawn", "two", "planted", "edits")]
+    printed = run([*launcher, str(tmp_path / "script.py"), str(kontext), *folders, server.url])
+    total = sum(by_hand(n, language).overall for n in range(6) for language in ("en", "cn"))
+    assert f"process 0 of 2: {total:.6f}" in printed and f"process 1 of 2: {total:.6f}" in printed
+    assert len(server.requests) == 24 and len(set(map(asked, server.requests))) == 24
+    parts = sorted((tmp_path / "edits" / "scores").glob("*.jsonl"))
+    assert len(parts) == 2 and all(len(part.read_text().splitlines()) == 1 + 12 for part in parts)
+    alone = files(drawn[1])
+    assert files(tmp_path / "two").keys() == alone.keys()
+    for name in alone:
+        with Image.open(tmp_path / "two" / name) as two, Image.open(drawn[1] / name) as one:
+            # Not bit for bit: another process may round the last bit of a sum in another way
+            assert abs(np.asarray(two).astype(int) - np.asarray(one)).max() <= 1

@@ -1,0 +1,814 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of evaluations of image models: tables, page, published figures and model cards, from planted results."""
+
+import base64
+import copy
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from PIL import Image
+from rich.console import Console
+
+from paco_trl.cards import load_reference_card, render_card
+from paco_trl.evaluation.generation.card_results import add_results_to_card, check_card
+from paco_trl.evaluation.generation.published import GEDIT, T2IS_ABLATION, T2IS_GEMMA, T2IS_QWEN, published_tables
+from paco_trl.evaluation.generation.report_markdown import PUBLISHED_HEADING, markdown_report, print_report
+from paco_trl.evaluation.generation.report_numbers import cell_text, find_row, signed_text, verdict
+from paco_trl.evaluation.generation.report_page import choose_sets, difference_chart, save_generation_report
+from paco_trl.evaluation.generation.report_sentences import leakage_line, leaks, summary
+from paco_trl.evaluation.generation.report_tables import breakdown_tables, metric_tables, settings_table
+from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
+
+
+ROOT = Path(__file__).parents[1]
+
+
+class Page(HTMLParser):
+    """The parts of a report that tests ask for: tags with their attributes, texts by section, sets by gallery."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.tags, self.texts, self.sets = [], {}, {}
+        self.section, self._in_title = "", False
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append((tag, self.section, attrs))
+        if tag == "section":
+            self.section = attrs["id"]
+        if tag == "article":
+            self.sets.setdefault(self.section, []).append("")
+        self._in_title = tag == "h3"
+        if tag in ("td", "th", "p", "li", "figcaption"):
+            self.handle_data(" ")
+
+    def handle_data(self, data):
+        self.texts[self.section] = self.texts.get(self.section, "") + data
+        if self._in_title and self.sets.get(self.section) and not self.sets[self.section][-1]:
+            self.sets[self.section][-1] = data.strip()
+
+    def text(self, section: str) -> str:
+        return " ".join(self.texts[section].split())
+
+    def pictures(self, section: str) -> list[Image.Image]:
+        uris = [attrs["src"] for tag, where, attrs in self.tags if tag == "img" and where == section]
+        assert all(uri.startswith("data:image/jpeg;base64,") for uri in uris)
+        return [Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1]))) for uri in uris]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("world")
+
+
+@pytest.fixture(scope="module")
+def planted(world) -> dict:
+    return plant_t2is(world)
+
+
+@pytest.fixture
+def results(planted) -> dict:
+    """Results of two systems, to be changed."""
+    return copy.deepcopy(planted)
+
+
+def section_of(markdown: str, heading: str) -> str:
+    """What stands under a heading, until the next of its level."""
+    found = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", markdown, re.MULTILINE | re.DOTALL)
+    assert found, f"no heading {heading!r}"
+    return found[1]
+
+
+def rows_of(markdown: str, first: str) -> list[list[str]]:
+    """Cells of the table rows whose first cell is a text."""
+    rows = [
+        [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in markdown.split("\n")
+        if line[:1] == "|"
+    ]
+    return [row for row in rows if row[0].strip("*") == first]
+
+
+################
+# Published figures
+################
+
+
+def test_published_averages_follow_the_formula_where_the_remark_says_so():
+    def by_formula(row):
+        _, aesthetics, entity, attribute, relation, identity, style, logic, _ = row
+        return 0.2 * aesthetics + 0.1 * (entity + attribute + relation) + 0.5 / 3 * (identity + style + logic)
+
+    assert len(T2IS_QWEN.rows) == len(T2IS_GEMMA.rows) == 4
+    for row in T2IS_QWEN.rows:
+        assert by_formula(row) == pytest.approx(row[-1], abs=5e-4)
+    follows = {row[0] for row in T2IS_GEMMA.rows if abs(by_formula(row) - row[-1]) < 5e-4}
+    assert follows == {"FLUX.1-dev + PaCo-Reward-7B", "Seedream 4.0"}
+    remark = T2IS_GEMMA.remarks[-1]
+    for row in T2IS_GEMMA.rows:
+        assert row[0] in remark
+        if row[0] not in follows:
+            assert f"{by_formula(row):.3f}" in remark and f"{row[-1]:.3f}" in remark
+
+
+def test_published_figures_are_those_of_the_reference_cards():
+    def figures(name: str) -> dict[str, list[str]]:
+        card = yaml.safe_load((ROOT / "model_cards" / f"{name}.yaml").read_text(encoding="utf-8"))
+        return {row[0]: row[1:] for table in card["published"]["tables"] for row in table["rows"]}
+
+    of_card, found = figures("PaCo-FLUX.1-dev"), 0
+    ours = {
+        table: dict(zip(table.columns, next(r for r in table.rows if "PaCo" in r[0]), strict=True))
+        for table in (T2IS_QWEN, T2IS_GEMMA)
+    }
+    for name in ("identity", "style", "logic", "average"):
+        assert of_card[name] == [f"{ours[T2IS_QWEN][name]:.3f}", f"{ours[T2IS_GEMMA][name]:.3f}"]
+    for name in ("aesthetics", "entity", "attribute", "relation"):
+        assert of_card[name] == [f"{ours[T2IS_QWEN][name]:.3f}"] == [f"{ours[T2IS_GEMMA][name]:.3f}"]
+    for name, *values in T2IS_ABLATION.rows:
+        assert of_card[name] == [value if isinstance(value, str) else f"{value:.3f}" for value in values]
+    for card in ("PaCo-FLUX.1-Kontext-dev", "PaCo-QwenImage-Edit"):
+        for name, value in figures(card).items():
+            assert dict(GEDIT.rows)[name] == float(value[0])
+            found += 1
+    assert found == len(GEDIT.rows) == 4
+
+
+def test_published_figures_of_an_unknown_benchmark():
+    assert published_tables("T2IS-Bench") == (T2IS_QWEN, T2IS_GEMMA, T2IS_ABLATION)
+    with pytest.raises(ValueError, match="no published figures of 'DPG-Bench'.*T2IS-Bench, GEdit-Bench"):
+        published_tables("DPG-Bench")
+
+
+################
+# Tables
+################
+
+
+def test_verdict_says_whether_the_interval_excludes_zero():
+    assert verdict(cell(0.1, 0.05)) == "yes: better"
+    assert verdict(cell(0.1, 0.05), higher_is_better=False) == "yes: worse"
+    assert verdict(cell(-0.1, 0.05)) == "yes: worse"
+    assert verdict(cell(-0.1, 0.05), higher_is_better=False) == "yes: better"
+    assert verdict(cell(0.1, 0.2)) == verdict(cell(-0.1, 0.1)) == "no"
+    assert verdict(cell(0.1, None)) == verdict(None) == "n/a"
+
+
+def test_numbers_as_texts():
+    assert cell_text(cell(0.5)) == "0.500 [0.480, 0.520]"
+    assert cell_text(cell(0.5), signed=True) == "+0.500 [+0.480, +0.520]"
+    assert cell_text(cell(0.5, None)) == "0.500 (no interval)"
+    assert cell_text(cell(None)) == cell_text(None) == cell_text(cell(math.nan)) == "n/a"
+    assert [signed_text(value) for value in (0.0004, 0.0, -0.0, -0.0012)] == ["0.000", "0.000", "0.000", "-0.001"]
+    # An interval that excludes 0 does not look as if it touched it
+    assert cell_text(cell(0.00051, 0.0005), signed=True) == "+0.00051 [+0.00001, +0.00101]"
+    assert cell_text(cell(-0.0004, 0.0005), signed=True) == "-0.0004 [-0.0009, +0.0001]"
+    assert cell_text(cell(0.0, 0.0), signed=True) == "0.000 [0.000, 0.000]"
+    assert cell_text(cell(0.01, 0.01 + 1e-17), signed=True) == "+0.010 [0.000, +0.020]"
+    assert cell_text(cell(0.0004, 1e-12), signed=True) == "+0.0004 [+0.0004, +0.0004]"
+
+
+def test_metric_tables_have_a_row_for_each_metric_of_each_judge(planted):
+    tables = metric_tables(planted)
+    assert [table.title for table in tables] == [f"Judge: {judge}" for judge in JUDGES]
+    for table, result in zip(tables, planted["tables"], strict=True):
+        assert len(table.rows) == len(result["rows"]) == 11
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+    first, second = tables
+    assert first.columns[:5] == (
+        "metric",
+        "FLUX.1-dev (base)",
+        "fox-lora (tuned)",
+        "difference",
+        "interval excludes 0",
+    )
+    rows = {row[0]: row[1:] for row in first.rows}
+    assert rows["Identity"][:4] == (
+        "0.301 [0.281, 0.321]",
+        "0.512 [0.492, 0.532]",
+        "+0.211 [+0.191, +0.231]",
+        "yes: better",
+    )
+    assert rows["Logic"][3] == "no" and rows["Entity"][3] == "yes: worse"
+    # Lower is better
+    assert rows["Duplicate rate"][2:4] == ("+0.150 [+0.140, +0.160]", "yes: worse")
+    assert "Lower is better: Duplicate rate." in first.lines
+    # The weights are written out
+    assert rows["Weighted average (0.2 aesthetics + 0.3 alignment + 0.5 consistency)"][0] == "n/a"
+    # The official arithmetic where it differs, and no column of it where it does not
+    assert first.columns[-2:] == ("official: base", "official: tuned")
+    assert rows["Logic"][-2:] == ("", "0.411") and rows["Identity"][-2:] == ("", "")
+    assert {texts[-2:] for name, texts in rows.items() if name != "Logic"} == {("", "")}
+    assert any(
+        line.startswith("Official: the value by the benchmark's own script; empty where") for line in first.lines
+    )
+    assert not any("official" in name for name in second.columns)
+    assert {row[0]: row[1] for row in second.rows}["Identity"] == "0.601 [0.581, 0.621]"
+
+
+def test_counts_are_shown_where_systems_differ(results):
+    assert metric_tables(results)[0].rows[0][5] == "10"
+    row = results["tables"][0]["rows"][0]
+    row["cells"][1]["count"], row["difference"]["count"] = 9, 8
+    assert metric_tables(results)[0].rows[0][5] == "10 / 9 / 8 in both"
+
+
+def test_one_system_has_no_differences(world):
+    results = plant_t2is(world / "one", num_systems=1)
+    (first, _), (broken_down, *_) = metric_tables(results), breakdown_tables(results)
+    assert first.columns == ("metric", "fox-lora (tuned)", "n", "official: tuned")
+    assert broken_down.columns == ("", "prompts", "fox-lora (tuned)")
+    assert settings_table(results).columns == ("setting", "fox-lora (tuned)")
+    assert difference_chart(results["tables"][0]) is None
+    assert summary(results) == [
+        "On 10 prompts of T2IS-Bench, consistency (judge Qwen2.5-VL-7B-Instruct) is 0.480 [0.460, 0.500] for fox-lora "
+        "(tuned).",
+        "It is 0.780 [0.760, 0.800] (judge gemma-3-4b-it).",
+        "The alignment is 0.760 [0.740, 0.780] (scorer clip-flant5-xxl).",
+        "The duplicate rate is 0.150 [0.130, 0.170].",
+    ]
+
+
+def test_summary_says_what_the_intervals_say(results):
+    first, second, alignment, copies = summary(results)
+    assert "the paired difference is +0.111 [+0.091, +0.131], whose interval excludes 0: better." in first
+    assert second == (
+        "The difference in consistency is +0.111 [+0.091, +0.131], whose interval excludes 0: better (judge "
+        "gemma-3-4b-it)."
+    )
+    # What a gain in consistency was paid for with
+    assert alignment == (
+        "The difference in alignment is -0.029 [-0.049, -0.009], whose interval excludes 0: worse (scorer "
+        "clip-flant5-xxl)."
+    )
+    assert copies == (
+        "The duplicate rate is 0.150 [0.130, 0.170] against 0.000 [-0.020, 0.020]: a difference of +0.150 [+0.140, "
+        "+0.160], whose interval excludes 0: worse."
+    )
+    for table in results["tables"]:
+        table["rows"][3]["difference"] = cell(0.111, 0.2)
+    first, second = summary(results)[:2]
+    assert "+0.111 [-0.089, +0.311], whose interval includes 0." in first and "excludes" not in first
+    assert "whose interval includes 0 (judge gemma-3-4b-it)" in second
+    for row in results["tables"][0]["rows"]:
+        row["cells"], row["difference"] = [cell(None, count=0)] * 2, cell(None, count=0)
+    assert "the paired difference is n/a." in summary(results)[0]
+
+
+def test_summary_says_the_average_of_each_judge(results):
+    for number, table in enumerate(results["tables"]):
+        row = find_row(table, "average")
+        row["cells"], row["difference"] = [cell(0.6), cell(0.5)], cell(-0.1 * (number + 1), 0.15)
+    assert summary(results)[3] == (
+        "The difference in weighted average is -0.100 [-0.250, +0.050], whose interval includes 0 (judge "
+        "Qwen2.5-VL-7B-Instruct); -0.200 [-0.350, -0.050], whose interval excludes 0: worse (judge gemma-3-4b-it)."
+    )
+    # What was not scored is not spoken of, but that nothing says how many are copies
+    for table in results["tables"]:
+        table["rows"] = [row for row in table["rows"] if row["metric"] not in ("alignment", "duplicate_rate")]
+    sentences = summary(results)
+    assert not any("alignment" in sentence for sentence in sentences)
+    assert sentences[-2:] == [
+        "There is no duplicate rate.",
+        "Of 10 results, pictures are missing: 0 of FLUX.1-dev (base), 1 of fox-lora (tuned).",
+    ]
+
+
+def test_summary_of_edits_says_the_headline_once(tmp_path):
+    results = plant_gedit(tmp_path)
+    first, missing = summary(results)
+    assert "overall (English: all instructions) is 6.469" in first
+    assert missing == "Of 4 results, pictures are missing: 0 of FLUX.1-Kontext-dev (base), 0 of kontext-lora (tuned)."
+
+
+def test_alerts_stand_under_the_summary(results, tmp_path):
+    (alert,) = results["alerts"]
+    results["alerts"].append("The two systems drew under <b>different</b> conditions.")
+    markdown = markdown_report(results)
+    assert markdown.split("\n\n")[2] == (
+        f"- **{alert}**\n- **The two systems drew under &lt;b>different&lt;/b> conditions.**"
+    )
+    head = Page(save_generation_report(results, tmp_path)["html"]).text("")
+    last, dataset = summary(results)[-1], "dataset: ChengyouJia"
+    assert head.index(last) < head.index(alert) < head.index("under <b>different</b> conditions") < head.index(dataset)
+    console = Console(width=140, record=True, file=io.StringIO())
+    print_report(results, console)
+    assert alert in console.export_text()
+    # Results of before have none
+    del results["alerts"]
+    assert markdown_report(results).split("\n\n")[2].startswith("- dataset: ")
+    page = Page(save_generation_report(results, tmp_path)["html"])
+    assert not any(attrs.get("class") == "alerts" for _, _, attrs in page.tags)
+
+
+def test_breakdowns_warn_of_many_intervals(results):
+    tables = breakdown_tables(results)
+    # What does not depend on the judge is there once
+    assert [table.title for table in tables] == [
+        f"By category: consistency (judge {JUDGES[0]})",
+        "By category: alignment (scorer clip-flant5-xxl)",
+        "By category: duplicate rate",
+        f"By category: consistency (judge {JUDGES[1]})",
+    ]
+    assert tables[1].rows[0][-1] == tables[2].rows[0][-1] == "yes: worse"
+    table = tables[0]
+    assert table.rows[0] == (
+        "Character Generation",
+        "5",
+        "0.400 [0.380, 0.420]",
+        "0.510 [0.490, 0.530]",
+        "+0.110 [-0.090, +0.310]",
+        "no",
+    )
+    assert "by chance" not in " ".join(table.lines)
+    results["breakdowns"][0]["rows"] *= 20
+    assert "Of 40 intervals about 2 would exclude 0 by chance" in " ".join(breakdown_tables(results)[0].lines)
+
+
+def test_settings_that_differ_are_marked(results):
+    table = settings_table(results)
+    marked = {row[0] for row, kind in zip(table.rows, table.kinds, strict=True) if kind == "differs"}
+    assert marked == {row[0] for row in table.rows if row[-1] == "differs"} == {"adapter"}
+    results["systems"][0]["settings"]["num_inference_steps"] = 28
+    results["systems"][1]["settings"]["true_cfg_scale"] = 4.0
+    rows = {row[0]: row[1:] for row in settings_table(results).rows}
+    assert rows["num_inference_steps"] == ("28", "20", "differs")
+    assert rows["true_cfg_scale"] == ("not given", "4.0", "differs")
+    assert rows["guidance_scale"] == ("3.5", "3.5", "")
+
+
+def test_settings_of_two_folders_with_one_name_differ(results):
+    """The paths are not shown, but that they differ is."""
+    for number, system in enumerate(results["systems"]):
+        system["settings"]["adapter"] = f"/runs/{number}/adapter"
+    assert {row[0]: row[1:] for row in settings_table(results).rows}["adapter"] == ("adapter", "adapter", "differs")
+    settings = section_of(markdown_report(results), "Settings")
+    assert rows_of(settings, "adapter") == [["adapter", "adapter", "adapter", "differs"]]
+
+
+def test_leakage(results):
+    assert leakage_line(results) == "Leakage: not checked: the training prompts were not given."
+    leakage = results["leakage"] = {"dataset": "user/prompts", "num_training_prompts": 100, "exact": [], "near": []}
+    assert leakage_line(results).startswith("Leakage: none found among the 100 training prompts of user/prompts")
+    leakage["exact"] = [{"id": "0001", "training_row": row, "text": "A fox"} for row in (3, 4)]
+    leakage["near"] = [{"id": name, "training_row": 5, "text": "A", "similarity": 0.914} for name in ("0001", "0007")]
+    line = leakage_line(results)
+    assert "2 of the 10 prompts of the benchmark found among the 100 training prompts of user/prompts" in line
+    assert "The same text: 0001." in line
+    assert "0001 (similarity 0.91), 0007 (similarity 0.91)" in line
+    del leakage["dataset"]
+    assert "among the 100 training prompts. The same text" in leakage_line(results)
+
+
+def test_many_leaks_are_cut_off_but_in_the_json(results, tmp_path):
+    def shown(page: Page) -> list[str]:
+        return [attrs["class"] for tag, where, attrs in page.tags if tag == "details" and where == "leakage"]
+
+    near = [
+        {"id": f"n{number}", "training_row": number, "text": "A", "similarity": number / 40} for number in range(19)
+    ]
+    exact = [{"id": "0001", "training_row": 70, "text": "A fox"}]
+    results["leakage"] = {"dataset": "user/x", "num_training_prompts": 100, "exact": exact, "near": near}
+    page = Page(save_generation_report(results, tmp_path)["html"])
+    assert shown(page) == ["leak"] * 20 and "more" not in page.text("leakage").replace("and 14 more", "")
+    near += [{"id": f"m{number}", "training_row": number, "text": "B", "similarity": 0.9} for number in range(11)]
+    rows, num_more = leaks(results)
+    assert rows[0] == {"what": "0001: training row 70, the same text", "text": "A fox"}
+    # The most similar first
+    assert rows[1]["what"] == "m0: training row 0, similarity 0.90" and rows[12]["what"].startswith("n18: ")
+    assert len(rows) == 20 and num_more == 11
+    paths = save_generation_report(results, tmp_path)
+    page = Page(paths["html"])
+    assert shown(page) == ["leak"] * 20 and page.text("leakage").endswith("And 11 more, which results.json has.")
+    assert "m4 (similarity 0.90) and 25 more" in page.text("")
+    assert json.loads(paths["json"].read_text(encoding="utf-8"))["leakage"]["near"] == near
+
+
+################
+# Markdown and terminal
+################
+
+
+def test_markdown_has_the_numbers_of_the_tables(planted):
+    markdown = markdown_report(planted)
+    measured = section_of(markdown, "Results")
+    for table in metric_tables(planted):
+        for row in table.rows:
+            assert list(row[1:]) in [found[1:] for found in rows_of(measured, row[0])]
+    assert "**Consistency**" in measured and "**Identity**" not in measured
+    assert "nan" not in markdown.lower()
+    assert "aesthetics: no scorer was given" in markdown
+    assert rows_of(section_of(markdown, "Images"), "missing") == [["missing", "0", "1"]]
+    assert "fox-lora (tuned): pictures are missing of 1: 0008/0." in section_of(markdown, "Images")
+    assert "not checked" in section_of(markdown, "Leakage")
+
+
+def test_published_figures_stand_apart(planted):
+    markdown = markdown_report(planted)
+    published = section_of(markdown, PUBLISHED_HEADING)
+    before = markdown[: markdown.index(PUBLISHED_HEADING)]
+    assert published.count("### Published: ") == 3
+    for table in published_tables("T2IS-Bench"):
+        for row in table.rows:
+            assert rows_of(published, row[0]) and not rows_of(before, row[0])
+    # Once, though two tables have it
+    assert published.count("It is not the untuned FLUX.1-dev") == 1
+
+
+def test_markdown_of_hostile_texts(results):
+    evil = "fox | <script>alert(1)</script> [x](javascript:alert(1))\n# heading"
+    results["systems"][1]["name"] = evil
+    results["breakdowns"][0]["rows"][0]["name"] = evil
+    results["notes"] = [evil]
+    markdown = markdown_report(results)
+    assert "alert(1)" in markdown
+    assert "<script" not in markdown and "](javascript" not in markdown and "\n# heading" not in markdown
+    rows = [line for line in section_of(markdown, "Breakdowns").split("\n") if line[:1] == "|"]
+    assert len(rows) == 16 and len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+
+
+def test_terminal_tables_have_the_same_numbers(results):
+    results["systems"][1]["name"] = "[bold]fox[/bold]"
+    console = Console(width=140, record=True, file=io.StringIO())
+    print_report(results, console)
+    text = console.export_text()
+    for table in metric_tables(results):
+        for row in table.rows:
+            for part in "\n".join(row[1:5]).replace(" [", "\n[").split("\n"):
+                assert part in text
+    assert "[bold]fox[/bold]" in text
+    assert "Leakage: not checked" in text and "pictures are missing of 1: 0008/0" in text
+    assert "On 10 prompts of T2IS-Bench, consistency" in text
+
+
+################
+# Page
+################
+
+
+def test_chosen_sets_are_the_planted_ones(results):
+    chosen = choose_sets(results, 2)
+    assert chosen == {"best": [3, 5], "worst": [0, 7], "gained": [3, 5], "lost": [7, 0], "copies": [5, 6]}
+    # No set is among the best and the worst, and one without a value among neither
+    chosen = choose_sets(results, 100)
+    assert sorted(chosen["best"] + chosen["worst"]) == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+    assert len(chosen["best"]) == 5
+    # Those that did not change are not among those that did
+    for one in results["sets"]:
+        one["scores"][0] = dict(one["scores"][1])
+    chosen = choose_sets(results, 2)
+    assert chosen["gained"] == chosen["lost"] == [] and chosen["best"] == [3, 5]
+
+
+def test_num_shown_below_one_is_refused_before_anything_is_made(tmp_path):
+    for number in (0, -3):
+        with pytest.raises(ValueError, match=f"`num_shown` is {number}, but .* Set it to 1 or more"):
+            save_generation_report({}, tmp_path / "report", num_shown=number)
+    assert not (tmp_path / "report").exists()
+
+
+def test_sections_have_entries_in_the_navigation(results, tmp_path):
+    def entries(page: Page) -> set[str]:
+        return {attrs["href"][1:] for tag, _, attrs in page.tags if tag == "a"}
+
+    page = Page(save_generation_report(results, tmp_path, num_shown=1)["html"])
+    assert entries(page) == set(page.texts) - {"", "versions"} and {"notes", "leakage"} <= entries(page)
+    results["notes"] = []
+    page = Page(save_generation_report(results, tmp_path, num_shown=1)["html"])
+    assert entries(page) == set(page.texts) - {"", "versions"} and "notes" not in entries(page)
+
+
+@pytest.mark.parametrize("per_panel", [False, True])
+def test_page_shows_the_planted_sets(tmp_path, per_panel):
+    results = plant_t2is(tmp_path, per_panel=per_panel)
+    page = Page(save_generation_report(results, tmp_path / "report", num_shown=2)["html"])
+    assert page.sets["best"] == ["0003/0", "0005/0"] and page.sets["worst"] == ["0000/0", "0007/0"]
+    assert page.sets["gained"] == ["0003/0", "0005/0"] and page.sets["lost"] == ["0007/0", "0000/0"]
+    assert page.sets["copies"] == ["0005/0", "0006/0"]
+    base, tuned = page.pictures("best")[:2]
+    for number, shown in ((3, base), (4, tuned)):
+        left, top = shown.width // 4, shown.height // 16
+        expected = panel(number, 0).getpixel((20, 8))
+        assert max(abs(a - b) for a, b in zip(shown.getpixel((left, top)), expected, strict=True)) < 12
+    assert "Consistency 0.250 0.950 +0.700" in page.text("best")
+    assert "Number 3." in page.text("best") and PUBLISHED_HEADING in page.text("published")
+    # With files of their own, one panel of set 0 is not there
+    assert ("panels are missing" in page.text("worst")) == per_panel
+    red, green, blue = np.moveaxis(np.asarray(page.pictures("worst")[0]).astype(int), 2, 0)
+    assert ((abs(red - 176) < 30) & (green < 60) & (blue < 80)).any() == per_panel
+
+
+def test_missing_pictures_are_shown_as_empty_frames(results, tmp_path):
+    def frames(page: Page) -> int:
+        return sum(tag == "div" and attrs.get("class") == "empty" for tag, where, attrs in page.tags)
+
+    page = Page(save_generation_report(results, tmp_path / "all", num_shown=1)["html"])
+    assert frames(page) == 0 and len(page.pictures("best")) == 2
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"\x89PNG no")
+    results["sets"][3]["pictures"] = [[], [str(broken)]]
+    page = Page(save_generation_report(results, tmp_path / "some", num_shown=1)["html"])
+    assert page.sets["best"] == ["0003/0"] and page.pictures("best") == []
+    assert "missing" in page.text("best") and "not readable" in page.text("best")
+    assert frames(page) == 4  # among the best, and among those that gained most
+
+
+def test_page_of_one_system(world, tmp_path):
+    results = plant_t2is(world / "one", num_systems=1)
+    page = Page(save_generation_report(results, tmp_path)["html"])
+    assert {"best", "worst", "copies"} == {name for name in page.sets if name in ("best", "worst", "copies")}
+    assert "gained" not in page.texts and "lost" not in page.texts
+    assert len(page.pictures("best")) == len(page.sets["best"]) == 5
+    assert not any(tag == "svg" for tag, *_ in page.tags)
+
+
+def test_page_of_edits_shows_the_sources(tmp_path):
+    results = plant_gedit(tmp_path / "edits")
+    page = Page(save_generation_report(results, tmp_path / "report", num_shown=1)["html"])
+    assert page.sets["best"] == ["en-3/0"] and page.sets["gained"] == ["en-0/0"] and page.sets["lost"] == ["en-3/0"]
+    assert len(page.pictures("best")) == 3
+    assert re.search(r"source.*base.*tuned", page.text("best"))
+    assert "6.469 [6.449, 6.489]" in page.text("results")
+    assert "Which judge gave the scores is not known" in page.text("published")
+    assert "copies" not in page.texts
+    # What is no part of the benchmark is not said to lack a scorer
+    assert "scorers: consistency: Qwen2.5-VL-72B-Instruct" in page.texts[""] and "no scorer" not in page.texts[""]
+    results["sets"][3]["source"] = None
+    page = Page(save_generation_report(results, tmp_path / "report", num_shown=1)["html"])
+    assert len(page.pictures("best")) == 2
+
+
+def test_hostile_prompts_are_text(results, tmp_path):
+    results["systems"][1]["name"] = results["sets"][3]["category"] = "<img src=x onerror=alert(1)>"
+    results["leakage"] = {
+        "dataset": "user/x",
+        "num_training_prompts": 1,
+        "exact": [{"id": "0001", "training_row": 0, "text": "<script>alert(2)</script> /etc/motd/x"}],
+        "near": [],
+    }
+    path = save_generation_report(results, tmp_path)["html"]
+    page = Page(path)
+    assert not any(tag == "script" for tag, *_ in page.tags)
+    assert all(attrs.get("src", "data:").startswith("data:") for _, _, attrs in page.tags)
+    # A path in a prompt is no path of this machine
+    assert page.text("leakage").endswith("</script> /etc/motd/x")
+    assert '<script>document.title = "hacked"</script>' in page.texts["best"]
+    assert "<img src=x onerror=alert(1)>" in page.texts["best"]
+    assert "<script>alert(2)</script>" in page.texts["leakage"]
+
+
+def test_page_needs_nothing_from_elsewhere(planted, tmp_path):
+    text = save_generation_report(planted, tmp_path)["html"].read_text(encoding="utf-8")
+    outside = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", text)
+    assert outside and all(url.startswith(("data:", "#")) for url in outside)
+    assert "@import" not in text and text.count("<svg") == 2
+
+
+def test_chart_draws_what_the_intervals_say(results):
+    table = results["tables"][0]
+    chart = difference_chart(table)
+    assert "var(--better)" in chart and "var(--worse)" in chart and "var(--muted)" in chart
+    assert chart == difference_chart(table)
+    assert "Identity +0.211; Style +0.121" in chart and "Aesthetics" not in chart
+    for row in table["rows"]:
+        row["difference"] = cell(0.01, 0.5)
+    chart = difference_chart(table)
+    assert "var(--better)" not in chart and "var(--worse)" not in chart and "var(--muted)" in chart
+
+
+################
+# results.json
+################
+
+
+def test_results_json_has_no_paths_of_the_machine(results, world, tmp_path):
+    results["sets"][0]["pictures"][0] = [str(tmp_path / "elsewhere" / "0000.png")]
+    output = world / "report"
+    paths = save_generation_report(results, output)
+    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    assert str(world) in json.dumps({**results, "sets": [results["sets"][1]]})
+    for text in texts.values():
+        assert str(world) not in text and str(tmp_path) not in text
+    saved = json.loads(texts["json"])
+    assert saved["sets"][0]["pictures"] == [["0000.png"], ["../images/tuned/0000.png"]]
+    assert saved["sets"][8]["pictures"][1] == []
+    assert saved["systems"][1]["settings"]["adapter"] == "fox-lora"
+    assert saved["notes"][0] == "The pictures are in images."
+    # Prompts are not touched
+    assert [one["prompt"] for one in saved["sets"]] == [one["prompt"] for one in results["sets"]]
+    assert math.isnan(results["sets"][8]["scores"][1]["identity"])
+    assert saved["sets"][8]["scores"][1]["identity"] is None
+    assert "NaN" not in texts["json"]
+
+
+def test_results_json_gives_the_same_report_again(results, world):
+    output = world / "again" / "report"
+    for one in results["sets"]:
+        for paths in one["pictures"]:
+            for place, path in enumerate(paths):
+                copied = world / "again" / Path(path).relative_to(world)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                copied.write_bytes(Path(path).read_bytes())
+                paths[place] = copied
+    first = {name: path.read_bytes() for name, path in save_generation_report(results, output).items()}
+    saved = json.loads(first["json"])
+    second = {name: path.read_bytes() for name, path in save_generation_report(saved, output).items()}
+    assert first == second
+    assert b"data:image/jpeg" in second["html"]
+    assert {path.name for path in output.iterdir()} == {"results.json", "results.md", "report.html"}
+
+
+################
+# Model cards
+################
+
+
+@pytest.fixture
+def card(tmp_path) -> Path:
+    """A card with results on another dataset, a comment in its metadata, and a heading in a block of code."""
+    text = """---
+base_model: black-forest-labs/FLUX.1-dev
+license: other  # see below
+license_name: flux-1-dev-non-commercial-license
+pipeline_tag: text-to-image
+model-index:
+- name: fox-lora
+  results:
+  - task:
+      type: text-to-image
+    dataset:
+      name: evaluation prompts
+      type: evaluation
+    metrics:
+    - type: clip_t
+      value: 0.31
+  - task:
+      type: text-to-image
+    dataset:
+      name: T2IS-Bench
+      type: ChengyouJia/T2IS-Bench
+    metrics:
+    - type: average
+      value: 0.576
+    source:
+      name: Published figures
+      url: https://huggingface.co/papers/2512.04784
+tags: [lora]
+---
+
+# fox-lora
+
+```text
+## Training
+```
+
+## Training
+
+Long ago.
+"""
+    path = tmp_path / "fox-lora" / "README.md"
+    path.parent.mkdir()
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_results_are_added_to_a_card(results, card):
+    before = card.read_text(encoding="utf-8")
+    assert add_results_to_card(card.parent, results) == card
+    after = card.read_text(encoding="utf-8")
+    # The rest is the same to the letter
+    assert after.startswith(before[: before.index("model-index")])
+    assert after.endswith(before[before.index("## Training\n\nLong") :])
+    assert "\ntags: [lora]\n---\n\n# fox-lora\n\n```text\n## Training\n```\n\n<!-- results of" in after
+    found = {
+        (one.dataset_name, one.dataset_config, one.metric_type): one for one in ModelCard.load(card).data.eval_results
+    }
+    assert found["evaluation prompts", None, "clip_t"].metric_value == 0.31
+    published = found["T2IS-Bench", None, "average"]
+    assert published.metric_value == 0.576 and published.source_name == "Published figures"
+    # Of the tuned system, by the judge that is named
+    ours = found["T2IS-Bench", f"judge {JUDGES[0]}", "identity"]
+    assert ours.metric_value == 0.512 and ours.metric_name == f"Identity, judge {JUDGES[0]}"
+    assert ours.source_name is None and ours.dataset_type == "ChengyouJia/T2IS-Bench"
+    assert found["T2IS-Bench", f"judge {JUDGES[1]}", "identity"].metric_value == 0.812
+    # What does not depend on the judge is there once, with its own scorer; what has no value is not there
+    assert found["T2IS-Bench", "scorer clip-flant5-xxl", "entity"].metric_value == 0.721
+    assert not {("aesthetics"), ("duplicate_rate")} & {metric for _, _, metric in found}
+    assert len(found) == 2 + 2 * 4 + 4
+    section = after[after.index("## T2IS-Bench, judge Qwen") :]
+    assert rows_of(section, "Identity")[0] == [
+        "Identity",
+        "0.301 [0.281, 0.321]",
+        "0.512 [0.492, 0.532]",
+        "+0.211 [+0.191, +0.231]",
+        "yes: better",
+    ]
+    assert "Leakage: not checked" in section and "missing: 1" in section
+    bullets = re.findall(r"^- (.+)$", section[: section.index("<!-- end")], re.MULTILINE)
+    assert bullets[0] == "**Missing pictures count 0 (1 of tuned).**"
+    assert bullets[-4:] == [
+        "Leakage: not checked: the training prompts were not given.",
+        "Logic by the benchmark's own script: 0.411 for fox-lora (tuned).",
+        "The pictures are in images.",
+        "Which scorer of aesthetics the published figures are of is not known.",
+    ]
+    # Of the second judge no value differs
+    assert after.count("by the benchmark's own script") == 1 and after.count("scorer of aesthetics") == 2
+    assert "Seedream" not in after and "Gemini" not in after
+
+
+def test_a_card_written_twice_is_the_same_card(results, card):
+    add_results_to_card(card, results)
+    once = card.read_bytes()
+    add_results_to_card(card, results)
+    assert card.read_bytes() == once
+    # New numbers of one judge replace its old ones, and no others
+    results["tables"] = results["tables"][1:]
+    results["tables"][0]["rows"][0]["cells"][1] = cell(0.9)
+    add_results_to_card(card, results)
+    values = {
+        (one.dataset_config, one.metric_type): one.metric_value for one in ModelCard.load(card).data.eval_results
+    }
+    assert values[f"judge {JUDGES[1]}", "identity"] == 0.9 and values[f"judge {JUDGES[0]}", "identity"] == 0.512
+    text = card.read_text(encoding="utf-8")
+    assert text.count("## T2IS-Bench, judge") == 2 and "0.900 [0.880, 0.920]" in text
+    assert "0.812 [" not in text
+
+
+def test_results_of_edits_stand_beside_others(results, card, tmp_path):
+    add_results_to_card(card, results)
+    add_results_to_card(card, plant_gedit(tmp_path / "edits"))
+    text = card.read_text(encoding="utf-8")
+    assert text.count("<!-- results of") == text.count("<!-- end of the results of") == 3
+    found = {one.dataset_name: one for one in ModelCard.load(card).data.eval_results}
+    assert found["GEdit-Bench"].dataset_config == "English: all instructions, judge Qwen2.5-VL-72B-Instruct"
+    assert found["GEdit-Bench"].metric_value == 6.469
+
+
+def test_results_on_data_without_a_hub_id(results, card):
+    for dataset in (None, "/data/benchmarks/t2is"):
+        results["dataset"] = dataset
+        add_results_to_card(card, results)
+        ours = [one for one in ModelCard.load(card).data.eval_results if one.dataset_config]
+        assert len(ours) == 12 and {one.dataset_type for one in ours} == {"T2IS-Bench"}
+        assert "/data" not in card.read_text(encoding="utf-8")
+        assert f"dataset: {'t2is' if dataset else 'without a name'}, fingerprint" in markdown_report(results)
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_cards_of_other_makes(results, tmp_path, line_break):
+    """Without metadata, without a heading that the results stand before, with the line ends of another system."""
+    path = tmp_path / "README.md"
+    path.write_bytes(f"# Foxes{line_break}Drawn.{line_break}".encode())
+    add_results_to_card(path, results)
+    once = path.read_bytes()
+    add_results_to_card(path, results)
+    assert path.read_bytes() == once
+    assert once.count(b"\n") == once.count(line_break.encode())
+    loaded = ModelCard.load(path)
+    assert loaded.data.model_name == "Foxes" and len(loaded.data.eval_results) == 12
+    assert "Drawn." in loaded.text and loaded.text.rstrip().endswith("-->")
+
+
+def test_a_card_that_this_package_renders(results, tmp_path):
+    path = tmp_path / "README.md"
+    render_card(load_reference_card(ROOT / "model_cards" / "PaCo-FLUX.1-dev.yaml")).save(path)
+    before = ModelCard.load(path).data.to_dict()
+    add_results_to_card(path, results)
+    after = ModelCard.load(path).data.to_dict()
+    added = after["model-index"][0]["results"][len(before["model-index"][0]["results"]) :]
+    assert len(added) == 3 and all("source" not in entry for entry in added)
+    after["model-index"][0]["results"] = after["model-index"][0]["results"][: -len(added)]
+    assert after == before
+    assert path.read_text(encoding="utf-8").index("## T2IS-Bench") < path.read_text(encoding="utf-8").index(
+        "## Training"
+    )
+
+
+def test_cards_that_results_cannot_go_into(results, card, tmp_path):
+    assert check_card(card) == check_card(card.parent) == card
+    for path in (tmp_path, tmp_path / "README.md"):
+        with pytest.raises(FileNotFoundError, match=r"no model card .*README\.md") as early:
+            check_card(path)
+        with pytest.raises(FileNotFoundError) as late:
+            add_results_to_card(path, results)
+        assert str(early.value) == str(late.value)
+    before = card.read_bytes()
+    base = copy.deepcopy(results)
+    base["systems"] = base["systems"][:1]
+    with pytest.raises(ValueError, match="results are of 'base', and no system has the role 'tuned'"):
+        add_results_to_card(card, base)
+    assert card.read_bytes() == before
+    card.write_bytes(before.replace(b"- name: fox-lora", b"- title: fox-lora"))
+    for attempt in (lambda: add_results_to_card(card, results), lambda: check_card(card)):
+        with pytest.raises(ValueError, match="`model-index` in the metadata"):
+            attempt()

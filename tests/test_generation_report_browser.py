@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of an evaluation in a real browser, from the disk and without a network."""
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+from paco_trl.data import join_grid  # noqa: E402
+from paco_trl.evaluation.generation.report_page import save_generation_report  # noqa: E402
+from paco_trl.evaluation.generation.report_sentences import summary  # noqa: E402
+from paco_trl.evaluation.generation.report_tables import metric_tables  # noqa: E402
+from planted_results import panel, plant_gedit, plant_t2is  # noqa: E402
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+ARGUMENTS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+LEFT_OF_PAGE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+UNDECODED = "() => [...document.images].filter(image => !(image.complete && image.naturalWidth > 0)).length"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS.split())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a file. It may not complain, nor ask for anything else."""
+    contexts, complaints, asked = [], [], []
+
+    def open_file(path: Path, width: int = 1280, scheme: str = "light"):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(path.resolve().as_uri())
+        assert [url for url in asked if not url.startswith("data:")] == [path.resolve().as_uri()] * len(contexts)
+        return page
+
+    yield open_file
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("world")
+
+
+@pytest.fixture(scope="module")
+def results(world) -> dict:
+    results = plant_t2is(world / "sets", per_panel=True)
+    wide = world / "sets" / "wide.png"
+    join_grid([panel(5, place) for place in range(7)], 1, 7).save(wide)
+    results["sets"][5].update(pictures=[[str(wide)], [str(wide)]], panels=[1, 7])
+    results["sets"][3]["pictures"][0] = []
+    return results
+
+
+@pytest.fixture(scope="module")
+def leaky(results, world) -> Path:
+    """A report with prompts that were trained on, of long texts."""
+    leaky = copy.deepcopy(results)
+    found = [
+        {"id": f"{number:04d}", "training_row": number, "text": "A fox in the snow. " * 10, "similarity": 0.5}
+        for number in range(30)
+    ]
+    leaky["leakage"] = {"dataset": "user/x", "num_training_prompts": 100, "exact": [], "near": found}
+    return save_generation_report(leaky, world / "leaky")["html"]
+
+
+@pytest.fixture(scope="module")
+def report(results, world) -> Path:
+    return save_generation_report(results, world / "report")["html"]
+
+
+def text_of(page, selector: str) -> str:
+    return " ".join(page.locator(selector).inner_text().split())
+
+
+def test_every_number_of_the_tables_is_on_the_page(open_page, report, results):
+    page = open_page(report)
+    text = text_of(page, "#results")
+    numbers = [cell for table in metric_tables(results) for row in table.rows for cell in row if cell]
+    assert len(numbers) > 100
+    assert [number for number in numbers if number not in text] == []
+    assert " ".join(summary(results)) in text_of(page, "header")
+    assert page.locator("#results svg").count() == 2
+    assert page.title() == "T2IS-Bench: FLUX.1-dev (base) and fox-lora (tuned)"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_a_telephone_and_a_desk(open_page, report, width):
+    page = open_page(report, width)
+    assert page.evaluate(LEFT_OF_PAGE) == 0
+    assert page.evaluate("() => document.images.length") > 30
+    assert page.evaluate(UNDECODED) == 0
+    # Wide sets stand above one another, others side by side; both pictures of a set are as large
+    for name, is_wide in (("0005/0", True), ("0006/0", False)):
+        pictures = page.locator(f".set:has(h3:has-text('{name}'))").first.locator("img")
+        first, second = (pictures.nth(place).bounding_box() for place in range(2))
+        assert (first["y"] == second["y"]) != is_wide
+        assert first["width"] == pytest.approx(second["width"], abs=1) and first["width"] > 100
+    # What is not there has a frame in its place
+    frame = page.locator("#best .set").first.locator(".empty")
+    assert frame.count() == 1 and frame.inner_text() == "missing" and frame.bounding_box()["height"] > 60
+
+
+def test_the_table_scrolls_in_its_own_frame_on_a_telephone(open_page, report):
+    page = open_page(report, 390)
+    frame = page.locator("#results .scroll").first
+    assert frame.evaluate("box => box.scrollWidth > box.clientWidth")
+    frame.evaluate("box => box.scrollTo(1000, 0)")
+    # The names of the rows stay
+    assert frame.locator("tbody th").first.bounding_box()["x"] == pytest.approx(frame.bounding_box()["x"], abs=1)
+
+
+def test_leaks_and_settings_on_a_telephone(open_page, leaky):
+    page = open_page(leaky, 390)
+    assert page.evaluate(LEFT_OF_PAGE) == 0
+    rows = page.locator("#leakage details")
+    assert rows.count() == 20 and page.locator("#leakage").bounding_box()["height"] < 1200
+    text = rows.first.locator("p")
+    assert not text.is_visible()
+    rows.first.locator("summary").click()
+    # As wide as the page, and not a word a line
+    assert text.is_visible() and text.bounding_box()["width"] > 300 and text.bounding_box()["height"] < 200
+    # The names of settings do not run into the values
+    name = page.locator("#settings tbody th").filter(has_text="num_inference_steps")
+    assert name.count() == 1
+    assert name.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
+
+
+def test_alerts_are_seen_before_anything_is_scrolled(open_page, report):
+    page = open_page(report)
+    alert = page.locator(".alerts li")
+    assert alert.all_inner_texts() == ["Missing pictures count 0 (1 of tuned)."]
+    box = page.locator(".alerts").bounding_box()
+    lead = page.locator(".lead").bounding_box()
+    assert 0 < box["y"] - (lead["y"] + lead["height"]) < 40 and box["y"] + box["height"] < 600
+
+
+def test_the_chart_uses_the_width_of_a_desk(open_page, report):
+    for width, least, most in ((1280, 400, 641), (390, 330, 390)):
+        box = open_page(report, width).locator("#results svg").first.bounding_box()
+        assert least <= box["width"] <= most
+
+
+def test_prompts_are_shown_as_they_are(open_page, report):
+    page = open_page(report)
+    prompt = page.locator("#best .set").first.locator("details p")
+    assert not prompt.is_visible()
+    page.locator("#best .set").first.locator("summary").click()
+    assert prompt.is_visible()
+    assert prompt.inner_text().startswith('A fox & a "hare" | in <b>four</b> seasons <script>document.title =')
+    assert "hacked" not in page.title()
+
+
+def test_light_and_dark(open_page, report):
+    def contrasts(page) -> list[float]:
+        return page.evaluate(
+            """() => {
+            const light = text => {
+                const parts = text.match(/[\\d.]+/g).slice(0, 3).map(value => value / 255);
+                const [r, g, b] = parts.map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+            };
+            const body = getComputedStyle(document.body).backgroundColor;
+            return [".lead", ".alerts", ".small", ".better", ".worse", "nav a", "summary"].map(name => {
+                const style = getComputedStyle(document.querySelector(name));
+                const own = style.backgroundColor;
+                const [ink, paper] = [light(style.color), light(own === "rgba(0, 0, 0, 0)" ? body : own)];
+                return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+            });
+        }"""
+        )
+
+    papers = []
+    for scheme in ("light", "dark"):
+        page = open_page(report, scheme=scheme)
+        papers.append(page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
+        assert min(contrasts(page)) > 4.5  # what WCAG asks of text
+        # The chart has the colours of the page
+        line = page.locator("#results svg path").first
+        assert line.count() == 1
+        ink = page.evaluate("() => getComputedStyle(document.body).color")
+        strokes = page.evaluate(
+            "() => [...document.querySelectorAll('#results svg path')].map(one => getComputedStyle(one).stroke)"
+        )
+        assert ink in strokes
+    assert papers[0] != papers[1]
+
+
+def test_edits_with_their_sources(open_page, world):
+    results = plant_gedit(world / "edits")
+    page = open_page(save_generation_report(results, world / "edits" / "report")["html"], 390)
+    assert page.evaluate(LEFT_OF_PAGE) == 0 and page.evaluate(UNDECODED) == 0
+    first = page.locator("#best .set").first
+    assert first.locator("figcaption").all_inner_texts() == ["source", "base", "tuned"]
+
+
+def test_one_system(open_page, world, results):
+    one = copy.deepcopy(results)
+    one.update(plant_t2is(world / "one", num_systems=1))
+    page = open_page(save_generation_report(one, world / "one" / "report")["html"], 390)
+    assert page.evaluate(LEFT_OF_PAGE) == 0 and page.evaluate(UNDECODED) == 0
+    assert page.locator("#gained").count() == 0 and page.locator("#best .set").count() == 5
