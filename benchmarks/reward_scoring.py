@@ -10,6 +10,7 @@ are compared in the dtype of the run and, whatever that is, in float32.
 """
 
 import argparse
+import functools
 import gc
 import json
 import multiprocessing
@@ -129,6 +130,9 @@ def score_sets(judge: PaCoReward, pairs: list, question: str) -> list[float]:
     return judge.score(pairs, question)
 
 
+WAYS = {"ours": score_sets, "published": score_as_published}
+
+
 def peak_memory(args: argparse.Namespace, function, pairs: list) -> float:
     """Bytes at the peak of scoring, above those of the model: in a process of its own on the CPU."""
     if args.device == "cuda":
@@ -156,11 +160,31 @@ def peak_memory(args: argparse.Namespace, function, pairs: list) -> float:
     return receiver.recv()
 
 
+def take_turns(args: argparse.Namespace, functions: list) -> list[list[float]]:
+    """Seconds of each function in each repeat; they take turns, and end with numbers on the CPU: nothing is pending."""
+    # A CPU has other work too: what counts is the time of the processor
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
+    seconds = [[] for _ in functions]
+    for _ in range(args.repeats + 1):
+        for function, of_function in zip(functions, seconds, strict=True):
+            started = clock()
+            function()
+            of_function.append(clock() - started)
+    return [of_function[1:] for of_function in seconds]  # the first one warms up
+
+
+def speed_ratio(ours: list[float], published: list[float]) -> tuple[float, list[float]]:
+    """How many times as fast ours is: median and quartiles over the repeats."""
+    # Of neighbours in time: what else the machine does slows down both
+    ratios = [other / own for own, other in zip(ours, published, strict=True)]
+    lower, median, upper = statistics.quantiles(ratios, n=4)
+    return round(median, 2), [round(lower, 2), round(upper, 2)]
+
+
 def compare(judge: PaCoReward, pairs_of: dict[str, list]) -> dict[str, dict[str, list[float]]]:
     """Scores of each layout's pairs, by the name of the way."""
-    ways = {"ours": score_sets, "published": score_as_published}
     return {
-        layout: {name: way(judge, pairs, theme_question(THEME)) for name, way in ways.items()}
+        layout: {name: way(judge, pairs, theme_question(THEME)) for name, way in WAYS.items()}
         for layout, pairs in pairs_of.items()
     }
 
@@ -198,21 +222,10 @@ def main() -> None:
         memory[layout] = round(ours / published, 3)
     judge = load_judge(args)
     question = theme_question(THEME)
-    # A CPU has other work too: what counts is the time of the processor
-    clock = time.process_time if args.device == "cpu" else time.perf_counter
     speed, quartiles = {}, {}
     for layout, pairs in pairs_of.items():
-        ratios = []
-        for _ in range(args.repeats + 1):  # the first one warms up; the two take turns
-            seconds = {}
-            for function in (score_sets, score_as_published):
-                started = clock()
-                function(judge, pairs, question)  # ends with numbers on the CPU: nothing is pending
-                seconds[function] = clock() - started
-            ratios.append(seconds[score_as_published] / seconds[score_sets])
-        # Of neighbours in time: what else the machine does slows down both
-        lower, median, upper = statistics.quantiles(ratios[1:], n=4)
-        speed[layout], quartiles[layout] = round(median, 2), [round(lower, 2), round(upper, 2)]
+        seconds = take_turns(args, [functools.partial(way, judge, pairs, question) for way in WAYS.values()])
+        speed[layout], quartiles[layout] = speed_ratio(*seconds)
 
     scores = {args.dtype: compare(judge, pairs_of)}
     if args.dtype != "float32":
