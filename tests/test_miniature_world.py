@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planted world: what is drawn is what is read, and truth tells consistent sets and faithful ones apart."""
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFilter
+
+from paco_trl.data import parse_image_set_prompt
+from paco_trl.miniature.data import make_prompts, shared_properties
+from paco_trl.miniature.truth import judge_set, read_panels
+from paco_trl.miniature.world import (
+    ALL_PANELS,
+    GROUNDS,
+    PLACES,
+    Panel,
+    draw_all_panels,
+    draw_careless_set,
+    draw_description,
+    draw_panel,
+    panel_text,
+    write_prompt,
+)
+
+
+SCENES = (("meadow", "left"), ("beach", "middle"), ("snow", "right"), ("night", "left"))
+RED = Panel("round", "red", "hat", "meadow", "left")
+
+
+def set_of(*figures: tuple[str, str, str]) -> list[Panel]:
+    return [Panel(*figure, *scene) for figure, scene in zip(figures, SCENES, strict=True)]
+
+
+class TestReading:
+    @pytest.mark.parametrize("size", [64, 32])
+    def test_every_panel_is_read_as_what_was_drawn(self, size):
+        assert read_panels([Image.fromarray(pixels) for pixels in draw_all_panels(size)]) == list(ALL_PANELS)
+
+    def test_a_blurred_and_noisy_panel_is_still_read(self):
+        random = np.random.default_rng(0)
+        chosen = [ALL_PANELS[index] for index in random.integers(len(ALL_PANELS), size=100)]
+        pictures = []
+        for panel in chosen:
+            blurred = draw_panel(panel, 64).filter(ImageFilter.GaussianBlur(1))
+            noisy = np.asarray(blurred) + random.normal(0, 12, (64, 64, 3))
+            pictures.append(Image.fromarray(noisy.clip(0, 255).astype(np.uint8)))
+        assert np.mean([a == b for a, b in zip(read_panels(pictures), chosen, strict=True)]) > 0.98
+
+    def test_what_shows_nothing_of_the_world_is_not_read(self):
+        noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
+        flat = Image.new("RGB", (64, 64), (255, 0, 255))
+        assert read_panels([Image.fromarray(noise), flat, draw_panel(RED, 64)]) == [None, None, RED]
+        assert read_panels([]) == []
+
+    def test_two_pictures_in_one_are_not_read(self):
+        first, second = draw_panel(RED, 64), draw_panel(Panel("square", "blue", "flag", "night", "right"), 64)
+        assert read_panels([Image.blend(first, second, 0.5)]) == [None]
+
+
+class TestTruth:
+    def test_a_consistent_set_that_follows(self):
+        panels = set_of(*[RED.identity] * 4)
+        assert judge_set(panels, "round", SCENES) == (1.0, 1.0, 0)
+
+    def test_one_other_colour(self):
+        panels = set_of(*[RED.identity] * 3, ("round", "blue", "hat"))
+        assert judge_set(panels, "round", SCENES) == (3 / 6, 1.0, 0)
+
+    def test_one_other_accessory_counts_as_much(self):
+        panels = set_of(*[RED.identity] * 3, ("round", "red", "flag"))
+        assert judge_set(panels, "round", SCENES) == (3 / 6, 1.0, 0)
+
+    def test_copies_are_consistent_and_do_not_follow(self):
+        truth = judge_set([RED] * 4, "round", SCENES)
+        assert truth.consistency == 1.0
+        # The shape of all four; the ground of the first; the place of the first and the last
+        assert truth.prompt_following == (4 + 1 + 2) / 12
+
+    def test_a_wrong_shape_in_all_panels_is_consistent(self):
+        panels = set_of(*[("square", "red", "hat")] * 4)
+        assert judge_set(panels, "round", SCENES) == (1.0, 8 / 12, 0)
+
+    def test_unreadable_panels_count_as_wrong(self):
+        panels = set_of(*[RED.identity] * 4)
+        assert judge_set([*panels[:3], None], "round", SCENES) == (3 / 6, 9 / 12, 1)
+        assert judge_set([None] * 4, "round", SCENES) == (0.0, 0.0, 4)
+
+    def test_shared_properties(self):
+        others = [
+            ("round", "red", "hat"),
+            ("round", "blue", "hat"),
+            ("square", "red", "flag"),
+            ("square", "blue", "belt"),
+        ]
+        assert [shared_properties(RED, Panel(*other, "snow", "right")) for other in others] == [3, 2, 1, 0]
+
+
+class TestPrompts:
+    def test_the_format_is_that_of_t2is(self):
+        parsed = parse_image_set_prompt(write_prompt("round", list(SCENES)))
+        assert (parsed.rows, parsed.cols) == (2, 2)
+        assert parsed.panels == [panel_text(*scene) for scene in SCENES]
+        assert "round" in parsed.theme
+
+    def test_texts_of_scenes_are_all_different(self):
+        assert len({panel_text(ground, place) for ground in GROUNDS for place in PLACES}) == 18
+
+    def test_prompts_are_different_and_the_same_for_a_seed(self):
+        prompts = make_prompts(200, seed=0)
+        assert len(set(prompts["prompt"][:])) == len(set(prompts["id"][:])) == 200
+        assert prompts["prompt"][:] == make_prompts(200, seed=0)["prompt"][:]
+        assert prompts["prompt"][:] != make_prompts(200, seed=1)["prompt"][:]
+        # More of them begin with the same
+        assert make_prompts(20, seed=0)["prompt"][:] == prompts["prompt"][:20]
+
+    def test_what_a_prompt_asks_for_is_in_its_row(self):
+        for row in make_prompts(20, seed=0):
+            assert row["panels"] == [panel_text(*scene) for scene in row["scenes"]]
+            assert len({ground for ground, _ in row["scenes"]}) == 4
+            assert f"one {row['shape']} figure" in row["theme"]
+
+
+class TestCareless:
+    @pytest.mark.parametrize(
+        "care, expected", [(1.0, 1.0), (0.0, 1 / 6 * 1 / 3), (0.5, (0.5 + 0.5 / 6) * (0.5 + 0.5 / 3))]
+    )
+    def test_consistency_is_as_planted(self, care, expected):
+        random = np.random.default_rng(0)
+        truths = []
+        for _ in range(800):
+            description = draw_description(random)
+            panels = draw_careless_set(description, random, care)
+            truths.append(judge_set(panels, description.shape, description.scenes))
+        assert all(truth.prompt_following == 1 for truth in truths)
+        assert np.mean([truth.consistency for truth in truths]) == pytest.approx(expected, abs=0.04)
