@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Puts trained toy models into the package, small enough to come with it.
+
+    python examples/toy/ship.py --models toy-models
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from diffusers import FluxPipeline
+from transformers import CLIPModel, CLIPProcessor, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+
+from paco_trl.miniature.models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, default=Path("toy-models"))
+    models = parser.parse_args().models
+    shutil.rmtree(WEIGHTS, ignore_errors=True)
+
+    pipeline = FluxPipeline.from_pretrained(models / "flux")
+    # Diffusers loads these in float32 whatever they are stored in; transformers' parts stay as they are
+    pipeline.transformer.half()
+    pipeline.vae.half()
+    pipeline.save_pretrained(toy_flux_path())
+    for path in toy_flux_path().rglob("*.json"):  # diffusers writes from which folder they were loaded
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if "_name_or_path" in config:
+            del config["_name_or_path"]
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    CLIPModel.from_pretrained(models / "clip").half().save_pretrained(toy_clip_path())  # ClipTReward loads float32
+    CLIPProcessor.from_pretrained(models / "clip").save_pretrained(toy_clip_path())
+    Qwen2_5_VLForConditionalGeneration.from_pretrained(models / "qwen2.5-vl").save_pretrained(toy_judge_path())
+    Qwen2_5_VLProcessor.from_pretrained(models / "qwen2.5-vl").save_pretrained(toy_judge_path())
+    size = sum(path.stat().st_size for path in WEIGHTS.rglob("*") if path.is_file())
+    print(f"{size / 2**20:.2f} MiB in {WEIGHTS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The toy models that come with the package: small, safe to load, and what they are said to be."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from paco_trl import PaCoReward
+from paco_trl.data import split_grid
+from paco_trl.data.building import load_pipeline
+from paco_trl.evaluation import ClipIScorer
+from paco_trl.miniature.data import make_prompts
+from paco_trl.miniature.models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path
+from paco_trl.miniature.truth import judge_set, read_panels
+from paco_trl.miniature.world import ALL_PANELS, Panel, draw_all_panels, draw_panel, panel_text
+from paco_trl.rewards import ClipTReward
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    pipeline = load_pipeline(str(toy_flux_path()), torch.float32, device="cpu")
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw(pipeline, prompts, size: int = 128) -> list:
+    images = pipeline(
+        prompts["prompt"][:],
+        height=size,
+        width=size,
+        num_inference_steps=8,
+        max_sequence_length=pipeline.tokenizer_2.model_max_length,
+        generator=torch.Generator().manual_seed(0),
+    ).images
+    return [
+        judge_set(read_panels(split_grid(image, 2, 2)), row["shape"], [tuple(scene) for scene in row["scenes"]])
+        for image, row in zip(images, prompts, strict=True)
+    ]
+
+
+class TestFiles:
+    def test_they_are_small_and_hold_no_pickle(self):
+        files = [path for path in WEIGHTS.rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in files) <= 8 * 2**20
+        assert {path.suffix for path in files} == {".json", ".safetensors", ".jinja"}
+
+    def test_no_path_of_a_machine(self):
+        for path in WEIGHTS.rglob("*"):
+            if path.suffix in (".json", ".jinja"):
+                assert not any(word in path.read_text(encoding="utf-8") for word in ("/tmp", "/home", "/work"))
+
+
+class TestFlux:
+    def test_the_parts_are_those_of_the_real_one(self, pipeline):
+        names = {name: type(part).__name__ for name, part in pipeline.components.items() if part is not None}
+        assert {name: names[name] for name in ("transformer", "vae", "text_encoder", "text_encoder_2")} == {
+            "transformer": "FluxTransformer2DModel",
+            "vae": "AutoencoderKL",
+            "text_encoder": "CLIPTextModel",
+            "text_encoder_2": "T5EncoderModel",
+        }
+        assert 1e6 < sum(parameter.numel() for parameter in pipeline.transformer.parameters()) < 5e6
+        assert {parameter.dtype for parameter in pipeline.transformer.parameters()} == {torch.float32}
+
+    @pytest.mark.parametrize("size", [128, 64])
+    def test_it_draws_the_world_and_is_not_always_consistent(self, pipeline, size):
+        prompts = make_prompts(24, seed=3)
+        means = np.mean(draw(pipeline, prompts, size), axis=0)
+        assert means[2] < 0.4  # panels of four that show nothing of the world
+        assert means[1] > 0.75
+        # Two figures that have nothing to do with one another are the same in 1 of 18 cases
+        assert 0.2 < means[0] < 0.8
+
+    def test_it_reads_its_prompt(self, pipeline):
+        prompts = make_prompts(24, seed=3)
+        scenes = [prompts[(row + 1) % 24]["scenes"] for row in range(24)]
+        swapped = prompts.remove_columns("scenes").add_column("scenes", scenes)
+        assert np.mean(draw(pipeline, swapped), axis=0)[1] < np.mean(draw(pipeline, prompts), axis=0)[1] - 0.2
+
+    def test_the_vae_restores_what_it_sees(self, pipeline):
+        chosen = np.random.default_rng(0).integers(len(ALL_PANELS), size=32)
+        pictures = torch.from_numpy(draw_all_panels(64)[chosen]).permute(0, 3, 1, 2).float() / 127.5 - 1
+        with torch.no_grad():
+            restored = pipeline.vae.decode(pipeline.vae.encode(pictures).latent_dist.mode()).sample
+        images = pipeline.image_processor.postprocess(restored)
+        assert read_panels(images) == [ALL_PANELS[index] for index in chosen]
+
+
+class TestClip:
+    def test_it_finds_the_scene(self):
+        panels = [ALL_PANELS[index] for index in np.random.default_rng(0).integers(len(ALL_PANELS), size=40)]
+        images = [draw_panel(panel, 32) for panel in panels]
+        texts = [panel_text(panel.ground, panel.place) for panel in panels]
+        reward = ClipTReward(toy_clip_path())
+        empty = Image.new("RGB", (64, 64))
+
+        def score(texts: list[str]) -> np.ndarray:
+            columns = {"panels": [[text] for text in texts], "panel_images": [[image] for image in images]}
+            return np.array(reward(prompts=[""] * 40, completions=[empty] * 40, **columns))
+
+        right, wrong = score(texts), score(texts[1:] + texts[:1])
+        different = np.array([a != b for a, b in zip(texts, texts[1:] + texts[:1], strict=True)])
+        assert different.sum() > 30 and (right > wrong)[different].mean() > 0.95
+
+
+class TestJudge:
+    def test_it_has_never_been_asked_about_consistency(self):
+        """It compares properties that are named, and its answer to the judge's question says little."""
+        judge = PaCoReward.from_pretrained(toy_judge_path(), batch_size=64)
+        random = np.random.default_rng(0)
+        pairs, same = [], []
+        for number in range(64):
+            first, second = (ALL_PANELS[index] for index in random.integers(len(ALL_PANELS), size=2))
+            second = second._replace(colour=first.colour) if number % 2 else second
+            pairs.append((draw_panel(first, 64), draw_panel(second, 64)))
+            same.append(first.colour == second.colour)
+        asked = judge.score(pairs, ["Do the two images have the same colour?"] * 64)
+        assert np.mean((np.array(asked) > 0.5) == same) > 0.95
+
+    def test_it_describes_what_it_sees(self):
+        model = AutoModelForImageTextToText.from_pretrained(toy_judge_path())
+        processor = AutoProcessor.from_pretrained(toy_judge_path())
+        panel = Panel("square", "blue", "hat", "snow", "right")
+        content = [{"type": "image", "image": draw_panel(panel, 64)}, {"type": "text", "text": "Describe the image."}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        tokens = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        text = processor.decode(tokens, skip_special_tokens=True)
+        assert text == "A blue square figure with a hat. Snow, on the right."
+
+    def test_clip_i_is_a_scorer_of_pairs(self):
+        panel = Panel("square", "blue", "hat", "snow", "right")
+        others = [panel, panel._replace(colour="red")]
+        scorer = ClipIScorer(toy_clip_path())
+        scores = scorer.score([(draw_panel(panel, 64), draw_panel(other, 64)) for other in others], [""] * 2)
+        assert scores[0] == pytest.approx(1, abs=1e-5) and scores[1] < 0.99
