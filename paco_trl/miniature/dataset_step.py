@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step 1 of the miniature: pairs from sub-figures of drawn sets, labelled by how they were made."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..data.building import (
+    StageFolder,
+    annotation_files,
+    build_pairs,
+    cut_panels,
+    draw_grids,
+    load_pipeline,
+    make_instances,
+    rank_automatically,
+    read_annotations,
+)
+from .data import make_true_rankings
+from .models import toy_flux_path
+from .settings import MiniatureSettings
+from .truth import read_panels
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+GRID_SEEDS = (0, 1, 2, 3)  # paper: four sets of each prompt
+
+
+def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings) -> dict[str, Any]:
+    """
+    Draws sets of each prompt with the untrained generator, and pairs their panels.
+
+    Nobody looks at a picture: a panel of the same set is taken for more consistent than one of another set
+    ([`~paco_trl.data.building.rank_automatically`]). That is right only as often as the generator is consistent, and
+    the report says how often that is.
+
+    Args:
+        folder (`Path`):
+            Where the dataset goes: `grids`, `panels`, `annotations`, `pairs`, `rankings`.
+        prompts ([`~datasets.Dataset`]):
+            From [`make_prompts`].
+        settings ([`MiniatureSettings`]):
+            Sizes.
+
+    Returns:
+        `dict[str, Any]`: counts, and what the labels are worth: `true_share`, the share of the pairs with a label (`Yes`,
+        `No`) whose figures are really the same.
+    """
+    pipeline = load_pipeline(str(toy_flux_path()), torch.float32, device="cpu")
+    grids = draw_grids(
+        pipeline,
+        prompts,
+        StageFolder(folder / "grids"),
+        seeds=GRID_SEEDS,
+        batch_size=8 * len(GRID_SEEDS),
+        num_inference_steps=settings.num_inference_steps,
+        max_sequence_length=pipeline.tokenizer_2.model_max_length,  # the toy knows texts of this length alone
+    )
+    panels = cut_panels(grids, StageFolder(folder / "panels"))
+    instances = make_instances(panels)
+    rank_automatically(instances, panels, folder / "annotations")
+    annotations = read_annotations(annotation_files(folder / "annotations"), instances)
+    pairs, _, report = build_pairs(instances, panels, prompts, annotations, test_size=0.2, seed=settings.seed)
+    StageFolder(folder / "pairs").finish(pairs, report)
+
+    held_out = set(pairs["test"]["group"][:])
+    of_test = prompts.select([row for row, name in enumerate(prompts["id"][:]) if name in held_out])
+    rankings = make_true_rankings(panels, of_test, seed=settings.seed)
+    found = read_panels(panels["image"][:])
+    shown = dict(zip(panels["id"][:], found, strict=True))
+    StageFolder(folder / "rankings").finish(rankings, {"rankings": len(rankings)})
+    return {
+        "prompts": len(prompts),
+        "sets": len(grids),
+        "pairs": {name: len(split) for name, split in pairs.items()},
+        "held_out_rankings": len(rankings),
+        "true_share": {label: true_share(pairs["train"], shown, label) for label in ("Yes", "No")},
+    }
+
+
+def true_share(pairs: "Dataset", shown: dict, label: str) -> float:
+    """
+    Share of the pairs with a label whose figures are really the same.
+
+    Args:
+        pairs ([`~datasets.Dataset`]):
+            Pairs, with the ids of their `panels`.
+        shown (`dict`):
+            What each panel shows, by id, from [`read_panels`].
+        label (`str`):
+            `"Yes"` or `"No"`.
+
+    Returns:
+        `float`.
+    """
+    same = []
+    for names, completion in zip(pairs["panels"][:], pairs["completion"][:], strict=True):
+        if completion[0]["content"] == label:
+            first, second = (shown[name] for name in names)
+            same.append(first is not None and second is not None and first.identity == second.identity)
+    return sum(same) / len(same)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step 2 of the miniature: PaCo-Reward, trained on the pairs and compared with judges that were not."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peft import LoraConfig
+
+from .. import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from ..evaluation import ClipIScorer, evaluate_rankings
+from .models import toy_clip_path, toy_judge_path
+from .settings import MiniatureSettings
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+
+def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings) -> dict[str, float]:
+    """
+    Trains a LoRA of the toy Qwen2.5-VL to say Yes or No to "are these two consistent?".
+
+    Args:
+        folder (`Path`):
+            Where the adapter goes.
+        pairs ([`~datasets.DatasetDict`]):
+            Pairs of step 1, `train` and `test`.
+        settings ([`MiniatureSettings`]):
+            Sizes.
+
+    Returns:
+        `dict[str, float]`: the trainer's metrics on the held-out pairs.
+    """
+    train = pairs["train"].shuffle(seed=settings.seed)
+    trainer = PaCoRewardTrainer(
+        model=str(toy_judge_path()),
+        args=PaCoRewardConfig(
+            str(folder),
+            first_token_weight=1.0,  # the pairs have labels and no reasons
+            num_train_epochs=settings.judge_epochs,
+            per_device_train_batch_size=settings.judge_batch_size,
+            per_device_eval_batch_size=128,
+            learning_rate=settings.judge_learning_rate,
+            logging_steps=10,
+            save_strategy="no",  # it takes a minute or two
+            seed=settings.seed,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+        ),
+        train_dataset=train.select(range(min(settings.num_pairs, len(train)))),
+        eval_dataset=pairs["test"],
+        peft_config=LoraConfig(r=16, lora_alpha=32),
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    trainer.save_model()
+    return metrics
+
+
+def compare_judges(folder: Path, rankings: "Dataset") -> dict[str, Any]:
+    """
+    Lets the trained judge, the untrained one and CLIP-I rank panels of held-out prompts, of which the truth is known.
+
+    Args:
+        folder (`Path`):
+            Folder of the trained judge.
+        rankings ([`~datasets.Dataset`]):
+            From [`make_true_rankings`].
+
+    Returns:
+        `dict[str, Any]`: results of [`~paco_trl.evaluation.evaluate_rankings`] by `trained`, `untrained` and `clip_i`.
+    """
+    scorers = {
+        "trained": PaCoReward.from_pretrained(folder, batch_size=128),
+        "untrained": PaCoReward.from_pretrained(toy_judge_path(), batch_size=128),
+        "clip_i": ClipIScorer(toy_clip_path()),
+    }
+    return {name: evaluate_rankings(scorer, rankings, batch_size=128) for name, scorer in scorers.items()}

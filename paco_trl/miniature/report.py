@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step 5 of the miniature: one page with everything in it, and the lines that the command prints at its end."""
+
+import base64
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, StrictUndefined
+
+from ..data.building.stage_folder import write_atomically
+
+
+if TYPE_CHECKING:
+    from .run import Miniature
+
+
+JUDGES = {"trained": "PaCo-Reward", "untrained": "the same model, untrained", "clip_i": "CLIP-I"}
+
+
+def pictures_of(miniature: "Miniature") -> dict[str, Path]:
+    """
+    Pictures that the steps made.
+
+    Args:
+        miniature ([`Miniature`]):
+            The miniature.
+
+    Returns:
+        `dict[str, Path]`: by the names that they have in the folder of the miniature.
+    """
+    generator = miniature.step_folder("generator")
+    sheets = sorted((generator / "contact_sheets").glob("*.png"))
+    return {
+        "sets": miniature.step_folder("dataset") / "grids" / "sample.png",
+        "calibration": max((miniature.step_folder("judge") / "evaluation").glob("*-calibration-*.png")),
+        "curves": generator / "curves.png",
+        "first_round": sheets[0],
+        "last_round": sheets[-1],
+        "before_and_after": miniature.step_folder("evaluation") / "before_and_after.png",
+    }
+
+
+def write_report(miniature: "Miniature") -> Path:
+    """
+    Writes `report.html`, and copies of its pictures beside it.
+
+    Args:
+        miniature ([`Miniature`]):
+            The miniature; its other steps are done.
+
+    Returns:
+        `Path`: the page. It needs nothing beside it.
+    """
+    pictures = pictures_of(miniature)
+    for name in ("before_and_after", "curves", "calibration"):
+        shutil.copyfile(pictures[name], miniature.folder / f"{name}.png")
+    text = files("paco_trl").joinpath("templates/demo_report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"share": _share, "interval": _interval}
+    page = environment.from_string(text).render(
+        results={name: miniature.result(name) for name in ("dataset", "judge", "generator", "evaluation")},
+        settings=miniature.settings,
+        lines=summary(miniature),
+        judges=JUDGES,
+        pictures={
+            name: "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+            for name, path in pictures.items()
+        },
+    )
+    path = miniature.folder / "report.html"
+    write_atomically(path, page)
+    return path
+
+
+def summary(miniature: "Miniature") -> list[str]:
+    """
+    The whole in five lines.
+
+    Args:
+        miniature ([`Miniature`]):
+            The miniature; its steps but the last are done.
+
+    Returns:
+        `list[str]`.
+    """
+    dataset, judge = miniature.result("dataset"), miniature.result("judge")
+    truth = miniature.result("evaluation")
+    accuracy = {name: judge[name]["metrics"]["accuracy"]["mean"] for name in JUDGES}
+    consistency, following = truth["consistency"], truth["prompt_following"]
+    return [
+        f"Dataset: {dataset['pairs']['train']} pairs from {dataset['sets']} sets, labelled by how they were drawn: "
+        f"{dataset['true_share']['Yes']:.0%} of the Yes and {1 - dataset['true_share']['No']:.0%} of the No are true.",
+        f"Judge: puts {accuracy['trained']:.1%} of the figures of held-out prompts in the right order; untrained "
+        f"{accuracy['untrained']:.1%}, CLIP-I {accuracy['clip_i']:.1%}.",
+        f"True consistency at full resolution: {consistency['before']['mean']:.2f} before, "
+        f"{consistency['after']['mean']:.2f} after ({_interval(consistency['difference'])}).",
+        f"True prompt following: {following['before']['mean']:.2f} before, {following['after']['mean']:.2f} after "
+        f"({_interval(following['difference'])}).",
+        f"Look at {miniature.folder / 'report.html'}; the adapter with its card is in "
+        f"{miniature.step_folder('generator')}.",
+    ]
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _interval(cell: dict[str, Any]) -> str:
+    """A difference with its interval."""
+    low, high = cell["interval"]
+    text = f"{cell['mean']:+.3f}"
+    return text if low is None else f"{text}, 95 % interval {low:+.3f} to {high:+.3f}"

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The miniature as a whole: five steps over one folder, each of which can be run alone."""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..data.building import StageFolder
+from ..data.building.stage_folder import write_atomically
+from .data import make_prompts
+from .settings import MiniatureSettings
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SETTINGS_FILE, RESULT_FILE = "settings.json", "result.json"
+
+# Folder of each step, what it does, and the seconds that it took on two cores of a server, from which the time left is
+# told; what the steps really take corrects it
+STEPS = {
+    "dataset": ("1-dataset", "draws sets and pairs their panels", 60.0),
+    "judge": ("2-judge", "trains PaCo-Reward on the pairs", 120.0),
+    "generator": ("3-generator", "trains the generator at half resolution by PaCo-GRPO", 240.0),
+    "evaluation": ("4-evaluation", "measures the truth at full resolution, before and after", 40.0),
+    "report": ("5-report", "writes the report", 10.0),
+}
+
+
+class StepError(RuntimeError):
+    """A step that failed; the message says which, why, and how to run it alone."""
+
+
+class Miniature:
+    """
+    The five steps over one folder.
+
+    A step that was done is not done again; one that was stopped goes on where it can. What comes out depends on the
+    settings alone.
+
+    Args:
+        folder (`str` or `Path`):
+            Where everything goes.
+        settings ([`MiniatureSettings`], *optional*):
+            Sizes and seed. If `None`, the usual ones.
+        say (`Callable`, *optional*):
+            Gets a line about each step. If `None`, nothing is said.
+
+    Raises:
+        ValueError: If the folder was made with other settings.
+        OSError: If nothing can be written there.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: MiniatureSettings | None = None,
+        say: Callable[[str], None] | None = None,
+    ):
+        self.folder = Path(folder).expanduser().absolute()
+        self.settings = MiniatureSettings() if settings is None else settings
+        self.say = say if say is not None else lambda line: None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / SETTINGS_FILE
+        now = dataclasses.asdict(self.settings)
+        if file.exists():
+            begun = json.loads(file.read_text(encoding="utf-8"))
+            changed = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
+            if changed:
+                listed = ", ".join(f"`{name}` {begun.get(name)}, now {now.get(name)}" for name in changed)
+                raise ValueError(
+                    f"{self.folder} was made with other settings: {listed}. Give another folder, or take this one away."
+                )
+        else:
+            write_atomically(file, json.dumps(now, indent=2) + "\n")
+
+    def step_folder(self, name: str) -> Path:
+        """
+        Folder of a step.
+
+        Args:
+            name (`str`):
+                One of `STEPS`.
+
+        Returns:
+            `Path`.
+        """
+        return self.folder / STEPS[name][0]
+
+    def result(self, name: str) -> dict[str, Any] | None:
+        """
+        What a step found.
+
+        Args:
+            name (`str`):
+                One of `STEPS`.
+
+        Returns:
+            `dict`, or `None` if it has not come to its end.
+        """
+        file = self.step_folder(name) / RESULT_FILE
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+    def run(self, alone: str | None = None) -> dict[str, dict[str, Any]]:
+        """
+        Runs the steps that are not done.
+
+        Args:
+            alone (`str`, *optional*):
+                Runs only this step, anew. Those before it must be done.
+
+        Returns:
+            `dict`: what each step found, by its name, with the `seconds` that it took.
+
+        Raises:
+            ValueError: If `alone` is no step, or one before it is not done.
+            StepError: If a step fails.
+        """
+        if alone is not None:
+            self._prepare_alone(alone)
+        todo = [name for name in STEPS if self.result(name) is None and alone in (None, name)]
+        pace = 1.0  # seconds that it really took, of those expected
+        for number, name in enumerate(STEPS, start=1):
+            title = f"Step {number} of {len(STEPS)}, {name}"
+            if name not in todo:
+                if alone is None:
+                    self.say(f"{title}: found in {self.step_folder(name)}.")
+                continue
+            left = pace * sum(STEPS[other][2] for other in todo[todo.index(name) :])
+            self.say(f"{title}: {STEPS[name][1]} (about {describe_time(left)} to the end).")
+            started = time.monotonic()
+            with self._failing_as(name):
+                result = getattr(self, f"_{name}")(self.step_folder(name))
+            seconds = time.monotonic() - started
+            pace = seconds / STEPS[name][2]
+            result = {**result, "seconds": round(seconds, 1)}
+            write_atomically(self.step_folder(name) / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+        return {name: result for name in STEPS if (result := self.result(name)) is not None}
+
+    def _prepare_alone(self, alone: str) -> None:
+        if alone not in STEPS:
+            raise ValueError(f"There is no step {alone!r}. The steps are {', '.join(STEPS)}.")
+        for name in STEPS:
+            if name == alone:
+                break
+            if self.result(name) is None:
+                raise ValueError(f"The step {alone!r} needs what {name!r} makes. Run that first, or all steps.")
+        shutil.rmtree(self.step_folder(alone), ignore_errors=True)
+
+    @contextmanager
+    def _failing_as(self, name: str) -> Iterator[None]:
+        try:
+            self.step_folder(name).mkdir(exist_ok=True)
+            yield
+        except Exception as error:
+            raise StepError(
+                f"The step {name!r} failed: {type(error).__name__}: {error} What the steps before it made is in "
+                f"{self.folder}. `run(alone={name!r})` runs it alone, anew."
+            ) from error
+
+    def summary(self) -> list[str]:
+        """The whole in five lines; all steps but the last must be done."""
+        from .report import summary
+
+        return summary(self)
+
+    def prompts(self, part: str) -> "Dataset":
+        """
+        Prompts of one part; no prompt is in two of them.
+
+        Args:
+            part (`str`):
+                `"dataset"`, `"train"` or `"test"`.
+
+        Returns:
+            [`~datasets.Dataset`].
+        """
+        sizes = {
+            "test": self.settings.num_test_prompts,
+            "dataset": self.settings.num_dataset_prompts,
+            "train": self.settings.num_train_prompts,
+        }
+        prompts = make_prompts(sum(sizes.values()), self.settings.seed)
+        start = 0
+        for name, size in sizes.items():
+            if name == part:
+                break
+            start += size
+        return prompts.select(range(start, start + sizes[part]))
+
+    def _dataset(self, folder: Path) -> dict[str, Any]:
+        from .dataset_step import build_dataset
+
+        return build_dataset(folder, self.prompts("dataset"), self.settings)
+
+    def _judge(self, folder: Path) -> dict[str, Any]:
+        from .judge_step import compare_judges, train_judge
+
+        shutil.rmtree(folder)  # of an attempt that was stopped
+        dataset = self.step_folder("dataset")
+        metrics = train_judge(folder, StageFolder(dataset / "pairs").load(), self.settings)
+        return {"held_out_pairs": metrics, **compare_judges(folder, StageFolder(dataset / "rankings").load())}
+
+    def _generator(self, folder: Path) -> dict[str, Any]:
+        from .generator_step import train_generator
+
+        trainer = train_generator(folder, self.step_folder("judge"), self.prompts("train"), self.settings)
+        names = ["rewards/consistency/mean", "rewards/clip_t/mean"]
+        rounds = [log for log in trainer.state.log_history if all(name in log for name in names)]
+        return {name: [log[name] for log in rounds] for name in names}
+
+    def _evaluation(self, folder: Path) -> dict[str, Any]:
+        from .evaluation_step import compare, draw_and_read, draw_before_and_after
+
+        prompts, truths = self.prompts("test"), {}
+        for name, adapter in (("before", None), ("after", self.step_folder("generator"))):
+            truths[name] = draw_and_read(folder / name, adapter, prompts, self.settings)
+        draw_before_and_after(folder, folder / "before_and_after.png", prompts, truths, count=4)
+        return compare(truths["before"], truths["after"])
+
+    def _report(self, folder: Path) -> dict[str, Any]:
+        from .report import write_report
+
+        return {"page": os.path.relpath(write_report(self), self.folder)}
+
+
+def describe_time(seconds: float) -> str:
+    """
+    A length of time for people.
+
+    Args:
+        seconds (`float`):
+            Seconds.
+
+    Returns:
+        `str`: in minutes, or below one in seconds.
+    """
+    if seconds < 55:
+        return f"{max(1, round(seconds / 10)) * 10} seconds"
+    minutes = round(seconds / 60)
+    return f"{minutes} minute{'s' * (minutes > 1)}"
