@@ -3,10 +3,12 @@
 
 import numpy as np
 import pytest
+from datasets import Dataset
+from datasets import Image as DatasetImage
 from PIL import Image, ImageFilter
 
 from paco_trl.data import parse_image_set_prompt
-from paco_trl.miniature.data import make_prompts, shared_properties
+from paco_trl.miniature.data import make_prompts, make_true_rankings, shared_properties
 from paco_trl.miniature.truth import judge_set, read_panels
 from paco_trl.miniature.world import (
     ALL_PANELS,
@@ -132,3 +134,38 @@ class TestCareless:
             truths.append(judge_set(panels, description.shape, description.scenes))
         assert all(truth.prompt_following == 1 for truth in truths)
         assert np.mean([truth.consistency for truth in truths]) == pytest.approx(expected, abs=0.04)
+
+
+class TestTrueRankings:
+    """Three sets of one prompt, whose figures share 3, 2 and 1 properties with those of the first."""
+
+    @staticmethod
+    def make_panels(folder, figures: list[tuple[str, str, str]]) -> tuple[Dataset, Dataset]:
+        prompts = make_prompts(1, seed=0)
+        scenes = [tuple(scene) for scene in prompts[0]["scenes"]]
+        rows = []
+        for seed, figure in enumerate(figures):
+            for position, scene in enumerate(scenes):
+                path = folder / f"{seed}-{position}.png"
+                draw_panel(Panel(*figure, *scene), 64).save(path)
+                rows.append({"prompt_id": prompts[0]["id"], "position": position, "image": str(path)})
+        return Dataset.from_list(rows).cast_column("image", DatasetImage()), prompts
+
+    def test_the_best_shares_most(self, tmp_path):
+        figures = [("round", "red", "hat"), ("round", "red", "flag"), ("round", "blue", "belt")]
+        panels, prompts = self.make_panels(tmp_path, figures)
+        rankings = make_true_rankings(panels, prompts, per_prompt=100)
+        assert len(rankings) == 3 * 4 * 3
+        for row in rankings:
+            (reference,) = read_panels([row["reference"]])
+            candidates = read_panels(row["candidates"])
+            shared = [shared_properties(reference, candidates[index]) for index in row["ranking"]]
+            assert shared == sorted(set(shared), reverse=True) and len(shared) > 1
+            # All candidates are of one place in the sets, and the reference is of another
+            assert len({(panel.ground, panel.place) for panel in candidates}) == 1
+            assert (reference.ground, reference.place) != (candidates[0].ground, candidates[0].place)
+
+    def test_sets_that_are_all_the_same_give_none(self, tmp_path):
+        panels, prompts = self.make_panels(tmp_path, [("round", "red", "hat")] * 3)
+        with pytest.raises(ValueError, match="give no ranking"):
+            make_true_rankings(panels, prompts)

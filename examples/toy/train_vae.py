@@ -4,7 +4,7 @@ Trains the VAE of the toy pipeline on pictures of the planted world.
 
     python examples/toy/train_vae.py --output_dir toy-models
 
-About ten minutes on one CPU core. Eight latent channels at an eighth of the size, as narrow as keeps the eyes sharp.
+About 15 minutes on one CPU core. Eight latent channels at an eighth of the size, as narrow as keeps the eyes sharp.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def draw_batch(random: np.random.Generator) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("toy-models"))
-    parser.add_argument("--max_steps", type=int, default=5000)
+    parser.add_argument("--max_steps", type=int, default=3500)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)

@@ -94,6 +94,9 @@ def make_true_rankings(panels: "Dataset", prompts: "Dataset", per_prompt: int = 
     Returns:
         [`~datasets.Dataset`]: rankings, see [`~paco_trl.evaluation.evaluate_rankings`]; each has two candidates or
         three, best first in `ranking`.
+
+    Raises:
+        ValueError: If there is no such ranking.
     """
     from datasets import Dataset, Features, Image, List, Value
 
@@ -125,6 +128,11 @@ def make_true_rankings(panels: "Dataset", prompts: "Dataset", per_prompt: int = 
                     )
         kept = random.permutation(len(of_prompt))[:per_prompt]
         rows += [of_prompt[number] for number in sorted(kept)]
+    if not rows:
+        raise ValueError(
+            f"The {len(panels)} panels of {len(prompts)} prompts give no ranking: nowhere do two of them show figures that "
+            "have different numbers of properties in common with a third. Draw more sets, or other prompts."
+        )
     features = Features(
         {
             "reference": Image(),

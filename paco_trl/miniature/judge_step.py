@@ -37,7 +37,7 @@ def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings)
         args=PaCoRewardConfig(
             str(folder),
             first_token_weight=1.0,  # the pairs have labels and no reasons
-            num_train_epochs=settings.judge_epochs,
+            num_train_epochs=1,
             per_device_train_batch_size=settings.judge_batch_size,
             per_device_eval_batch_size=128,
             learning_rate=settings.judge_learning_rate,

@@ -62,7 +62,6 @@ def write_report(miniature: "Miniature") -> Path:
     page = environment.from_string(text).render(
         results={name: miniature.result(name) for name in ("dataset", "judge", "generator", "evaluation")},
         settings=miniature.settings,
-        lines=summary(miniature),
         judges=JUDGES,
         pictures={
             name: "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 SETTINGS_FILE, RESULT_FILE = "settings.json", "result.json"
 
-# Folder of each step, what it does, and the seconds that it took on two cores of a server, from which the time left is
-# told; what the steps really take corrects it
+# Folder of each step, what it does, and about how many seconds it takes on two cores, from which the time left is told;
+# what the steps before it really took corrects it
 STEPS = {
     "dataset": ("1-dataset", "draws sets and pairs their panels", 60.0),
     "judge": ("2-judge", "trains PaCo-Reward on the pairs", 120.0),
@@ -68,7 +68,7 @@ class Miniature:
         self.say = say if say is not None else lambda line: None
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / SETTINGS_FILE
-        now = dataclasses.asdict(self.settings)
+        now = json.loads(json.dumps(dataclasses.asdict(self.settings)))  # as it is read back
         if file.exists():
             begun = json.loads(file.read_text(encoding="utf-8"))
             changed = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
