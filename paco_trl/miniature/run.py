@@ -25,11 +25,11 @@ SETTINGS_FILE, RESULT_FILE = "settings.json", "result.json"
 # Folder of each step, what it does, and about how many seconds it takes on two cores, from which the time left is told;
 # what the steps before it really took corrects it
 STEPS = {
-    "dataset": ("1-dataset", "draws sets and pairs their panels", 60.0),
-    "judge": ("2-judge", "trains PaCo-Reward on the pairs", 120.0),
-    "generator": ("3-generator", "trains the generator at half resolution by PaCo-GRPO", 240.0),
-    "evaluation": ("4-evaluation", "measures the truth at full resolution, before and after", 40.0),
-    "report": ("5-report", "writes the report", 10.0),
+    "dataset": ("1-dataset", "draws sets and pairs their panels", 70.0),
+    "judge": ("2-judge", "trains PaCo-Reward on the pairs", 80.0),
+    "generator": ("3-generator", "trains the generator at half resolution by PaCo-GRPO", 110.0),
+    "evaluation": ("4-evaluation", "measures the truth at full resolution, before and after", 25.0),
+    "report": ("5-report", "writes the report", 1.0),
 }
 
 
