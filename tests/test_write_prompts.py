@@ -479,14 +479,15 @@ def test_a_server_that_goes_down_loses_nothing(server, tmp_path):
     whole = write_prompts(endpoint_of(server), StageFolder(tmp_path / "whole", {"seed": 0}), **arguments)
     assert StageFolder(tmp_path / "whole").report["rejected"]
     asked = len(server.requests)
-    for broken_at in (3, 20, asked - 2):
+    # More than are under way at a time: some were answered, whatever overtakes what
+    for broken_at in (12, 20, asked - 2):
         server.requests.clear()
         folder = tmp_path / str(broken_at)
         server.fault = lambda number, limit=broken_at: "503" if number >= limit else None
         with pytest.raises(EndpointUnavailableError, match=server.url):
             write_prompts(endpoint_of(server), StageFolder(folder, {"seed": 0}), **arguments)
         kept = len(StageFolder(folder).journal("prompts").records)
-        assert broken_at - 8 <= kept <= broken_at and kept > 0
+        assert broken_at - 8 <= kept <= broken_at
         server.requests.clear()
         server.fault = lambda number: None
         resumed = write_prompts(endpoint_of(server), StageFolder(folder, {"seed": 0}), **arguments)
