@@ -15,17 +15,20 @@ from paco_trl.miniature.world import (
     GROUNDS,
     PLACES,
     Panel,
+    Wish,
     draw_all_panels,
     draw_careless_set,
-    draw_description,
     draw_panel,
-    panel_text,
+    draw_wishes,
     write_prompt,
+    write_wish,
 )
 
 
 SCENES = (("meadow", "left"), ("beach", "middle"), ("snow", "right"), ("night", "left"))
 RED = Panel("round", "red", "hat", "meadow", "left")
+OPEN = [Wish("round", None, None, *scene) for scene in SCENES]
+NAMED = [Wish(*RED.identity, *scene) for scene in SCENES]
 
 
 def set_of(*figures: tuple[str, str, str]) -> list[Panel]:
@@ -61,30 +64,38 @@ class TestReading:
 class TestTruth:
     def test_a_consistent_set_that_follows(self):
         panels = set_of(*[RED.identity] * 4)
-        assert judge_set(panels, "round", SCENES) == (1.0, 1.0, 0)
+        assert judge_set(panels, OPEN) == (1.0, 1.0, 0, 0)
 
     def test_one_other_colour(self):
         panels = set_of(*[RED.identity] * 3, ("round", "blue", "hat"))
-        assert judge_set(panels, "round", SCENES) == (3 / 6, 1.0, 0)
+        assert judge_set(panels, OPEN) == (3 / 6, 1.0, 0, 0)
 
     def test_one_other_accessory_counts_as_much(self):
         panels = set_of(*[RED.identity] * 3, ("round", "red", "flag"))
-        assert judge_set(panels, "round", SCENES) == (3 / 6, 1.0, 0)
+        assert judge_set(panels, OPEN) == (3 / 6, 1.0, 0, 0)
 
     def test_copies_are_consistent_and_do_not_follow(self):
-        truth = judge_set([RED] * 4, "round", SCENES)
-        assert truth.consistency == 1.0
+        truth = judge_set([RED] * 4, OPEN)
+        assert truth.consistency == truth.copies == 1.0
         # The shape of all four; the ground of the first; the place of the first and the last
         assert truth.prompt_following == (4 + 1 + 2) / 12
 
     def test_a_wrong_shape_in_all_panels_is_consistent(self):
         panels = set_of(*[("square", "red", "hat")] * 4)
-        assert judge_set(panels, "round", SCENES) == (1.0, 8 / 12, 0)
+        assert judge_set(panels, OPEN) == (1.0, 8 / 12, 0, 0)
+
+    def test_a_figure_that_is_named_is_asked_for(self):
+        panels = set_of(*[RED.identity] * 3, ("round", "blue", "hat"))
+        assert judge_set(panels, NAMED) == (3 / 6, 19 / 20, 0, 0)
+        other = set_of(*[("round", "blue", "flag")] * 4)
+        assert judge_set(other, NAMED) == (1.0, 12 / 20, 0, 0)
+        assert judge_set(other, OPEN) == (1.0, 1.0, 0, 0)
+        assert judge_set([*other[:3], None], NAMED) == (3 / 6, 9 / 20, 0, 1 / 4)
 
     def test_unreadable_panels_count_as_wrong(self):
         panels = set_of(*[RED.identity] * 4)
-        assert judge_set([*panels[:3], None], "round", SCENES) == (3 / 6, 9 / 12, 1)
-        assert judge_set([None] * 4, "round", SCENES) == (0.0, 0.0, 4)
+        assert judge_set([*panels[:3], None], OPEN) == (3 / 6, 9 / 12, 0, 1 / 4)
+        assert judge_set([None] * 4, OPEN) == (0.0, 0.0, 0, 1)
 
     def test_shared_properties(self):
         others = [
@@ -98,13 +109,17 @@ class TestTruth:
 
 class TestPrompts:
     def test_the_format_is_that_of_t2is(self):
-        parsed = parse_image_set_prompt(write_prompt("round", list(SCENES)))
+        parsed = parse_image_set_prompt(write_prompt(NAMED))
         assert (parsed.rows, parsed.cols) == (2, 2)
-        assert parsed.panels == [panel_text(*scene) for scene in SCENES]
-        assert "round" in parsed.theme
+        assert parsed.panels == [write_wish(wish) for wish in NAMED]
+        assert "one round figure" in parsed.theme
+        assert parsed.panels[0] == "Meadow, on the left: red, hat."
+        assert parse_image_set_prompt(write_prompt(OPEN)).panels[1] == "Beach, in the middle."
 
     def test_texts_of_scenes_are_all_different(self):
-        assert len({panel_text(ground, place) for ground in GROUNDS for place in PLACES}) == 18
+        assert (
+            len({write_wish(Wish("round", None, None, ground, place)) for ground in GROUNDS for place in PLACES}) == 18
+        )
 
     def test_prompts_are_different_and_the_same_for_a_seed(self):
         prompts = make_prompts(200, seed=0)
@@ -114,26 +129,35 @@ class TestPrompts:
         # More of them begin with the same
         assert make_prompts(20, seed=0)["prompt"][:] == prompts["prompt"][:20]
 
-    def test_what_a_prompt_asks_for_is_in_its_row(self):
-        for row in make_prompts(20, seed=0):
-            assert row["panels"] == [panel_text(*scene) for scene in row["scenes"]]
-            assert len({ground for ground, _ in row["scenes"]}) == 4
-            assert f"one {row['shape']} figure" in row["theme"]
+    @pytest.mark.parametrize("named", [True, False])
+    def test_what_a_prompt_asks_for_is_in_its_row(self, named):
+        for row in make_prompts(20, seed=0, named=named):
+            wishes = [Wish(*wish) for wish in row["wishes"]]
+            assert row["prompt"] == write_prompt(wishes) and row["panels"] == [write_wish(wish) for wish in wishes]
+            assert len({wish.ground for wish in wishes}) == 4
+            assert len({wish[:3] for wish in wishes}) == 1 and (None in wishes[0]) != named
 
 
 class TestCareless:
-    @pytest.mark.parametrize(
-        "care, expected", [(1.0, 1.0), (0.0, 1 / 6 * 1 / 3), (0.5, (0.5 + 0.5 / 6) * (0.5 + 0.5 / 3))]
-    )
-    def test_consistency_is_as_planted(self, care, expected):
+    @pytest.mark.parametrize("named", [True, False])
+    @pytest.mark.parametrize("care", [1.0, 0.5, 0.0])
+    def test_it_is_as_wrong_as_planted(self, named, care):
         random = np.random.default_rng(0)
         truths = []
         for _ in range(800):
-            description = draw_description(random)
-            panels = draw_careless_set(description, random, care)
-            truths.append(judge_set(panels, description.shape, description.scenes))
-        assert all(truth.prompt_following == 1 for truth in truths)
+            wishes = draw_wishes(random, named)
+            truths.append(judge_set(draw_careless_set(wishes, random, care), wishes))
+
+        def both_right(values: int) -> float:
+            """Two panels have one value: both kept it, or one of them or both have it by chance."""
+            return care**2 + (1 - care**2) / values
+
+        expected = both_right(6) * both_right(3)
         assert np.mean([truth.consistency for truth in truths]) == pytest.approx(expected, abs=0.04)
+        assert all(truth.copies == 0 for truth in truths)  # the grounds are different
+        # Of five things asked for in each panel, three are always right
+        wrong = (1 - care) * (5 / 6 + 2 / 3) / 5 if named else 0
+        assert np.mean([truth.prompt_following for truth in truths]) == pytest.approx(1 - wrong, abs=0.01)
 
 
 class TestTrueRankings:
@@ -142,7 +166,7 @@ class TestTrueRankings:
     @staticmethod
     def make_panels(folder, figures: list[tuple[str, str, str]]) -> tuple[Dataset, Dataset]:
         prompts = make_prompts(1, seed=0)
-        scenes = [tuple(scene) for scene in prompts[0]["scenes"]]
+        scenes = [tuple(wish[3:]) for wish in prompts[0]["wishes"]]
         rows = []
         for seed, figure in enumerate(figures):
             for position, scene in enumerate(scenes):

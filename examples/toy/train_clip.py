@@ -16,14 +16,13 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-from paco_trl.miniature.world import ALL_PANELS, Panel, draw_all_panels, panel_text
+from paco_trl.miniature.world import ALL_PANELS, Panel, Wish, draw_all_panels, write_wish
 
 
 def caption(panel: Panel, style: int) -> str:
-    """What captions of the web are: some say where, some say who, some both."""
-    scene = panel_text(panel.ground, panel.place)
-    who = f"A {panel.colour} {panel.shape} figure with a {panel.accessory}."
-    return (scene, who, f"{who} {scene}")[style]
+    """What captions of the web are: some say where, some what colour something has, and none says every detail."""
+    scene = Wish(panel.shape, None, None, panel.ground, panel.place)
+    return (write_wish(scene), f"A {panel.colour} figure.", write_wish(scene._replace(colour=panel.colour)))[style]
 
 
 def build_clip(seed: int) -> tuple[CLIPModel, CLIPProcessor]:

@@ -5,12 +5,13 @@ the transformer and its two text encoders together.
 
     python examples/toy/train_generator.py --output_dir toy-models
 
-Needs the VAE of `train_vae.py` in the folder. About 35 minutes on one CPU core.
+Needs the VAE of `train_vae.py` in the folder. About 55 minutes on one CPU core.
 
-In the sets it learns from, the figure is the same everywhere. To look at the other panels does not pay where all are
-equally noisy, and a model of this size would hardly learn it: so in half of the sets some panels have less noise than the
-others, and only the others are learned from. It is stopped while it keeps an identity only now and then, like a real model
-before it is trained for consistency.
+First the prompts leave colour and accessory open, and the figure is the same in all panels of a set. To look at the other
+panels does not pay where all are equally noisy, and a model of this size would hardly learn it: so in half of the sets
+some panels have less noise than the others, and only the others are learned from. Then half of the prompts name colour and
+accessory, and in their sets some panels are wrong, as in pictures of the web. It is stopped while it keeps an identity
+only now and then, like a real model before it is trained for consistency.
 """
 
 import argparse
@@ -28,13 +29,15 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 
 from paco_trl.data import split_grid
 from paco_trl.miniature.truth import judge_set, read_panels
-from paco_trl.miniature.world import ALL_PANELS, draw_all_panels, draw_careless_set, draw_description
+from paco_trl.miniature.world import ALL_PANELS, draw_all_panels, draw_careless_set, draw_wishes, write_prompt
 
 
 # The more tokens, the more noise hides what a set is to be: twice the side is twice the odds of noise at the same step, as
 # in Stable Diffusion 3 (https://arxiv.org/abs/2403.03206, Sec. 5.3.2), so that a step decides the same at every size
 SHIFT = {"base_image_seq_len": 16, "max_image_seq_len": 64, "base_shift": 0.5, "max_shift": 0.5 + math.log(2)}
 SHARE_SEEN = 0.5  # sets in which some panels have less noise
+PARTS = ((6000, 0.0), (3000, 0.5))  # steps, and share of the prompts that name colour and accessory
+CARE = 0.85  # where they are named: with which each of them is right, in each panel
 WARMUP = 200  # steps
 
 # Pixels of a panel, number of grids whose latents are kept, share of the batches
@@ -44,7 +47,7 @@ PANEL_INDEX = {panel: index for index, panel in enumerate(ALL_PANELS)}
 
 def train_tokenizers(seed: int) -> tuple[CLIPTokenizer, T5Tokenizer]:
     random = np.random.default_rng(seed)
-    corpus = [draw_description(random).prompt for _ in range(2000)]
+    corpus = [write_prompt(draw_wishes(random, named)) for named in (False, True) for _ in range(2000)]
     clip = CLIPTokenizer().train_new_from_iterator(corpus, vocab_size=700)
     # Each word of the prompts is a token, and each character, so that other texts can be read too
     words = sorted({"▁" + word for prompt in corpus for word in prompt.split()})
@@ -107,10 +110,12 @@ def build_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
 
 
 @torch.no_grad()
-def encode_grids(pipeline: FluxPipeline, size: int, count: int, random: np.random.Generator) -> dict:
+def encode_grids(
+    pipeline: FluxPipeline, size: int, count: int, share_named: float, random: np.random.Generator
+) -> dict:
     """Draws sets with panels of a size, and keeps their packed latents and the tokens of their prompts."""
-    descriptions = [draw_description(random) for _ in range(count)]
-    sets = [draw_careless_set(description, random, care=1.0) for description in descriptions]
+    asked = [draw_wishes(random, named=random.random() < share_named) for _ in range(count)]
+    sets = [draw_careless_set(wishes, random, CARE if wishes[0].colour else 1.0) for wishes in asked]
     indices = np.array([[PANEL_INDEX[panel] for panel in panels] for panels in sets])
     panels = draw_all_panels(size)
     vae, latents = pipeline.vae, []
@@ -124,7 +129,7 @@ def encode_grids(pipeline: FluxPipeline, size: int, count: int, random: np.rando
     return {
         "latents": torch.cat(latents),  # (count, tokens, 32)
         "img_ids": pipeline._prepare_latent_image_ids(1, side, side, "cpu", torch.float32),
-        **tokenize(pipeline, [description.prompt for description in descriptions]),
+        **tokenize(pipeline, [write_prompt(wishes) for wishes in asked]),
     }
 
 
@@ -141,7 +146,6 @@ def tokenize(pipeline: FluxPipeline, prompts: list[str]) -> dict[str, torch.Tens
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("toy-models"))
-    parser.add_argument("--max_steps", type=int, default=6000)
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=1.2e-3)
     parser.add_argument("--eval_steps", type=int, default=500)
@@ -155,7 +159,6 @@ def main() -> None:
     averaged = copy.deepcopy(trained).eval()
     parts = dict(zip(("transformer", "text_encoder", "text_encoder_2"), averaged, strict=True))
     result = FluxPipeline(**{**pipeline.components, **parts})
-    grids = [encode_grids(pipeline, size, count, random) for size, count, _ in SIZES]
 
     optimizer = torch.optim.AdamW(
         trained.parameters(), lr=arguments.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
@@ -163,27 +166,31 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     torch.manual_seed(arguments.seed)
     losses: list[float] = []
-    progress = tqdm(range(1, arguments.max_steps + 1), desc="FLUX", mininterval=10)
-    for step in progress:
-        kind = random.choice(len(SIZES), p=[share for *_, share in SIZES])
-        loss = loss_of_batch(trained, grids[kind], arguments.batch_size, random)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        # The average takes the place of a falling learning rate: it is whole after any number of steps
-        with torch.no_grad():
-            torch._foreach_lerp_(
-                list(averaged.parameters()), list(trained.parameters()), 1 - min(0.998, step / (step + 9))
-            )
-        losses.append(loss.item())
-        if step % 50 == 0:
-            progress.set_postfix(loss=f"{np.mean(losses[-200:]):.4f}")
-        if step % arguments.eval_steps == 0 or step == arguments.max_steps:
-            result.save_pretrained(arguments.output_dir / f"flux-{step}")
-            shown = evaluate(result, arguments.output_dir)
-            print(f"\nstep {step}, loss {np.mean(losses[-200:]):.4f}", shown, flush=True)
+    step, total = 0, sum(steps for steps, _ in PARTS)
+    for steps, share_named in PARTS:
+        grids = [encode_grids(pipeline, size, count, share_named, random) for size, count, _ in SIZES]
+        progress = tqdm(range(steps), initial=step, total=total, desc="FLUX", mininterval=10)
+        for _ in progress:
+            step += 1
+            kind = random.choice(len(SIZES), p=[share for *_, share in SIZES])
+            loss = loss_of_batch(trained, grids[kind], arguments.batch_size, random)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            # The average takes the place of a falling learning rate: it is whole after any number of steps
+            with torch.no_grad():
+                torch._foreach_lerp_(
+                    list(averaged.parameters()), list(trained.parameters()), 1 - min(0.998, step / (step + 9))
+                )
+            losses.append(loss.item())
+            if step % 50 == 0:
+                progress.set_postfix(loss=f"{np.mean(losses[-200:]):.4f}")
+            if step % arguments.eval_steps == 0 or step == total:
+                result.save_pretrained(arguments.output_dir / f"flux-{step}")
+                shown = evaluate(result, arguments.output_dir)
+                print(f"\nstep {step}, loss {np.mean(losses[-200:]):.4f}", shown, flush=True)
     result.save_pretrained(arguments.output_dir / "flux")
 
 
@@ -235,31 +242,27 @@ def evaluate(pipeline: FluxPipeline, folder: Path, count: int = 32) -> dict:
     pipeline.set_progress_bar_config(disable=True)
     results = {}
     for size, *_ in SIZES:
-        random = np.random.default_rng(12345)
-        descriptions = [draw_description(random) for _ in range(count)]
-        images = pipeline(
-            [description.prompt for description in descriptions],
-            height=2 * size,
-            width=2 * size,
-            num_inference_steps=10,
-            generator=torch.Generator().manual_seed(0),
-            max_sequence_length=pipeline.tokenizer_2.model_max_length,
-        ).images
-        truths = [
-            judge_set(read_panels(split_grid(image, 2, 2)), description.shape, description.scenes)
-            for image, description in zip(images, descriptions, strict=True)
-        ]
-        means = np.mean(truths, axis=0)
-        whole = np.mean([truth.consistency == 1 for truth in truths])
-        results[2 * size] = {
-            "consistency": round(float(means[0]), 3),
-            "whole": round(float(whole), 3),
-            "prompt_following": round(float(means[1]), 3),
-            "unreadable": round(float(means[2]) / 4, 3),
-        }
-        pictures = np.stack([np.asarray(image) for image in images[:16]]).reshape(2, 8, 2 * size, 2 * size, 3)
-        sheet = pictures.transpose(0, 2, 1, 3, 4).reshape(4 * size, 16 * size, 3)
-        Image.fromarray(sheet).save(folder / f"flux_{2 * size}.png")
+        for named in (False, True):
+            random = np.random.default_rng(12345)
+            asked = [draw_wishes(random, named) for _ in range(count)]
+            images = pipeline(
+                [write_prompt(wishes) for wishes in asked],
+                height=2 * size,
+                width=2 * size,
+                num_inference_steps=10,
+                generator=torch.Generator().manual_seed(0),
+                max_sequence_length=pipeline.tokenizer_2.model_max_length,
+            ).images
+            truths = [
+                judge_set(read_panels(split_grid(image, 2, 2)), wishes)
+                for image, wishes in zip(images, asked, strict=True)
+            ]
+            means = np.mean(truths, axis=0)
+            kind = f"{2 * size}, figure {'named' if named else 'open'}"
+            results[kind] = dict(zip(truths[0]._fields, means.round(3).tolist(), strict=True))
+            pictures = np.stack([np.asarray(image) for image in images[:16]]).reshape(2, 8, 2 * size, 2 * size, 3)
+            sheet = pictures.transpose(0, 2, 1, 3, 4).reshape(4 * size, 16 * size, 3)
+            Image.fromarray(sheet).save(folder / f"flux_{2 * size}_{'named' if named else 'open'}.png")
     return results
 
 

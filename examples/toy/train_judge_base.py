@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from paco_trl.data import criterion_question, theme_question
-from paco_trl.miniature.world import ALL_PANELS, SHAPES, Panel, draw_all_panels, panel_text
+from paco_trl.miniature.world import ALL_PANELS, SHAPES, Panel, Wish, draw_all_panels, write_wish
 from paco_trl.tiny.qwen2_5_vl import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 
@@ -57,7 +57,8 @@ THEMES = [
 
 
 def describe(panel: Panel) -> str:
-    return f"A {panel.colour} {panel.shape} figure with a {panel.accessory}. {panel_text(panel.ground, panel.place)}"
+    scene = Wish(panel.shape, None, None, panel.ground, panel.place)
+    return f"A {panel.colour} {panel.shape} figure with a {panel.accessory}. {write_wish(scene)}"
 
 
 def comparison_question(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .truth import read_panels
-from .world import Panel, SetDescription, draw_description, panel_text
+from .world import Panel, Wish, draw_wishes, write_prompt, write_wish
 
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SIZE = 128  # pixels of a whole set at full resolution
 
 
-def make_prompts(count: int, seed: int, name: str = "prompt") -> "Dataset":
+def make_prompts(count: int, seed: int, named: bool = True, name: str = "prompt") -> "Dataset":
     """
     Chooses different prompts of the planted world.
 
@@ -27,37 +27,38 @@ def make_prompts(count: int, seed: int, name: str = "prompt") -> "Dataset":
             Number of prompts.
         seed (`int`):
             Seed of the choice. Datasets of two seeds may share prompts: take one, and `select` of it.
+        named (`bool`, *optional*, defaults to `True`):
+            Whether they name the colour and the accessory of the figure, or leave them open.
         name (`str`, *optional*, defaults to `"prompt"`):
             Beginning of their ids.
 
     Returns:
         [`~datasets.Dataset`]: image-set prompts, with `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `height`,
-        `width`, and what is asked for: `shape`, `scenes` (ground and place of each panel).
+        `width`, and `wishes`: what is asked of each panel, in the order of [`Wish`].
     """
     from datasets import Dataset
 
     from ..data import parse_image_set_prompt
 
     random = np.random.default_rng(seed)
-    chosen: dict[str, SetDescription] = {}
+    chosen: dict[str, list[Wish]] = {}
     while len(chosen) < count:
-        description = draw_description(random)
-        chosen.setdefault(description.prompt, description)
+        wishes = draw_wishes(random, named)
+        chosen.setdefault(write_prompt(wishes), wishes)
     return Dataset.from_list(
         [
             {
                 "id": f"{name}-{number:03d}",
-                "prompt": one.prompt,
-                "theme": parse_image_set_prompt(one.prompt).theme,
+                "prompt": prompt,
+                "theme": parse_image_set_prompt(prompt).theme,
                 "rows": 2,
                 "cols": 2,
-                "panels": [panel_text(*scene) for scene in one.scenes],
+                "panels": [write_wish(wish) for wish in wishes],
                 "height": SIZE,
                 "width": SIZE,
-                "shape": one.shape,
-                "scenes": [list(scene) for scene in one.scenes],
+                "wishes": [list(wish) for wish in wishes],
             }
-            for number, one in enumerate(chosen.values())
+            for number, (prompt, wishes) in enumerate(chosen.items())
         ]
     )
 

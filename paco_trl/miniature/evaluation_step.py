@@ -6,20 +6,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 from ..data import split_grid
 from ..data.building import StageFolder, draw_grids
 from ..evaluation.generation.drawing import load_system
 from ..evaluation.generation.statistics import Unit, cell, difference
-from ..trainer.contact_sheet import SheetImage, save_contact_sheet
 from .models import toy_flux_path
 from .settings import MiniatureSettings
 from .truth import SetTruth, judge_set, read_panels
+from .world import Wish
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+_SHOWN_ROWS, _SHOWN_COLUMNS = 4, 5
 
 Truths = Mapping[Unit, SetTruth]
 
@@ -56,7 +60,7 @@ def draw_and_read(folder: Path, adapter: Path | None, prompts: "Dataset", settin
     for grid in grids:
         row = asked[grid["prompt_id"]]
         panels = read_panels(split_grid(grid["image"], row["rows"], row["cols"]))
-        truths[row["id"], grid["seed"]] = judge_set(panels, row["shape"], [tuple(scene) for scene in row["scenes"]])
+        truths[row["id"], grid["seed"]] = judge_set(panels, [Wish(*wish) for wish in row["wishes"]])
     return truths
 
 
@@ -69,27 +73,24 @@ def compare(before: Truths, after: Truths) -> dict[str, Any]:
             From [`draw_and_read`].
 
     Returns:
-        `dict[str, Any]`: for `consistency` and `prompt_following`: `before`, `after` and `difference`, each with `mean`
-        and `interval`; `unreadable`: the share of panels that show nothing of the world.
+        `dict[str, Any]`: for each field of [`SetTruth`] `before`, `after` and `difference`, each with `mean` and
+        `interval`.
     """
     results: dict[str, Any] = {}
-    for name in ("consistency", "prompt_following"):
+    for name in SetTruth._fields:
         values = [{unit: getattr(truth, name) for unit, truth in truths.items()} for truths in (before, after)]
         results[name] = {
             "before": cell([values[0]]),
             "after": cell([values[1]]),
             "difference": difference([values[0]], [values[1]]),
         }
-    results["unreadable"] = {
-        name: sum(truth.unreadable for truth in truths.values()) / (4 * len(truths))
-        for name, truths in (("before", before), ("after", after))
-    }
     return results
 
 
-def draw_before_and_after(folder: Path, path: Path, prompts: "Dataset", truths: dict[str, Truths], count: int) -> None:
+def draw_before_and_after(folder: Path, path: Path, prompts: "Dataset", results: dict[str, Any]) -> None:
     """
-    Saves a sheet of the first prompts, before and after from the same noise.
+    Saves a picture of the first test prompts, before and after from the same noise. A panel whose figure is not the one
+    that the prompt asks for has a red frame.
 
     Args:
         folder (`Path`):
@@ -98,20 +99,29 @@ def draw_before_and_after(folder: Path, path: Path, prompts: "Dataset", truths: 
             PNG file.
         prompts ([`~datasets.Dataset`]):
             Prompts; the first ones are shown, not chosen ones.
-        truths (`dict`):
-            What was read, by `before` and `after`.
-        count (`int`):
-            Number of prompts.
+        results (`dict[str, Any]`):
+            From [`compare`].
     """
-    images = []
-    for number, row in enumerate(prompts.select(range(count)).with_format(None)):
-        for series, name in enumerate(("before", "after")):
-            of_prompt = {unit: truth for unit, truth in truths[name].items() if unit[0] == row["id"]}
-            for generation, ((_, seed), truth) in enumerate(of_prompt.items()):
-                picture = Image.open(folder / name / "images" / row["id"] / f"{seed}.png").convert("RGB")
-                picture = picture.resize((3 * picture.width, 3 * picture.height), Image.Resampling.NEAREST)
-                caption = f"same figure in {round(6 * truth.consistency)} of 6 pairs"
-                images.append(
-                    SheetImage(number, generation, picture, row["prompt"], caption, series=series, series_name=name)
-                )
-    save_contact_sheet(images, "Before and after, from the same noise, at full resolution", path)
+    rows = list(prompts.select(range(min(_SHOWN_ROWS * _SHOWN_COLUMNS, len(prompts)))).with_format(None))
+    figure = Figure(figsize=(13, 5.9), layout="constrained")
+    for name, block in zip(("before", "after"), figure.subfigures(1, 2, wspace=0.03), strict=True):
+        same = results["consistency"][name]["mean"]
+        block.suptitle(f"{name} training: {same:.0%} of the pairs of panels show the same figure", fontsize=12)
+        axes = list(block.subplots(_SHOWN_ROWS, _SHOWN_COLUMNS, squeeze=False).flat)
+        for axis in axes:
+            axis.axis("off")
+        for row, axis in zip(rows, axes, strict=False):
+            picture = Image.open(folder / name / "images" / row["id"] / "0.png").convert("RGB")
+            _show_set(axis, picture, row)
+    figure.savefig(path, dpi=120)
+
+
+def _show_set(axis: Any, picture: Image.Image, row: dict[str, Any]) -> None:
+    axis.imshow(picture, interpolation="nearest")
+    wishes = [Wish(*wish) for wish in row["wishes"]]
+    axis.set_title(" ".join(filter(None, (wishes[0].colour, wishes[0].shape, wishes[0].accessory))), fontsize=8, pad=2)
+    side = picture.width // row["cols"]
+    for place, panel in enumerate(read_panels(split_grid(picture, row["rows"], row["cols"]))):
+        if panel is None or panel.identity != wishes[place][:3]:
+            corner = (place % row["cols"] * side + 1, place // row["cols"] * side + 1)
+            axis.add_patch(Rectangle(corner, side - 3, side - 3, fill=False, edgecolor="#e0201b", linewidth=1.8))

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig
 
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def train_generator(folder: Path, judge: Path, prompts: "Dataset", settings: MiniatureSettings) -> PaCoGRPOTrainer:
+ADAPTER = "toy-flux-lora"  # name of its folder, which its card takes for its own
+
+
+def train_generator(
+    folder: Path, judge: Path, prompts: "Dataset", settings: MiniatureSettings, **options: Any
+) -> PaCoGRPOTrainer:
     """
     Trains a LoRA of the toy FLUX to draw sets that the judge finds consistent and CLIP-T finds to follow the prompt.
 
@@ -33,32 +38,35 @@ def train_generator(folder: Path, judge: Path, prompts: "Dataset", settings: Min
             Prompts to train on, from [`make_prompts`].
         settings ([`MiniatureSettings`]):
             Sizes.
+        **options:
+            Other options of [`PaCoGRPOConfig`], in place of those of the miniature.
 
     Returns:
         [`PaCoGRPOTrainer`]: after training; the adapter is saved.
     """
     images = settings.num_prompts_per_round * settings.num_generations
-    args = PaCoGRPOConfig(
-        str(folder),
-        num_generations=settings.num_generations,
-        num_prompts_per_generation=settings.num_prompts_per_round,
-        per_device_train_batch_size=images // 2,  # two optimizer steps a round (paper)
-        num_inference_steps=settings.num_inference_steps,
-        sde_steps=list(settings.sde_steps),
-        guidance_scale=1.0,  # the toy has none
-        resolution_scale=settings.resolution_scale,
-        multi_objective_aggregation="log_tamed",
-        learning_rate=settings.learning_rate,
-        epsilon=settings.epsilon,
-        max_steps=2 * settings.num_rounds,
-        save_steps=max(2, settings.num_rounds // 4 * 2),
-        save_total_limit=1,
-        seed=settings.seed,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-    )
+    usual = {
+        "num_generations": settings.num_generations,
+        "num_prompts_per_generation": settings.num_prompts_per_round,
+        "per_device_train_batch_size": images // 2,  # two optimizer steps a round (paper)
+        "num_inference_steps": settings.num_inference_steps,
+        "sde_steps": list(settings.sde_steps),
+        "guidance_scale": 1.0,  # the toy has none
+        "resolution_scale": settings.resolution_scale,
+        "multi_objective_aggregation": "log_tamed",
+        "reward_weights": list(settings.reward_weights),
+        "learning_rate": settings.learning_rate,
+        "epsilon": settings.epsilon,
+        "max_steps": 2 * settings.num_rounds,
+        "save_steps": max(2, settings.num_rounds // 4 * 2),
+        "save_total_limit": 1,
+        "seed": settings.seed,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+    }
+    args = PaCoGRPOConfig(str(folder), **(usual | options))
     rewards: list[Callable] = [ConsistencyReward(judge, batch_size=128), ClipTReward(toy_clip_path(), batch_size=128)]
     trainer = PaCoGRPOTrainer(
         model=str(toy_flux_path()),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 
-def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings) -> dict[str, float]:
+def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings, **options: Any) -> dict[str, float]:
     """
     Trains a LoRA of the toy Qwen2.5-VL to say Yes or No to "are these two consistent?".
 
@@ -27,28 +27,30 @@ def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings)
             Pairs of step 1, `train` and `test`.
         settings ([`MiniatureSettings`]):
             Sizes.
+        **options:
+            Other options of [`PaCoRewardConfig`], in place of those of the miniature.
 
     Returns:
         `dict[str, float]`: the trainer's metrics on the held-out pairs.
     """
     train = pairs["train"].shuffle(seed=settings.seed)
+    usual = {
+        "first_token_weight": 1.0,  # the pairs have labels and no reasons
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": settings.judge_batch_size,
+        "per_device_eval_batch_size": 128,
+        "learning_rate": settings.judge_learning_rate,
+        "logging_steps": 10,
+        "save_strategy": "no",  # it takes a minute or two
+        "seed": settings.seed,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+    }
     trainer = PaCoRewardTrainer(
         model=str(toy_judge_path()),
-        args=PaCoRewardConfig(
-            str(folder),
-            first_token_weight=1.0,  # the pairs have labels and no reasons
-            num_train_epochs=1,
-            per_device_train_batch_size=settings.judge_batch_size,
-            per_device_eval_batch_size=128,
-            learning_rate=settings.judge_learning_rate,
-            logging_steps=10,
-            save_strategy="no",  # it takes a minute or two
-            seed=settings.seed,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-        ),
+        args=PaCoRewardConfig(str(folder), **(usual | options)),
         train_dataset=train.select(range(min(settings.num_pairs, len(train)))),
         eval_dataset=pairs["test"],
         peft_config=LoraConfig(r=16, lora_alpha=32),

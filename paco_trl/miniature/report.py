@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, StrictUndefined
 
 from ..data.building.stage_folder import write_atomically
+from ..hub.files import PIPELINE_ADAPTER
+from .generator_step import ADAPTER
 
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def pictures_of(miniature: "Miniature") -> dict[str, Path]:
     Returns:
         `dict[str, Path]`: by the names that they have in the folder of the miniature.
     """
-    generator = miniature.step_folder("generator")
+    generator = miniature.step_folder("generator") / ADAPTER
     sheets = sorted((generator / "contact_sheets").glob("*.png"))
     return {
         "sets": miniature.step_folder("dataset") / "grids" / "sample.png",
@@ -44,7 +46,7 @@ def pictures_of(miniature: "Miniature") -> dict[str, Path]:
 
 def write_report(miniature: "Miniature") -> Path:
     """
-    Writes `report.html`, and copies of its pictures beside it.
+    Writes `report.html`, with copies of its pictures and of the adapter with its card beside it.
 
     Args:
         miniature ([`Miniature`]):
@@ -56,6 +58,11 @@ def write_report(miniature: "Miniature") -> Path:
     pictures = pictures_of(miniature)
     for name in ("before_and_after", "curves", "calibration"):
         shutil.copyfile(pictures[name], miniature.folder / f"{name}.png")
+    generator = miniature.step_folder("generator") / ADAPTER
+    adapter = miniature.folder / ADAPTER
+    adapter.mkdir(exist_ok=True)
+    for path in {path for pattern in PIPELINE_ADAPTER for path in generator.glob(pattern)}:
+        shutil.copyfile(path, adapter / path.name)
     text = files("paco_trl").joinpath("templates/demo_report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"share": _share, "interval": _interval}
@@ -97,8 +104,7 @@ def summary(miniature: "Miniature") -> list[str]:
         f"{consistency['after']['mean']:.2f} after ({_interval(consistency['difference'])}).",
         f"True prompt following: {following['before']['mean']:.2f} before, {following['after']['mean']:.2f} after "
         f"({_interval(following['difference'])}).",
-        f"Look at {miniature.folder / 'report.html'}; the adapter with its card is in "
-        f"{miniature.step_folder('generator')}.",
+        f"Look at {miniature.folder / 'report.html'}; the adapter with its card is in {miniature.folder / ADAPTER}.",
     ]
 
 

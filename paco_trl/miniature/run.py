@@ -20,7 +20,7 @@ from .settings import MiniatureSettings
 if TYPE_CHECKING:
     from datasets import Dataset
 
-SETTINGS_FILE, RESULT_FILE = "settings.json", "result.json"
+SETTINGS_FILE, RESULT_FILE = "miniature.json", "result.json"
 
 # Folder of each step, what it does, and about how many seconds it takes on two cores, from which the time left is told;
 # what the steps before it really took corrects it
@@ -75,7 +75,7 @@ class Miniature:
             if changed:
                 listed = ", ".join(f"`{name}` {begun.get(name)}, now {now.get(name)}" for name in changed)
                 raise ValueError(
-                    f"{self.folder} was made with other settings: {listed}. Give another folder, or take this one away."
+                    f"{self.folder} was made with other settings: {listed}. Give another folder, or `--restart`."
                 )
         else:
             write_atomically(file, json.dumps(now, indent=2) + "\n")
@@ -161,7 +161,7 @@ class Miniature:
         except Exception as error:
             raise StepError(
                 f"The step {name!r} failed: {type(error).__name__}: {error} What the steps before it made is in "
-                f"{self.folder}. `run(alone={name!r})` runs it alone, anew."
+                f"{self.folder}. `paco-trl demo --output_dir {self.folder} --step {name}` runs it alone, anew."
             ) from error
 
     def summary(self) -> list[str]:
@@ -181,18 +181,13 @@ class Miniature:
         Returns:
             [`~datasets.Dataset`].
         """
-        sizes = {
-            "test": self.settings.num_test_prompts,
-            "dataset": self.settings.num_dataset_prompts,
-            "train": self.settings.num_train_prompts,
-        }
-        prompts = make_prompts(sum(sizes.values()), self.settings.seed)
-        start = 0
-        for name, size in sizes.items():
-            if name == part:
-                break
-            start += size
-        return prompts.select(range(start, start + sizes[part]))
+        tests = self.settings.num_test_prompts
+        if part == "dataset":
+            # They leave the figure open: drawn four times they show four figures, and pairs are worth learning from
+            return make_prompts(self.settings.num_dataset_prompts, self.settings.seed, named=False)
+        start, end = (0, tests) if part == "test" else (tests, tests + self.settings.num_train_prompts)
+        prompts = make_prompts(tests + self.settings.num_train_prompts, self.settings.seed)
+        return prompts.select(range(start, end))
 
     def _dataset(self, folder: Path) -> dict[str, Any]:
         from .dataset_step import build_dataset
@@ -208,21 +203,23 @@ class Miniature:
         return {"held_out_pairs": metrics, **compare_judges(folder, StageFolder(dataset / "rankings").load())}
 
     def _generator(self, folder: Path) -> dict[str, Any]:
-        from .generator_step import train_generator
+        from .generator_step import ADAPTER, train_generator
 
-        trainer = train_generator(folder, self.step_folder("judge"), self.prompts("train"), self.settings)
+        trainer = train_generator(folder / ADAPTER, self.step_folder("judge"), self.prompts("train"), self.settings)
         names = ["rewards/consistency/mean", "rewards/clip_t/mean"]
         rounds = [log for log in trainer.state.log_history if all(name in log for name in names)]
         return {name: [log[name] for log in rounds] for name in names}
 
     def _evaluation(self, folder: Path) -> dict[str, Any]:
         from .evaluation_step import compare, draw_and_read, draw_before_and_after
+        from .generator_step import ADAPTER
 
         prompts, truths = self.prompts("test"), {}
-        for name, adapter in (("before", None), ("after", self.step_folder("generator"))):
+        for name, adapter in (("before", None), ("after", self.step_folder("generator") / ADAPTER)):
             truths[name] = draw_and_read(folder / name, adapter, prompts, self.settings)
-        draw_before_and_after(folder, folder / "before_and_after.png", prompts, truths, count=4)
-        return compare(truths["before"], truths["after"])
+        results = compare(truths["before"], truths["after"])
+        draw_before_and_after(folder, folder / "before_and_after.png", prompts, results)
+        return results
 
     def _report(self, folder: Path) -> dict[str, Any]:
         from .report import write_report

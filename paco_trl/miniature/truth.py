@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from .world import ALL_PANELS, Panel, draw_all_panels
+from .world import ALL_PANELS, Panel, Wish, draw_all_panels
 
 
 _READ_AT = 32  # pixels
@@ -25,14 +25,19 @@ class SetTruth(NamedTuple):
         consistency (`float`):
             Share of the pairs of panels that show the same figure.
         prompt_following (`float`):
-            Share of what the prompt asks for (in each panel a shape, a ground and a place) that is there.
-        unreadable (`int`):
-            Number of panels that show nothing of the world. In the shares they count as wrong.
+            Share of what the prompt asks for (in each panel a shape, a ground and a place, and where it names them a
+            colour and an accessory) that is there.
+        copies (`float`):
+            Share of the pairs of panels that show the same in everything, scene and place too: what consistency alone
+            would reward.
+        unreadable (`float`):
+            Share of the panels that show nothing of the world. In the other shares they count as wrong.
     """
 
     consistency: float
     prompt_following: float
-    unreadable: int
+    copies: float
+    unreadable: float
 
 
 def read_panels(images: Sequence[Image.Image]) -> list[Panel | None]:
@@ -61,17 +66,15 @@ def read_panels(images: Sequence[Image.Image]) -> list[Panel | None]:
     ]
 
 
-def judge_set(panels: Sequence[Panel | None], shape: str, scenes: Sequence[tuple[str, str]]) -> SetTruth:
+def judge_set(panels: Sequence[Panel | None], wishes: Sequence[Wish]) -> SetTruth:
     """
     Compares what a set shows with itself and with its prompt.
 
     Args:
         panels (`Sequence[Panel | None]`):
             From [`read_panels`].
-        shape (`str`):
-            Shape that the prompt asks for.
-        scenes (`Sequence[tuple[str, str]]`):
-            Ground and place that it asks for, of each panel.
+        wishes (`Sequence[Wish]`):
+            What the prompt asks of each panel.
 
     Returns:
         [`SetTruth`].
@@ -79,12 +82,11 @@ def judge_set(panels: Sequence[Panel | None], shape: str, scenes: Sequence[tuple
     pairs = list(combinations(panels, 2))
     same = sum(a is not None and b is not None and a.identity == b.identity for a, b in pairs)
     kept = [
-        panel is not None and shown == wanted
-        for panel, (ground, place) in zip(panels, scenes, strict=True)
-        for shown, wanted in zip(_asked(panel), (shape, ground, place), strict=True)
+        panel is not None and shown == asked
+        for panel, wish in zip(panels, wishes, strict=True)
+        for shown, asked in zip(panel or wish, wish, strict=True)
+        if asked is not None
     ]
-    return SetTruth(same / len(pairs), sum(kept) / len(kept), sum(panel is None for panel in panels))
-
-
-def _asked(panel: Panel | None) -> tuple[str | None, str | None, str | None]:
-    return (None, None, None) if panel is None else (panel.shape, panel.ground, panel.place)
+    copies = sum(a is not None and a == b for a, b in pairs)
+    unreadable = sum(panel is None for panel in panels)
+    return SetTruth(same / len(pairs), sum(kept) / len(kept), copies / len(pairs), unreadable / len(panels))

@@ -3,13 +3,13 @@
 A planted world: sets of pictures of one figure in changing scenes, drawn so that the truth can be read from the pixels.
 
 A figure has a shape, a colour and an accessory; a scene has a ground and a place where the figure stands. A prompt in
-the T2IS format names the shape and the four scenes, and asks for the same figure in all of them: colour and accessory
-are left to whoever draws, who has to choose them once and keep them. So a set is consistent if its four figures are the
-same, and follows its prompt if shape, grounds and places are those that were asked for: two things that can be had
-apart.
+the T2IS format names the shape and the four scenes, and asks for the same figure in all of them. It may name its colour
+and accessory too, or leave them to whoever draws, who has to choose them once and keep them. A set is consistent if its
+four figures are the same, and follows its prompt if it shows what was asked for: two things that can be had apart.
 """
 
 import itertools
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -169,98 +169,106 @@ def _draw_figure(pen: ImageDraw.ImageDraw, panel: Panel, x: int) -> None:
         pen.ellipse((eye - 5, 145, eye + 5, 157), fill=_INK)
 
 
-def write_prompt(shape: str, scenes: list[tuple[str, str]]) -> str:
+class Wish(NamedTuple):
     """
-    Writes the prompt of a 2x2 set.
+    What a prompt asks of one panel.
 
-    Args:
+    Attributes:
         shape (`str`):
             Shape of the figure, one of `SHAPES`.
-        scenes (`list[tuple[str, str]]`):
-            Ground and place of each of the four panels.
-
-    Returns:
-        `str`: in the T2IS format, see [`~paco_trl.data.parse_image_set_prompt`].
-    """
-    theme = f"FOUR-PANEL Images with a 2x2 grid layout of one {shape} figure. Every image shows the same figure."
-    panels = [f"{marker} {panel_text(*scene)}" for marker, scene in zip(_MARKERS, scenes, strict=True)]
-    return " ".join([theme, *panels])
-
-
-def panel_text(ground: str, place: str) -> str:
-    """
-    What a prompt says of one panel.
-
-    Args:
+        colour (`str`, *optional*):
+            Its colour, one of `COLOURS`; `None` if that is left open.
+        accessory (`str`, *optional*):
+            What it wears or carries, one of `ACCESSORIES`; `None` if that is left open.
         ground (`str`):
             The scene, one of `GROUNDS`.
         place (`str`):
             Where the figure stands, one of `PLACES`.
+    """
+
+    shape: str
+    colour: str | None
+    accessory: str | None
+    ground: str
+    place: str
+
+
+def write_prompt(wishes: Sequence[Wish]) -> str:
+    """
+    Writes the prompt of a 2x2 set.
+
+    Args:
+        wishes (`Sequence[Wish]`):
+            What is asked of each of the four panels; the figure is the same in all.
 
     Returns:
-        `str`.
+        `str`: in the T2IS format, see [`~paco_trl.data.parse_image_set_prompt`].
     """
-    return f"{ground.capitalize()}, {'in' if place == 'middle' else 'on'} the {place}."
+    shape = wishes[0].shape
+    theme = f"FOUR-PANEL Images with a 2x2 grid layout of one {shape} figure. Every image shows the same figure."
+    panels = [f"{marker} {write_wish(wish)}" for marker, wish in zip(_MARKERS, wishes, strict=True)]
+    return " ".join([theme, *panels])
 
 
-class SetDescription(NamedTuple):
+def write_wish(wish: Wish) -> str:
     """
-    A prompt of the world, and what it asks for.
+    What a prompt says of one panel.
 
-    Attributes:
-        prompt (`str`):
-            The prompt, in the T2IS format.
-        shape (`str`):
-            Shape of the figure.
-        scenes (`tuple[tuple[str, str], ...]`):
-            Ground and place of each panel.
+    Args:
+        wish ([`Wish`]):
+            What is asked of it.
+
+    Returns:
+        `str`: such as "Meadow, on the left." or "Meadow, on the left: red, hat."
     """
+    scene = f"{wish.ground.capitalize()}, {'in' if wish.place == 'middle' else 'on'} the {wish.place}"
+    named = ", ".join(name for name in (wish.colour, wish.accessory) if name is not None)
+    return f"{scene}: {named}." if named else f"{scene}."
 
-    prompt: str
-    shape: str
-    scenes: tuple[tuple[str, str], ...]
 
-
-def draw_description(random: np.random.Generator) -> SetDescription:
+def draw_wishes(random: np.random.Generator, named: bool) -> list[Wish]:
     """
-    Chooses a prompt: any shape, four different grounds, any places.
+    Chooses what a set is to show: any figure, four different grounds, any places.
 
     Args:
         random (`np.random.Generator`):
             Source of the choice.
+        named (`bool`):
+            Whether colour and accessory are asked for, or left to whoever draws.
 
     Returns:
-        [`SetDescription`].
+        `list[Wish]`: one for each panel.
     """
-    shape = SHAPES[random.integers(len(SHAPES))]
+    shape, colour, accessory = (names[random.integers(len(names))] for names in (SHAPES, tuple(COLOURS), ACCESSORIES))
+    if not named:
+        colour = accessory = None
     grounds = random.permutation(len(GROUNDS))[:4]
-    scenes = tuple((GROUNDS[ground], PLACES[random.integers(len(PLACES))]) for ground in grounds)
-    return SetDescription(write_prompt(shape, scenes), shape, scenes)
+    return [
+        Wish(shape, colour, accessory, GROUNDS[ground], PLACES[random.integers(len(PLACES))]) for ground in grounds
+    ]
 
 
-def draw_careless_set(description: SetDescription, random: np.random.Generator, care: float) -> list[Panel]:
+def draw_careless_set(wishes: Sequence[Wish], random: np.random.Generator, care: float) -> list[Panel]:
     """
-    Fills a prompt as somebody careless would: colour and accessory are each kept in all panels or chosen for each.
+    Fills a prompt as somebody careless would: in some panels the figure has another colour or accessory than it should.
 
     Args:
-        description ([`SetDescription`]):
-            The prompt.
+        wishes (`Sequence[Wish]`):
+            What is asked of each panel. A colour or accessory that is left open is chosen once for the set.
         random (`np.random.Generator`):
             Source of the choices.
         care (`float`):
-            Probability with which the colour, and independently the accessory, is kept in all panels.
+            Probability with which a panel has the colour, and independently the accessory, that it should; otherwise it
+            has any.
 
     Returns:
-        `list[Panel]`: the four panels.
+        `list[Panel]`: what the panels show.
     """
-    count = len(description.scenes)
     chosen = []
-    for values in (tuple(COLOURS), ACCESSORIES):
-        indices = random.integers(len(values), size=count)
-        if random.random() < care:
-            indices[:] = indices[0]
-        chosen.append([values[index] for index in indices])
+    for asked, values in ((wishes[0].colour, tuple(COLOURS)), (wishes[0].accessory, ACCESSORIES)):
+        right = values[random.integers(len(values))] if asked is None else asked
+        chosen.append([right if random.random() < care else values[random.integers(len(values))] for _ in wishes])
     return [
-        Panel(description.shape, colour, accessory, *scene)
-        for colour, accessory, scene in zip(*chosen, description.scenes, strict=True)
+        Panel(wish.shape, colour, accessory, wish.ground, wish.place)
+        for colour, accessory, wish in zip(*chosen, wishes, strict=True)
     ]
