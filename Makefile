@@ -12,7 +12,7 @@ LINTED := paco_trl examples tests benchmarks model_cards
 .PHONY: help demo test test-slow test-lowest test-vllm quality style clean
 
 help:
-	@echo "make demo         train a tiny FLUX pipeline on the shipped prompts (CPU, offline)"
+	@echo "make demo         the whole method on toy models, into demo-output/ (CPU, offline)"
 	@echo "make test         the tests"
 	@echo "make test-slow    the tests that launch many processes"
 	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
@@ -31,7 +31,7 @@ help:
 	touch $@
 
 demo: .venv/.installed
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/paco-trl demo
 
 # Two processes, each with whole files: the models that a file's tests share are built once
 test: .venv/.installed

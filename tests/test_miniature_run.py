@@ -2,22 +2,36 @@
 """The miniature, shortened: every step runs, what is done is found, and what cannot be is said."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import load_from_disk
 
+from paco_trl.data.building import load_pipeline
+from paco_trl.miniature.models import toy_flux_path
 from paco_trl.miniature.run import STEPS, Miniature, StepError, describe_time
 from paco_trl.miniature.settings import SHORT
 
 
+def demo(folder: Path, *options: str, **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "paco_trl.commands.main", "demo", "--output_dir", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Miniature, list[str]]:
-    said: list[str] = []
-    miniature = Miniature(tmp_path_factory.mktemp("miniature") / "out", SHORT, say=said.append)
-    miniature.run()
-    return miniature, said
+    """As a user runs it."""
+    folder = tmp_path_factory.mktemp("miniature") / "out"
+    done = demo(folder, "--short")
+    assert done.returncode == 0, done.stderr
+    return Miniature(folder, SHORT), [line for line in done.stdout.splitlines() if line]
 
 
 class TestShortRun:
@@ -25,8 +39,12 @@ class TestShortRun:
         miniature, _ = finished
         for name in ("report.html", "before_and_after.png", "curves.png", "calibration.png"):
             assert (miniature.folder / name).stat().st_size > 1000
-        for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors", "README.md"):
-            assert (miniature.step_folder("generator") / name).is_file()
+        card = (miniature.folder / "toy-flux-lora" / "README.md").read_text(encoding="utf-8")
+        assert "# toy-flux-lora" in card and str(miniature.folder) not in card
+        pipeline = load_pipeline(str(toy_flux_path()), torch.float32, device="cpu")
+        before = pipeline.transformer.proj_out.weight.sum()
+        pipeline.load_lora_weights(miniature.folder / "toy-flux-lora")
+        assert pipeline.get_active_adapters() and before == pipeline.transformer.proj_out.weight.sum()
 
     def test_the_pairs_are_labelled_by_how_they_were_drawn(self, finished):
         miniature, _ = finished
@@ -46,15 +64,15 @@ class TestShortRun:
         assert len(set.union(*parts)) == 22
 
     def test_it_says_what_comes_and_how_long(self, finished):
-        miniature, said = finished
+        steps = [line for line in finished[1] if line.startswith("Step ")]
         starts = [f"Step {number} of 5, {name}:" for number, name in enumerate(STEPS, start=1)]
-        assert [line.startswith(start) for line, start in zip(said, starts, strict=True)] == [True] * 5
-        assert all("to the end)" in line for line in said)
+        assert [line.startswith(start) for line, start in zip(steps, starts, strict=True)] == [True] * 5
+        assert all("to the end)" in line for line in steps)
 
     def test_the_summary(self, finished):
-        lines = finished[0].summary()
         starts = ("Dataset:", "Judge:", "True consistency", "True prompt following", "Look at ")
-        assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
+        assert [line.startswith(start) for line, start in zip(finished[1][-5:], starts, strict=True)] == [True] * 5
+        assert finished[1][-5:] == finished[0].summary()
 
     def test_the_page_needs_nothing_beside_it(self, finished):
         folder = finished[0].folder
@@ -83,7 +101,7 @@ class TestShortRun:
         """A run that was killed in the middle, and one that was not, have the same adapter."""
         miniature, _ = finished
         folder = miniature.step_folder("generator")
-        adapter = folder / "adapter_model.safetensors"
+        adapter = folder / "toy-flux-lora" / "adapter_model.safetensors"
         before = adapter.read_bytes()
         (folder / "result.json").unlink()
         adapter.unlink()
@@ -95,8 +113,10 @@ class TestShortRun:
 
 class TestRefusals:
     def test_other_settings_in_the_same_folder(self, finished):
-        with pytest.raises(ValueError, match="`seed` 0, now 1. Give another folder"):
+        with pytest.raises(ValueError, match="`seed` 0, now 1. Give another folder, or `--restart`"):
             Miniature(finished[0].folder, replace(SHORT, seed=1))
+        done = demo(finished[0].folder, "--short", "--seed", "1")
+        assert done.returncode == 1 and "`seed` 0, now 1" in done.stderr and "Traceback" not in done.stderr
 
     def test_a_step_whose_predecessor_is_missing(self, tmp_path):
         with pytest.raises(ValueError, match="'judge' needs what 'dataset' makes"):
@@ -111,13 +131,80 @@ class TestRefusals:
         for name in ("dataset", "judge", "generator"):
             miniature.step_folder(name).mkdir()
             (miniature.step_folder(name) / "result.json").write_text(json.dumps({"seconds": 1}))
-        with pytest.raises(StepError, match="'evaluation' failed: .*runs it alone"):
+        with pytest.raises(
+            StepError, match="'evaluation' failed: .*`paco-trl demo --output_dir .* --step evaluation` runs it alone"
+        ):
             miniature.run()
+
+    def test_nobody_elses_folder_is_touched(self, tmp_path):
+        (tmp_path / "thesis.txt").write_text("years of work")
+        for options in ((), ("--restart",)):
+            done = demo(tmp_path, "--short", *options)
+            assert done.returncode == 1 and "is not from a demo" in done.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
     def test_a_folder_that_cannot_be_written(self, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(OSError):
-            Miniature(Path(tmp_path / "file" / "below"), SHORT)
+        done = demo(tmp_path / "file" / "below", "--short")
+        assert done.returncode == 1 and "Not a directory" in done.stderr and "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(
+        "options, message",
+        [(["--shortt"], "--shortt"), (["--step", "training"], "no step 'training'"), (["--seed", "x"], "--seed")],
+    )
+    def test_options_that_do_not_exist(self, tmp_path, options, message):
+        done = demo(tmp_path / "out", *options)
+        assert done.returncode in (1, 2) and message in done.stderr and "Traceback" not in done.stderr
+        assert not (tmp_path / "out").exists()
+
+    def test_help_docstring_and_defaults_agree(self):
+        from paco_trl.commands.demo import DemoArguments
+
+        text = " ".join(DemoArguments.__doc__.split())
+        for name, field in DemoArguments.__dataclass_fields__.items():
+            assert field.metadata["help"] in text
+            shown = {str: f'`"{field.default}"`'}.get(type(field.default), f"`{field.default}`")
+            assert field.default is None or f"defaults to {shown}" in text.split(f" {name} (")[1].split("):")[0]
+
+    def test_too_little_memory(self, tmp_path, monkeypatch, capsys):
+        import psutil
+
+        from paco_trl.commands import demo as module
+
+        nearly_none = SimpleNamespace(available=2**28)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: nearly_none)
+        assert module.main(["--output_dir", str(tmp_path / "out")]) == 1
+        assert "needs about 2 GiB of free memory, and 0.2 GiB are free" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+class TestInterruption:
+    @pytest.mark.parametrize("stop_at", ["1-dataset/grids", "2-judge", "3-generator/toy-flux-lora/contact_sheets"])
+    def test_ctrl_c_and_on(self, finished, tmp_path, stop_at):
+        folder = tmp_path / "out"
+        command = [sys.executable, "-m", "paco_trl.commands.main", "demo", "--output_dir", str(folder), "--short"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not (folder / stop_at).is_dir():
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 130 and "the same command goes on from there" in errors
+        done = demo(folder, "--short")
+        assert done.returncode == 0, done.stderr
+        results = [Miniature(one, SHORT).result("evaluation") for one in (folder, finished[0].folder)]
+        assert {**results[0], "seconds": 0} == {**results[1], "seconds": 0}
+
+    def test_restart_starts_clean(self, finished, tmp_path):
+        folder = tmp_path / "out"
+        folder.mkdir()
+        (folder / "miniature.json").write_text("{}")
+        (folder / "1-dataset").mkdir()
+        (folder / "1-dataset" / "result.json").write_text("{}")
+        done = demo(folder, "--short", "--restart")
+        assert done.returncode == 0 and "found in" not in done.stdout
 
 
 @pytest.mark.parametrize(

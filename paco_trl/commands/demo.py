@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl demo`: the whole method on a laptop, offline."""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trl import TrlParser
+
+
+MEMORY_NEEDED = 2.0  # GiB free; 1.7 at most were measured, see docs/miniature.md
+
+
+@dataclass
+class DemoArguments:
+    """
+    What `paco-trl demo` does. It needs no network, no GPU, two cores, and 2 GiB of free memory.
+
+    Args:
+        output_dir (`str`, *optional*, defaults to `"demo-output"`):
+            Folder for everything that it makes. A demo that was stopped goes on where it was.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of everything. The same seed gives the same figures on the same machine.
+        step (`str`, *optional*):
+            Runs one step alone, anew: `dataset`, `judge`, `generator`, `evaluation` or `report`.
+        restart (`bool`, *optional*, defaults to `False`):
+            Whether to take away what an earlier demo left in the folder, and start clean.
+        short (`bool`, *optional*, defaults to `False`):
+            Whether to go through all steps with so little data that it takes a minute or two. What comes out shows that
+            everything works here; its figures mean nothing.
+    """
+
+    output_dir: str = field(
+        default="demo-output",
+        metadata={"help": "Folder for everything that it makes. A demo that was stopped goes on where it was."},
+    )
+    seed: int = field(
+        default=0,
+        metadata={"help": "Seed of everything. The same seed gives the same figures on the same machine."},
+    )
+    step: str | None = field(
+        default=None,
+        metadata={
+            "help": "Runs one step alone, anew: `dataset`, `judge`, `generator`, `evaluation` or `report`.",
+        },
+    )
+    restart: bool = field(
+        default=False,
+        metadata={"help": "Whether to take away what an earlier demo left in the folder, and start clean."},
+    )
+    short: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to go through all steps with so little data that it takes a minute or two. What comes out "
+            "shows that everything works here; its figures mean nothing."
+        },
+    )
+
+
+def _parser() -> TrlParser:
+    return TrlParser((DemoArguments,), prog="paco-trl demo")
+
+
+def main(arguments: list[str]) -> int:
+    """
+    Runs the command.
+
+    Args:
+        arguments (`list[str]`):
+            Options.
+
+    Returns:
+        `int`: 0 when all is done, 1 when something cannot be, 130 after Ctrl-C.
+    """
+    if {"--help", "-h"} & set(arguments):
+        _parser().print_help()
+        return 0
+    # Before anything of the Hub is imported: nothing is looked for there
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        (args,) = _parser().parse_args_and_config(arguments)
+    except ValueError as error:
+        sys.stderr.write(f"paco-trl demo: {error}\n")
+        return 1
+    try:
+        _check_memory()
+        _run(args)
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"\nStopped. What is done is in {args.output_dir}; the same command goes on from there, and with `--restart` "
+            "it starts clean.\n"
+        )
+        return 130
+    except (ValueError, OSError, RuntimeError) as error:
+        sys.stderr.write(f"\npaco-trl demo: {error}\n")
+        return 1
+    return 0
+
+
+def _run(args: DemoArguments) -> None:
+    import torch
+
+    from ..miniature.run import SETTINGS_FILE, STEPS, Miniature
+    from ..miniature.settings import SHORT, MiniatureSettings
+
+    if args.step is not None and args.step not in STEPS:
+        raise ValueError(f"There is no step {args.step!r}. The steps are {', '.join(STEPS)}.")
+    folder = Path(args.output_dir)
+    is_demo = (folder / SETTINGS_FILE).is_file()
+    # Only a folder of its own is written to, so that nobody's files are lost. The settings go last when it starts clean,
+    # and come first
+    if folder.exists() and not is_demo and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"'{folder}' is not from a demo: it is left as it is. Give another `--output_dir`.")
+    if args.restart and is_demo:
+        for name, *_ in STEPS.values():
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / SETTINGS_FILE).unlink()
+    torch.set_num_threads(1)  # such small models are faster so, and the sums are the same with any number of cores
+    settings = replace(SHORT if args.short else MiniatureSettings(), seed=args.seed)
+    miniature = Miniature(folder, settings, say=lambda line: _say(f"\n{line}"))
+    results = miniature.run(alone=args.step)
+    if "report" in results:
+        _say("\n" + "\n".join(miniature.summary()))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _check_memory() -> None:
+    import psutil
+
+    available = psutil.virtual_memory().available / 2**30
+    if available < MEMORY_NEEDED:
+        raise ValueError(
+            f"The demo needs about {MEMORY_NEEDED:g} GiB of free memory, and {available:.1f} GiB are free. Close "
+            "something, or take a larger machine."
+        )
