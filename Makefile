@@ -67,4 +67,4 @@ style: .venv/.installed
 	$(BIN)/ruff format $(LINTED)
 
 clean:
-	rm -rf .venv .venv-uv .venv-lowest .venv-vllm demo build dist *.egg-info
+	rm -rf .venv .venv-uv .venv-lowest .venv-vllm demo-output build dist *.egg-info

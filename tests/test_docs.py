@@ -157,7 +157,7 @@ def run_blocks(pages: list[Path], folder: Path) -> tuple[int, str]:
 class TestSnippets:
     def test_runnable_blocks_run(self, tmp_path):
         number, printed = run_blocks(PAGES, tmp_path)
-        assert number == 4 + 4  # of the README and of the other pages
+        assert number == 4 + 4  # of the tour and of the other pages
         # What the text around them promises
         assert (tmp_path / "paco-tiny" / "contact_sheets" / "round_00001.png").exists()
         assert (tmp_path / "paco-tiny" / "pytorch_lora_weights.safetensors").exists()
@@ -190,8 +190,8 @@ class TestSnippets:
         assert len(PYTHON_BLOCKS) > 10
         assert not re.search(r"<!-- runnable -->(?!\n```python\n)", "".join(map(text_of, PAGES)).replace("`<!--", ""))
 
-    def test_the_reward_of_the_readme_is_a_reward(self, make_trainer):
-        (code,) = [code for _, code in blocks(ROOT / "README.md", "python") if "async def" in code]
+    def test_the_reward_of_the_tour_is_a_reward(self, make_trainer):
+        (code,) = [code for _, code in blocks(ROOT / "docs/tour.md", "python") if "async def" in code]
         namespace = {}
         exec(code, namespace)
         trainer = make_trainer(reward_funcs=namespace["bright_panels_reward"])

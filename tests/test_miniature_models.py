@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from paco_trl import PaCoReward
-from paco_trl.data import split_grid
+from paco_trl.data import split_grid, theme_question
 from paco_trl.data.building import load_pipeline
 from paco_trl.evaluation import ClipIScorer
 from paco_trl.miniature.data import make_prompts
@@ -106,18 +106,24 @@ class TestClip:
 
 
 class TestJudge:
-    def test_it_has_never_been_asked_about_consistency(self):
-        """It compares properties that are named, and its answer to the judge's question says little."""
+    def test_it_compares_what_is_named_and_was_never_asked_about_consistency(self):
         judge = PaCoReward.from_pretrained(toy_judge_path(), batch_size=64)
         random = np.random.default_rng(0)
-        pairs, same = [], []
-        for number in range(64):
+        pairs, same_colour, same_figure = [], [], []
+        for number in range(128):
             first, second = (ALL_PANELS[index] for index in random.integers(len(ALL_PANELS), size=2))
-            second = second._replace(colour=first.colour) if number % 2 else second
+            if number % 2:
+                second = second._replace(shape=first.shape, colour=first.colour)
+            if number % 4 == 3:
+                second = second._replace(accessory=first.accessory)
             pairs.append((draw_panel(first, 64), draw_panel(second, 64)))
-            same.append(first.colour == second.colour)
-        asked = judge.score(pairs, ["Do the two images have the same colour?"] * 64)
-        assert np.mean((np.array(asked) > 0.5) == same) > 0.95
+            same_colour.append(first.colour == second.colour)
+            same_figure.append(first.identity == second.identity)
+        asked = judge.score(pairs, ["Do the two images have the same colour?"] * 128)
+        assert np.mean((np.array(asked) > 0.5) == same_colour) > 0.95
+        theme = theme_question(make_prompts(1, seed=0)[0]["theme"])
+        asked = judge.score(pairs, [theme] * 128)
+        assert np.mean((np.array(asked) > 0.5) == same_figure) < 0.75
 
     def test_it_describes_what_it_sees(self):
         model = AutoModelForImageTextToText.from_pretrained(toy_judge_path())

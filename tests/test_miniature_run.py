@@ -2,6 +2,10 @@
 """The miniature, shortened: every step runs, what is done is found, and what cannot be is said."""
 
 import json
+import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,14 +14,28 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from datasets import load_from_disk
+from PIL import Image
 
 from paco_trl.data.building import load_pipeline
+from paco_trl.miniature.evaluation_step import compare, draw_and_read
+from paco_trl.miniature.generator_step import train_generator
 from paco_trl.miniature.models import toy_flux_path
-from paco_trl.miniature.run import STEPS, Miniature, StepError, describe_time
-from paco_trl.miniature.settings import SHORT
+from paco_trl.miniature.run import (
+    STEPS,
+    Miniature,
+    StepError,
+    clear,
+    describe_time,
+    expected_seconds,
+    read_settings,
+)
+from paco_trl.miniature.settings import SHORT, MiniatureSettings
+from paco_trl.miniature.truth import SetTruth
+from paco_trl.trainer.checkpoints import checkpoints_of
 
 
 def demo(folder: Path, *options: str, **kwargs) -> subprocess.CompletedProcess:
@@ -26,17 +44,17 @@ def demo(folder: Path, *options: str, **kwargs) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> tuple[Miniature, list[str]]:
+def finished(tmp_path_factory) -> tuple[Miniature, list[str], str]:
     """As a user runs it."""
     folder = tmp_path_factory.mktemp("miniature") / "out"
     done = demo(folder, "--short")
     assert done.returncode == 0, done.stderr
-    return Miniature(folder, SHORT), [line for line in done.stdout.splitlines() if line]
+    return Miniature(folder, SHORT), [line for line in done.stdout.splitlines() if line], done.stderr
 
 
 class TestShortRun:
     def test_what_lies_in_the_folder(self, finished):
-        miniature, _ = finished
+        miniature = finished[0]
         for name in ("report.html", "before_and_after.png", "curves.png", "calibration.png"):
             assert (miniature.folder / name).stat().st_size > 1000
         card = (miniature.folder / "toy-flux-lora" / "README.md").read_text(encoding="utf-8")
@@ -47,7 +65,7 @@ class TestShortRun:
         assert pipeline.get_active_adapters() and before == pipeline.transformer.proj_out.weight.sum()
 
     def test_the_pairs_are_labelled_by_how_they_were_drawn(self, finished):
-        miniature, _ = finished
+        miniature = finished[0]
         pairs = load_from_disk(str(miniature.step_folder("dataset") / "pairs" / "dataset"))["train"]
         for (first, second), completion in zip(pairs["panels"][:], pairs["completion"][:], strict=True):
             of_one_set = first.rsplit("/", 1)[0] == second.rsplit("/", 1)[0]
@@ -69,6 +87,20 @@ class TestShortRun:
         assert [line.startswith(start) for line, start in zip(steps, starts, strict=True)] == [True] * 5
         assert all("to the end)" in line for line in steps)
 
+    def test_more_to_do_takes_longer(self):
+        usual, short = expected_seconds(MiniatureSettings()), expected_seconds(SHORT)
+        assert list(usual) == list(STEPS) and sum(usual.values()) < 600
+        assert all(usual[name] > short[name] for name in STEPS if name != "report")
+        once_more = expected_seconds(replace(MiniatureSettings(), num_rounds=40))
+        assert once_more["generator"] > 1.8 * usual["generator"] and once_more["judge"] == usual["judge"]
+
+    def test_it_says_no_more_than_that(self, finished):
+        _, lines, bars = finished
+        others = [line for line in lines[:-5] if not line.startswith("Step ")]
+        assert [line for line in others if "8 images" not in line] == []  # what a round is made of
+        assert "consistency=0." in bars and "accuracy=0." in bars  # at the end of the bars
+        assert "FutureWarning" not in bars and "Saving the dataset" not in bars
+
     def test_the_summary(self, finished):
         starts = ("Dataset:", "Judge:", "True consistency", "True prompt following", "Look at ")
         assert [line.startswith(start) for line, start in zip(finished[1][-5:], starts, strict=True)] == [True] * 5
@@ -81,7 +113,7 @@ class TestShortRun:
         assert 'src="http' not in page
 
     def test_again_does_nothing_again(self, finished):
-        miniature, _ = finished
+        miniature = finished[0]
         before = {path: path.stat().st_mtime_ns for path in miniature.folder.rglob("*") if path.is_file()}
         said: list[str] = []
         Miniature(miniature.folder, SHORT, say=said.append).run()
@@ -89,26 +121,60 @@ class TestShortRun:
         assert before == {path: path.stat().st_mtime_ns for path in miniature.folder.rglob("*") if path.is_file()}
 
     def test_a_step_alone_gives_the_same_again(self, finished):
-        miniature, _ = finished
+        miniature = finished[0]
         before = miniature.result("evaluation")
         picture = miniature.step_folder("evaluation") / "before_and_after.png"
         made = picture.stat().st_mtime_ns
-        again = miniature.run(alone="evaluation")["evaluation"]
+        again = miniature.run(alone="evaluation")
         assert picture.stat().st_mtime_ns > made
-        assert {**before, "seconds": 0} == {**again, "seconds": 0}
+        assert {**before, "seconds": 0} == {**again["evaluation"], "seconds": 0}
+        assert "report" not in again  # of another evaluation
+        assert "report" in miniature.run()
 
-    def test_training_goes_on_from_its_checkpoint(self, finished):
-        """A run that was killed in the middle, and one that was not, have the same adapter."""
-        miniature, _ = finished
-        folder = miniature.step_folder("generator")
-        adapter = folder / "toy-flux-lora" / "adapter_model.safetensors"
-        before = adapter.read_bytes()
-        (folder / "result.json").unlink()
-        adapter.unlink()
-        said: list[str] = []
-        Miniature(miniature.folder, SHORT, say=said.append).run()
-        assert sum("found in" in line for line in said) == 4
-        assert adapter.read_bytes() == before
+    def test_training_goes_on_from_its_checkpoint(self, finished, tmp_path):
+        """A run that was stopped after the first of two rounds, and one that was not, have the same adapter."""
+        miniature = finished[0]
+        judge, prompts = miniature.step_folder("judge"), miniature.prompts("train")
+        train_generator(tmp_path / "adapter", judge, prompts, SHORT, max_steps=2)
+        first = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+        assert [path.name for path in checkpoints_of(tmp_path / "adapter")] == ["checkpoint-2"]
+        trainer = train_generator(tmp_path / "adapter", judge, prompts, SHORT)
+        assert trainer.state.global_step == 4
+        whole = (miniature.step_folder("generator") / "toy-flux-lora" / "adapter_model.safetensors").read_bytes()
+        assert first != (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+
+    def test_what_the_generator_was_trained_with(self, finished):
+        folder = finished[0].step_folder("generator") / "toy-flux-lora"
+        run = json.loads((checkpoints_of(folder)[-1] / "run.json").read_text(encoding="utf-8"))
+        text = json.dumps(run)
+        assert '"reward_weights": [1.0, 5.0]' in text and '"resolution_scale": 0.5' in text
+        assert '"multi_objective_aggregation": "log_tamed"' in text
+        assert len(finished[0].result("generator")["rewards/consistency/mean"]) == SHORT.num_rounds
+
+    def test_before_is_the_untrained_generator_and_after_the_adapter(self, finished, tmp_path):
+        miniature = finished[0]
+        folder, prompts = miniature.step_folder("evaluation"), miniature.prompts("test").select(range(1))
+        drawn = {}
+        for name, adapter in (("before", None), ("after", miniature.step_folder("generator") / "toy-flux-lora")):
+            draw_and_read(tmp_path / name, adapter, prompts, SHORT)
+            path = Path("images") / prompts[0]["id"] / "0.png"
+            drawn[name] = np.asarray(Image.open(tmp_path / name / path)).astype(int)
+            kept = np.asarray(Image.open(folder / name / path)).astype(int)
+            assert np.abs(drawn[name] - kept).max() <= 1  # another batch rounds otherwise
+        assert np.abs(drawn["before"] - drawn["after"]).max() > 4
+
+
+class TestCompare:
+    def test_the_difference_is_that_of_the_pairs(self):
+        units = [(prompt, seed) for prompt in "abcdefgh" for seed in range(2)]
+        before = {unit: SetTruth(0.5, 0.9, 0.0, 0.0) for unit in units}
+        after = {unit: SetTruth(1.0, 0.8, 1 / 6, 0.25) for unit in units}
+        results = compare(before, after)
+        means = {name: results[name]["difference"]["mean"] for name in SetTruth._fields}
+        assert means == pytest.approx(
+            {"consistency": 0.5, "prompt_following": -0.1, "copies": 1 / 6, "unreadable": 0.25}
+        )
+        assert results["consistency"]["before"]["mean"] == 0.5 and results["consistency"]["after"]["mean"] == 1.0
 
 
 class TestRefusals:
@@ -131,22 +197,41 @@ class TestRefusals:
         for name in ("dataset", "judge", "generator"):
             miniature.step_folder(name).mkdir()
             (miniature.step_folder(name) / "result.json").write_text(json.dumps({"seconds": 1}))
-        with pytest.raises(
-            StepError, match="'evaluation' failed: .*`paco-trl demo --output_dir .* --step evaluation` runs it alone"
-        ):
+        with pytest.raises(StepError, match="'evaluation' failed: .* --step evaluation` runs it alone"):
             miniature.run()
+
+    def test_the_command_that_a_failed_step_names_works(self, finished, tmp_path):
+        """Also of a folder with a space in its name, and with other settings than the usual ones."""
+        folder = tmp_path / "my demo"
+        settings = replace(SHORT, seed=3)
+        miniature = Miniature(folder, settings)
+        for name, (place, _) in STEPS.items():
+            if name != "report":
+                shutil.copytree(finished[0].folder / place, folder / place)
+        (folder / "report.html").mkdir()  # nothing can be written there
+        with pytest.raises(StepError) as error:
+            miniature.run()
+        (command,) = re.findall("`paco-trl (demo .*?)`", str(error.value))
+        (folder / "report.html").rmdir()
+        done = subprocess.run(
+            [sys.executable, "-m", "paco_trl.commands.main", *shlex.split(command)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert (folder / "report.html").is_file() and read_settings(folder) == settings
 
     def test_nobody_elses_folder_is_touched(self, tmp_path):
         (tmp_path / "thesis.txt").write_text("years of work")
-        for options in ((), ("--restart",)):
-            done = demo(tmp_path, "--short", *options)
+        home = {**os.environ, "HOME": str(tmp_path.parent)}
+        for place, options in ((tmp_path, ()), (tmp_path, ("--restart",)), (Path("~") / tmp_path.name, ())):
+            done = demo(place, "--short", *options, env=home)
             assert done.returncode == 1 and "is not from a demo" in done.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
     def test_a_folder_that_cannot_be_written(self, tmp_path):
         (tmp_path / "file").write_text("")
         done = demo(tmp_path / "file" / "below", "--short")
-        assert done.returncode == 1 and "Not a directory" in done.stderr and "Traceback" not in done.stderr
+        message = "Nothing can be written to '.*below': Not a directory. Give another `--output_dir`"
+        assert done.returncode == 1 and re.search(message, done.stderr) and "Traceback" not in done.stderr
 
     @pytest.mark.parametrize(
         "options, message",
@@ -191,20 +276,40 @@ class TestInterruption:
         time.sleep(1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
-        assert process.returncode == 130 and "the same command goes on from there" in errors
+        assert process.returncode == 130 and f"`paco-trl demo --output_dir {folder} --short` goes on" in errors
         done = demo(folder, "--short")
         assert done.returncode == 0, done.stderr
         results = [Miniature(one, SHORT).result("evaluation") for one in (folder, finished[0].folder)]
         assert {**results[0], "seconds": 0} == {**results[1], "seconds": 0}
 
-    def test_restart_starts_clean(self, finished, tmp_path):
+
+class TestClearing:
+    def test_nothing_of_the_demo_is_left_and_everything_else(self, finished, tmp_path):
         folder = tmp_path / "out"
-        folder.mkdir()
-        (folder / "miniature.json").write_text("{}")
-        (folder / "1-dataset").mkdir()
-        (folder / "1-dataset" / "result.json").write_text("{}")
-        done = demo(folder, "--short", "--restart")
-        assert done.returncode == 0 and "found in" not in done.stdout
+        shutil.copytree(finished[0].folder, folder)
+        (folder / "notes.txt").write_text("mine")
+        clear(folder)
+        assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+    def test_a_step_that_is_half_removed_is_not_done(self, finished, tmp_path, monkeypatch):
+        folder = tmp_path / "out"
+        shutil.copytree(finished[0].folder, folder)
+        miniature = Miniature(folder, SHORT)
+
+        def stop(path):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            miniature.run(alone="report")
+        assert miniature.result("report") is None and miniature.result("evaluation") is not None
+        with pytest.raises(KeyboardInterrupt):
+            clear(folder)
+        assert read_settings(folder) == SHORT
+
+    def test_settings_are_read_as_they_were(self, finished, tmp_path):
+        assert read_settings(finished[0].folder) == SHORT
+        assert read_settings(tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Trains the toy CLIP on single panels of the planted world and captions of them.
 
     python examples/toy/train_clip.py --output_dir toy-models
 
-About five minutes on one CPU core.
+About three minutes on one CPU core.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 """`paco-trl demo`: the whole method on a laptop, offline."""
 
 import os
-import shutil
+import shlex
 import sys
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,7 +25,8 @@ class DemoArguments:
         seed (`int`, *optional*, defaults to `0`):
             Seed of everything. The same seed gives the same figures on the same machine.
         step (`str`, *optional*):
-            Runs one step alone, anew: `dataset`, `judge`, `generator`, `evaluation` or `report`.
+            Runs one step alone, anew, with the settings of the folder: `dataset`, `judge`, `generator`, `evaluation` or
+            `report`. What the steps after it made is taken away.
         restart (`bool`, *optional*, defaults to `False`):
             Whether to take away what an earlier demo left in the folder, and start clean.
         short (`bool`, *optional*, defaults to `False`):
@@ -43,7 +45,8 @@ class DemoArguments:
     step: str | None = field(
         default=None,
         metadata={
-            "help": "Runs one step alone, anew: `dataset`, `judge`, `generator`, `evaluation` or `report`.",
+            "help": "Runs one step alone, anew, with the settings of the folder: `dataset`, `judge`, `generator`, "
+            "`evaluation` or `report`. What the steps after it made is taken away."
         },
     )
     restart: bool = field(
@@ -79,6 +82,9 @@ def main(arguments: list[str]) -> int:
         return 0
     # Before anything of the Hub is imported: nothing is looked for there
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # DeepSpeed, where it is installed, would look for another and say so
     try:
         (args,) = _parser().parse_args_and_config(arguments)
     except ValueError as error:
@@ -88,10 +94,9 @@ def main(arguments: list[str]) -> int:
         _check_memory()
         _run(args)
     except KeyboardInterrupt:
-        sys.stderr.write(
-            f"\nStopped. What is done is in {args.output_dir}; the same command goes on from there, and with `--restart` "
-            "it starts clean.\n"
-        )
+        goes_on = f"paco-trl demo --output_dir {shlex.quote(args.output_dir)}"
+        goes_on += f" --seed {args.seed}" * (args.seed != 0) + " --short" * args.short
+        sys.stderr.write(f"\nStopped. What is done is in {args.output_dir}; `{goes_on}` goes on from there.\n")
         return 130
     except (ValueError, OSError, RuntimeError) as error:
         sys.stderr.write(f"\npaco-trl demo: {error}\n")
@@ -100,26 +105,35 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(args: DemoArguments) -> None:
+    import datasets
     import torch
 
-    from ..miniature.run import SETTINGS_FILE, STEPS, Miniature
+    from ..miniature.run import STEPS, Miniature, clear, read_settings
     from ..miniature.settings import SHORT, MiniatureSettings
 
     if args.step is not None and args.step not in STEPS:
         raise ValueError(f"There is no step {args.step!r}. The steps are {', '.join(STEPS)}.")
-    folder = Path(args.output_dir)
-    is_demo = (folder / SETTINGS_FILE).is_file()
-    # Only a folder of its own is written to, so that nobody's files are lost. The settings go last when it starts clean,
-    # and come first
-    if folder.exists() and not is_demo and (not folder.is_dir() or any(folder.iterdir())):
+    folder = Path(args.output_dir).expanduser().absolute()
+    begun = read_settings(folder)
+    # Only a folder of its own is written to, so that nobody's files are lost
+    if begun is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"'{folder}' is not from a demo: it is left as it is. Give another `--output_dir`.")
-    if args.restart and is_demo:
-        for name, *_ in STEPS.values():
-            shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / SETTINGS_FILE).unlink()
+    if args.restart and begun is not None:
+        clear(folder)
+        begun = None
+    # What says nothing to somebody who looks at a demo
+    warnings.simplefilter("ignore", FutureWarning)
+    datasets.disable_progress_bars()
     torch.set_num_threads(1)  # such small models are faster so, and the sums are the same with any number of cores
     settings = replace(SHORT if args.short else MiniatureSettings(), seed=args.seed)
-    miniature = Miniature(folder, settings, say=lambda line: _say(f"\n{line}"))
+    if args.step is not None and begun is not None:
+        settings = begun
+    try:
+        miniature = Miniature(folder, settings, say=lambda line: _say(f"\n{line}"))
+    except OSError as error:
+        raise ValueError(
+            f"Nothing can be written to '{folder}': {error.strerror}. Give another `--output_dir`."
+        ) from None
     results = miniature.run(alone=args.step)
     if "report" in results:
         _say("\n" + "\n".join(miniature.summary()))

@@ -66,7 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     module, _ = COMMANDS[arguments[0]]
-    return import_module(module).main(arguments[1:])
+    try:
+        return import_module(module).main(arguments[1:])
+    except KeyboardInterrupt:  # also during the imports, which take seconds
+        sys.stderr.write(f"\npaco-trl {arguments[0]}: stopped.\n")
+        return 130
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ from .. import PaCoGRPOConfig, PaCoGRPOTrainer
 from ..rewards import ClipTReward, ConsistencyReward
 from ..trainer.checkpoints import checkpoints_of
 from .models import toy_clip_path, toy_flux_path
+from .progress import show_figures
 from .settings import MiniatureSettings
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-ADAPTER = "toy-flux-lora"  # name of its folder, which its card takes for its own
 
 
 def train_generator(
@@ -75,6 +73,7 @@ def train_generator(
         train_dataset=prompts,
         peft_config=LoraConfig(r=16, lora_alpha=32, init_lora_weights="gaussian"),
     )
+    show_figures(trainer, {"rewards/consistency/mean": "consistency", "rewards/clip_t/mean": "clip_t"})
     trainer.train(resume_from_checkpoint=bool(checkpoints_of(folder)))
     trainer.save_model()
     return trainer

@@ -9,6 +9,7 @@ from peft import LoraConfig
 from .. import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from ..evaluation import ClipIScorer, evaluate_rankings
 from .models import toy_clip_path, toy_judge_path
+from .progress import show_figures
 from .settings import MiniatureSettings
 
 
@@ -55,6 +56,7 @@ def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings,
         eval_dataset=pairs["test"],
         peft_config=LoraConfig(r=16, lora_alpha=32),
     )
+    show_figures(trainer, {"loss": "loss", "decision_accuracy": "accuracy"})
     trainer.train()
     metrics = trainer.evaluate()
     trainer.save_model()

@@ -11,10 +11,10 @@ def toy_flux_path() -> Path:
     """
     Folder of the toy FLUX pipeline, for `FluxPipeline.from_pretrained`.
 
-    It draws 2x2 sets of the planted world at 128, 64 and 32 pixels, from prompts of exactly 38 tokens (pass
-    `max_sequence_length=38` where it is called by hand). Of the pairs of panels of a set, two thirds show the same figure
-    at 128 pixels and a little over half at 64; nearly all of what a prompt asks for is there. Made by
-    `examples/toy/train_vae.py` and `examples/toy/train_generator.py`.
+    It draws 2x2 sets of the planted world at 128, 64 and 32 pixels. It knows texts of one length: where it is called by
+    hand, pass `max_sequence_length=pipeline.tokenizer_2.model_max_length`. Of the pairs of panels of a set whose prompt
+    names the figure, six in ten show the same one at 128 pixels and four in ten at 64; scenes are nearly always those that
+    were asked for. Made by `examples/toy/train_vae.py` and `examples/toy/train_generator.py`.
 
     Returns:
         `Path`.
@@ -24,7 +24,7 @@ def toy_flux_path() -> Path:
 
 def toy_clip_path() -> Path:
     """
-    Folder of the toy CLIP, for `CLIPModel.from_pretrained`: trained on single panels and their captions.
+    Folder of the toy CLIP, for `CLIPModel.from_pretrained`: trained on single panels and captions of their scene and colour.
 
     Made by `examples/toy/train_clip.py`.
 
@@ -36,7 +36,7 @@ def toy_clip_path() -> Path:
 
 def toy_judge_path() -> Path:
     """
-    Folder of the toy Qwen2.5-VL: it can describe panels and compare one property of two of them, and has never been
+    Folder of the toy Qwen2.5-VL: it can describe panels and compare named properties of two of them, and has never been
     asked whether two images are consistent. Made by `examples/toy/train_judge_base.py`.
 
     Returns:

@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 
 from ..data.building.stage_folder import write_atomically
 from ..hub.files import PIPELINE_ADAPTER
-from .generator_step import ADAPTER
+from .settings import ADAPTER
 
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def summary(miniature: "Miniature") -> list[str]:
     return [
         f"Dataset: {dataset['pairs']['train']} pairs from {dataset['sets']} sets, labelled by how they were drawn: "
         f"{dataset['true_share']['Yes']:.0%} of the Yes and {1 - dataset['true_share']['No']:.0%} of the No are true.",
-        f"Judge: puts {accuracy['trained']:.1%} of the figures of held-out prompts in the right order; untrained "
+        f"Judge: puts {accuracy['trained']:.1%} of the candidates of held-out prompts at their right rank; untrained "
         f"{accuracy['untrained']:.1%}, CLIP-I {accuracy['clip_i']:.1%}.",
         f"True consistency at full resolution: {consistency['before']['mean']:.2f} before, "
         f"{consistency['after']['mean']:.2f} after ({_interval(consistency['difference'])}).",

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..data.building import StageFolder
 from ..data.building.stage_folder import write_atomically
 from .data import make_prompts
-from .settings import MiniatureSettings
+from .settings import ADAPTER, MiniatureSettings
 
 
 if TYPE_CHECKING:
@@ -22,15 +23,85 @@ if TYPE_CHECKING:
 
 SETTINGS_FILE, RESULT_FILE = "miniature.json", "result.json"
 
-# Folder of each step, what it does, and about how many seconds it takes on two cores, from which the time left is told;
-# what the steps before it really took corrects it
+# What the last step puts beside the folders of the steps
+OUTPUTS = ("report.html", "before_and_after.png", "curves.png", "calibration.png", ADAPTER)
+
+# Folder of each step, and what it does
 STEPS = {
-    "dataset": ("1-dataset", "draws sets and pairs their panels", 70.0),
-    "judge": ("2-judge", "trains PaCo-Reward on the pairs", 80.0),
-    "generator": ("3-generator", "trains the generator at half resolution by PaCo-GRPO", 110.0),
-    "evaluation": ("4-evaluation", "measures the truth at full resolution, before and after", 25.0),
-    "report": ("5-report", "writes the report", 1.0),
+    "dataset": ("1-dataset", "draws sets and pairs their panels"),
+    "judge": ("2-judge", "trains PaCo-Reward on the pairs"),
+    "generator": ("3-generator", "trains the generator at half resolution by PaCo-GRPO"),
+    "evaluation": ("4-evaluation", "measures the truth at full resolution, before and after"),
+    "report": ("5-report", "writes the report"),
 }
+
+
+def expected_seconds(settings: MiniatureSettings) -> dict[str, float]:
+    """
+    About how long each step takes on one core. What the steps before it really took corrects it.
+
+    Args:
+        settings ([`MiniatureSettings`]):
+            Sizes.
+
+    Returns:
+        `dict[str, float]`: seconds, by the name of the step.
+    """
+    images = settings.num_rounds * settings.num_prompts_per_round * settings.num_generations
+    return {  # measured: starting, and for each set, pair, image of a round, set
+        "dataset": 4 + 0.09 * 4 * settings.num_dataset_prompts,
+        "judge": 6 + 0.011 * settings.num_pairs,
+        "generator": 6 + 0.07 * images,
+        "evaluation": 2 + 0.06 * 2 * settings.num_test_prompts * settings.test_seeds,
+        "report": 2,
+    }
+
+
+def read_settings(folder: Path) -> MiniatureSettings | None:
+    """
+    Settings that a folder was made with.
+
+    Args:
+        folder (`Path`):
+            Folder of a miniature.
+
+    Returns:
+        [`MiniatureSettings`], or `None` if the folder is not one of a miniature.
+    """
+    file = folder / SETTINGS_FILE
+    if not file.is_file():
+        return None
+    values = json.loads(file.read_text(encoding="utf-8"))
+    return MiniatureSettings(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    )
+
+
+def clear(folder: Path) -> None:
+    """
+    Takes away what a miniature made in a folder, and nothing else. The settings go last: when this is stopped, the folder
+    is still one of a miniature.
+
+    Args:
+        folder (`Path`):
+            Folder of a miniature.
+    """
+    for name in reversed(STEPS):
+        _take_away(folder / STEPS[name][0])
+    for name in OUTPUTS:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    (folder / SETTINGS_FILE).unlink()
+
+
+def _take_away(step_folder: Path) -> None:
+    # The result first: without it, what is left of the folder is not taken for a step that is done
+    (step_folder / RESULT_FILE).unlink(missing_ok=True)
+    if step_folder.exists():
+        shutil.rmtree(step_folder)
 
 
 class StepError(RuntimeError):
@@ -41,8 +112,8 @@ class Miniature:
     """
     The five steps over one folder.
 
-    A step that was done is not done again; one that was stopped goes on where it can. What comes out depends on the
-    settings alone.
+    A step that was done is not done again; one that was stopped goes on where it can. On one machine, with one number of
+    threads, what comes out depends on the settings alone.
 
     Args:
         folder (`str` or `Path`):
@@ -113,7 +184,8 @@ class Miniature:
 
         Args:
             alone (`str`, *optional*):
-                Runs only this step, anew. Those before it must be done.
+                Runs only this step, anew. Those before it must be done; what those after it made is taken away, because
+                it came from what is made anew.
 
         Returns:
             `dict`: what each step found, by its name, with the `seconds` that it took.
@@ -125,6 +197,7 @@ class Miniature:
         if alone is not None:
             self._prepare_alone(alone)
         todo = [name for name in STEPS if self.result(name) is None and alone in (None, name)]
+        expected = expected_seconds(self.settings)
         pace = 1.0  # seconds that it really took, of those expected
         for number, name in enumerate(STEPS, start=1):
             title = f"Step {number} of {len(STEPS)}, {name}"
@@ -132,13 +205,13 @@ class Miniature:
                 if alone is None:
                     self.say(f"{title}: found in {self.step_folder(name)}.")
                 continue
-            left = pace * sum(STEPS[other][2] for other in todo[todo.index(name) :])
+            left = pace * sum(expected[other] for other in todo[todo.index(name) :])
             self.say(f"{title}: {STEPS[name][1]} (about {describe_time(left)} to the end).")
             started = time.monotonic()
             with self._failing_as(name):
                 result = getattr(self, f"_{name}")(self.step_folder(name))
             seconds = time.monotonic() - started
-            pace = seconds / STEPS[name][2]
+            pace = seconds / expected[name]
             result = {**result, "seconds": round(seconds, 1)}
             write_atomically(self.step_folder(name) / RESULT_FILE, json.dumps(result, indent=2) + "\n")
         return {name: result for name in STEPS if (result := self.result(name)) is not None}
@@ -151,7 +224,9 @@ class Miniature:
                 break
             if self.result(name) is None:
                 raise ValueError(f"The step {alone!r} needs what {name!r} makes. Run that first, or all steps.")
-        shutil.rmtree(self.step_folder(alone), ignore_errors=True)
+        names = list(STEPS)
+        for name in reversed(names[names.index(alone) :]):
+            _take_away(self.step_folder(name))
 
     @contextmanager
     def _failing_as(self, name: str) -> Iterator[None]:
@@ -161,7 +236,8 @@ class Miniature:
         except Exception as error:
             raise StepError(
                 f"The step {name!r} failed: {type(error).__name__}: {error} What the steps before it made is in "
-                f"{self.folder}. `paco-trl demo --output_dir {self.folder} --step {name}` runs it alone, anew."
+                f"{self.folder}. `paco-trl demo --output_dir {shlex.quote(str(self.folder))} --step {name}` runs it alone, "
+                "anew."
             ) from error
 
     def summary(self) -> list[str]:
@@ -203,16 +279,16 @@ class Miniature:
         return {"held_out_pairs": metrics, **compare_judges(folder, StageFolder(dataset / "rankings").load())}
 
     def _generator(self, folder: Path) -> dict[str, Any]:
-        from .generator_step import ADAPTER, train_generator
+        from .generator_step import train_generator
 
         trainer = train_generator(folder / ADAPTER, self.step_folder("judge"), self.prompts("train"), self.settings)
         names = ["rewards/consistency/mean", "rewards/clip_t/mean"]
-        rounds = [log for log in trainer.state.log_history if all(name in log for name in names)]
+        logs = [log for log in trainer.state.log_history if all(name in log for name in names)]
+        rounds = logs[::2]  # the two optimizer steps of a round log the same rewards
         return {name: [log[name] for log in rounds] for name in names}
 
     def _evaluation(self, folder: Path) -> dict[str, Any]:
         from .evaluation_step import compare, draw_and_read, draw_before_and_after
-        from .generator_step import ADAPTER
 
         prompts, truths = self.prompts("test"), {}
         for name, adapter in (("before", None), ("after", self.step_folder("generator") / ADAPTER)):

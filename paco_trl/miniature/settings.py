@@ -4,6 +4,9 @@
 from dataclasses import dataclass
 
 
+ADAPTER = "toy-flux-lora"  # name of the generator's folder, which its card takes for its own
+
+
 @dataclass(frozen=True)
 class MiniatureSettings:
     """
