@@ -264,23 +264,22 @@ class TestRefusals:
 
 
 @pytest.mark.slow
-class TestInterruption:
-    @pytest.mark.parametrize("stop_at", ["1-dataset/grids", "2-judge", "3-generator/toy-flux-lora/contact_sheets"])
-    def test_ctrl_c_and_on(self, finished, tmp_path, stop_at):
-        folder = tmp_path / "out"
-        command = [sys.executable, "-m", "paco_trl.commands.main", "demo", "--output_dir", str(folder), "--short"]
+def test_ctrl_c_in_every_long_step_and_on(finished, tmp_path):
+    folder = tmp_path / "out"
+    command = [sys.executable, "-m", "paco_trl.commands.main", "demo", "--output_dir", str(folder), "--short"]
+    for place in ("1-dataset/grids", "2-judge", "3-generator/toy-flux-lora/contact_sheets", "4-evaluation/before"):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        while not (folder / stop_at).is_dir():
+        while not (folder / place).is_dir():
             assert process.poll() is None
             time.sleep(0.05)
-        time.sleep(1)
+        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 130 and f"`paco-trl demo --output_dir {folder} --short` goes on" in errors
-        done = demo(folder, "--short")
-        assert done.returncode == 0, done.stderr
-        results = [Miniature(one, SHORT).result("evaluation") for one in (folder, finished[0].folder)]
-        assert {**results[0], "seconds": 0} == {**results[1], "seconds": 0}
+    done = demo(folder, "--short")
+    assert done.returncode == 0, done.stderr
+    results = [Miniature(one, SHORT).result("evaluation") for one in (folder, finished[0].folder)]
+    assert {**results[0], "seconds": 0} == {**results[1], "seconds": 0}
 
 
 class TestClearing:
