@@ -81,6 +81,11 @@ class TestShortRun:
         assert [len(part) for part in parts] == [10, 8, 4]
         assert len(set.union(*parts)) == 22
 
+    def test_only_the_prompts_of_the_dataset_leave_the_figure_open(self, finished):
+        for name in ("dataset", "train", "test"):
+            wishes = [wish for row in finished[0].prompts(name)["wishes"][:] for wish in row]
+            assert {None in wish for wish in wishes} == {name == "dataset"}
+
     def test_it_says_what_comes_and_how_long(self, finished):
         steps = [line for line in finished[1] if line.startswith("Step ")]
         starts = [f"Step {number} of 5, {name}:" for number, name in enumerate(STEPS, start=1)]
