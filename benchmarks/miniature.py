@@ -31,7 +31,7 @@ from paco_trl.miniature.data import shared_properties
 from paco_trl.miniature.evaluation_step import draw_and_read
 from paco_trl.miniature.generator_step import train_generator
 from paco_trl.miniature.judge_step import train_judge
-from paco_trl.miniature.run import Miniature
+from paco_trl.miniature.run import Miniature, read_settings
 from paco_trl.miniature.settings import MiniatureSettings
 from paco_trl.miniature.world import ACCESSORIES, COLOURS, SHAPES, Panel, draw_panel, draw_wishes, write_prompt
 
@@ -163,7 +163,7 @@ def resolution_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def log_tame_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    # Equal weights, as in the paper, so that a reward can dominate; and those of the demo
+    # Equal weights, so that a reward can dominate; and those of the demo
     equal = {"reward_weights": [1.0, 1.0]}
     names = ("log_tamed", "sum_then_normalize")
     return runs_with([*(equal | {"multi_objective_aggregation": name} for name in names), {}], seeds)
@@ -390,6 +390,15 @@ def ratios_of(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return ratios
 
 
+def judges_of(folder: Path) -> dict[str, Any]:
+    """What the dataset and the judge of a seed came to."""
+    found = {step: Miniature(folder, read_settings(folder)).result(step) for step in ("dataset", "judge")}
+    accuracies = {
+        name: rounded(found["judge"][name]["metrics"]["accuracy"]) for name in ("trained", "untrained", "clip_i")
+    }
+    return {"accuracy": accuracies, "share of pairs with the same figure, by label": found["dataset"]["true_share"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--claims", nargs="*", choices=CLAIMS, default=list(CLAIMS))
@@ -412,6 +421,9 @@ def main() -> None:
     setting = {"device": "cpu", "threads": 1, "seeds": arguments.seeds, "pairs of (a)": NUM_PAIRS}
     setting |= {name: getattr(MiniatureSettings(), name) for name in ("num_test_prompts", "test_seeds", "num_rounds")}
     record = {"setting": setting, "torch": torch.__version__, "ratios": ratios_of(results), "results": results}
+    folders = {str(seed): arguments.work_dir / f"seed-{seed}" for seed in arguments.seeds}
+    if results.keys() != {"first_token"}:
+        record["judges of the demo"] = {seed: judges_of(folder) for seed, folder in folders.items()}
     arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     draw(results, len(arguments.seeds), arguments.output.with_suffix(".png"))
     print(json.dumps(record["ratios"], indent=1))
