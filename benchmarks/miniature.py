@@ -422,7 +422,7 @@ def main() -> None:
     setting |= {name: getattr(MiniatureSettings(), name) for name in ("num_test_prompts", "test_seeds", "num_rounds")}
     record = {"setting": setting, "torch": torch.__version__, "ratios": ratios_of(results), "results": results}
     folders = {str(seed): arguments.work_dir / f"seed-{seed}" for seed in arguments.seeds}
-    if results.keys() != {"first_token"}:
+    if results.keys() - {"first_token"}:
         record["judges of the demo"] = {seed: judges_of(folder) for seed, folder in folders.items()}
     arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     draw(results, len(arguments.seeds), arguments.output.with_suffix(".png"))
