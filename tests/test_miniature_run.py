@@ -257,15 +257,29 @@ class TestRefusals:
             shown = {str: f'`"{field.default}"`'}.get(type(field.default), f"`{field.default}`")
             assert field.default is None or f"defaults to {shown}" in text.split(f" {name} (")[1].split("):")[0]
 
+    def test_nothing_of_the_hub_is_imported_before_it_is_offline(self):
+        code = (
+            "import sys; from paco_trl.commands import demo; "
+            "assert not {'trl', 'transformers', 'huggingface_hub'} & set(sys.modules); demo.main(['--help']); "
+            "from huggingface_hub import constants; assert constants.HF_HUB_OFFLINE"
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+
     def test_too_little_memory(self, tmp_path, monkeypatch, capsys):
         import psutil
 
         from paco_trl.commands import demo as module
 
+        for name in ("HF_HUB_OFFLINE", "DS_ACCELERATOR"):
+            monkeypatch.setenv(name, os.environ.get(name, ""))  # as it was afterwards
+            monkeypatch.delenv(name)
         nearly_none = SimpleNamespace(available=2**28)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: nearly_none)
         assert module.main(["--output_dir", str(tmp_path / "out")]) == 1
         assert "needs about 2 GiB of free memory, and 0.2 GiB are free" in capsys.readouterr().err
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
         assert not (tmp_path / "out").exists()
 
 

@@ -7,8 +7,11 @@ import sys
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trl import TrlParser
+
+if TYPE_CHECKING:
+    from trl import TrlParser
 
 
 MEMORY_NEEDED = 2.0  # GiB free; 1.7 at most were measured, see docs/miniature.md
@@ -62,7 +65,9 @@ class DemoArguments:
     )
 
 
-def _parser() -> TrlParser:
+def _parser() -> "TrlParser":
+    from trl import TrlParser
+
     return TrlParser((DemoArguments,), prog="paco-trl demo")
 
 
@@ -77,14 +82,13 @@ def main(arguments: list[str]) -> int:
     Returns:
         `int`: 0 when all is done, 1 when something cannot be, 130 after Ctrl-C.
     """
+    # Before anything of the Hub is imported: nothing is looked for there
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # DeepSpeed, where it is installed, would look for another one, and say so
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if {"--help", "-h"} & set(arguments):
         _parser().print_help()
         return 0
-    # Before anything of the Hub is imported: nothing is looked for there
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # DeepSpeed, where it is installed, would look for another and say so
     try:
         (args,) = _parser().parse_args_and_config(arguments)
     except ValueError as error:
@@ -95,7 +99,10 @@ def main(arguments: list[str]) -> int:
         _run(args)
     except KeyboardInterrupt:
         goes_on = f"paco-trl demo --output_dir {shlex.quote(args.output_dir)}"
-        goes_on += f" --seed {args.seed}" * (args.seed != 0) + " --short" * args.short
+        if args.step is None:
+            goes_on += f" --seed {args.seed}" * (args.seed != 0) + " --short" * args.short
+        else:
+            goes_on += f" --step {args.step}"
         sys.stderr.write(f"\nStopped. What is done is in {args.output_dir}; `{goes_on}` goes on from there.\n")
         return 130
     except (ValueError, OSError, RuntimeError) as error:
