@@ -6,8 +6,8 @@ Claims of the PaCo-RL paper, tried on the toy models of `paco_trl.miniature`, wi
     python benchmarks/miniature.py --claims resolution log_tame sde  # about two hours
     python benchmarks/miniature.py --claims                          # only the results and the plot, of what is there
 
-Each run is kept in `--work_dir` and not run again; two of these commands can work beside each other. Truth is read from
-pixels. Intervals are bootstrapped over test prompts, or held-out rankings, of all seeds together.
+Each run is kept in `--work_dir` and not run again; two of these commands can work beside each other with different
+`--seeds`. Truth is read from pixels. Intervals are bootstrapped over test prompts, or held-out rankings, of all seeds together.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from datasets import Dataset, Features, Image, List, Value
 from matplotlib.figure import Figure
 
 from paco_trl import PaCoReward
-from paco_trl.data import make_pair, theme_question
+from paco_trl.data import make_pair, parse_image_set_prompt, theme_question
 from paco_trl.evaluation import evaluate_rankings
 from paco_trl.evaluation.generation.statistics import cell, difference
 from paco_trl.miniature.data import shared_properties
@@ -63,8 +63,6 @@ def another_figure(panel: Panel, shared: int, random: np.random.Generator) -> Pa
 
 def draw_figures(random: np.random.Generator, shared: Sequence[int]) -> tuple[str, str, Panel, list[Panel]]:
     """A prompt, its theme, a panel of it, and panels of another place with figures that share so many properties."""
-    from paco_trl.data import parse_image_set_prompt
-
     wishes = draw_wishes(random, named=False)
     prompt = write_prompt(wishes)
     colours = tuple(COLOURS)
@@ -81,14 +79,14 @@ def draw_figures(random: np.random.Generator, shared: Sequence[int]) -> tuple[st
     return prompt, parse_image_set_prompt(prompt).theme, first, others
 
 
-def make_pairs(count: int, seed: int, with_reasons: bool) -> Dataset:
+def make_pairs(count: int, seed: int) -> Dataset:
     """Pairs with true labels, half of them consistent; the reasons say what both images show."""
     random = np.random.default_rng(seed)
     rows = []
     for number in range(count):
         is_same = number % 2 == 0
         _, theme, first, (second,) = draw_figures(random, [3 if is_same else int(random.integers(1, 3))])
-        reasons = f"{describe(first)} {describe(second)}" if with_reasons else None
+        reasons = f"{describe(first)} {describe(second)}"
         images = [draw_panel(panel, 64) for panel in (first, second)]
         rows.append(make_pair(*images, theme_question(theme), is_same, reasons))
     return Dataset.from_list(rows).cast_column("images", List(Image()))
@@ -129,7 +127,7 @@ def first_token_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
 
 def run_first_token(run: dict[str, Any], folder: Path, _: Path) -> dict[str, Any]:
     seed = run["seed"]
-    pairs = {"train": make_pairs(NUM_PAIRS, seed, with_reasons=True), "test": make_pairs(200, 1000 + seed, True)}
+    pairs = {"train": make_pairs(NUM_PAIRS, seed), "test": make_pairs(200, 1000 + seed)}
     settings = MiniatureSettings(seed=seed)
     options = {name: run[name] for name in ("first_token_weight", "loss_variant")}
     train_judge(folder / "judge", pairs, settings, **options)
@@ -312,10 +310,10 @@ def generator_figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 for run in runs
             ],
         }
-    first, last = ([np.mean([run["rewards"][at] for run in runs], axis=0)] for at in (0, -1))
+    first, last = (np.mean([run["rewards"][at] for run in runs], axis=0) for at in (0, -1))
     figures["ratio of the rewards, consistency to CLIP-T"] = {
-        "first round": round(float(first[0][0] / first[0][1]), 2),
-        "last round": round(float(last[0][0] / last[0][1]), 2),
+        "first round": round(float(first[0] / first[1]), 2),
+        "last round": round(float(last[0] / last[1]), 2),
     }
     figures["processor seconds of training"] = round(float(np.mean([run["cpu_seconds"] for run in runs])))
     return figures

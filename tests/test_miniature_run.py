@@ -241,7 +241,12 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "options, message",
-        [(["--shortt"], "--shortt"), (["--step", "training"], "no step 'training'"), (["--seed", "x"], "--seed")],
+        [
+            (["--shortt"], "--shortt"),
+            (["--step", "training"], "no step 'training'"),
+            (["--seed", "x"], "--seed"),
+            (["--step", "judge", "--restart"], "Give one of the two"),
+        ],
     )
     def test_options_that_do_not_exist(self, tmp_path, options, message):
         done = demo(tmp_path / "out", *options)
@@ -328,7 +333,9 @@ class TestClearing:
 
     def test_settings_are_read_as_they_were(self, finished, tmp_path):
         assert read_settings(finished[0].folder) == SHORT
-        assert read_settings(tmp_path) is None
+        (tmp_path / "miniature.json").write_text('{"seed": 0, "patience": 3}')
+        with pytest.raises(ValueError, match="another version. Give another folder, or `--restart`"):
+            read_settings(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,11 @@ def test_wheel_holds_data_and_templates(tmp_path):
 
     source = tmp_path / "source"
     shutil.copytree(
-        ROOT, source, ignore=shutil.ignore_patterns(".venv*", ".git", "demo", "build", "*.egg-info", "*cache*")
+        ROOT,
+        source,
+        ignore=shutil.ignore_patterns(
+            ".venv*", ".git", "demo-output", "miniature-benchmark", "build", "*.egg-info", "*cache*"
+        ),
     )
     subprocess.run([sys.executable, "-c", code, str(source), str(tmp_path)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")

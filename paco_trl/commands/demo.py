@@ -115,26 +115,27 @@ def _run(args: DemoArguments) -> None:
     import datasets
     import torch
 
-    from ..miniature.run import STEPS, Miniature, clear, read_settings
+    from ..miniature.run import SETTINGS_FILE, STEPS, Miniature, clear, read_settings
     from ..miniature.settings import SHORT, MiniatureSettings
 
     if args.step is not None and args.step not in STEPS:
         raise ValueError(f"There is no step {args.step!r}. The steps are {', '.join(STEPS)}.")
+    if args.step is not None and args.restart:
+        raise ValueError(f"`--restart` takes away what `--step {args.step}` needs. Give one of the two.")
     folder = Path(args.output_dir).expanduser().absolute()
-    begun = read_settings(folder)
+    is_demo = (folder / SETTINGS_FILE).is_file()
     # Only a folder of its own is written to, so that nobody's files are lost
-    if begun is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_demo and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"'{folder}' is not from a demo: it is left as it is. Give another `--output_dir`.")
-    if args.restart and begun is not None:
+    if args.restart and is_demo:
         clear(folder)
-        begun = None
     # What says nothing to somebody who looks at a demo
     warnings.simplefilter("ignore", FutureWarning)
     datasets.disable_progress_bars()
     torch.set_num_threads(1)  # such small models are faster so, and the sums are the same with any number of cores
     settings = replace(SHORT if args.short else MiniatureSettings(), seed=args.seed)
-    if args.step is not None and begun is not None:
-        settings = begun
+    if args.step is not None and is_demo and not args.seed and not args.short:
+        settings = read_settings(folder)
     try:
         miniature = Miniature(folder, settings, say=lambda line: _say(f"\n{line}"))
     except OSError as error:

@@ -57,7 +57,7 @@ def expected_seconds(settings: MiniatureSettings) -> dict[str, float]:
     }
 
 
-def read_settings(folder: Path) -> MiniatureSettings | None:
+def read_settings(folder: Path) -> MiniatureSettings:
     """
     Settings that a folder was made with.
 
@@ -66,15 +66,18 @@ def read_settings(folder: Path) -> MiniatureSettings | None:
             Folder of a miniature.
 
     Returns:
-        [`MiniatureSettings`], or `None` if the folder is not one of a miniature.
+        [`MiniatureSettings`].
+
+    Raises:
+        ValueError: If they are those of another version.
     """
-    file = folder / SETTINGS_FILE
-    if not file.is_file():
-        return None
-    values = json.loads(file.read_text(encoding="utf-8"))
-    return MiniatureSettings(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    )
+    values = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    try:
+        return MiniatureSettings(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        )
+    except TypeError:
+        raise ValueError(f"{folder} was made by another version. Give another folder, or `--restart`.") from None
 
 
 def clear(folder: Path) -> None:
