@@ -64,6 +64,27 @@ class JudgeServer:
         self._server.server_close()
         self._server.break_connections()
 
+    def forget_requests(self) -> None:
+        """Clears `requests`, after the clients are gone: what a killed one sent may still wait to be read."""
+        end, quiet = time.monotonic() + 60, 0
+        while quiet < 5:  # for 0.05 seconds: a connection may still wait to be accepted
+            quiet = 0 if self._server.sockets or self.at_once else quiet + 1
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.open_connections} connections are still open.")
+            time.sleep(0.01)
+        self.requests.clear()
+
+    def answer_only_when_asked(self, count: int) -> None:
+        """Lets the first questions wait until so many are there at once, for half a minute."""
+
+        def fault(number: int) -> str | None:
+            end = time.monotonic() + 30
+            while self.most_at_once < count and time.monotonic() < end:
+                time.sleep(0.01)
+            return None
+
+        self.fault = fault
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}/v1"

@@ -327,7 +327,7 @@ class TestServed:
             ConsistencyReward(base_url=server.url)
 
     def test_a_server_that_is_down(self, server):
-        judge = ServedJudge(server.url, "judge", timeout=0.5, time_budget=1.0)
+        judge = ServedJudge(server.url, "judge", timeout=2.0, time_budget=2.0)
         reward = ConsistencyReward(judge)
         server.stop()
         with pytest.raises(JudgeUnavailableError, match=f"{server.url} has not answered"):
@@ -668,7 +668,7 @@ class TestMetrics:
         ],
     )
     def test_kinds(self, server, fault, kind):
-        judge = ServedJudge(server.url, "judge", timeout=0.3, time_budget=0.6)
+        judge = ServedJudge(server.url, "judge", timeout=1.5, time_budget=1.5)
         # A test question is answered: the server is not down
         question = lambda number: server.requests[number]["messages"][-1]["content"][-1]["text"]  # noqa: E731
         server.fault = lambda number: None if "in terms of style" in question(number) else fault
@@ -698,8 +698,16 @@ class TestSeveral:
         assert rewards[0].judge is rewards[1].judge and server.connections <= 4
 
     def test_two_servers_at_once(self):
-        with JudgeServer(log_odds, latency=0.6) as one, JudgeServer(lambda *question: 1.0, latency=0.6) as other:
+        with JudgeServer(log_odds) as one, JudgeServer(lambda *question: 1.0) as other:
             rewards = [ConsistencyReward("judge", server.url, max_concurrency=16) for server in (one, other)]
+
+            def wait_for_all(number):  # the questions of one server before the other has answered any
+                end = time.monotonic() + 30
+                while one.at_once + other.at_once < 20 and len(one.requests + other.requests) < 22:
+                    assert time.monotonic() < end
+                    time.sleep(0.01)
+
+            one.fault = other.fault = wait_for_all
 
             async def both():
                 columns = {"panel_images": SETS, "theme": THEMES}
@@ -708,8 +716,7 @@ class TestSeveral:
             first, second = asyncio.run(both())
             assert first == close(EXPECTED) and second == close([1 / (1 + math.exp(-1))] * 3)
             assert len(one.requests) == len(other.requests) == 1 + 10  # and the checks
-            # The first question of each before the other has an answer
-            assert abs(one.times[1] - other.times[1]) < 0.6 and one.most_at_once == other.most_at_once == 10
+            assert one.most_at_once == other.most_at_once == 10
             for reward in rewards:
                 reward.judge.close()
 

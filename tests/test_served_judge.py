@@ -257,7 +257,7 @@ class TestFaultsThatPass:
     @pytest.mark.parametrize("fault", PASSING_FAULTS)
     def test_once(self, server, make_judge, fault):
         server.fault = {0: fault}.get
-        assert make_judge(server, timeout=1.5).score([PAIR], QUESTION) == [RIGHT]
+        assert make_judge(server, timeout=3.0).score([PAIR], QUESTION) == [RIGHT]
         assert len(server.requests) == 2 and server.requests[0] == server.requests[1]
 
     def test_some_times(self, server, judge):
@@ -354,7 +354,7 @@ class TestFaultsThatStay:
     def test_one_question_for_ever(self, server, make_judge, caplog):
         """The others are answered: the server is not down."""
         server.fault = lambda number: "500" if POISON in question_of(server.requests[number]) else None
-        judge = make_judge(server, timeout=1.0, time_budget=3.0)
+        judge = make_judge(server, timeout=3.0, time_budget=3.0)
         answers = asyncio.run(judge.answer([PAIR] * 4, [POISON, QUESTION, QUESTION, QUESTION]))
         assert answers == [Answer(None, "HTTP 500")] + [Answer(RIGHT)] * 3
         asked = Counter(map(question_of, server.requests))
@@ -364,7 +364,7 @@ class TestFaultsThatStay:
     def test_the_only_question_for_ever(self, server, make_judge):
         """Nobody else asks: a question of another kind tells that the server is not down."""
         server.fault = lambda number: "500" if POISON in question_of(server.requests[number]) else None
-        judge = make_judge(server, timeout=0.5, time_budget=1.5)
+        judge = make_judge(server, timeout=1.5, time_budget=1.5)
         assert asyncio.run(judge.answer([PAIR], [POISON])) == [Answer(None, "HTTP 500")]
         assert Counter(map(question_of, server.requests))[plain_question()] == 1
 
@@ -388,7 +388,7 @@ class TestUnavailable:
     )
     def test_for_ever(self, server, make_judge, fault, message):
         server.fault = lambda number: fault
-        judge = make_judge(server, timeout=1.0, time_budget=3.0)
+        judge = make_judge(server, timeout=1.0 if fault == "hang" else 2.5, time_budget=3.0)
         started = time.monotonic()
         with pytest.raises(JudgeUnavailableError) as error:
             judge.score([PAIR] * 8, QUESTION)
@@ -399,6 +399,16 @@ class TestUnavailable:
         # It recovers, and so does the judge
         server.fault = lambda number: None
         assert judge.score([PAIR], QUESTION) == [RIGHT]
+
+    def test_the_last_error_is_no_try_that_the_budget_cut_short(self, server, make_judge):
+        server.fault = lambda number: "500" if number == 0 else "hang"
+        with pytest.raises(JudgeUnavailableError, match="the last error: HTTP 500"):
+            make_judge(server, timeout=1.5, time_budget=1.5).score([PAIR], QUESTION)
+        assert len(server.requests) >= 2
+        # Twin: one that had its time
+        server.forget_requests()
+        with pytest.raises(JudgeUnavailableError, match="the last error: timeout"):
+            make_judge(server, timeout=0.4, time_budget=2.0).score([PAIR], QUESTION)
 
     def test_goes_down_while_the_last_questions_are_under_way(self, server, make_judge):
         """Others were answered after they were asked: that says nothing of now."""
@@ -514,7 +524,7 @@ class TestCheck:
     def test_a_server_that_fails_at_its_first_request(self, server, make_judge):
         server.fault = lambda number: "500"
         with pytest.raises(JudgeUnavailableError, match=rf"No judge answers at {server.url} \(HTTP 500"):
-            make_judge(server, timeout=1.0, time_budget=2.0).check()
+            make_judge(server, timeout=2.0, time_budget=2.0).check()
         assert server.paths[0] == "/v1/models" and len(server.requests) >= 2
 
 
@@ -571,17 +581,18 @@ class TestKey:
 
 class TestConnections:
     def test_as_many_at_once_as_allowed(self, server, make_judge):
-        server.latency = 0.03
-        judge = make_judge(server, max_concurrency=4)
+        server.answer_only_when_asked(4)
+        judge = make_judge(server, max_concurrency=4, timeout=20.0)
         for _ in range(3):
             assert judge.score([PAIR] * 24, QUESTION) == [RIGHT] * 24
         assert server.most_at_once == 4 == server.connections
-        make_judge(server, max_concurrency=7).score([PAIR] * 24, QUESTION)
+        server.answer_only_when_asked(7)
+        make_judge(server, max_concurrency=7, timeout=20.0).score([PAIR] * 24, QUESTION)
         assert server.most_at_once == 7
 
     def test_one_pool_for_all_threads_and_event_loops(self, server, make_judge):
-        server.latency = 0.02
-        judge = make_judge(server, max_concurrency=5)
+        server.answer_only_when_asked(5)
+        judge = make_judge(server, max_concurrency=5, timeout=20.0)
         scores = []
 
         def ask():

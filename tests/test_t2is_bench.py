@@ -807,7 +807,7 @@ class TestServed:
     def test_a_judge_that_goes_down_stops_the_run_and_nothing_is_lost(self, bench, tmp_path):
         found = find_image_sets(write_grids(tmp_path / "grids", FOREIGN), bench)
         with JudgeServer(self.log_odds) as server:
-            judge = ServedJudge(server.url, "judge", timeout=0.5, time_budget=1.0, max_concurrency=1)
+            judge = ServedJudge(server.url, "judge", timeout=2.0, time_budget=2.0, max_concurrency=1)
             whole = score_consistency(judge, found, bench, tmp_path / "whole")
             asked = len(server.requests)
             server.fault = lambda number: "500" if number > asked + 24 else None

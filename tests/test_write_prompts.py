@@ -191,7 +191,7 @@ def test_an_endpoint_that_cannot_be_asked(server):
 def test_what_may_pass_is_tried_again(server, fault):
     server.retry_after = "0.01"
     server.fault = lambda number: fault if number == 0 else None
-    assert endpoint_of(server, max_retries=1, timeout=0.5).ask(HELLO, 0, 9, 1.0) == "Hello, you."
+    assert endpoint_of(server, max_retries=1, timeout=2.0).ask(HELLO, 0, 9, 1.0) == "Hello, you."
     assert len(server.requests) == 2
     server.fault = lambda number: fault
     with pytest.raises(EndpointUnavailableError, match="does not answer .*tried 1 times"):
@@ -228,7 +228,7 @@ def test_the_other_name_of_the_length(server):
     said = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
     server.say = lambda body: (400, said) if "max_tokens" in body else f"Up to {body['max_completion_tokens']}."
     assert endpoint_of(server).ask(HELLO, 0, 9, 1.0) == "Up to 9."
-    server.requests.clear()
+    server.forget_requests()
     server.say = lambda body: (400, "Too long.")
     with pytest.raises(ValueError, match="HTTP 400.*Too long"):  # for another reason: not asked again
         endpoint_of(server).ask(HELLO, 0, 9, 1.0)
@@ -236,7 +236,7 @@ def test_the_other_name_of_the_length(server):
 
 
 def test_no_more_at_once_than_allowed_and_each_when_there_is_room(server):
-    server.latency = 0.05
+    server.answer_only_when_asked(3)
     taken = []
 
     def requests():
@@ -420,7 +420,7 @@ def test_a_bad_answer_is_asked_for_again(server, tmp_path, name, caplog):
     assert len({body["seed"] for body in server.requests}) == 3
 
     # Always bad in one category: left out, counted, and said
-    server.requests.clear()
+    server.forget_requests()
     server.say = lambda body: say(body) if "multi-view" in wanted(body)[2] else good(body)
     arguments = {"num_prompts": 8, "categories": ["multi-view", "comic story"]}
     with caplog.at_level(logging.WARNING):
@@ -451,7 +451,7 @@ def test_which_of_two_equal_prompts_is_left_out_does_not_depend_on_the_time(serv
     server.say = say
     found = []
     for concurrency in (1, 8):
-        server.requests.clear()
+        server.forget_requests()
         folder = StageFolder(tmp_path / str(concurrency))
         found.append(write_prompts(endpoint_of(server, max_concurrency=concurrency), folder, 16, ["multi-pose"]))
         assert folder.report["rejected"][module.SAME_PROMPT] >= 8
@@ -464,7 +464,7 @@ def test_only_nonsense_ends_with_an_example(server, tmp_path):
         write_prompts(endpoint_of(server), StageFolder(tmp_path / "many"), 1000)
     assert len(server.requests) < 40 and len(str(error.value)) < 800
     assert not StageFolder(tmp_path / "many").is_done
-    server.requests.clear()
+    server.forget_requests()
     with pytest.raises(ValueError, match="None of 3 answers.*I am a teapot"):
         write_prompts(endpoint_of(server), StageFolder(tmp_path / "few"), 1)
     server.fault = lambda number: "400"
@@ -481,14 +481,14 @@ def test_a_server_that_goes_down_loses_nothing(server, tmp_path):
     asked = len(server.requests)
     # More than are under way at a time: some were answered, whatever overtakes what
     for broken_at in (12, 20, asked - 2):
-        server.requests.clear()
+        server.forget_requests()
         folder = tmp_path / str(broken_at)
         server.fault = lambda number, limit=broken_at: "503" if number >= limit else None
         with pytest.raises(EndpointUnavailableError, match=server.url):
             write_prompts(endpoint_of(server), StageFolder(folder, {"seed": 0}), **arguments)
         kept = len(StageFolder(folder).journal("prompts").records)
         assert broken_at - 8 <= kept <= broken_at
-        server.requests.clear()
+        server.forget_requests()
         server.fault = lambda number: None
         resumed = write_prompts(endpoint_of(server), StageFolder(folder, {"seed": 0}), **arguments)
         assert plain(resumed) == plain(whole) and len(server.requests) == asked - kept
@@ -506,7 +506,7 @@ def moody(body):
 def test_killed_and_resumed(server, tmp_path):
     server.say = moody
     whole = write_prompts(endpoint_of(server), StageFolder(tmp_path / "whole"), 70, layouts=[(2, 2), (1, 2)])
-    server.requests.clear()
+    server.forget_requests()
     server.latency = 0.2
     journal = tmp_path / "killed" / "prompts.jsonl"
     # Forked, so that nothing is imported anew

@@ -359,14 +359,15 @@ def test_a_server_that_goes_down_loses_nothing(server, pairs, tmp_path):
     whole = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "whole", {}), max_attempts=2)
     assert 0 < len(whole) < 30
     total = len(server.requests)
-    for broken_at in (4, 20, total - 1):
-        server.requests.clear()
+    # More than are under way at a time: some were answered, whatever overtakes what
+    for broken_at in (12, 20, total - 1):
+        server.forget_requests()
         server.fault = lambda number, limit=broken_at: "503" if number >= limit else None
         with pytest.raises(EndpointUnavailableError, match=server.url):
             write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / str(broken_at), {}), max_attempts=2)
         kept = len(StageFolder(tmp_path / str(broken_at)).journal("reasons").records)
-        assert 0 < kept <= broken_at
-        server.requests.clear()
+        assert broken_at - 8 <= kept <= broken_at
+        server.forget_requests()
         server.fault = lambda number: None
         folder = StageFolder(tmp_path / str(broken_at), {})
         resumed = write_reasons(pairs, endpoint_of(server), folder, max_attempts=2)
@@ -387,7 +388,7 @@ def test_killed_and_resumed(server, pairs, tmp_path):
     server.say = moody
     whole = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "whole"), max_attempts=2)
     total = len(server.requests)
-    server.requests.clear()
+    server.forget_requests()
     server.latency = 0.3
     killed = tmp_path / "killed"
     journal = killed / "reasons.jsonl"
@@ -408,8 +409,7 @@ def test_killed_and_resumed(server, pairs, tmp_path):
     kept = journal.read_bytes().count(b"\n")
     with open(journal, "ab") as file:
         file.write(b'{"id": "p/3", "rep')  # torn in the middle of a line
-    time.sleep(0.5)
-    server.requests.clear()
+    server.forget_requests()
     server.latency = 0.0
     resumed = write_reasons(pairs, endpoint_of(server), StageFolder(killed), max_attempts=2)
     assert plain(resumed) == plain(whole) and len(server.requests) == total - kept > 0

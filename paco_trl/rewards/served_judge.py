@@ -404,6 +404,7 @@ class ServedJudge:
         """Calls until there is an answer, or a failure that will not pass, or the budget is used up."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + budget
+        failure = None
         try:
             async for attempt in AsyncRetrying(
                 retry=retry_if_exception(_can_pass),
@@ -416,8 +417,14 @@ class ServedJudge:
                     if self._client.is_closed():
                         raise RuntimeError(f"{self.name} was closed, and cannot be asked any more. Make another.")
                     limit = max(min(self.timeout, deadline - loop.time()), 0.01)
-                    async with asyncio.timeout(limit):
-                        answer = await call(timeout=limit)
+                    try:
+                        async with asyncio.timeout(limit):
+                            answer = await call(timeout=limit)
+                    except (TimeoutError, openai.APIError) as error:
+                        # A try that the budget cut short says nothing of the server; the failure before it does
+                        is_cut = limit < self.timeout and isinstance(error, (TimeoutError, openai.APITimeoutError))
+                        failure = failure if is_cut and failure is not None else error
+                        raise failure
                     self._is_outage_reported = False
                     return answer
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:

@@ -264,7 +264,7 @@ def _ask(
 
 
 def _only_nonsense(endpoint: ChatEndpoint, texts: dict[Any, Reply], journal: Journal) -> str:
-    reply = next(iter(texts.values()))
+    reply = texts[min(texts)]  # of the first question, whichever answer came first
     said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
     return (
         f"None of {len(texts)} answers of {endpoint.name} can be used as image-set prompts. To the first question it "

@@ -341,7 +341,9 @@ def _only_nonsense(
     problems = Counter(
         _problem(reply, labels[name], check) for name, of_pair in replies.items() for reply in of_pair
     ).most_common()
-    name, (reply, *_) = next(iter(replies.items()))
+    # The first pair of the dataset that was answered, whichever answer came first.
+    name = next(name for name in labels if name in replies)
+    reply = replies[name][0]
     said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
     return (
         f"None of {sum(count for _, count in problems)} answers of {endpoint.name} can be used as reasons "
