@@ -424,7 +424,7 @@ class ServedJudge:
                         # A try that the budget cut short says nothing of the server; the failure before it does
                         is_cut = limit < self.timeout and isinstance(error, (TimeoutError, openai.APITimeoutError))
                         failure = failure if is_cut and failure is not None else error
-                        raise failure
+                        raise failure from failure.__cause__
                     self._is_outage_reported = False
                     return answer
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
