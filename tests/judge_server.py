@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -66,9 +67,11 @@ class JudgeServer:
 
     def forget_requests(self) -> None:
         """Clears `requests`, after the clients are gone: what a killed one sent may still wait to be read."""
-        end, quiet = time.monotonic() + 60, 0
-        while quiet < 5:  # for 0.05 seconds: a connection may still wait to be accepted
-            quiet = 0 if self._server.sockets or self.at_once else quiet + 1
+        # Connections are accepted in their order: when this one is answered, those before it are in `sockets`
+        with urllib.request.urlopen(self.url.removesuffix("/v1") + "/health", timeout=60):
+            pass
+        end = time.monotonic() + 60
+        while self._server.sockets or self.at_once:
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.open_connections} connections are still open.")
             time.sleep(0.01)

@@ -131,7 +131,7 @@ def sit_down(browser, serve):
         context = browser.new_context(viewport={"width": 1280, "height": 800}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -179,7 +179,7 @@ def test_keys_rank_everything(world, folder, serve, sit_down):
     annotations = read_annotations([folder / "anna.jsonl"], world.instances)
     assert len(annotations) == 16
     assert all(
-        0 < line["seconds"] < 60 and line["time"].endswith("+00:00") for line in read_lines(folder / "anna.jsonl")
+        0 <= line["seconds"] < 600 and line["time"].endswith("+00:00") for line in read_lines(folder / "anna.jsonl")
     )
 
 

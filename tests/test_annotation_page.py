@@ -352,7 +352,7 @@ def test_kill_and_restart(world, tmp_path, capsys):
 
     def annotate():
         url = f"http://{host}:{port}"
-        for _ in range(200):
+        for _ in range(2000):
             try:
                 results.append(get_task(url, "anna"))
                 break

@@ -975,7 +975,7 @@ class TestResume:
         path = tmp_path / "scores.jsonl"
         code = KILLED_RUN.format(scorer=inspect.getsource(ColorScorer))
         process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "dataset"), str(path)])
-        for _ in range(1200):
+        for _ in range(6000):
             done = path.read_bytes().count(b"\n") if path.exists() else 0
             if done >= 5 or process.poll() is not None:
                 break

@@ -66,10 +66,13 @@ class FormulaJudge:
 
     def __init__(self, name="formula", latency=0.0):
         self.name, self.latency, self.asked, self.error = name, latency, [], None
+        self.may_answer = None
 
     def score(self, images, prompts):
         self.asked += zip(images, prompts, strict=True)
         time.sleep(self.latency)
+        if self.may_answer is not None:
+            assert self.may_answer.wait(20)
         if self.error is not None:
             raise self.error
         return [
@@ -135,7 +138,7 @@ def server():
 
 @pytest.fixture
 def served_judge(server):
-    judge = ServedJudge(server.url, "judge", timeout=5.0, time_budget=10.0)
+    judge = ServedJudge(server.url, "judge", timeout=20.0, time_budget=20.0)
     yield judge
     judge.close()
 
@@ -389,7 +392,8 @@ class TestAskedOnce:
         assert len(judge.asked) == 3  # 1 with 1, 1 with 2, 2 with 1
 
     def test_in_concurrent_calls(self, server, served_judge):
-        server.latency = 0.5
+        may_answer = threading.Event()
+        server.fault = lambda number: None if may_answer.wait(20) else "500"
         reward = ConsistencyReward(served_judge)
         asked = {}
 
@@ -403,8 +407,11 @@ class TestAskedOnce:
             first = asyncio.create_task(one("first"))
             while not server.requests:
                 await asyncio.sleep(0.01)
+            second = asyncio.create_task(one("second"))
+            await asyncio.sleep(0.1)
             assert not first.done()
-            return await asyncio.gather(first, one("second"))
+            may_answer.set()
+            return await asyncio.gather(first, second)
 
         first, second = asyncio.run(both())
         assert first == second and len(server.requests) == 6
@@ -430,7 +437,7 @@ class TestAskedOnce:
         assert len(server.requests) == 2
 
     def test_an_error_reaches_those_that_wait(self, judge):
-        judge.latency, judge.error = 0.8, JudgeUnavailableError("down")
+        judge.may_answer, judge.error = threading.Event(), JudgeUnavailableError("down")
         reward, errors = ConsistencyReward(judge), []
 
         def ask():
@@ -441,7 +448,8 @@ class TestAskedOnce:
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
             thread.start()
-            time.sleep(0.05)
+        time.sleep(0.5)
+        judge.may_answer.set()
         for thread in threads:
             thread.join()
         assert len(errors) == 3 and len(judge.asked) == 10  # one asked, two waited
@@ -449,7 +457,7 @@ class TestAskedOnce:
         assert call(reward) == close(EXPECTED)
 
     def test_the_one_that_asks_is_cancelled(self, server, served_judge):
-        server.latency = 0.6
+        server.fault = {0: "hang"}.get
         reward = ConsistencyReward(served_judge)
 
         def one():
@@ -471,7 +479,8 @@ class TestAskedOnce:
         assert asyncio.run(give_up()) == close(EXPECTED[:1]) and len(server.requests) == 2
 
     def test_the_one_that_waits_is_cancelled(self, server, served_judge):
-        server.latency = 0.6
+        may_answer = threading.Event()
+        server.fault = lambda number: None if may_answer.wait(20) else "500"
         reward = ConsistencyReward(served_judge)
 
         def one():
@@ -486,6 +495,7 @@ class TestAskedOnce:
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
+            may_answer.set()
             return await asking
 
         assert asyncio.run(give_up()) == close(EXPECTED[:1]) and len(server.requests) == 1
@@ -668,7 +678,7 @@ class TestMetrics:
         ],
     )
     def test_kinds(self, server, fault, kind):
-        judge = ServedJudge(server.url, "judge", timeout=1.5, time_budget=1.5)
+        judge = ServedJudge(server.url, "judge", timeout=3.0, time_budget=3.0)
         # A test question is answered: the server is not down
         question = lambda number: server.requests[number]["messages"][-1]["content"][-1]["text"]  # noqa: E731
         server.fault = lambda number: None if "in terms of style" in question(number) else fault

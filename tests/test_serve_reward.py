@@ -50,11 +50,15 @@ if mode == "ignores":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Inherits that
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", __file__])
-if mode == "leaves-a-zombie" and os.fork() == 0:
+if mode == "leaves-a-zombie":
     # One child stays in the group, and its parent leaves the group and does not wait for it
-    if os.fork() > 0:
-        os.setsid()
-    time.sleep(600)
+    parent = os.fork()
+    if parent == 0:
+        if os.fork() > 0:
+            os.setsid()
+        time.sleep(600)
+    while os.getpgid(parent) == os.getpgid(0):
+        time.sleep(0.01)
 if mode == "leaves-a-child":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", __file__])
 
@@ -134,7 +138,7 @@ class ServedJudge:
 
 sys.modules["paco_trl.rewards.served_judge"] = types.SimpleNamespace(ServedJudge=ServedJudge)
 serve_reward.find_adapter = lambda model: None
-serve_reward._GRACE = 1.0
+serve_reward._GRACE = 30.0 if "leaves-a-zombie" in sys.argv else 1.0
 sys.exit(main(["serve-reward", *sys.argv[1:]]))
 """
 
@@ -199,7 +203,7 @@ class Command:
     def output(self) -> str:
         return self.file.read_text(errors="replace")
 
-    def wait_for(self, text: str, seconds: float = 60.0) -> None:
+    def wait_for(self, text: str, seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert self.process.poll() is None and time.monotonic() < deadline, self.output
@@ -467,7 +471,7 @@ class TestProcesses:
         command.wait_for("the last line")
         time.sleep(0.5)
         command.process.send_signal(signal.SIGINT)
-        assert command.wait(10) == 0
+        assert command.wait(60) == 0
         assert "ready" not in command.output
 
     def test_ignored_signals_stay_ignored(self, start):
@@ -495,7 +499,7 @@ class TestProcesses:
         command.process.send_signal(signal.SIGTERM)
         assert command.process.wait(60) == 0
         try:
-            assert time.monotonic() - started < 4.0
+            assert time.monotonic() - started < 20.0
         finally:
             (parent,) = pids_with(command.script)
             os.kill(parent, signal.SIGKILL)
@@ -530,9 +534,9 @@ class TestProcesses:
         assert "The server runs, but not as a judge: it does not judge\n" in command.output
 
     def test_is_not_ready_in_time(self, start):
-        command = start("never-healthy", "--startup_timeout", "1")
+        command = start("never-healthy", "--startup_timeout", "5")
         assert command.wait() == 1
-        assert "vLLM is not ready after 1 seconds (`--startup_timeout`" in command.output
+        assert "vLLM is not ready after 5 seconds (`--startup_timeout`" in command.output
         assert command.output.endswith("    the last line\n")
 
     @pytest.mark.parametrize(

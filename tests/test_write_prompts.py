@@ -262,7 +262,7 @@ def test_what_is_under_way_is_cancelled(server, ending):
             raise KeyError("an error of the caller")
     except KeyError:
         assert ending == "error"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert wait_until(lambda: server.at_once == 0)  # the server sees them go
     assert wait_until(lambda: threading.active_count() <= threads + 1)
 
@@ -507,7 +507,7 @@ def test_killed_and_resumed(server, tmp_path):
     server.say = moody
     whole = write_prompts(endpoint_of(server), StageFolder(tmp_path / "whole"), 70, layouts=[(2, 2), (1, 2)])
     server.forget_requests()
-    server.latency = 0.2
+    server.fault = lambda number: "hang" if number >= 12 else None  # so that it cannot end before it is killed
     journal = tmp_path / "killed" / "prompts.jsonl"
     # Forked, so that nothing is imported anew
     process = multiprocessing.get_context("fork").Process(
@@ -524,6 +524,6 @@ def test_killed_and_resumed(server, tmp_path):
     assert not StageFolder(tmp_path / "killed").is_done
     with open(journal, "ab") as file:
         file.write(b'{"request": 3, "att')  # torn in the middle of a line
-    server.latency = 0.0
+    server.fault = lambda number: None
     resumed = write_prompts(endpoint_of(server), StageFolder(tmp_path / "killed"), 70, layouts=[(2, 2), (1, 2)])
     assert plain(resumed) == plain(whole)

@@ -389,7 +389,7 @@ def test_killed_and_resumed(server, pairs, tmp_path):
     whole = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "whole"), max_attempts=2)
     total = len(server.requests)
     server.forget_requests()
-    server.latency = 0.3
+    server.fault = lambda number: "hang" if number >= 16 else None  # so that it cannot end before it is killed
     killed = tmp_path / "killed"
     journal = killed / "reasons.jsonl"
     # Forked, so that nothing is imported anew
@@ -410,7 +410,7 @@ def test_killed_and_resumed(server, pairs, tmp_path):
     with open(journal, "ab") as file:
         file.write(b'{"id": "p/3", "rep')  # torn in the middle of a line
     server.forget_requests()
-    server.latency = 0.0
+    server.fault = lambda number: None
     resumed = write_reasons(pairs, endpoint_of(server), StageFolder(killed), max_attempts=2)
     assert plain(resumed) == plain(whole) and len(server.requests) == total - kept > 0
 

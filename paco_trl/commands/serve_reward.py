@@ -325,7 +325,7 @@ class Server:
 
     def last_lines(self) -> str:
         """The end of the output."""
-        self._reader.join(timeout=1.0)
+        self._reader.join(timeout=5.0)
         lines = self._tail.decode(errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join(f"    {line}" for line in lines)
 

@@ -91,7 +91,7 @@ class ServedJudge:
             Seconds for a request.
         time_budget (`float`, *optional*, defaults to `300.0`):
             Seconds for a question with all its requests and waits, from its first request. A server has that long to
-            be restarted. When it is over, a test question (of a tenth of it at most) tells whether the server is down.
+            be restarted. When it is over, a test question (of a tenth of it, or five seconds, at most) tells whether the server is down.
         image_format (`str`, *optional*, defaults to `"png"`):
             `"png"`, which is lossless, or `"jpeg"` (quality 95, full colour resolution), which is smaller and changes
             pixels, and with them scores; benchmarks/README.md has both in numbers.
@@ -379,7 +379,7 @@ class ServedJudge:
                 return Answer(None, reason)
 
     async def _answers_a_test(self) -> bool:
-        limit = min(self.timeout, max(self.time_budget / 10, 1.0))
+        limit = min(self.timeout, max(self.time_budget / 10, 5.0))
         try:
             async with asyncio.timeout(limit):
                 await self._call(self._test_body())(timeout=limit)
