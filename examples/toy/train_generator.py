@@ -5,7 +5,7 @@ the transformer and its two text encoders together.
 
     python examples/toy/train_generator.py --output_dir toy-models
 
-Needs the VAE of `train_vae.py` in the folder. About 55 minutes on one CPU core.
+Needs the VAE of `train_vae.py` in the folder. About 45 minutes on one CPU core.
 
 First the prompts leave colour and accessory open, and the figure is the same in all panels of a set. To look at the other
 panels does not pay where all are equally noisy, and a model of this size would hardly learn it: so in half of the sets
@@ -36,7 +36,7 @@ from paco_trl.miniature.world import ALL_PANELS, draw_all_panels, draw_careless_
 # in Stable Diffusion 3 (https://arxiv.org/abs/2403.03206, Sec. 5.3.2), so that a step decides the same at every size
 SHIFT = {"base_image_seq_len": 16, "max_image_seq_len": 64, "base_shift": 0.5, "max_shift": 0.5 + math.log(2)}
 SHARE_SEEN = 0.5  # sets in which some panels have less noise
-PARTS = ((6000, 0.0), (3000, 0.5))  # steps, and share of the prompts that name colour and accessory
+PARTS = ((6000, 0.0), (1500, 0.5))  # steps, and share of the prompts that name colour and accessory
 CARE = 0.85  # where they are named: with which each of them is right, in each panel
 WARMUP = 200  # steps
 

@@ -52,7 +52,6 @@ def train_generator(
         "guidance_scale": 1.0,  # the toy has none
         "resolution_scale": settings.resolution_scale,
         "multi_objective_aggregation": "log_tamed",
-        "reward_weights": list(settings.reward_weights),
         "learning_rate": settings.learning_rate,
         "epsilon": settings.epsilon,
         "max_steps": 2 * settings.num_rounds,

@@ -38,9 +38,6 @@ class MiniatureSettings:
             Sets drawn for each of them (paper).
         sde_steps (`tuple[int, ...]`, *optional*, defaults to `(1, 2, 3)`):
             Denoising steps that are stochastic, and trained.
-        reward_weights (`tuple[float, float]`, *optional*, defaults to `(1.0, 5.0)`):
-            Weights of consistency and CLIP-T, whose scores differ less from set to set. With equal weights consistency
-            rises by 0.09 instead of 0.14, and prompt following by 0.01 instead of 0.04 (`benchmarks/miniature.json`).
         learning_rate (`float`, *optional*, defaults to `3e-3`):
             Learning rate of the generator, with a rank of 16: at 1e-3 nothing was learned in 12 rounds of 64 sets, and
             1e-2 destroys the model.
@@ -64,7 +61,6 @@ class MiniatureSettings:
     num_prompts_per_round: int = 8
     num_generations: int = 16
     sde_steps: tuple[int, ...] = (1, 2, 3)
-    reward_weights: tuple[float, float] = (1.0, 5.0)
     learning_rate: float = 3e-3
     epsilon: float = 5e-3
     resolution_scale: float = 0.5
