@@ -161,9 +161,8 @@ def resolution_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def log_tame_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    # Equal weights, so that a reward can dominate; and others
-    changes = [{}, {"multi_objective_aggregation": "sum_then_normalize"}, {"reward_weights": [1.0, 5.0]}]
-    return runs_with(changes, seeds)
+    # With equal weights, so that a reward can dominate
+    return runs_with([{"multi_objective_aggregation": name} for name in ("log_tamed", "sum_then_normalize")], seeds)
 
 
 def sde_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -258,8 +257,7 @@ def label_of(claim: str, run: dict[str, Any]) -> str:
     if claim == "resolution":
         return f"{run['resolution_scale']:g}x"
     if claim == "log_tame":
-        weights = ":".join(f"{weight:g}" for weight in run["reward_weights"])
-        return f"{run['multi_objective_aggregation'].replace('_', ' ')}, weights {weights}"
+        return run["multi_objective_aggregation"].replace("_", " ")
     names = ("sde_type", "sde_steps", "noise_level")
     changed = {name: run[name] for name in names if run[name] != USUAL[name]}
     words = {
