@@ -3,7 +3,7 @@
 Claims of the PaCo-RL paper, tried on the toy models of `paco_trl.miniature`, with several seeds.
 
     python benchmarks/miniature.py --claims first_token              # about 20 minutes on one core
-    python benchmarks/miniature.py --claims resolution log_tame sde  # about two hours
+    python benchmarks/miniature.py --claims resolution log_tame sde  # about an hour and a half
     python benchmarks/miniature.py --claims                          # only the results and the plot, of what is there
 
 Each run is kept in `--work_dir` and not run again; two of these commands can work beside each other with different
@@ -161,7 +161,6 @@ def resolution_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def log_tame_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    # With equal weights, so that a reward can dominate
     return runs_with([{"multi_objective_aggregation": name} for name in ("log_tamed", "sum_then_normalize")], seeds)
 
 
@@ -311,6 +310,10 @@ def generator_figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
     figures["ratio of the rewards, consistency to CLIP-T"] = {
         "first round": round(float(first[0] / first[1]), 2),
         "last round": round(float(last[0] / last[1]), 2),
+    }
+    figures["rewards of each seed, consistency and CLIP-T"] = {
+        "first round": [np.round(run["rewards"][0], 3).tolist() for run in runs],
+        "last round": [np.round(run["rewards"][-1], 3).tolist() for run in runs],
     }
     figures["processor seconds of training"] = round(float(np.mean([run["cpu_seconds"] for run in runs])))
     return figures

@@ -25,7 +25,8 @@ from paco_trl.trainer.reward_calls import RewardError
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"num_prompts_per_generation": 4, "gradient_checkpointing": False, "max_steps": 4}
-# A question that is asked again is counted; where the judge goes down, a run waits for it so long
+# A question that is asked again is counted, so that a busy machine must not be a reason; and how long a run waits for a
+# judge that stays down
 PATIENT = {"timeout": 30.0, "time_budget": 60.0}
 IMPATIENT = {"timeout": 3.0, "time_budget": 3.0}
 

@@ -13,8 +13,8 @@ def toy_flux_path() -> Path:
 
     It draws 2x2 sets of the planted world at 128, 64 and 32 pixels. It knows texts of one length: where it is called by
     hand, pass `max_sequence_length=pipeline.tokenizer_2.model_max_length`. Of the pairs of panels of a set whose prompt
-    names the figure, six in ten show the same one at 128 and at 64 pixels, two in ten at 32; scenes are nearly always
-    those that were asked for. Made by `examples/toy/train_vae.py` and `examples/toy/train_generator.py`.
+    names the figure, nearly two in three show the same one at 128 and at 64 pixels, two in ten at 32; scenes are nearly
+    always those that were asked for. Made by `examples/toy/train_vae.py` and `examples/toy/train_generator.py`.
 
     Returns:
         `Path`.

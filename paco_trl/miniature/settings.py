@@ -29,7 +29,7 @@ class MiniatureSettings:
             Pairs of an optimizer step.
         judge_learning_rate (`float`, *optional*, defaults to `1.5e-3`):
             Highest learning rate of the judge, with a rank of 16. The paper's is that of a model 10,000 times as large;
-            with this one the toy ranks best, and worse with 4e-3.
+            with this one the toy ranked best, and worse with 4e-3, on pairs of an earlier toy FLUX.
         num_rounds (`int`, *optional*, defaults to `20`):
             Rounds of drawing, judging and learning.
         num_prompts_per_round (`int`, *optional*, defaults to `8`):
@@ -39,8 +39,8 @@ class MiniatureSettings:
         sde_steps (`tuple[int, ...]`, *optional*, defaults to `(1, 2, 3)`):
             Denoising steps that are stochastic, and trained.
         learning_rate (`float`, *optional*, defaults to `3e-3`):
-            Learning rate of the generator, with a rank of 16: at 1e-3 nothing was learned in 12 rounds of 64 sets, and
-            1e-2 destroys the model.
+            Learning rate of the generator, with a rank of 16: an earlier toy FLUX learned nothing with 1e-3 in 12
+            rounds of 64 sets, and 1e-2 destroyed it.
         epsilon (`float`, *optional*, defaults to `5e-3`):
             Clip range of the probability ratio, which moves more in a small model.
         resolution_scale (`float`, *optional*, defaults to `0.5`):

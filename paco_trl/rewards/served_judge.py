@@ -91,7 +91,8 @@ class ServedJudge:
             Seconds for a request.
         time_budget (`float`, *optional*, defaults to `300.0`):
             Seconds for a question with all its requests and waits, from its first request. A server has that long to
-            be restarted. When it is over, a test question (of a tenth of it, or five seconds, at most) tells whether the server is down.
+            be restarted. When it is over, a test question tells whether the server is down; it has a tenth of the
+            budget, at least five seconds, but no more than `timeout`.
         image_format (`str`, *optional*, defaults to `"png"`):
             `"png"`, which is lossless, or `"jpeg"` (quality 95, full colour resolution), which is smaller and changes
             pixels, and with them scores; benchmarks/README.md has both in numbers.
