@@ -293,11 +293,13 @@ def test_ctrl_c_in_every_long_step_and_on(finished, tmp_path):
     folder = tmp_path / "out"
     command = [sys.executable, "-m", "paco_trl.commands.main", "demo", "--output_dir", str(folder), "--short"]
     for place in ("1-dataset/grids", "2-judge", "3-generator/toy-flux-lora/contact_sheets", "4-evaluation/before"):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # Behind this test where both want the processor: it must not end before the signal comes
+        nice = ["nice", "-n", "10", *command]
+        process = subprocess.Popen(nice, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while not (folder / place).is_dir():
             assert process.poll() is None
-            time.sleep(0.05)
-        time.sleep(0.5)
+            time.sleep(0.01)
+        time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 130 and f"`paco-trl demo --output_dir {folder} --short` goes on" in errors
