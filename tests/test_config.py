@@ -86,6 +86,7 @@ class TestDefaults:
             "num_generations_eval": 1,
             "logging_steps": 1,
             "log_completions": True,
+            "plot_curves": True,
             "epsilon_high": None,
             "ema_decay": 0.9,
             "ema_offload": False,

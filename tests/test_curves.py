@@ -537,9 +537,8 @@ def test_a_run_has_its_curves(make_trainer, prompts, tmp_path, drawn):
         eval_steps=2,
         num_inference_steps_eval=2,
         max_steps=3,
+        plot_curves=True,
     )
-    if not any(isinstance(callback, CurvesCallback) for callback in trainer.callback_handler.callbacks):
-        trainer.add_callback(CurvesCallback())
     trainer.train()
     rows = read_csv(tmp_path / "out" / "curves.csv")
     assert [row["step"] for row in rows] == ["1", "2", "3"]
@@ -564,3 +563,9 @@ def test_a_run_has_its_curves(make_trainer, prompts, tmp_path, drawn):
     evaluated = [step for step, entry in logged.items() if "eval_reward" in entry]
     assert 2 in evaluated and 1 not in evaluated
     assert line_of(panel(figure, "redness_reward: mean"), "evaluation").get_xdata().tolist() == evaluated
+
+
+def test_without_the_picture_there_is_the_table(make_trainer, tmp_path):
+    make_trainer(max_steps=1, plot_curves=False, save_strategy="steps", save_steps=1).train()
+    assert (tmp_path / "out" / "curves.csv").is_file()
+    assert not (tmp_path / "out" / "curves.png").exists()

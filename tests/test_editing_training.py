@@ -43,6 +43,7 @@ SETTINGS = {
     "report_to": "none",
     "save_strategy": "no",
     "log_completions": False,
+    "plot_curves": False,
     "disable_tqdm": True,
 }
 

@@ -355,7 +355,7 @@ def main():
     args = PaCoGRPOConfig(
         output_dir=str(output), use_cpu=True, height=64, width=64, num_generations=4, num_prompts_per_generation=4,
         per_device_train_batch_size=2, num_inference_steps=4, num_inference_steps_eval=2, learning_rate=3e-2,
-        report_to="none", save_strategy="no", log_completions=False, disable_tqdm=True, ema_decay=0.7,
+        report_to="none", save_strategy="no", log_completions=False, plot_curves=False, disable_tqdm=True, ema_decay=0.7,
         **{"bf16": False, "max_steps": 3, **options},
     )
     output.mkdir(parents=True, exist_ok=True)

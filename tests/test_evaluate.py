@@ -106,6 +106,7 @@ def make(tiny_flux, prompts, tmp_path, watch) -> Callable:
             "report_to": "none",
             "save_strategy": "no",
             "log_completions": False,
+            "plot_curves": False,
             "disable_tqdm": True,
             "gradient_checkpointing": False,
             **kwargs,

@@ -302,6 +302,7 @@ def adapter(tiny_flux, prompts, tmp_path_factory):
             report_to="none",
             save_strategy="no",
             log_completions=False,
+            plot_curves=False,
             disable_tqdm=True,
         ),
         train_dataset=prompts,

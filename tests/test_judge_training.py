@@ -383,7 +383,7 @@ trainer = PaCoGRPOTrainer(
     args=PaCoGRPOConfig(
         output_dir, use_cpu=True, bf16=False, height=64, width=64, num_generations=4, num_prompts_per_generation=4,
         per_device_train_batch_size=2, num_inference_steps=4, max_steps=4, learning_rate=1e-2, report_to="none",
-        save_strategy="no", log_completions=False, disable_tqdm=True, gradient_checkpointing=False, ddp_backend="gloo",
+        save_strategy="no", log_completions=False, plot_curves=False, disable_tqdm=True, gradient_checkpointing=False, ddp_backend="gloo",
     ),
     train_dataset=prompts.remove_columns(["height", "width"]),
     peft_config=LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),

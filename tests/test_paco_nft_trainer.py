@@ -64,6 +64,7 @@ def make_nft(tiny_flux, prompts, make_config):
             "report_to": "none",
             "save_strategy": "no",
             "log_completions": False,
+            "plot_curves": False,
             "disable_tqdm": True,
         }
         return PaCoNFTTrainer(args=make_config(**{**settings, **kwargs}), **arguments)

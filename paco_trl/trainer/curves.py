@@ -167,9 +167,14 @@ class CurvesCallback(TrainerCallback):
     run in the folder.
 
     A file that cannot be written is warned of once, and tried again at the next log; training goes on.
+
+    Args:
+        plot (`bool`, *optional*, defaults to `True`):
+            Whether to plot `curves.png`; the table is always written.
     """
 
-    def __init__(self):
+    def __init__(self, plot: bool = True):
+        self._plot = plot
         self._not_before = -math.inf  # of the next drawing
         self._failed = set()
 
@@ -200,7 +205,7 @@ class CurvesCallback(TrainerCallback):
         return rows if rows and rows[-1]["step"] > 0 else []
 
     def _draw(self, args: TrainingArguments, rows: list[dict[str, float]]) -> None:
-        if not rows:
+        if not rows or not self._plot:
             return
         # Round and step are notions of `PaCoGRPOConfig`; another trainer's arguments have no rounds
         steps_per_round = getattr(args, "optimizer_steps_per_generation", 1) * getattr(args, "num_iterations", 1)

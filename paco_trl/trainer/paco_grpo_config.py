@@ -260,6 +260,8 @@ class PaCoGRPOConfig(GRPOConfig):
         log_completions (`bool`, *optional*, defaults to `True`):
             Whether to save a contact sheet of each round's images with their scores, in `output_dir/contact_sheets`,
             and to send it to the trackers of `report_to`.
+        plot_curves (`bool`, *optional*, defaults to `True`):
+            Whether to plot the logged metrics to `output_dir/curves.png`. The table `curves.csv` is always written.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]: `num_generations` (`16`),
@@ -476,6 +478,13 @@ class PaCoGRPOConfig(GRPOConfig):
         metadata={
             "help": "Whether to save a contact sheet of each round's images with their scores, in "
             "`output_dir/contact_sheets`, and to send it to the trackers of `report_to`."
+        },
+    )
+    plot_curves: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether to plot the logged metrics to `output_dir/curves.png`. The table `curves.csv` is always "
+            "written."
         },
     )
 

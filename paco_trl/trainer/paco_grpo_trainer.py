@@ -375,7 +375,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         self._round_time = self._drawing_time = self._train_time = 0.0
         self.add_callback(_RunCallback(self))
         self.add_callback(TrainingClock())
-        self.add_callback(CurvesCallback())
+        self.add_callback(CurvesCallback(args.plot_curves))
         if self.accelerator.is_main_process and not args.disable_tqdm:
             tqdm.write(self.layout.describe())  # with the progress bars: a log at level info would not be seen
 
