@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 from openai.types.chat import ChatCompletion
@@ -22,7 +21,7 @@ from PIL import Image
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from ..data.questions import plain_question
-from ..utils.addresses import is_loopback
+from ..utils.addresses import check_base_url, is_loopback
 from ..utils.images import check_text, load_image
 from ..utils.names import public_name
 from .decision import yes_probability
@@ -129,13 +128,7 @@ class ServedJudge:
         system_prompt: str | None = None,
         patch_size: int = 14,
     ):
-        address = urlsplit(base_url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            raise ValueError(f"`base_url` is {base_url!r}, but must be an address like 'http://127.0.0.1:8000/v1'.")
-        if address.username or address.password or address.query:
-            raise ValueError(
-                "`base_url` has a user name, a password or a query (`?...`) in it, which would be logged. Use `api_key`."
-            )
+        host = check_base_url(base_url, "api_key")
         if max_concurrency < 1:
             raise ValueError(f"`max_concurrency` is {max_concurrency}, but must be at least 1.")
         if not 0 < timeout <= time_budget:
@@ -162,7 +155,7 @@ class ServedJudge:
             default_headers={"Authorization": f"Bearer {key}"},
             max_retries=0,  # here, where there is a budget of time
             # A proxy that the environment names does not know this machine's own addresses
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(address.hostname)),
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(host)),
         )
         # OPENAI_ORG_ID and OPENAI_PROJECT_ID: whose they are is nothing for other servers
         self._client.organization = self._client.project = None

@@ -2,6 +2,8 @@
 """Addresses of servers."""
 
 import ipaddress
+import re
+from urllib.parse import urlsplit
 
 
 def is_loopback(host: str) -> bool:
@@ -19,3 +21,23 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def check_base_url(base_url: str, key_argument: str) -> str:
+    """Checks the address of an OpenAI-compatible server, and gives its host."""
+    if not isinstance(base_url, str) or re.search(r"[\s,;]", base_url):
+        raise ValueError(
+            f"`base_url` is {base_url!r}, but a model is asked at one address. To use several GPUs, serve it on all of "
+            "them behind one (`paco-trl serve-reward ... -- --data-parallel-size 4`, an option of `vllm serve`), or "
+            "put a load balancer in front of several servers. With several nodes, start a server on each and give "
+            "'http://127.0.0.1:8000/v1': the processes of a node then ask their own."
+        )
+    address = urlsplit(base_url)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise ValueError(f"`base_url` is {base_url!r}, but must be an address like 'http://127.0.0.1:8000/v1'.")
+    if address.username or address.password or address.query:
+        raise ValueError(
+            "`base_url` has a user name, a password or a query (`?...`) in it, which would be logged. Use "
+            f"`{key_argument}`."
+        )
+    return address.hostname

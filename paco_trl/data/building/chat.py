@@ -7,9 +7,8 @@ import queue
 import threading
 from collections.abc import Coroutine, Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
 
-from ...utils.addresses import is_loopback
+from ...utils.addresses import check_base_url, is_loopback
 
 
 if TYPE_CHECKING:
@@ -107,14 +106,7 @@ class ChatEndpoint:
         timeout: float = 120.0,
         max_retries: int = 5,
     ):
-        address = urlsplit(base_url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            raise ValueError(f"`base_url` is {base_url!r}, but must be an address like 'http://127.0.0.1:8000/v1'.")
-        if address.username or address.password or address.query:
-            raise ValueError(
-                "`base_url` has a user name, a password or a query (`?...`) in it, which would be logged. Use "
-                "`api_key_variable`."
-            )
+        host = check_base_url(base_url, "api_key_variable")
         if not model:
             raise ValueError("`model` is empty, but must be the name under which the server has the model.")
         for name, value, smallest in (("max_concurrency", max_concurrency, 1), ("max_retries", max_retries, 0)):
@@ -130,7 +122,7 @@ class ChatEndpoint:
         self.timeout = timeout
         self.max_retries = max_retries
         self._key = _NO_KEY if api_key_variable is None else _read_key(api_key_variable)
-        self._is_loopback = is_loopback(address.hostname)
+        self._is_loopback = is_loopback(host)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
