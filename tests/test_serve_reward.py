@@ -120,10 +120,12 @@ from paco_trl.rewards.judge import JudgeUnavailableError
 
 
 class ServedJudge:
+    timeout = 60.0
+
     def __init__(self, base_url, model):
         self.base_url, self.model = base_url, model
 
-    def check(self):
+    def check(self, time_budget):
         request = urllib.request.Request(self.base_url + "/chat/completions", json.dumps(dict(model=self.model)).encode())
         try:
             answer = json.loads(urllib.request.urlopen(request, timeout=60).read())

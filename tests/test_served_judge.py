@@ -2,6 +2,7 @@
 """The served judge against a server that does everything a server can do wrong: a right score or None, never a number."""
 
 import asyncio
+import inspect
 import logging
 import math
 import os
@@ -501,6 +502,26 @@ class TestCheck:
         assert question == plain_question() and [image.size for image in images] == [(112, 112)] * 2
         assert images[0].getpixel((0, 0)) != images[1].getpixel((0, 0))
         assert server.paths == ["/v1/models", "/v1/chat/completions"]
+
+    def test_does_not_wait_for_a_whole_request(self, server, make_judge):
+        """A server that takes a connection and says nothing: at the first address, and at the second."""
+        budget, timeout = (
+            inspect.signature(method).parameters[name].default
+            for method, name in ((ServedJudge.check, "time_budget"), (ServedJudge, "timeout"))
+        )
+        assert budget < timeout
+        server.fault = lambda number: "hang"
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            for url in (f"http://127.0.0.1:{silent.getsockname()[1]}/v1", server.url):
+                started = time.monotonic()
+                with pytest.raises(
+                    JudgeUnavailableError, match=rf"No judge answers at {url} \(timeout, for 1 seconds"
+                ):
+                    make_judge(url, timeout=60.0, time_budget=300.0).check(time_budget=1.0)
+                assert time.monotonic() - started < 30
+        assert len(server.requests) == 1
 
     @pytest.mark.parametrize(
         ("fault", "message"),

@@ -448,7 +448,8 @@ class _Check(threading.Thread):
                 time.sleep(_POLL)
             # A server that calls itself healthy may fail at its first question
             judge = ServedJudge(base_url=f"{self.url}/v1", model=self.model)
-            judge.check()
+            # The first answer of a server that has just started may take longer than later ones
+            judge.check(time_budget=judge.timeout)
             judge.close()
         except Exception as error:
             self.error = error

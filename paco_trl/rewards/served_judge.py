@@ -50,8 +50,6 @@ _MAX_SCORE_ERROR = 1e-3
 _BACKOFF = wait_random_exponential(multiplier=0.5, max=10.0)
 # Seconds before the end of the budget in which it is not worth to try again: the last error would be a timeout
 _LAST_WAIT = 1.0
-# Seconds for which the check at start goes on asking a server that does not answer
-_CHECK_BUDGET = 30.0
 # What the chat templates of many models use, Qwen's among them. A server's tokenizer is not known here.
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 _JPEG_QUALITY = 95
@@ -172,16 +170,21 @@ class ServedJudge:
         """Name of the model as others may see it, for cards: never the address."""
         return public_name(self.model)
 
-    def check(self) -> None:
+    def check(self, time_budget: float = 30.0) -> None:
         """
         Checks that the server is there, has the model, and that the model can be used as a judge.
 
         One real question is asked: servers that call themselves healthy may fail at their first request.
 
+        Args:
+            time_budget (`float`, *optional*, defaults to `30.0`):
+                Seconds for which a server that does not answer is asked again, but no more than the judge's own
+                `time_budget`.
+
         Raises:
             JudgeUnavailableError: with what is wrong, and the models that the server has.
         """
-        self._run(self._check())
+        self._run(self._check(min(self.time_budget, time_budget)))
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """
@@ -284,8 +287,7 @@ class ServedJudge:
 
     # ---- On the event loop ----
 
-    async def _check(self) -> None:
-        budget = min(self.time_budget, max(_CHECK_BUDGET, self.timeout))
+    async def _check(self, budget: float) -> None:
         names = await self._model_names(budget)
         if self.model not in names:
             raise JudgeUnavailableError(self._unknown_model(names))
