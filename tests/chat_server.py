@@ -35,7 +35,7 @@ def answer(text: str | None, finish_reason: str = "stop") -> dict:
 def _chat_handler(server: ChatServer):
     class Handler(_handler(server)):
         def answer(self, body: dict, fault: str | None):
-            if fault is not None or body["model"] not in server.models:
+            if fault is not None or body["model"] not in server.models or server.refuse(body) is not None:
                 return super().answer(body, fault)
             time.sleep(server.latency)
             said = server.say(body)

@@ -35,7 +35,9 @@ class JudgeServer:
         port (`int`):
             Port; 0 is a free one.
 
-    The attribute `models_reply` takes the place of the list of models, `retry_after` is the header of a 429.
+    The attribute `models_reply` takes the place of the list of models, `retry_after` is the header of a 429, `refuse`
+    gives the message of a 400 for the body of a question (see `REFUSALS`), `others` is the log-probability of the
+    likeliest token beside Yes and No.
     """
 
     def __init__(self, log_odds, models=("judge",), fault=None, latency=0.0, key=None, port=0):
@@ -47,6 +49,8 @@ class JudgeServer:
         self.headers: list[dict[str, str]] = []  # of all requests, names in lower case
         self.models_reply: bytes | None = None
         self.retry_after = "1"
+        self.refuse: Callable[[dict], str | None] = lambda body: None
+        self.others = -20.0
         self.connections = 0  # that were ever opened
         self.at_once = self.most_at_once = 0
         self._lock = threading.Lock()
@@ -123,12 +127,34 @@ def completion(logprobs: dict[str, float] | None, text: str = "Yes", model: str 
     return {"id": "1", "object": "chat.completion", "created": 1, "model": model, "choices": [choice], "usage": usage}
 
 
-def decision_logprobs(log_odds: float) -> dict[str, float]:
-    """Log-probabilities of Yes and No that have these log-odds, and of eighteen tokens below them."""
+def decision_logprobs(log_odds: float, others: float = -20.0) -> dict[str, float]:
+    """Log-probabilities of Yes and No that have these log-odds, and of eighteen others, in no order."""
     import math
 
     yes, no = -math.log1p(math.exp(-log_odds)), -math.log1p(math.exp(log_odds))
-    return {"Yes": yes - 0.01, "No": no - 0.01} | {f"other{index}": -20.0 - index for index in range(18)}
+    return {"Yes": yes - 0.01, "No": no - 0.01} | {f"other{index}": others - index for index in range(18)}
+
+
+def top_logprobs_refused(message: str, largest: int) -> Callable[[dict], str | None]:
+    return lambda body: message.format(body["top_logprobs"], largest) if body["top_logprobs"] > largest else None
+
+
+# What real servers say of `top_logprobs` that is too large
+TOO_MANY_LOGPROBS = {
+    # vllm/sampling_params.py
+    "vLLM": "Requested sample logprobs of {0}, which is greater than max allowed: {1} (parameter=logprobs, value={0})",
+    # Its front end in Rust
+    "vLLM, Rust": "requested logprobs of {0}, which is greater than max allowed: {1}",
+    # https://github.com/confident-ai/deepeval/issues/843
+    "Azure": "Invalid value for 'top_logprobs': must be less than or equal to {1}.",
+    "FastDeploy": "Invalid value for 'top_logprobs': must be <= {1}.",
+    "LMDeploy": "top_logprobs must be between 0 and {1}.",
+    "pydantic": "[{{'loc': ('body', 'top_logprobs'), 'msg': 'Input should be less than or equal to {1}', 'input': {0}}}]",
+}
+# https://github.com/griptape-ai/ComfyUI-Griptape/issues/312
+OTHER_NAME = (
+    "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+)
 
 
 class _Server(ThreadingHTTPServer):
@@ -228,12 +254,16 @@ def _handler(judge: JudgeServer):
 
         def answer(self, body: dict, fault: str | None):
             time.sleep(judge.latency)
-            if body["model"] not in judge.models:
+            if (refusal := judge.refuse(body)) is not None:
+                self.error(400, refusal)
+            elif body["model"] not in judge.models:
                 self.error(404, f"The model `{body['model']}` does not exist.")
             elif fault is None:
                 images, question = pictures_of(body)
-                logprobs = decision_logprobs(judge.log_odds(*images, question))
-                text = "Yes" if body["max_tokens"] == 1 else f"Yes. {question}"
+                logprobs = decision_logprobs(judge.log_odds(*images, question), judge.others)
+                top = sorted(logprobs.items(), key=lambda token: -token[1])[: body["top_logprobs"]]
+                length = body.get("max_tokens") or body["max_completion_tokens"]
+                logprobs, text = dict(top), "Yes" if length == 1 else f"Yes. {question}"
                 self.reply(200, completion(logprobs, text, body["model"]))
             elif fault.isdecimal():
                 headers = [("Retry-After", judge.retry_after)] if fault == "429" else []

@@ -223,14 +223,9 @@ def test_an_answer_that_cannot_be_used_stops_nothing(server, said, problem):
         endpoint_of(server).ask(HELLO, 1, 9, 1.0)
 
 
-def test_the_other_name_of_the_length(server):
-    """OpenAI's own newer models refuse `max_tokens`."""
-    said = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
-    server.say = lambda body: (400, said) if "max_tokens" in body else f"Up to {body['max_completion_tokens']}."
-    assert endpoint_of(server).ask(HELLO, 0, 9, 1.0) == "Up to 9."
-    server.forget_requests()
+def test_a_refusal_is_not_asked_again(server):
     server.say = lambda body: (400, "Too long.")
-    with pytest.raises(ValueError, match="HTTP 400.*Too long"):  # for another reason: not asked again
+    with pytest.raises(ValueError, match="HTTP 400.*Too long"):
         endpoint_of(server).ask(HELLO, 0, 9, 1.0)
     assert len(server.requests) == 1
 

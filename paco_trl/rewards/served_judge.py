@@ -22,6 +22,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_bef
 
 from ..data.questions import plain_question
 from ..utils.addresses import check_base_url, is_loopback
+from ..utils.chat_requests import ServerLimits, complete_chat
 from ..utils.images import check_text, load_image
 from ..utils.names import public_name
 from .decision import yes_probability
@@ -145,6 +146,7 @@ class ServedJudge:
         self.image_format = image_format
         self.system_prompt = system_prompt
         self.patch_size = patch_size
+        self._limits = ServerLimits(self.name)
         key = api_key or os.environ.get("VLLM_API_KEY") or _NO_KEY
         self._client = openai.AsyncOpenAI(
             base_url=base_url,
@@ -301,10 +303,12 @@ class ServedJudge:
         answer = _read_score(content)
         if answer.score is None:
             tokens = ", ".join(repr(token) for token in list(_top_tokens(content) or {})[:_TOP_LOGPROBS])
+            largest = self._limits.largest.get("top_logprobs")
             raise JudgeUnavailableError(
                 f"{self.name} cannot be used as a judge. Asked '{plain_question()}', it gave no score: {answer.reason}. "
                 f"The likeliest tokens: {tokens or 'none came back'}. A judge answers with Yes or No first, and its "
                 "server gives log-probabilities (`logprobs`, `top_logprobs` of 20)."
+                + (f" This one allows `top_logprobs` of {largest} at most." if largest else "")
             )
 
     async def _answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool) -> list[Answer]:
@@ -384,7 +388,7 @@ class ServedJudge:
         return True
 
     def _call(self, body: dict):
-        return functools.partial(self._client.chat.completions.create, **body)
+        return functools.partial(complete_chat, self._client, body, self._limits)
 
     async def _model_names(self, budget: float) -> list[str]:
         try:

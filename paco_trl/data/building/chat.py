@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...utils.addresses import check_base_url, is_loopback
+from ...utils.chat_requests import ServerLimits, complete_chat
 
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class ChatEndpoint:
         self.timeout = timeout
         self.max_retries = max_retries
         self._key = _NO_KEY if api_key_variable is None else _read_key(api_key_variable)
+        self._limits = ServerLimits(self.name)
         self._is_loopback = is_loopback(host)
 
     def __repr__(self) -> str:
@@ -237,8 +239,10 @@ class ChatEndpoint:
         # Nothing is raised from what it comes of: the key may stand in there
         import openai
 
+        body = {"model": self.model, **request._asdict()}
         try:
-            return _read(await self._complete(client, request), request.max_tokens)
+            completion = await complete_chat(client, body, self._limits)
+            return _read(completion, body["max_tokens"])
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise EndpointUnavailableError(self._refused_key(error)) from None
         except openai.NotFoundError as error:
@@ -257,23 +261,6 @@ class ChatEndpoint:
             raise EndpointUnavailableError(self._no_answer(error)) from None
         except (openai.APIError, ValueError):  # 200, and then no JSON
             return Reply(None, "an answer that cannot be read")
-
-    async def _complete(self, client: "openai.AsyncOpenAI", request: ChatRequest) -> Any:
-        import openai
-
-        options = {
-            "model": self.model,
-            "messages": request.messages,
-            "seed": request.seed,
-            "temperature": request.temperature,
-        }
-        try:
-            return await client.chat.completions.create(**options, max_tokens=request.max_tokens)
-        except openai.BadRequestError as error:
-            # OpenAI's own newer models have another name for it, which many servers do not know
-            if "max_completion_tokens" not in str(error):
-                raise
-        return await client.chat.completions.create(**options, max_completion_tokens=request.max_tokens)
 
     # ---- Words ----
 
