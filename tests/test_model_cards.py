@@ -36,7 +36,8 @@ from paco_trl.cards import (
     render_reward_model_card,
 )
 from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
-from paco_trl.data import make_pair
+from paco_trl.commands.merge import MergeArguments, merge
+from paco_trl.data import make_pair, theme_question
 from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, ServedJudge, redness_reward
 from paco_trl.tiny import build_tiny_clip
@@ -601,12 +602,37 @@ class TestUse:
         monkeypatch.chdir(tmp_path)
         for name in ("spring", "summer"):
             Image.new("RGB", (56, 56), "red").save(f"{name}.png")
-        load, _ = code_of(text_of(judge))
+        load, _, _ = code_of(text_of(judge))
         names = {}
         exec(
             load.replace('"judge"', f'"{judge.args.output_dir}"').replace("judge.score", "scores = judge.score"), names
         )
         assert 0 < names["scores"][0] < 1
+
+    def test_the_plain_code_of_a_judge_gives_the_same_score(self, tiny_qwen, tmp_path, monkeypatch):
+        """That of an adapter, and of the model that it is merged into."""
+        monkeypatch.chdir(tmp_path)
+        trainer = make_judge(tiny_qwen, Path("judge"), learning_rate=1e-2)
+        trainer.train()
+        trainer.save_model()
+        merge(MergeArguments("judge", "merged", str(tiny_qwen)))
+        for name, size in (("spring", (57, 90)), ("summer", (130, 61))):  # no whole patches
+            Image.effect_noise(size, 80).save(f"{name}.png")
+
+        def score_of(folder: str) -> float:
+            pair = [("spring.png", "summer.png")]
+            return PaCoReward.from_pretrained(folder).score(pair, theme_question("A fox through the four seasons"))[0]
+
+        def plain_score_of(folder: str) -> float:
+            _, code, _ = code_of(Path(folder, "README.md").read_text(encoding="utf-8"))
+            assert "paco_trl" not in code and ("peft" in code) == (folder == "judge")
+            names = {}
+            exec(code.replace(f'"{tiny_qwen.name}"', f'"{tiny_qwen}"'), names)
+            return names["score"]
+
+        assert abs(score_of("judge") - score_of(str(tiny_qwen))) > 1e-3
+        for folder in ("judge", "merged"):
+            assert plain_score_of(folder) == pytest.approx(score_of(folder), abs=1e-6)
 
     def test_the_command_of_vllm(self, judge):
         from paco_trl.commands.serve_reward import ServeArguments, find_adapter, serve_command

@@ -8,6 +8,7 @@ from importlib.resources import as_file, files
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..data import theme_question
 from ..utils.names import public_name
 from .citations import TRL, base_citation
 from .content import ImageModelCard, JudgeCard, Result
@@ -61,6 +62,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     }
     if is_judge:
         shown["served_name"] = re.sub(r"[^\w.-]", "-", card.repo_id.split("/")[-1]).lower()
+        shown["question"] = repr(theme_question("A fox through the four seasons"))
         shown["serve_options"] = _serve_options(card)
         shown["accuracy_intervals"] = [
             _interval(one["decision_accuracy"], one["pairs"]) for one in card.evaluations.values()
