@@ -9,6 +9,7 @@ does. tests/test_vllm.py has the real one.
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from paco_trl.commands import serve_reward
 from paco_trl.commands.main import main
 from paco_trl.commands.serve_reward import ServeArguments, find_adapter, serve_command
 
@@ -38,6 +40,7 @@ arguments, key = sys.argv[1:], os.environ.get("VLLM_API_KEY")
 _, mode = arguments[:2]
 option = dict(zip(arguments, arguments[1:]))
 print("arguments:", json.dumps(arguments), flush=True)
+print("GPUs:", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 print("first on the PATH:", os.environ["PATH"].split(os.pathsep)[0], flush=True)
 print("line\\n" * 100 + "the last line", file=sys.stderr, flush=True)
 if mode == "exits":
@@ -553,6 +556,22 @@ class TestProcesses:
     def test_is_reached_at_all_addresses(self, start):
         command = start("judge", "--host", "0.0.0.0")
         command.wait_for(f"'paco-reward' at http://127.0.0.1:{command.port}/v1")
+
+    def test_several_gpus_as_the_page_has_it(self, stand_in, capfd, monkeypatch):
+        """The options behind `--` and the GPUs arrive at vLLM."""
+        page = (ROOT / "docs" / "serve_reward.md").read_text(encoding="utf-8")
+        (line,) = re.findall(r"^(CUDA_VISIBLE_DEVICES=.* --data-parallel-size 4)$", page, flags=re.M)
+        gpus, program, subcommand, *arguments = shlex.split(line)
+        assert [program, subcommand] == ["paco-trl", "serve-reward"]
+        monkeypatch.setenv(*gpus.split("="))
+        arguments[arguments.index("--vllm") + 1] = str(stand_in)
+        arguments[:0] = ["--model_name_or_path", "exits", "--port", str(free_port())]
+        monkeypatch.setattr(serve_reward, "find_adapter", lambda model: None)
+        assert main(["serve-reward", *arguments]) == 3
+        output = capfd.readouterr().out
+        arrived = json.loads(re.search(r"^arguments: (.*)$", output, flags=re.M)[1])
+        assert arrived[-2:] == ["--data-parallel-size", "4"]
+        assert re.search(r"^GPUs: (.*)$", output, flags=re.M)[1] == "4,5,6,7" == os.environ["CUDA_VISIBLE_DEVICES"]
 
     def test_settings_in_a_file(self, start, tmp_path):
         settings = {"served_model_name": "panels", "max_model_len": 4096, "vllm_args": ["--max-num-seqs", 64]}
