@@ -461,6 +461,8 @@ class TestGEditBench:
 
     def test_the_loader_converts(self, tmp_path):
         gedit_rows().save_to_disk(tmp_path / "gedit")
+        shown = load_edit_prompts(tmp_path / "gedit", source_column="input_image")
+        assert shown[0]["image"].size == (24, 16)
         dataset = load_edit_prompts(tmp_path / "gedit")
         assert dataset["id"][:] == ["k1", "k2", "k3"]
 

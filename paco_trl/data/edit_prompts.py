@@ -134,12 +134,13 @@ def _is_sharegpt(names: Iterable[str]) -> bool:
     return "input_prompt" in names and "input_image" in names
 
 
-def convert_gedit_bench(dataset: "Dataset", language: str | None = None) -> "Dataset":
+def convert_gedit_bench(
+    dataset: "Dataset", language: str | None = None, source_column: str | None = None
+) -> "Dataset":
     """
     Convert raw rows of GEdit-Bench (https://huggingface.co/papers/2504.17761) to editing prompts.
 
-    The source image is `input_image_raw`, in its own size, or `input_image` where that column is missing. Images are
-    not decoded or copied.
+    Images are not decoded or copied.
 
     The columns are those that public code reads from `stepfun-ai/GEdit-Bench`: `key`, `task_type`, `instruction`,
     `instruction_language`, `input_image`, `input_image_raw` and `Intersection_exist`. They were not compared with the
@@ -150,6 +151,9 @@ def convert_gedit_bench(dataset: "Dataset", language: str | None = None) -> "Dat
             The raw rows.
         language (`str`, *optional*):
             Language of the instructions to keep, `"en"` or `"cn"`. When left out, all.
+        source_column (`str`, *optional*):
+            Column that becomes `image`. When left out, `input_image_raw`, in its own size, or `input_image` where that
+            column is missing. The benchmark's own script shows its judge `input_image`.
 
     Returns:
         [`~datasets.Dataset`]: the columns `id` (the key), `prompt`, `image`, `task_type` and `language`, and where the
@@ -172,7 +176,7 @@ def convert_gedit_bench(dataset: "Dataset", language: str | None = None) -> "Dat
     """
     check_is_dataset(dataset, "dataset")
     names = dataset.column_names
-    source = "input_image_raw" if "input_image_raw" in names else "input_image"
+    source = source_column or ("input_image_raw" if "input_image_raw" in names else "input_image")
     renamed = {
         "key": "id",
         "instruction": "prompt",
@@ -343,6 +347,7 @@ def load_edit_prompts(
     image_folder: str | Path | None = None,
     exclude: "Dataset | None" = None,
     max_images: int | None = None,
+    source_column: str | None = None,
 ) -> "Dataset":
     """
     Load editing prompts, from the Hub or from disk, and check their columns. Images are not decoded.
@@ -369,6 +374,8 @@ def load_edit_prompts(
         max_images (`int`, *optional*):
             Largest number of source images of a row, such as the pipeline takes; rows with more are left out, and
             counted. When left out, all are kept.
+        source_column (`str`, *optional*):
+            Column of raw GEdit-Bench rows that becomes `image`, see [`convert_gedit_bench`]. Other rows are an error.
 
     Returns:
         [`~datasets.Dataset`]: the checked prompts.
@@ -412,7 +419,12 @@ def load_edit_prompts(
                 "images are where it says. Leave `image_folder` out."
             )
     if _is_gedit(dataset.column_names) and "prompt" not in dataset.column_names:
-        dataset = convert_gedit_bench(dataset)
+        dataset = convert_gedit_bench(dataset, source_column=source_column)
+    elif source_column is not None:
+        raise ValueError(
+            f"`source_column` is {source_column!r}, but {str(name_or_path)!r} has no raw rows of GEdit-Bench, only the "
+            f"columns {dataset.column_names}. Give the benchmark's own rows."
+        )
     check_edit_columns(dataset, str(name_or_path))
     if max_images is not None and "images" in dataset.column_names:
         dataset = _at_most(dataset, max_images)

@@ -193,23 +193,24 @@ class SourceImages:
         """
         return [None if _has_bytes(image) else Path(_path_of(image)) for image in self._images(row)]
 
-    def load(self, row: int) -> list["Image.Image"]:
+    def load(self, row: int, in_rgb: bool = True) -> list["Image.Image"]:
         """
         Decode the images of a row.
 
         Args:
             row (`int`):
                 Number of the row.
+            in_rgb (`bool`, *optional*, defaults to `True`):
+                Whether to convert them with [`~paco_trl.utils.images.to_rgb`]. Otherwise they are in their own mode.
 
         Returns:
-            `list[PIL.Image.Image]`: in RGB (see [`~paco_trl.utils.images.to_rgb`]), of the sizes that
-            [`SourceImages.sizes`] gives.
+            `list[PIL.Image.Image]`: of the sizes that [`SourceImages.sizes`] gives.
 
         Raises:
             ValueError: With the number of the row: pixels are cut short or damaged, the mode has no RGB, or the file
                 has changed since its header was read.
         """
-        return [self._load(row, index, image) for index, image in enumerate(self._images(row))]
+        return [self._load(row, index, image, in_rgb) for index, image in enumerate(self._images(row))]
 
     def _images(self, row: int) -> list["pa.StructScalar"]:
         """The images of a row as Arrow has them: `bytes` and `path`, not copied."""
@@ -260,12 +261,13 @@ class SourceImages:
         except OSError as error:
             raise self._unreadable(self._name(row, index), _path_of(image), error) from error
 
-    def _load(self, row: int, index: int, image: "pa.StructScalar") -> "Image.Image":
+    def _load(self, row: int, index: int, image: "pa.StructScalar", in_rgb: bool) -> "Image.Image":
         from ..utils.images import to_rgb
 
         name, path = self._name(row, index), _path_of(image)
         try:
-            decoded = to_rgb(self._feature.decode_example(image.as_py()), "The image")
+            decoded = self._feature.decode_example(image.as_py())
+            decoded = to_rgb(decoded, "The image") if in_rgb else decoded
         except Exception as error:  # Pillow raises half a dozen kinds
             raise self._unreadable(name, path, error) from error
         if decoded.size != self._sizes[row][index]:

@@ -33,18 +33,18 @@ class ChatRequest(NamedTuple):
     Attributes:
         messages (`list[dict]`):
             Turns, as the interface takes them.
-        seed (`int`):
-            Seed of the answer.
+        seed (`int`, *optional*):
+            Seed of the answer. If `None`, the server's.
         max_tokens (`int`):
             Length at which the answer is cut.
-        temperature (`float`):
-            Temperature of the sampling.
+        temperature (`float`, *optional*):
+            Temperature of the sampling. If `None`, the server's.
     """
 
     messages: list[dict[str, Any]]
-    seed: int
+    seed: int | None
     max_tokens: int
-    temperature: float
+    temperature: float | None
 
 
 class Reply(NamedTuple):
@@ -239,7 +239,8 @@ class ChatEndpoint:
         # Nothing is raised from what it comes of: the key may stand in there
         import openai
 
-        body = {"model": self.model, **request._asdict()}
+        options = {name: value for name, value in request._asdict().items() if value is not None}
+        body = {"model": self.model, **options}
         try:
             completion = await complete_chat(client, body, self._limits)
             return _read(completion, body["max_tokens"])
