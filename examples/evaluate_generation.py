@@ -72,7 +72,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Options of `score` that only one of the benchmarks has
 T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
 T2IS_ONLY += ("batch_size", "trust_remote_code")
-GEDIT_ONLY = ("semantic_prompt", "quality_prompt")
+GEDIT_ONLY = ("protocol", "gedit_repo")
 CALL = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
 
 
@@ -83,7 +83,9 @@ def load_benchmark(args) -> Dataset:
         raise ValueError("`--dataset_name` is missing: the prompts of the benchmark.")
     if args.benchmark == "t2is":
         return load_t2is_bench(args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None))
-    return load_edit_prompts(args.dataset_name, args.dataset_split)
+    # The source that the published script shows its judge is not the one that is edited
+    source = "input_image" if getattr(args, "protocol", None) == "published" else None
+    return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source)
 
 
 def digest_of(benchmark: Dataset) -> str:
@@ -280,9 +282,9 @@ def score_gedit(args: ScoreArguments, benchmark: Dataset, found) -> None:
         benchmark,
         found,
         args.output_dir,
-        semantic_prompt=args.semantic_prompt,
-        quality_prompt=args.quality_prompt,
         rescore_changed=args.rescore_changed,
+        protocol=args.protocol,
+        gedit_repo=args.gedit_repo,
     )
 
 
@@ -331,11 +333,11 @@ def report(args: ReportArguments) -> None:
         )
     leakage, name = find_trained_on(args, benchmark), public_name(args.dataset_name)
     if args.benchmark == "t2is":
-        results = t2is_results(benchmark, systems, args.missing, name, leakage)
+        results = t2is_results(benchmark, systems, args.missing, name, leakage, args.protocol)
     else:
         seed = systems[0].settings.get("seeds", [0])[0]
         sources = Path(args.output_dir) / "sources"
-        results = gedit_results(benchmark, systems, args.missing, name, leakage, seed, sources)
+        results = gedit_results(benchmark, systems, args.missing, name, leakage, seed, sources, args.protocol)
     paths = save_generation_report(results, args.output_dir, args.num_shown)
     if args.card is not None:
         paths["card"] = add_results_to_card(args.card, results)

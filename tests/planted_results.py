@@ -49,7 +49,6 @@ def row(metric: str, label: str, kind: str, values: list[float | None], half: fl
         "higher_is_better": True,
         "cells": cells,
         "difference": difference,
-        "official": None,
         **more,
     }
 
@@ -62,11 +61,11 @@ def t2is_table(judge: str, number: int, num_systems: int) -> dict[str, Any]:
         both = [value if value is None else value + shift * by_judge for value in (base, tuned)]
         return both[2 - num_systems :]
 
-    official = [0.403, 0.4111][2 - num_systems :] if number == 0 else None
+    published = [0.403, 0.4111][2 - num_systems :] if number == 0 else None
     rows = [
         row("identity", "Identity", "dimension", values(0.301, 0.512, True)),
         row("style", "Style", "dimension", values(0.402, 0.523, True)),
-        row("logic", "Logic", "dimension", values(0.403, 0.404, True), official=official),
+        row("logic", "Logic", "dimension", values(0.403, 0.404, True), published=published),
         row("consistency", "Consistency", "group", values(0.369, 0.480, True)),
         row("entity", "Entity", "dimension", values(0.791, 0.721)),
         row("attribute", "Attribute", "dimension", values(0.790, 0.782)),
@@ -164,6 +163,7 @@ def plant_t2is(folder: Path, num_systems: int = 2, per_panel: bool = False) -> d
     ]
     return {
         "benchmark": "T2IS-Bench",
+        "protocol": "default",
         "dataset": "ChengyouJia/T2IS-Bench",
         "dataset_fingerprint": "0123456789abcdef",
         "num_prompts": 10,
@@ -226,6 +226,7 @@ def plant_gedit(folder: Path) -> dict[str, Any]:
     ]
     return {
         "benchmark": "GEdit-Bench",
+        "protocol": "default",
         "dataset": "stepfun-ai/GEdit-Bench",
         "dataset_fingerprint": "fedcba9876543210",
         "num_prompts": 4,

@@ -23,10 +23,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from chat_server import ChatServer
+from judge_server import pictures_of
 from paco_trl import PaCoReward
 from paco_trl.commands import evaluation_arguments
 from paco_trl.data import demo_prompts_path, split_grid, t2is_bench_question
 from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
+from test_gedit import PROMPTS_FILE
 
 
 ROOT = Path(__file__).parent.parent
@@ -167,6 +169,16 @@ class TestT2IS:
         for text in (json.dumps(evaluated), page, card, (workspace / "report" / "results.md").read_text()):
             assert str(workspace) not in text
 
+    def test_the_published_protocol_is_that_of_the_report(self, script, evaluated, workspace, options, tmp_path):
+        words = ["--base", str(workspace / "base"), "--tuned", str(workspace / "tuned"), "--output_dir", str(tmp_path)]
+        script.main(["report", *options["report"], *words, "--protocol", "published"])
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert (evaluated["protocol"], results["protocol"]) == ("default", "published")
+        # No picture is missing, and no score is 0: both are the same arithmetic
+        assert means(results, 1) == pytest.approx(means(evaluated, 1))
+        assert "Seedream" in (tmp_path / "results.md").read_text()
+        assert "Seedream" not in (workspace / "report" / "results.md").read_text()
+
     def test_again_is_the_same(self, script, evaluated, workspace, options, monkeypatch):
         def fail(*args, **kwargs):
             raise AssertionError("a judge was asked again")
@@ -285,7 +297,9 @@ class TestGEdit:
             "instruction_language": ["en", "en", "en", "cn", "cn", "cn"],
             "input_image_raw": [Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(6)],
         }
-        features = Features(dict.fromkeys(rows, Value("string")) | {"input_image_raw": ImageFeature()})
+        rows["input_image"] = [image.resize((24, 24)) for image in rows["input_image_raw"]]
+        images = dict.fromkeys(("input_image_raw", "input_image"), ImageFeature())
+        features = Features(dict.fromkeys(rows, Value("string")) | images)
         Dataset.from_dict(rows, features=features).save_to_disk(str(folder / "bench"))
         build_tiny_flux_kontext(folder / "kontext")
         make_adapter(folder / "adapter", str(folder / "kontext"), 0)
@@ -299,13 +313,20 @@ class TestGEdit:
 
         benchmark = ["--benchmark", "gedit", "--dataset_name", str(edits / "bench")]
         folders = {"base": [], "tuned": ["--adapter", str(edits / "adapter")]}
+        clone = edits / "clone" / "GEdit-Bench" / "viescore"
+        clone.mkdir(parents=True)
+        (clone / "vie_prompts.py").write_text(PROMPTS_FILE)
+        published = ["--protocol", "published", "--gedit_repo", str(edits / "clone")]
         with ChatServer(say, models=["judge"]) as server:
             for name, adapter in folders.items():
                 words = [*benchmark, "--output_dir", str(edits / name)]
                 drawing = ["--model", str(edits / "kontext"), "--dtype", "float32", "--num_inference_steps", "2"]
                 script.main(["draw", *words, *drawing, "--height", "32", "--width", "32", *adapter])
                 script.main(["score", *words, "--judges", "judge", "--judge_url", server.url])
-            assert len(server.requests) >= 2 * 6 * 2
+                assert pictures_of(server.requests[-1])[0][0].size == (512, 512)
+                script.main(["score", *words, "--judges", "judge", "--judge_url", server.url, *published])
+                assert pictures_of(server.requests[-1])[0][0].size == (24, 24)
+            assert len(server.requests) == 2 * 2 * 6 * 2
         words = ["--base", str(edits / "base"), "--tuned", str(edits / "tuned"), "--output_dir", str(edits / "report")]
         script.main(["report", *benchmark, *words])  # without the server
         results = json.loads((edits / "report" / "results.json").read_text())
@@ -316,6 +337,10 @@ class TestGEdit:
         cells = {row["metric"]: row["cells"][0]["mean"] for row in results["tables"][0]["rows"]}
         assert cells == pytest.approx({"semantic_consistency": 6.0, "perceptual_quality": 4.0, "overall": 24**0.5})
         assert (edits / "report" / "report.html").read_text().count("data:image/jpeg;base64,") >= 6
+        assert results["protocol"] == "default"
+        script.main(["report", *benchmark, *words[:-1], str(edits / "published"), *published[:2]])
+        results = json.loads((edits / "published" / "results.json").read_text())
+        assert results["protocol"] == "published" and results["tables"][0]["rows"][0]["cells"][0]["mean"] == 6.0
 
     def test_what_it_needs(self, script, edits):
         benchmark = ["--benchmark", "gedit", "--dataset_name", str(edits / "bench")]
@@ -373,7 +398,7 @@ class TestOptions:
             (["draw", "--num_inference_steps", "0"], "is 0, but must be at least 1"),
             (["score", "--missing", "skip"], "'skip', but must be 'error' or 'zero'"),
             (["score", "--dtype", "fp4"], "'fp4', but must be auto or one of"),
-            (["score", "--quality_prompt", "file"], "`--quality_prompt` would do nothing with `--benchmark t2is`"),
+            (["score", "--protocol", "published"], "`--protocol` would do nothing with `--benchmark t2is`"),
             (["score", "--benchmark", "gedit", "--batch_size", "2"], "`--batch_size` would do nothing"),
             (["score", "--alignment_model", "model"], "`--alignment_model` needs `--alignment_file`"),
             (["score", "--api_key_variable", "NO_SUCH_VARIABLE"], "'NO_SUCH_VARIABLE' .* is not set"),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEdit-Bench: edits that are drawn or found, a planted judge that answers by the pixels it sees, and the figures."""
 
+import base64
+import io
 import json
 import logging
 import math
@@ -28,15 +30,8 @@ from paco_trl.data.building.stage_folder import StageFolder
 from paco_trl.evaluation.generation import gedit
 from paco_trl.evaluation.generation.edit_drawing import draw_edits, edit_keys, find_edits
 from paco_trl.evaluation.generation.gedit import EditScore, gedit_results, score_edits
-from paco_trl.evaluation.generation.gedit_rubric import (
-    overall,
-    perceptual_quality,
-    quality_question,
-    read_answer,
-    read_template,
-    semantic_consistency,
-    semantic_question,
-)
+from paco_trl.evaluation.generation.gedit_published import read_published_answer, read_published_prompts
+from paco_trl.evaluation.generation.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
 from paco_trl.evaluation.generation.leakage import find_leaks
 from paco_trl.evaluation.generation.t2is_results import System
 from test_draw_grids import Calls
@@ -95,31 +90,15 @@ def test_answers_that_are_no_scores(text):
 
 
 def test_the_arithmetic_of_one_edit():
-    assert semantic_consistency(9, 4) == 4 and perceptual_quality(3, 8) == 3
     assert overall(4, 9) == 6 and overall(0, 10) == 0
     assert gedit._edit_score([9.0, 4.0], [9.0, 10.0]) == EditScore(4.0, 9.0, 6.0)
     assert gedit._edit_score([9.0, 4.0], None) is None and gedit._edit_score(None, [9.0, 10.0]) is None
 
 
-def test_the_questions(tmp_path):
-    instruction = 'Write "{a}" on the {instruction} sign'
-    for question in (semantic_question, quality_question):
-        text = question(instruction)
+def test_the_questions():
+    for text in (SEMANTIC, QUALITY):
         assert '"score": [<first number>, <second number>]' in text and "from 0 to 10" in text
-        assert "{instruction}" not in text.replace(instruction, "")
-    assert instruction in semantic_question(instruction) and instruction not in quality_question(instruction)
-    file = tmp_path / "prompt.txt"
-    file.write_text('Rate {instruction}: {"score": []}\n', encoding="utf-8")
-    assert semantic_question("this", read_template(file, True)) == 'Rate this: {"score": []}'
-    file.write_text("Rate it.", encoding="utf-8")
-    assert quality_question("this", read_template(file, False)) == "Rate it."
-    with pytest.raises(ValueError, match="prompt.txt has no {instruction}"):
-        read_template(file, True)
-    file.write_text(" \n", encoding="utf-8")
-    with pytest.raises(ValueError, match="is empty"):
-        read_template(file, False)
-    with pytest.raises(FileNotFoundError, match="no.txt"):
-        read_template(tmp_path / "no.txt", False)
+    assert SEMANTIC.count(PLACEHOLDER) == 1 and PLACEHOLDER not in QUALITY
 
 
 # ---- Drawing ----
@@ -488,26 +467,9 @@ class TestScoring:
         for image, ratio in ((first, 3), (second, 0.5)):
             assert image.width * image.height == pytest.approx(512 * 512, rel=0.01)
             assert image.width / image.height == pytest.approx(ratio, rel=0.01)
-        assert text == semantic_question("en instruction 0.")
+        assert text == SEMANTIC.replace(PLACEHOLDER, "en instruction 0.")
         (only,), text = pictures_of(quality)
-        assert only.tobytes() == second.tobytes() and text == quality_question("en instruction 0.")
-
-    def test_prompts_from_files(self, server, prompts, tmp_path):
-        found = find_edits(plant(tmp_path), prompts)
-        files = {"semantic_prompt": tmp_path / "semantic.txt", "quality_prompt": tmp_path / "quality.txt"}
-        files["semantic_prompt"].write_text('Did {instruction} happen? {"score": []}')
-        files["quality_prompt"].write_text("Is it good?")
-        score_edits(endpoint_of(server), prompts, found, tmp_path, **files)
-        texts = {pictures_of(body)[1] for body in server.requests}
-        assert len(texts) == 13 and "Is it good?" in texts
-        assert 'Did en instruction 3. happen? {"score": []}' in texts
-        results = gedit_results(prompts, [System("base", "model", found, tmp_path)])
-        assert results["scorers"]["consistency"] == ["writer (prompts from files)"]
-        assert "benchmark's own prompts" in results["notes"][0] and "own wording" not in results["notes"][0]
-        # They do not mix with those of another wording
-        files["quality_prompt"].write_text("Is it really good?")
-        with pytest.raises(ValueError, match="`rubric` is"):
-            score_edits(endpoint_of(server), prompts, found, tmp_path, **files)
+        assert only.tobytes() == second.tobytes() and text == QUALITY
 
     def test_resuming_asks_only_what_is_left(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
@@ -592,7 +554,7 @@ class TestScoring:
             for max_attempts in (2, 3, 1):
                 assert score_edits(endpoint_of(server), prompts, found, tmp_path, max_attempts)["en/k3"] is None
         assert "1 of 12 edits after 2 attempt(s) of this run" in caplog.text
-        assert "Run the same again to ask about these alone, with other seeds." in caplog.text
+        assert "Run the same again to ask about these alone." in caplog.text
         bodies = [body for body in server.requests if asked(body) == silent]
         assert [body["temperature"] for body in bodies] == [0.0] + 5 * [0.7]
         assert len({body["seed"] for body in bodies}) == 6 and len(server.requests) == 23 + 6
@@ -705,13 +667,10 @@ class TestResults:
             base, tuned = whole["cells"]
             assert base["mean"] == expected(metric, "en") and base["count"] == 6
             assert tuned["mean"] == expected(metric, "en", change=better, zero=[1])
-            assert whole["official"] == [expected(metric, "en"), expected(metric, "en", change=better, left_out=[1])]
             assert subset["cells"][0]["mean"] == expected(metric, "en", range(5)) and subset["cells"][0]["count"] == 5
-            assert subset["official"][1] == expected(metric, "en", range(5), better, left_out=[1])
             base, tuned = chinese["cells"]
             assert base["mean"] == expected(metric, "cn", left_out=[4]) and base["count"] == 5
             assert tuned["mean"] == expected(metric, "cn", change=better) and tuned["count"] == 6
-            assert chinese["official"] is None  # the same arithmetic where nothing is missing
             assert chinese_subset["cells"][0]["count"] == 4
             low, high = base["interval"]
             assert low < base["mean"] < high
@@ -776,7 +735,11 @@ class TestResults:
 
     def test_what_is_said_beside_the_figures(self, prompts, systems):
         results = gedit_results(prompts, systems, missing="zero")
-        assert "own wording" in results["notes"][0] and "do not compare with published tables" in results["notes"][0]
+        assert (
+            results["protocol"] == "default"
+            and "own wording" in results["notes"][0]
+            and "do not compare with published tables" in results["notes"][0]
+        )
         assert sum("1 edits are left out" in note and "(cn/k4)" in note for note in results["notes"]) == 1
         base, tuned = (system["counts"] for system in results["systems"])
         assert base == {
@@ -844,7 +807,9 @@ class TestResults:
         with pytest.raises(ValueError, match="'the base one' were looked for with other prompts"):
             gedit_results(prompts.select(range(6)), [first])
         unscored = System("tuned", "unscored", find_edits(plant(tmp_path / "a"), prompts), tmp_path / "a")
-        with pytest.raises(ValueError, match="No judge has scored the edits of 'unscored'"):
+        with pytest.raises(
+            ValueError, match="No judge has scored the edits of 'unscored' under the protocol 'default'"
+        ):
             gedit_results(prompts, [first, unscored])
         server.models = ["writer", "other"]
         other = ChatEndpoint(server.url, "other", max_retries=0)
@@ -855,6 +820,181 @@ class TestResults:
         two_judges = gedit_results(prompts, [unscored])
         assert sorted(two_judges["scorers"]["consistency"]) == ["other", "writer"]
         assert len(two_judges["tables"]) == 8 and len({table["title"] for table in two_judges["tables"]}) == 8
+
+
+# ---- The published protocol ----
+
+# Of the layout of the benchmark's file, with texts of this test
+PROMPTS_FILE = '''# generated
+raise RuntimeError("this file is never run")
+
+_context_no_delimit = """You are a {judge}.
+Answer in JSON."""
+
+_context = """Another text."""
+
+_prompts_0shot_two_image_edit_rule = """Two images: before, after.
+"""
+
+_prompts_0shot_tie_rule_SC = """
+Rate the edit. Editing instruction: <instruction>
+"""
+
+_prompts_0shot_rule_PQ = """Rate the image."""
+'''
+PUBLISHED_SEMANTIC = (
+    "You are a {judge}.\nAnswer in JSON.\nTwo images: before, after.\n\n\nRate the edit. Editing instruction: "
+)
+PUBLISHED_QUALITY = "You are a {judge}.\nAnswer in JSON.\nRate the image."
+
+
+@pytest.fixture(scope="module")
+def gedit_repo(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "GEdit-Bench" / "viescore").mkdir(parents=True)
+    (folder / "GEdit-Bench" / "viescore" / "vie_prompts.py").write_text(PROMPTS_FILE)
+    return folder
+
+
+def jpeg_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+class TestPublishedProtocol:
+    def test_prompts_are_read_and_not_run(self, gedit_repo, tmp_path):
+        prompts = read_published_prompts(gedit_repo)
+        assert prompts == {"semantic": f"{PUBLISHED_SEMANTIC}<instruction>\n", "quality": PUBLISHED_QUALITY}
+        with pytest.raises(FileNotFoundError, match=r"viescore/vie_prompts.py .*git clone"):
+            read_published_prompts(tmp_path)
+        shutil.copytree(gedit_repo, tmp_path / "clone")
+        file = tmp_path / "clone" / "GEdit-Bench" / "viescore" / "vie_prompts.py"
+        for text, message in (
+            (
+                PROMPTS_FILE.replace("_prompts_0shot_rule_PQ", "other"),
+                "no text _prompts_0shot_rule_PQ. It is of another",
+            ),
+            (PROMPTS_FILE.replace("<instruction>", "<prompt>"), "has no <instruction>"),
+            (PROMPTS_FILE[:-5], "is no Python file"),
+        ):
+            file.write_text(text)
+            with pytest.raises(ValueError, match=message):
+                read_published_prompts(tmp_path / "clone")
+
+    def test_what_the_judge_is_sent(self, server, gedit_repo, tmp_path):
+        source, edited = picture(90, 30, 0), picture(50, 100, 1).convert("RGBA")
+        edited.putalpha(100)
+        edited.save(tmp_path / "k.png")
+        prompts = edits_of([{"id": "k", "prompt": "Do {it}.", "image": source}])
+        found = find_edits(tmp_path, prompts)
+        score = score_edits(endpoint_of(server), prompts, found, tmp_path, protocol="published", gedit_repo=gedit_repo)
+        # In the size of the source, and what is transparent as it is stored
+        shown = jpeg_url(edited.convert("RGB").resize((90, 30)))
+        semantic, quality = sorted(server.requests, key=lambda body: -len(body["messages"][0]["content"]))
+        for body, text, urls in (
+            (semantic, f"{PUBLISHED_SEMANTIC}Do {{it}}.\n", [jpeg_url(source), shown]),
+            (quality, PUBLISHED_QUALITY, [shown]),
+        ):
+            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+            content = [{"type": "text", "text": text}, *pictures]
+            assert body == {
+                "model": "writer",
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": 1400,
+            }
+        assert len(score) == 1
+        score_edits(endpoint_of(server), prompts, found, tmp_path)  # ours: the pictures first, PNG, another size
+        parts = server.requests[-1]["messages"][0]["content"]
+        assert parts[-1]["type"] == "text" and parts[0]["image_url"]["url"].startswith("data:image/png")
+
+    @pytest.mark.parametrize(
+        ("text", "first", "again"),
+        [
+            ('{"score" : [9, 7], "reasoning" : "it"}', [9, 7], [9, 7]),
+            ('```json\n{\n"score": [2.5, 3]\n}\n```', [2.5, 3], [2.5, 3]),
+            ('||V^=^V||\n{"score": [4, 5, 6]}\n||V^=^V||', [4, 5, 6], [4, 5, 6]),
+            ('{"reasoning": "two\nlines", "score": 8}', [8], [8]),
+            ("{score: 8, reasoning: no quotes}", [8], [8]),
+            ("I say [6, 0].", [6, 0], None),
+            ("7", [7], None),
+            ("[6, 0, 1]", None, None),
+            ("I would give it 9 and 7.", None, None),
+            ("", None, None),
+            ('{"score": [9, 7], "reasoning": "he says "yes""}', None, None),
+            ('{"score": [11, 7]}', None, None),
+            ('{"score": ["9", 7]}', None, None),
+            ('{"score": [true, NaN]}', None, None),
+            ('{"score": []}', None, None),
+            ('{"scores": [9, 7]}', None, None),
+            ("} {", None, None),
+        ],
+    )
+    def test_answers(self, text, first, again):
+        assert read_published_answer(text, False) == first and read_published_answer(text, True) == again
+
+    def test_from_asking_to_the_figures(self, server, prompts, gedit_repo, tmp_path, caplog):
+        found = find_edits(plant(tmp_path, leave_out=("en/k1",)), prompts)
+        published = {"protocol": "published", "gedit_repo": gedit_repo}
+
+        def odd(body):
+            # JPEG changes a colour a little: an edit is known by its width
+            images, text = pictures_of(body)
+            number, kind = (images[-1].width - 60) // 20, len(images)
+            if number == 4 and "cn" in text:
+                return "I cannot say."
+            return json.dumps({"score": [number + kind, 9], "reasoning": "Seen."})
+
+        server.say = odd
+        with caplog.at_level(logging.WARNING):
+            scores = score_edits(endpoint_of(server), prompts, found, tmp_path, **published)
+        assert [key for key, score in scores.items() if score is None] == ["cn/k4"]
+        assert "about 1 of 11 edits after 2 attempt(s)" in caplog.text
+        assert len(server.requests) == 22 + 1 and not any({"seed", "temperature"} & set(b) for b in server.requests)
+        assert scores["en/k3"] == EditScore(5.0, 4.0, math.sqrt(20))
+        system = System("base", "model", found, tmp_path)
+        results = gedit_results(prompts, [system], missing="zero", protocol="published")
+        assert results["protocol"] == "published"
+        values = {number: math.sqrt((number + 2) * (number + 1)) for number in range(6)}
+        english, _, chinese, _ = (table["rows"][2]["cells"][0] for table in results["tables"])
+        # The mean of the task types' means, over what is there
+        assert english["mean"] == pytest.approx(
+            ((values[0] + values[2]) / 2 + (values[3] + values[4] + values[5]) / 3) / 2
+        )
+        assert chinese["mean"] == pytest.approx(
+            (sum(map(values.get, (0, 1, 2))) / 3 + (values[3] + values[5]) / 2) / 2
+        )
+        missing, unanswered = sorted(results["alerts"], key=lambda text: "no readable" in text)
+        assert "1 missing edits are left out, as by the benchmark's own script (en/k1)" in missing
+        assert "(cn/k4)" in unanswered and "script gives them a random score" in unanswered
+        assert "under the published protocol, with the benchmark's own prompts" in results["notes"][0]
+        # Scores of the one protocol are none of the other
+        with pytest.raises(ValueError, match="under the protocol 'default'"):
+            gedit_results(prompts, [system], missing="zero")
+        server.say = say
+        score_edits(endpoint_of(server), prompts, found, tmp_path)
+        ours = gedit_results(prompts, [system], missing="zero")
+        assert ours["protocol"] == "default" and ours["tables"][0]["rows"][2]["cells"][0]["count"] == 6
+        assert gedit_results(prompts, [system], missing="zero", protocol="published") == results
+
+    def test_what_is_refused(self, server, prompts, gedit_repo, tmp_path):
+        found = find_edits(plant(tmp_path), prompts)
+        for arguments, message in (
+            ({"protocol": "published"}, "`gedit_repo` is None and `protocol` 'published'"),
+            ({"gedit_repo": gedit_repo}, "`protocol` 'default'"),
+            ({"protocol": "script"}, "`protocol` is 'script', but must be one of default, published"),
+            (
+                {"protocol": "published", "gedit_repo": gedit_repo, "seed": 1},
+                "`seed` is 1, but the published protocol",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                score_edits(endpoint_of(server), prompts, found, tmp_path, **arguments)
+        assert server.requests == []
+        found.files["en/k2"].write_bytes(found.files["en/k2"].read_bytes()[:-30])
+        published = {"protocol": "published", "gedit_repo": gedit_repo}
+        with pytest.raises(ValueError, match="en/k2.png cannot be read"):
+            score_edits(endpoint_of(server), prompts, find_edits(tmp_path, prompts), tmp_path, **published)
 
 
 SCRIPT = """

@@ -204,14 +204,14 @@ def test_metric_tables_have_a_row_for_each_metric_of_each_judge(planted):
     assert "Lower is better: Duplicate rate." in first.lines
     # The weights are written out
     assert rows["Weighted average (0.2 aesthetics + 0.3 alignment + 0.5 consistency)"][0] == "n/a"
-    # The official arithmetic where it differs, and no column of it where it does not
-    assert first.columns[-2:] == ("official: base", "official: tuned")
+    # The published protocol where it differs, and no column of it where it does not
+    assert first.columns[-2:] == ("published: base", "published: tuned")
     assert rows["Logic"][-2:] == ("", "0.411") and rows["Identity"][-2:] == ("", "")
     assert {texts[-2:] for name, texts in rows.items() if name != "Logic"} == {("", "")}
     assert any(
-        line.startswith("Official: the value by the benchmark's own script; empty where") for line in first.lines
+        line.startswith("Published: the value under the published protocol; empty where") for line in first.lines
     )
-    assert not any("official" in name for name in second.columns)
+    assert not any("published" in name for name in second.columns)
     assert {row[0]: row[1] for row in second.rows}["Identity"] == "0.601 [0.581, 0.621]"
 
 
@@ -225,7 +225,7 @@ def test_counts_are_shown_where_systems_differ(results):
 def test_one_system_has_no_differences(world):
     results = plant_t2is(world / "one", num_systems=1)
     (first, _), (broken_down, *_) = metric_tables(results), breakdown_tables(results)
-    assert first.columns == ("metric", "fox-lora (tuned)", "n", "official: tuned")
+    assert first.columns == ("metric", "fox-lora (tuned)", "n", "published: tuned")
     assert broken_down.columns == ("", "prompts", "fox-lora (tuned)")
     assert settings_table(results).columns == ("setting", "fox-lora (tuned)")
     assert difference_chart(results["tables"][0]) is None
@@ -413,7 +413,7 @@ def test_markdown_has_the_numbers_of_the_tables(planted):
 
 
 def test_published_figures_stand_apart(planted):
-    markdown = markdown_report(planted)
+    markdown = markdown_report({**planted, "protocol": "published"})
     published = section_of(markdown, PUBLISHED_HEADING)
     before = markdown[: markdown.index(PUBLISHED_HEADING)]
     assert published.count("### Published: ") == 3
@@ -422,6 +422,31 @@ def test_published_figures_stand_apart(planted):
             assert rows_of(published, row[0]) and not rows_of(before, row[0])
     # Once, though two tables have it
     assert published.count("It is not the untuned FLUX.1-dev") == 1
+
+
+def test_published_figures_stand_only_beside_the_published_protocol(results, tmp_path):
+    for protocol in ("default", "published"):
+        paths = save_generation_report({**results, "protocol": protocol}, tmp_path / protocol)
+        is_published = protocol == "published"
+        assert json.loads(paths["json"].read_text())["protocol"] == protocol
+        markdown, page = paths["markdown"].read_text(), Page(paths["html"])
+        assert (PUBLISHED_HEADING in markdown) == ("published" in page.texts) == is_published
+        assert ("Seedream 4.0" in markdown) == ("Seedream 4.0" in paths["html"].read_text()) == is_published
+        assert markdown.startswith(f"# T2IS-Bench{', published protocol' * is_published}: ")
+        assert f"- protocol: {protocol}\n" in markdown and f"Protocol: {protocol}. In brackets" in page.text("results")
+
+
+def test_results_of_before_protocols_had_names(results, card, tmp_path):
+    del results["protocol"]
+    before = card.read_bytes()
+    for call in (
+        lambda: save_generation_report(results, tmp_path / "report"),
+        lambda: add_results_to_card(card, results),
+        lambda: print_report(results, Console(quiet=True)),
+    ):
+        with pytest.raises(ValueError, match="`protocol` of the results is None, .* run `report` again"):
+            call()
+    assert card.read_bytes() == before and not (tmp_path / "report").exists()
 
 
 def test_markdown_of_hostile_texts(results):
@@ -500,7 +525,7 @@ def test_page_shows_the_planted_sets(tmp_path, per_panel):
         expected = panel(number, 0).getpixel((20, 8))
         assert max(abs(a - b) for a, b in zip(shown.getpixel((left, top)), expected, strict=True)) < 12
     assert "Consistency 0.250 0.950 +0.700" in page.text("best")
-    assert "Number 3." in page.text("best") and PUBLISHED_HEADING in page.text("published")
+    assert "Number 3." in page.text("best") and "published" not in page.texts
     # With files of their own, one panel of set 0 is not there
     assert ("panels are missing" in page.text("worst")) == per_panel
     red, green, blue = np.moveaxis(np.asarray(page.pictures("worst")[0]).astype(int), 2, 0)
@@ -538,7 +563,6 @@ def test_page_of_edits_shows_the_sources(tmp_path):
     assert len(page.pictures("best")) == 3
     assert re.search(r"source.*base.*tuned", page.text("best"))
     assert "6.469 [6.449, 6.489]" in page.text("results")
-    assert "Which judge gave the scores is not known" in page.text("published")
     assert "copies" not in page.texts
     # What is no part of the benchmark is not said to lack a scorer
     assert "scorers: consistency: Qwen2.5-VL-72B-Instruct" in page.texts[""] and "no scorer" not in page.texts[""]
@@ -717,12 +741,12 @@ def test_results_are_added_to_a_card(results, card):
     assert bullets[0] == "**Missing pictures count 0 (1 of tuned).**"
     assert bullets[-4:] == [
         "Leakage: not checked: the training prompts were not given.",
-        "Logic by the benchmark's own script: 0.411 for fox-lora (tuned).",
+        "Logic under the published protocol: 0.411 for fox-lora (tuned).",
         "The pictures are in images.",
         "Which scorer of aesthetics the published figures are of is not known.",
     ]
     # Of the second judge no value differs
-    assert after.count("by the benchmark's own script") == 1 and after.count("scorer of aesthetics") == 2
+    assert after.count("under the published protocol") == 1 and after.count("scorer of aesthetics") == 2
     assert "Seedream" not in after and "Gemini" not in after
 
 
@@ -742,6 +766,25 @@ def test_a_card_written_twice_is_the_same_card(results, card):
     text = card.read_text(encoding="utf-8")
     assert text.count("## T2IS-Bench, judge") == 2 and "0.900 [0.880, 0.920]" in text
     assert "0.812 [" not in text
+
+
+def test_results_of_both_protocols_stand_beside_one_another(results, card):
+    add_results_to_card(card, results)
+    once = card.read_text(encoding="utf-8")
+    results["protocol"] = "published"
+    results["tables"][0]["rows"][0]["cells"][1] = cell(0.9)
+    for _ in range(2):
+        add_results_to_card(card, results)
+    text = card.read_text(encoding="utf-8")
+    assert text.count("<!-- results of") == 4 and once.count("<!-- results of") == 2
+    assert text.count("## T2IS-Bench, published protocol, judge") == 2 and text.count("- protocol: published") == 2
+    assert once.count("- protocol: default") == text.count("- protocol: default") == 2
+    values = {
+        (one.dataset_config, one.metric_type): one.metric_value for one in ModelCard.load(card).data.eval_results
+    }
+    judge = f"judge {JUDGES[0]}"
+    assert values[judge, "identity"] == 0.512 and values[f"{judge}, published protocol", "identity"] == 0.9
+    assert values["scorer clip-flant5-xxl, published protocol", "entity"] == 0.721
 
 
 def test_results_of_edits_stand_beside_others(results, card, tmp_path):

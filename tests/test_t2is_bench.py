@@ -200,7 +200,7 @@ class TestArithmetic:
             {"identity": [[]], "style": [[]], "logic": [[]]},  # one picture: no pairs
         ]
         # The script, step by step: criteria, then cases with 0 for what is not there, then the mean above 0
-        assert consistency_means(cases, strict=True) == pytest.approx(
+        assert consistency_means(cases, protocol="published") == pytest.approx(
             {"identity": (0.3 + 0.7) / 2, "style": (0.5 + 0.2) / 2, "logic": 0.4}
         )
         ours = consistency_means(cases)
@@ -209,13 +209,13 @@ class TestArithmetic:
     def test_a_question_without_an_answer(self):
         cases = [{"identity": [[0.2, None]]}, {"identity": [[0.6, 0.6]]}]
         assert consistency_means(cases)["identity"] == pytest.approx(0.6)  # not a mean over fewer pairs
-        assert consistency_means(cases, strict=True)["identity"] == pytest.approx(0.4)
+        assert consistency_means(cases, protocol="published")["identity"] == pytest.approx(0.4)
         assert math.isnan(consistency_means(cases)["logic"])
-        assert consistency_means(cases, strict=True)["logic"] == 0.0
+        assert consistency_means(cases, protocol="published")["logic"] == 0.0
 
     def test_alignment_counts_images_and_not_cases(self):
         images = [{"entity": 1.0}, {"entity": 0.5, "attribute": 0.2}, {}]
-        ours, script = alignment_means(images), alignment_means(images, strict=True)
+        ours, script = alignment_means(images), alignment_means(images, protocol="published")
         assert ours["entity"] == pytest.approx(0.5) and script["entity"] == pytest.approx(0.75)
         assert ours["attribute"] == pytest.approx(0.1) and script["attribute"] == pytest.approx(0.2)
         assert math.isnan(script["relation"])
@@ -466,7 +466,8 @@ class TestPlantedSets:
             0.2 * fmean(bright) + 0.3 * 0.5 + 0.5 * fmean(expected.values())
         )
         # No pictures are missing, each case has its dimensions above 0: the script's arithmetic says the same
-        assert all(one["official"] is None for one in results["tables"][0]["rows"])
+        assert results["protocol"] == "default"
+        assert all(one["published"] is None for one in results["tables"][0]["rows"])
         json.dumps(results, allow_nan=False)
 
     def test_identical_and_foreign_panels(self, bench, tmp_path):
@@ -498,20 +499,34 @@ class TestPlantedSets:
         results = t2is_results(bench, [system], missing="zero")
         # Three of six pairs are there; of the set of two panels none
         assert mean(results, "identity") == pytest.approx(fmean([3 * 0.91 / 6, 0.0]))
-        assert row(results, "identity")["official"] == pytest.approx(
+        assert row(results, "identity")["published"] == pytest.approx(
             [0.91]
         )  # scored on what is there, the other dropped
         assert mean(results, "aesthetics") == pytest.approx((3 * 200 + 3 * 100 + 50) / 255 / 9)
-        # The script knows neither aesthetics nor an average
-        assert row(results, "aesthetics")["official"] is None and row(results, "average")["official"] is None
-        assert row(results, "entity")["official"] == pytest.approx([0.5]) and mean(results, "entity") < 0.5
+        assert row(results, "aesthetics")["published"] == pytest.approx([(3 * 200 + 3 * 100 + 50) / 255 / 7])
+        assert row(results, "entity")["published"] == pytest.approx([0.5]) and mean(results, "entity") < 0.5
         assert results["systems"][0]["counts"]["missing panels"] == 2
         (alert,) = results["alerts"]
         assert "2 panels of 'planted system' are missing and count 0" in alert and "0001/0, 0003/0" in alert
         assert alert in results["notes"]
+        # The same values, with intervals, when they are asked for
+        published = t2is_results(bench, [system], missing="zero", protocol="published")
+        assert published["protocol"] == "published"
+        for ours, theirs in zip(results["tables"][0]["rows"], published["tables"][0]["rows"], strict=True):
+            assert theirs["published"] is None
+            beside = ours["published"] or [ours["cells"][0]["mean"]]
+            assert theirs["cells"][0]["mean"] == pytest.approx(beside[0])
+        low, high = row(published, "style")["cells"][0]["interval"]
+        assert low < mean(published, "style") < high
+        assert (
+            "2 panels of 'planted system' are missing and left out, as by the benchmark's own"
+            in published["alerts"][0]
+        )
+        with pytest.raises(ValueError, match="`protocol` is 'strict', but must be one of default, published"):
+            t2is_results(bench, [system], missing="zero", protocol="strict")
         cases = [by_dimension(IDENTICAL, name, left_out) for name in PROMPTS]
-        assert consistency_means(cases, strict=True)["identity"] == pytest.approx(
-            row(results, "identity")["official"][0]
+        assert consistency_means(cases, protocol="published")["identity"] == pytest.approx(
+            row(results, "identity")["published"][0]
         )
 
     def test_a_missing_grid(self, bench, tmp_path):
@@ -522,7 +537,7 @@ class TestPlantedSets:
             t2is_results(bench, [system])
         results = t2is_results(bench, [system], missing="zero")
         assert mean(results, "style") == pytest.approx(fmean([0.925, 0.0, 0.91]))
-        assert row(results, "style")["official"] == pytest.approx([fmean([0.925, 0.91])])
+        assert row(results, "style")["published"] == pytest.approx([fmean([0.925, 0.91])])
 
     def test_a_gain_of_copies_is_seen(self, bench, tmp_path):
         systems = []

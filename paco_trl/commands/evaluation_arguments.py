@@ -11,6 +11,7 @@ _DATASET = {
 }
 _SPLIT = {"help": "Split of the dataset."}
 _ALIGNMENT_FILE = {"help": "`prompt_alignment.json` of T2IS-Bench: what each panel should show."}
+_PROTOCOL = {"help": "`default`, or `published` for what the benchmark's own script does."}
 _MISSING = {"help": "What missing pictures are: `error`, or `zero` for a score of 0 each."}
 
 
@@ -165,12 +166,12 @@ class ScoreArguments:
             Name of the environment variable that holds the key of the servers. If `None`, no key is sent.
         max_concurrency (`int`, *optional*, defaults to `8`):
             Requests to a server under way at the same time.
-        semantic_prompt (`str`, *optional*):
-            File with the text that asks for semantic consistency, with `{instruction}` in it. If `None`, that of this
-            package, which is not the published one.
-        quality_prompt (`str`, *optional*):
-            File with the text that asks for perceptual quality. If `None`, that of this package, which is not the
-            published one.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            With `gedit`: `default`, or `published` for the questions of the benchmark's own script. With `t2is` the
+            protocol is a matter of the report.
+        gedit_repo (`str`, *optional*):
+            Folder of a clone of `stepfun-ai/Step1X-Edit`, from which the published protocol of `gedit` reads its
+            prompts.
     """
 
     benchmark: str = field(default="t2is", metadata=_BENCHMARK)
@@ -246,18 +247,18 @@ class ScoreArguments:
         },
     )
     max_concurrency: int = field(default=8, metadata={"help": "Requests to a server under way at the same time."})
-    semantic_prompt: str | None = field(
-        default=None,
+    protocol: str = field(
+        default="default",
         metadata={
-            "help": "File with the text that asks for semantic consistency, with `{instruction}` in it. If `None`, that "
-            "of this package, which is not the published one."
+            "help": "With `gedit`: `default`, or `published` for the questions of the benchmark's own script. With "
+            "`t2is` the protocol is a matter of the report."
         },
     )
-    quality_prompt: str | None = field(
+    gedit_repo: str | None = field(
         default=None,
         metadata={
-            "help": "File with the text that asks for perceptual quality. If `None`, that of this package, which is not "
-            "the published one."
+            "help": "Folder of a clone of `stepfun-ai/Step1X-Edit`, from which the published protocol of `gedit` reads "
+            "its prompts."
         },
     )
 
@@ -290,6 +291,8 @@ class ReportArguments:
             them. If `None`, the report says that it was not checked.
         train_dataset_split (`str`, *optional*, defaults to `"train"`):
             Split of them.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `default`, or `published` for what the benchmark's own script does.
         num_shown (`int`, *optional*, defaults to `6`):
             Sets that the page shows of each kind: best, worst, most changed.
         card (`str`, *optional*):
@@ -317,6 +320,7 @@ class ReportArguments:
         },
     )
     train_dataset_split: str = field(default="train", metadata={"help": "Split of them."})
+    protocol: str = field(default="default", metadata=_PROTOCOL)
     num_shown: int = field(
         default=6, metadata={"help": "Sets that the page shows of each kind: best, worst, most changed."}
     )

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
+PROTOCOLS = ("default", "published")
+
+
+def check_protocol(protocol: str) -> None:
+    """Refuse a protocol that does not exist."""
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"`protocol` is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
+
+
 class RowImages:
     """
     Images of a dataset's rows in the order of their columns, with the pixels that a judge sees, see [`to_rgb`].

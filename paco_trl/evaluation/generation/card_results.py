@@ -14,8 +14,8 @@ from huggingface_hub.utils import yaml_dump
 from ...data.building.stage_folder import write_atomically
 from ...utils.names import public_name
 from .report_markdown import markdown_table, markdown_text
-from .report_numbers import cell_text, public_results, row_label, system_name, verdict
-from .report_sentences import alerts, facts, leakage_line, official_lines
+from .report_numbers import benchmark_name, cell_text, protocol_of, public_results, row_label, system_name, verdict
+from .report_sentences import alerts, facts, leakage_line, published_lines
 from .report_tables import ReportTable, scored_by
 
 
@@ -128,7 +128,7 @@ def card_eval_results(results: dict[str, Any], task_type: str) -> list[EvalResul
 
     Returns:
         `list[EvalResult]`: one for each dimension, group mean and average that has a value. The configuration of the
-        dataset is the judge or scorer, so that values by two of them stay apart.
+        dataset is the judge or scorer, and the published protocol, so that values by two of them stay apart.
     """
     place = [system["role"] for system in results["systems"]].index("tuned")
     dataset = public_name(results["dataset"] or results["benchmark"])
@@ -155,10 +155,10 @@ def card_eval_results(results: dict[str, Any], task_type: str) -> list[EvalResul
 def _scorer_of(row: dict[str, Any], table: dict[str, Any], results: dict[str, Any]) -> str:
     """By what a metric was scored, such as `judge Qwen2.5-VL-7B-Instruct`."""
     scorer = scored_by(row["metric"], table["title"], results)
-    if scorer.startswith(("judge ", "scorer ")) or "judge: " in scorer:
-        return scorer
-    # The only judge is not in the title of a language
-    return f"{scorer}, judge {' and '.join(results['scorers']['consistency'])}"
+    if not (scorer.startswith(("judge ", "scorer ")) or "judge: " in scorer):
+        # The only judge is not in the title of a language
+        scorer = f"{scorer}, judge {' and '.join(results['scorers']['consistency'])}"
+    return scorer + (", published protocol" if protocol_of(results) == "published" else "")
 
 
 def _with_results(metadata: str, body: str, card_path: Path, results: dict[str, Any], line_break: str) -> str:
@@ -206,7 +206,7 @@ def _title(body: str, card_path: Path) -> str:
 
 def _with_section(body: str, results: dict[str, Any], table: dict[str, Any], line_break: str) -> str:
     """The text of the card with the section of a table: in the place of the one that is there, or a new one."""
-    name = re.sub(r"[^\w.,:-]+", " ", f"{results['benchmark']}, {table['title']}").replace("--", "-")
+    name = re.sub(r"[^\w.,:-]+", " ", f"{benchmark_name(results)}, {table['title']}").replace("--", "-")
     begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
     section = "\n\n".join([begin, *_section(results, table), end]).replace("\n", line_break)
     there = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", body, re.DOTALL)
@@ -234,7 +234,7 @@ def _section(results: dict[str, Any], table: dict[str, Any]) -> list[str]:
             cells.append(verdict(row["difference"], row["higher_is_better"]))
         rows.append(tuple(cells))
     kinds = tuple(row["kind"] for row in table["rows"])
-    title = f"{results['benchmark']}, {re.sub('^Judge: ', 'judge ', table['title'])}"
+    title = f"{benchmark_name(results)}, {re.sub('^Judge: ', 'judge ', table['title'])}"
     shown = markdown_table(ReportTable(title, tuple(columns), tuple(rows), kinds))
     lower = [row["label"] for row in table["rows"] if not row["higher_is_better"]]
     said = ["In brackets: 95 % bootstrap interval over prompts."]
@@ -247,6 +247,6 @@ def _section(results: dict[str, Any], table: dict[str, Any]) -> list[str]:
     bullets = [f"- **{markdown_text(line)}**" for line in alerts(results)]
     bullets += [
         f"- {markdown_text(line)}"
-        for line in (*facts(results), leakage_line(results), *official_lines(table, results), *notes)
+        for line in (*facts(results), leakage_line(results), *published_lines(table, results), *notes)
     ]
     return [f"## {markdown_text(title)}", shown, markdown_text(" ".join(said)), "\n".join(bullets)]

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
@@ -21,21 +20,19 @@ from ...data.building.draw_grids import to_png
 from ...data.building.stage_folder import digest, write_atomically
 from ...data.columns import shorten, some_of
 from ...data.source_images import SourceImages
-from ..runs import dataset_fingerprint
+from ..runs import check_protocol, dataset_fingerprint
 from .edit_drawing import FoundEdits, edit_keys
-from .gedit_rubric import (
-    PLACEHOLDER,
-    overall,
-    perceptual_quality,
-    quality_question,
-    read_answer,
-    read_template,
-    semantic_consistency,
-    semantic_question,
+from .gedit_published import (
+    PUBLISHED_ATTEMPTS,
+    open_like_source,
+    published_request,
+    read_published_answer,
+    read_published_prompts,
 )
+from .gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
 from .image_sets import open_picture
 from .score_store import ScoreStore, read_scores
-from .statistics import Unit, Values, cell, difference
+from .statistics import Unit, cell, difference
 from .t2is_results import PACKAGES, System, condition_notes
 
 
@@ -57,12 +54,13 @@ LANGUAGES = {"en": "English", "cn": "Chinese"}
 # Pixels of a picture when it is sent, as the benchmark's own script resizes it
 _AREA = 512 * 512
 _MAX_TOKENS = 1024
+_MAX_ATTEMPTS = 3
 # Of the attempts after the first, which has 0: at 0 an unreadable answer would come again
 _RETRY_TEMPERATURE = 0.7
 # Answers after which it is clear that there will be no readable one
 _ONLY_NONSENSE = 24
 
-_QUESTIONS = {"semantic": semantic_question, "quality": quality_question}
+_QUESTIONS = {"semantic": SEMANTIC, "quality": QUALITY}
 
 
 class EditScore(NamedTuple):
@@ -99,26 +97,33 @@ def score_edits(
     prompts: "Dataset",
     edits: FoundEdits,
     folder: str | Path,
-    max_attempts: int = 3,
+    max_attempts: int | None = None,
     seed: int = 0,
-    semantic_prompt: str | Path | None = None,
-    quality_prompt: str | Path | None = None,
     rescore_changed: bool = False,
+    protocol: str = "default",
+    gedit_repo: str | Path | None = None,
 ) -> dict[str, EditScore | None]:
     """
     Ask a served vision-language model two questions about each edit, each with two numbers from 0 to 10: of source and
     edit, how far the instruction was carried out and how well the rest was left alone; of the edit alone, how natural
     and how free of flaws it is. The lower number of each pair counts, and overall their geometric mean.
 
-    Pictures are sent with an area of 512 x 512 pixels and their own aspect ratio, the source first. A question is asked
+    With `protocol="default"`, pictures are sent with an area of 512 x 512 pixels and their own aspect ratio, the source first. A question is asked
     at temperature 0, and if the answer cannot be read again at 0.7 with another seed. Each answer is on the disk as it
     comes: a run that was stopped asks only what is left, on any number of processes (`accelerate launch`), which share
     the questions. What had no readable answer is asked again in the next run, at 0.7 and with further seeds.
 
+    With `protocol="published"`, the judge is asked as the benchmark's own script asks GPT-4.1: with its prompts, the text
+    before the pictures, the edit in the size of the source, both as JPEG, at most 1,400 tokens, neither temperature nor
+    seed; and its answers are read as that script reads them. Give `input_image` as source, as the script does
+    (`load_edit_prompts(..., source_column="input_image")`). Where the script takes a random score, because it cannot read
+    a second answer, there is none; numbers outside of 0 to 10, which it takes, cannot be read; and of the two questions
+    only the one whose answer it could not read is asked again, not both. The script asks Qwen2.5-VL-72B-Instruct in
+    another way (pictures first, PNG), which is not repeated.
+
     > [!WARNING]
-    > The prompts are this project's own wording of the benchmark's protocol, and scores depend on wording and judge: they
-    > do not compare with published tables, which need the benchmark's prompts (as files) and GPT-4.1 or
-    > Qwen2.5-VL-72B-Instruct.
+    > The default prompts are this project's own wording, and scores depend on wording and judge: they do not compare with
+    > published tables, nor do those of the published protocol by another judge than that of the table.
 
     Args:
         endpoint ([`~paco_trl.data.building.ChatEndpoint`]):
@@ -129,17 +134,17 @@ def score_edits(
             The edited pictures. Prompts without one are not asked about.
         folder (`str` or `Path`):
             Folder of the system; the answers are put into `scores` in it.
-        max_attempts (`int`, *optional*, defaults to `3`):
-            How often a question is asked in one run.
+        max_attempts (`int`, *optional*):
+            How often a question is asked in one run. If `None`, 3, or with the published protocol 2, as its script does.
         seed (`int`, *optional*, defaults to `0`):
-            Seed from which that of each request follows.
-        semantic_prompt (`str` or `Path`, *optional*):
-            File with another wording of the first question, `{instruction}` in it.
-        quality_prompt (`str` or `Path`, *optional*):
-            File with another wording of the second question.
+            Seed from which that of each request follows; not for the published protocol.
         rescore_changed (`bool`, *optional*, defaults to `False`):
             Whether edits that have changed since they were scored are scored anew, and the scores of those that are not
             there any more dropped. Otherwise they are an error.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"default"` or `"published"`. Scores of both stand beside one another in the folder.
+        gedit_repo (`str` or `Path`, *optional*):
+            Folder of a clone of `stepfun-ai/Step1X-Edit`, from which the published prompts are read.
 
     Returns:
         `dict[str, EditScore | None]`: key (see [`edit_keys`]) -> scores, `None` for an edit with an answer that could not
@@ -147,16 +152,24 @@ def score_edits(
 
     Raises:
         EndpointUnavailableError: If the judge cannot be asked. What came until then is kept.
+        FileNotFoundError: If `gedit_repo` has no file with the prompts.
         ValueError: If an argument is out of its range, a picture cannot be read, a picture or an instruction has changed
             since it was scored, the folder has answers to other questions, or nothing that the judge says can be read.
     """
+    check_protocol(protocol)
+    is_published = protocol == "published"
+    if max_attempts is None:
+        max_attempts = PUBLISHED_ATTEMPTS if is_published else _MAX_ATTEMPTS
     if type(max_attempts) is not int or max_attempts < 1:
         raise ValueError(f"`max_attempts` is {max_attempts!r}. It must be an int of at least 1.")
-    templates = {
-        "semantic": None if semantic_prompt is None else read_template(semantic_prompt, needs_instruction=True),
-        "quality": None if quality_prompt is None else read_template(quality_prompt, needs_instruction=False),
-    }
-    rubric = digest([_QUESTIONS[kind](PLACEHOLDER, template) for kind, template in templates.items()])[:16]
+    if is_published != (gedit_repo is not None):
+        raise ValueError(
+            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol needs the folder of a clone "
+            "of https://github.com/stepfun-ai/Step1X-Edit for its prompts, and the default one has no use for it."
+        )
+    if is_published and seed:
+        raise ValueError(f"`seed` is {seed}, but the published protocol sends none. Leave it out.")
+    questions = read_published_prompts(gedit_repo) if is_published else _QUESTIONS
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
         raise ValueError(
@@ -165,22 +178,27 @@ def score_edits(
         )
     row_of = {key: row for row, key in enumerate(edit_keys(prompts))}
     instructions = list(prompts.with_format(None)["prompt"])
-    own_wording = semantic_prompt is None and quality_prompt is None
-    scorer = endpoint.model if own_wording else f"{endpoint.model} (prompts from files)"
     settings = {
         "benchmark": BENCHMARK,
         "kind": "edits",
-        "scorer": scorer,
-        "own_wording": own_wording,
-        "rubric": rubric,
+        "scorer": endpoint.model,
+        "protocol": protocol,
+        "rubric": digest(list(questions.values()))[:16],
     }
 
     def request(name: str, attempt: int) -> ChatRequest:
         kind, _, key = name.partition("/")
-        edited = open_picture(edits.files[key])
-        images = [*(sources.load(row_of[key]) if kind == "semantic" else ()), edited]
+        row = row_of[key]
+        # Not `format`, to which the braces of JSON mean something
+        question = questions[kind]
+        if kind == "semantic":
+            question = question.replace(PLACEHOLDER, instructions[row])
+        if is_published:
+            (source,) = sources.load(row, in_rgb=False)
+            edited = open_like_source(edits.files[key], source)
+            return published_request(question, [source, edited] if kind == "semantic" else [edited])
+        images = [*(sources.load(row) if kind == "semantic" else ()), open_picture(edits.files[key])]
         content = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
-        question = _QUESTIONS[kind](instructions[row_of[key]], templates[kind])
         return ChatRequest(
             messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
             seed=random.Random(f"{seed}/{name}/{attempt}").getrandbits(31),
@@ -188,9 +206,12 @@ def score_edits(
             temperature=_RETRY_TEMPERATURE if attempt else 0.0,
         )
 
+    def read(text: str, is_again: bool) -> Sequence[float] | None:
+        return read_published_answer(text, is_again) if is_published else read_answer(text)
+
     digests = _digests(prompts, sources, edits)
-    with ScoreStore(folder, f"{BENCHMARK} {scorer}", settings, digests, rescore_changed) as store:
-        _ask(endpoint, store, request, max_attempts)
+    with ScoreStore(folder, f"{BENCHMARK} {protocol} {endpoint.model}", settings, digests, rescore_changed) as store:
+        _ask(endpoint, store, request, read, max_attempts)
         records = store.finish()
     scores = _edit_scores(records, edits)
     unanswered = [key for key, score in scores.items() if score is None]
@@ -198,7 +219,7 @@ def score_edits(
         logger.warning(
             f"{endpoint.model} gave no readable answer about {len(unanswered)} of {len(scores)} edits after "
             f"{max_attempts} attempt(s) of this run, and these have no score: {some_of(unanswered)}. What it said is in "
-            f"{store.folder}. Run the same again to ask about these alone, with other seeds."
+            f"{store.folder}. Run the same again to ask about these alone."
         )
     return scores
 
@@ -211,6 +232,7 @@ def gedit_results(
     leakage: dict[str, Any] | None = None,
     seed: int = 0,
     source_folder: str | Path | None = None,
+    protocol: str = "default",
 ) -> dict[str, Any]:
     """
     The figures of GEdit-Bench: for each language, over all instructions and over those with `intersection`, the mean
@@ -219,7 +241,7 @@ def gedit_results(
 
     Edits without a readable answer are left out, counted and named, and a difference is over the edits that have scores
     of both systems. The benchmark's own script also leaves missing edits out without a word, which favours a system
-    that draws only what it can: here they are an error or count 0, with the script's value beside.
+    that draws only what it can: here they are an error or count 0, and are left out under the published protocol alone.
 
     Args:
         prompts ([`~datasets.Dataset`]):
@@ -228,7 +250,8 @@ def gedit_results(
             One system, or two, of which the second is compared with the first. `found` has its edits ([`FoundEdits`]),
             and `folder` the scores that [`score_edits`] put there.
         missing (`str`, *optional*, defaults to `"error"`):
-            What missing edits are: `"error"`, or `"zero"`: 0 in all scores.
+            What missing edits are: `"error"`, or `"zero"`: 0 in all scores. With `"zero"`, the published protocol leaves
+            them out.
         dataset_name (`str`, *optional*):
             Name of the benchmark's data, for the report.
         leakage (`dict[str, Any]`, *optional*):
@@ -237,6 +260,8 @@ def gedit_results(
             Seed that the edits were drawn with.
         source_folder (`str` or `Path`, *optional*):
             Folder for copies of the sources that are no files, as PNG. If `None`, the results name no file of these.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            Protocol whose scores are taken: `"default"` or `"published"`.
 
     Returns:
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
@@ -245,6 +270,7 @@ def gedit_results(
         ValueError: If there are more than two systems, an edit is missing, not scored or changed since, a column is
             missing, or the systems have scores of different judges or prompts.
     """
+    check_protocol(protocol)
     if missing not in ("error", "zero"):
         raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
     if len(systems) not in (1, 2):
@@ -264,7 +290,7 @@ def gedit_results(
                 f"The edits of {system.name!r} were looked for with other prompts. Call `find_edits` with the same ones."
             )
     sources = SourceImages(prompts, "the prompts")
-    scored = [_scored(system, prompts, sources) for system in systems]
+    scored = [_scored(system, prompts, sources, protocol) for system in systems]
     _check_comparable(scored)
 
     names = [
@@ -272,10 +298,11 @@ def gedit_results(
     ]
     rows = dict(zip(keys, prompts.select_columns(names), strict=True))
     judges = list(scored[0].by_judge)
-    alerts = _alerts(scored, missing)
+    missing_score = 0.0 if protocol == "default" else None
+    alerts = _alerts(scored, protocol)
     tables, breakdowns = [], []
     for judge in judges:
-        parts = _Parts(scored, judge, seed, missing)
+        parts = _Parts(scored, judge, seed, missing_score)
         of_judge = f", judge: {judge}" if len(judges) > 1 else ""
         for language in dict.fromkeys(row.get("language") for row in rows.values()):
             spoken = {key: row for key, row in rows.items() if row.get("language") == language}
@@ -288,6 +315,7 @@ def gedit_results(
                 tables.append(_table(f"{label}: intersection subset{of_judge}", subset, parts))
     return {
         "benchmark": BENCHMARK,
+        "protocol": protocol,
         "dataset": dataset_name,
         "dataset_fingerprint": dataset_fingerprint(prompts, names, [sources.column]),
         "num_prompts": len(keys),
@@ -323,7 +351,11 @@ def gedit_results(
 
 
 def _ask(
-    endpoint: ChatEndpoint, store: ScoreStore, request: Callable[[str, int], ChatRequest], max_attempts: int
+    endpoint: ChatEndpoint,
+    store: ScoreStore,
+    request: Callable[[str, int], ChatRequest],
+    read: Callable[[str, bool], Sequence[float] | None],
+    max_attempts: int,
 ) -> None:
     """Ask this process's share of what has no answer yet."""
     from accelerate import PartialState
@@ -349,7 +381,7 @@ def _ask(
             name, reply = asking.next()
             attempts[name] += 1
             num_replies += 1
-            scores = None if reply.text is None else read_answer(reply.text)
+            scores = None if reply.text is None else read(reply.text, attempts[name] > earlier.get(name, 0) + 1)
             is_readable = is_readable or scores is not None
             if not is_readable and num_replies >= _ONLY_NONSENSE:
                 raise ValueError(_only_nonsense(endpoint, num_replies, name, reply))
@@ -424,7 +456,7 @@ def _edit_scores(records: Mapping[str, Mapping[str, Any]], edits: FoundEdits) ->
 def _edit_score(semantic: list[float] | None, quality: list[float] | None) -> EditScore | None:
     if semantic is None or quality is None:
         return None
-    consistency, goodness = semantic_consistency(*semantic), perceptual_quality(*quality)
+    consistency, goodness = float(min(semantic)), float(min(quality))
     return EditScore(consistency, goodness, overall(consistency, goodness))
 
 
@@ -437,9 +469,9 @@ class _Parts(NamedTuple):
     scored: list[_Scored]
     judge: str
     seed: int
-    missing: str
+    missing_score: float | None
 
-    def values(self, metric: str, rows: Mapping[str, Mapping[str, Any]], missing: str) -> list[dict[Unit, float]]:
+    def values(self, metric: str, rows: Mapping[str, Mapping[str, Any]]) -> list[dict[Unit, float]]:
         """A metric by unit, for each system; without the edits that have no answer."""
         values: list[dict[Unit, float]] = [{} for _ in self.scored]
         for (system, by_judge, _), of_system in zip(self.scored, values, strict=True):
@@ -447,16 +479,19 @@ class _Parts(NamedTuple):
                 score = by_judge[self.judge].get(key)
                 if score is not None:
                     of_system[row["id"], self.seed] = getattr(score, metric)
-                elif key not in system.found.files and missing == "zero":
-                    of_system[row["id"], self.seed] = 0.0
+                elif key not in system.found.files and self.missing_score is not None:
+                    of_system[row["id"], self.seed] = self.missing_score
         return values
 
 
-def _scored(system: System, prompts: "Dataset", sources: SourceImages) -> _Scored:
-    found = read_scores(system.folder, _digests(prompts, sources, system.found))
-    found = [scores for scores in found if scores.settings.get("benchmark") == BENCHMARK]
+def _scored(system: System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
+    digests = _digests(prompts, sources, system.found)
+    found = read_scores(system.folder, digests, benchmark=BENCHMARK, protocol=protocol)
     if not found:
-        raise ValueError(f"No judge has scored the edits of {system.name!r} ({system.folder}). Call `score_edits`.")
+        raise ValueError(
+            f"No judge has scored the edits of {system.name!r} under the protocol {protocol!r} ({system.folder}). Call "
+            "`score_edits`. Scores of an earlier version name no protocol, and are not read."
+        )
     return _Scored(
         system,
         {scores.settings["scorer"]: _edit_scores(scores.records, system.found) for scores in found},
@@ -483,11 +518,8 @@ def _table(title: str, rows: Mapping[str, Mapping[str, Any]], parts: _Parts) -> 
     strata = {(row["id"], parts.seed): row["task_type"] for row in rows.values()}
     lines = []
     for metric, label in METRICS.items():
-        values = parts.values(metric, rows, parts.missing)
+        values = parts.values(metric, rows)
         cells = [cell([of_system], strata=strata) for of_system in values]
-        # The script's way: what is missing is as if it had never been asked for
-        official = [_mean_of_means(of_system, strata) for of_system in parts.values(metric, rows, "skip")]
-        differs = any(not _close(value, one["mean"]) for value, one in zip(official, cells, strict=True))
         lines.append(
             {
                 "metric": metric,
@@ -496,7 +528,6 @@ def _table(title: str, rows: Mapping[str, Mapping[str, Any]], parts: _Parts) -> 
                 "higher_is_better": True,
                 "cells": cells,
                 "difference": difference(values[:1], values[1:], strata=strata) if len(values) == 2 else None,
-                "official": official if differs else None,
             }
         )
     return {"title": title, "rows": lines}
@@ -506,7 +537,7 @@ def _breakdown(title: str, table: str, rows: Mapping[str, Mapping[str, Any]], pa
     lines = []
     for task_type in sorted({row["task_type"] for row in rows.values()}):
         of_type = {key: row for key, row in rows.items() if row["task_type"] == task_type}
-        values = {metric: parts.values(metric, of_type, parts.missing) for metric in METRICS}
+        values = {metric: parts.values(metric, of_type) for metric in METRICS}
         lines.append(
             {
                 "name": task_type,
@@ -518,17 +549,6 @@ def _breakdown(title: str, table: str, rows: Mapping[str, Mapping[str, Any]], pa
             }
         )
     return {"title": title, "table": table, "columns": list(METRICS), "rows": lines}
-
-
-def _mean_of_means(values: Values, strata: Mapping[tuple[str, int], str]) -> float | None:
-    of_stratum: dict[str, list[float]] = {}
-    for unit, value in values.items():
-        of_stratum.setdefault(strata[unit], []).append(value)
-    return fmean(map(fmean, of_stratum.values())) if of_stratum else None
-
-
-def _close(first: float | None, second: float | None) -> bool:
-    return first == second or (None not in (first, second) and math.isclose(first, second, abs_tol=1e-9))
 
 
 def _describe(one: _Scored) -> dict[str, Any]:
@@ -544,21 +564,21 @@ def _metrics_of(score: EditScore | None) -> dict[str, float | None]:
     return dict.fromkeys(METRICS) if score is None else score._asdict()
 
 
-def _alerts(scored: list[_Scored], missing: str) -> list[str]:
+def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
     """What a reader has to know beside the headline."""
     alerts = condition_notes([one.system for one in scored])
     for one in scored:
         found = one.system.found
-        if found.missing and missing == "zero":
-            alerts.append(
-                f"{one.system.name}: {len(found.missing)} missing edits count 0 ({some_of(found.missing)}). The benchmark's "
-                "own script leaves them out."
-            )
+        if found.missing:
+            how = "count 0" if protocol == "default" else "are left out, as by the benchmark's own script"
+            alerts.append(f"{one.system.name}: {len(found.missing)} missing edits {how} ({some_of(found.missing)}).")
         for judge in one.by_judge:
             if unanswered := one.unanswered(judge):
                 alerts.append(
                     f"{one.system.name}: {len(unanswered)} edits are left out, as {judge} gave no readable answer about "
                     f"them ({some_of(unanswered)}); differences are without them too."
+                    + " The benchmark's own script gives them a random score."
+                    * (protocol == "published")
                 )
     return alerts
 
@@ -566,14 +586,14 @@ def _alerts(scored: list[_Scored], missing: str) -> list[str]:
 def _notes(first: _Scored, leakage: dict[str, Any] | None) -> list[str]:
     notes = []
     for judge, settings in first.settings.items():
-        wording = (
+        how = (
             "with this project's own wording of the benchmark's two questions. Scores depend on the wording and on the "
             "judge: these do not compare with published tables."
-            if settings["own_wording"]
-            else f"(digest {settings['rubric']}). Scores compare with published tables only if these are the benchmark's "
-            "own prompts and the judge is that of the table."
+            if settings["protocol"] == "default"
+            else f"under the published protocol, with the benchmark's own prompts (digest {settings['rubric']}). They compare "
+            "with published tables only if the judge is that of the table."
         )
-        notes.append(f"Scores are from 0 to 10, given by {judge} {wording}")
+        notes.append(f"Scores are from 0 to 10, given by {judge} {how}")
     notes.append(
         "Each value is the mean over the task types of the mean over the edits of each. Overall is the geometric mean of "
         "semantic consistency and perceptual quality of each edit, not of their means."

@@ -4,26 +4,25 @@ What a judge is asked about an edit, how its answer is read, and what follows fr
 (https://huggingface.co/papers/2504.17761), which is that of VIEScore (https://arxiv.org/abs/2312.14867).
 
 The structure is theirs: two questions, each with two numbers from 0 to 10 and an answer in JSON. The wording is this
-project's own. Scores depend on wording and judge, so figures obtained with it do not compare with published tables;
-[`~paco_trl.evaluation.generation.score_edits`] takes the benchmark's own prompts as files.
+project's own. Scores depend on wording and judge, so figures obtained with it do not compare with published tables; for
+those there is [`~paco_trl.evaluation.generation.gedit_published`].
 """
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from ...data.columns import shorten
 
 
-# What stands for the instruction in a template. Only this is replaced: templates have braces of JSON in them
-PLACEHOLDER = "{instruction}"
+# What stands for the instruction
+PLACEHOLDER = "<instruction>"
 
 _ANSWER = """\
 Answer with one JSON object and nothing else:
 {"reasoning": "<what you see, in at most three sentences>", "score": [<first number>, <second number>]}"""
 
-_SEMANTIC = f"""\
+SEMANTIC = f"""\
 You rate an edit of a picture. The first image is the picture before the edit, the second image is the picture after it.
 This instruction was to be carried out:
 
@@ -47,7 +46,7 @@ Do not rate beauty here, and rate each number without regard to the other one.
 
 {_ANSWER}"""
 
-_QUALITY = f"""\
+QUALITY = f"""\
 You rate the quality of one picture that a program has made. What it was asked for is not to be judged, only what is seen.
 
 Give two numbers from 0 to 10. Whole numbers are enough.
@@ -63,70 +62,6 @@ Second number: how free is it of flaws?
 10: no flaw is found even when one searches.
 
 {_ANSWER}"""
-
-
-def semantic_question(instruction: str, template: str | None = None) -> str:
-    """
-    What is asked about source and edit: was the instruction carried out, and was everything else left alone?
-
-    Args:
-        instruction (`str`):
-            The instruction.
-        template (`str`, *optional*):
-            Other wording, with `{instruction}` in it.
-
-    Returns:
-        `str`.
-    """
-    # Not `format`, to which the braces of JSON mean something
-    return (_SEMANTIC if template is None else template).replace(PLACEHOLDER, instruction)
-
-
-def quality_question(instruction: str, template: str | None = None) -> str:
-    """
-    What is asked about the edited picture alone: is it natural, and free of flaws?
-
-    Args:
-        instruction (`str`):
-            The instruction, which only a template of your own can use.
-        template (`str`, *optional*):
-            Other wording.
-
-    Returns:
-        `str`.
-    """
-    return (_QUALITY if template is None else template).replace(PLACEHOLDER, instruction)
-
-
-def read_template(path: str | Path, needs_instruction: bool) -> str:
-    """
-    Read a prompt template from a file.
-
-    Args:
-        path (`str` or `Path`):
-            Text file in UTF-8.
-        needs_instruction (`bool`):
-            Whether it must have `{instruction}` in it.
-
-    Returns:
-        `str`: its text.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is empty, or has no `{instruction}` where it must.
-    """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path} with a prompt template.")
-    text = path.read_text(encoding="utf-8").strip()
-    if not text:
-        raise ValueError(f"{path} is empty, but must be a prompt template.")
-    if needs_instruction and PLACEHOLDER not in text:
-        raise ValueError(
-            f"{path} has no {PLACEHOLDER}, so the judge would not be told what was to be done. Put it where the "
-            "instruction belongs."
-        )
-    return text
 
 
 def read_answer(text: str) -> tuple[float, float] | None:
@@ -153,38 +88,6 @@ def read_answer(text: str) -> tuple[float, float] | None:
     """
     scores = {_scores_of(answer["score"]) for answer in _objects(text) if "score" in answer}
     return scores.pop() if len(scores) == 1 else None
-
-
-def semantic_consistency(following: float, preservation: float) -> float:
-    """
-    Semantic consistency of an edit (SC): the lower of its two scores.
-
-    Args:
-        following (`float`):
-            How far the instruction was carried out, 0 to 10.
-        preservation (`float`):
-            How well everything else was left alone, 0 to 10.
-
-    Returns:
-        `float`: 0 to 10.
-    """
-    return min(following, preservation)
-
-
-def perceptual_quality(naturalness: float, flawlessness: float) -> float:
-    """
-    Perceptual quality of an edit (PQ): the lower of its two scores.
-
-    Args:
-        naturalness (`float`):
-            How natural the picture looks, 0 to 10.
-        flawlessness (`float`):
-            How free it is of flaws, 0 to 10.
-
-    Returns:
-        `float`: 0 to 10.
-    """
-    return min(naturalness, flawlessness)
 
 
 def overall(consistency: float, quality: float) -> float:

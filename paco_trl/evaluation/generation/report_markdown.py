@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .published import PublishedTable, published_tables
-from .report_numbers import public_results, system_name
+from .report_numbers import benchmark_name, protocol_of, public_results, system_name
 from .report_sentences import alerts, facts, leakage_line, missing_lines, summary
 from .report_tables import ReportTable, breakdown_tables, count_table, metric_tables, settings_table
 
@@ -18,9 +18,8 @@ from .report_tables import ReportTable, breakdown_tables, count_table, metric_ta
 PUBLISHED_HEADING = "Published figures, not measured here"
 
 PUBLISHED_NOTE = (
-    "These figures are copied from the paper. They were measured by others, with other images and in part with other "
-    "scorers and other arithmetic, and are here to be looked up, not to be compared digit by digit with the tables "
-    "above."
+    "These figures are copied from the paper. They were measured by others, under the protocol of the tables above, but "
+    "with other images and in part with other scorers: they are here to be looked up, not to be compared digit by digit."
 )
 
 
@@ -39,7 +38,7 @@ def markdown_report(results: dict[str, Any]) -> str:
     results = public_results(results)
     systems = " and ".join(system_name(system) for system in results["systems"])
     parts = [
-        f"# {markdown_text(results['benchmark'])}: {markdown_text(systems)}",
+        f"# {markdown_text(benchmark_name(results))}: {markdown_text(systems)}",
         markdown_text(" ".join(summary(results))),
         _bullets(alerts(results), bold=True),
         _bullets(facts(results)),
@@ -56,8 +55,9 @@ def markdown_report(results: dict[str, Any]) -> str:
     parts += ["## Settings", markdown_table(settings)]
     if results["notes"]:
         parts += ["## Notes", _bullets(results["notes"])]
-    published = published_tables(results["benchmark"])
-    parts += [f"## {PUBLISHED_HEADING}", PUBLISHED_NOTE]
+    published = comparable_tables(results)
+    if published:
+        parts += [f"## {PUBLISHED_HEADING}", PUBLISHED_NOTE]
     for table, remarks in zip(published, new_remarks(published), strict=True):
         rows = tuple(tuple(map(published_text, row)) for row in table.rows)
         plain = ReportTable(f"Published: {table.title}", table.columns, rows, ("other",) * len(rows))
@@ -69,6 +69,11 @@ def markdown_report(results: dict[str, Any]) -> str:
         parts.append(_bullets(remarks))
     parts += ["## Versions", _bullets(f"{name}: {number}" for name, number in results["versions"].items())]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def comparable_tables(results: dict[str, Any]) -> tuple[PublishedTable, ...]:
+    """Give the published figures that may stand beside results: those of the benchmark, under the published protocol alone."""
+    return published_tables(results["benchmark"]) if protocol_of(results) == "published" else ()
 
 
 def published_text(value: str | float) -> str:

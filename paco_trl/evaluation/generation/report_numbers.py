@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ...utils.names import public_name
+from ..runs import PROTOCOLS
 
 
 # A path of a machine inside a text. An address has its slashes behind a colon
@@ -55,6 +56,22 @@ def public_text(text: str) -> str:
     if not re.search(r"\s", text) and text.startswith(("/", "~")):
         return public_name(text)
     return _PATH_IN_TEXT.sub(r"\1", text)
+
+
+def protocol_of(results: dict[str, Any]) -> str:
+    """Give the protocol that results were made with; an error for results of before they named it."""
+    protocol = results.get("protocol")
+    if protocol not in PROTOCOLS:
+        raise ValueError(
+            f"`protocol` of the results is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}. Results that an earlier "
+            "version wrote do not have it: run `report` again, which asks no judge."
+        )
+    return protocol
+
+
+def benchmark_name(results: dict[str, Any]) -> str:
+    """Name the benchmark, with the protocol where it is not the default."""
+    return results["benchmark"] + (", published protocol" if protocol_of(results) == "published" else "")
 
 
 def number_text(value: float | None) -> str:

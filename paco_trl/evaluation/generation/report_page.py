@@ -22,9 +22,16 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ...data.building.stage_folder import write_atomically
-from .published import published_tables
-from .report_markdown import PUBLISHED_HEADING, PUBLISHED_NOTE, markdown_report, new_remarks, published_text
+from .report_markdown import (
+    PUBLISHED_HEADING,
+    PUBLISHED_NOTE,
+    comparable_tables,
+    markdown_report,
+    new_remarks,
+    published_text,
+)
 from .report_numbers import (
+    benchmark_name,
     duplicate_metric,
     excludes_zero,
     find_row,
@@ -71,7 +78,7 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
         `dict[str, Path]`: the files, by the names `json`, `markdown` and `html`.
 
     Raises:
-        ValueError: If `num_shown` is below 1, or there are no published figures of the benchmark.
+        ValueError: If `num_shown` is below 1, or the results name no protocol, as those of an earlier version.
 
     Example:
 
@@ -143,7 +150,7 @@ def report_page(results: dict[str, Any], folder: str | Path, num_shown: int = 6)
         }
         for name, numbers in chosen.items()
     ]
-    published = published_tables(results["benchmark"])
+    published = comparable_tables(results)
     shown_leaks, num_more_leaks = leaks(results)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["interval"] = _with_interval
@@ -152,6 +159,7 @@ def report_page(results: dict[str, Any], folder: str | Path, num_shown: int = 6)
     )
     return template.render(
         results=results,
+        benchmark=benchmark_name(results),
         systems=[system_name(system) for system in results["systems"]],
         summary=summary(results),
         alerts=alerts(results),

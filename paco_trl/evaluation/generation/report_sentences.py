@@ -4,8 +4,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .report_numbers import cell_text, duplicate_metric, find_row, in_sentence, number_text, system_name, verdict
-from .report_tables import official_texts, scored_by
+from .report_numbers import (
+    cell_text,
+    duplicate_metric,
+    find_row,
+    in_sentence,
+    number_text,
+    protocol_of,
+    system_name,
+    verdict,
+)
+from .report_tables import published_texts, scored_by
 
 
 # A list in a sentence has this many entries, then how many more there are
@@ -221,9 +230,9 @@ def alerts(results: dict[str, Any]) -> list[str]:
     return results.get("alerts") or []
 
 
-def official_lines(table: dict[str, Any], results: dict[str, Any]) -> list[str]:
+def published_lines(table: dict[str, Any], results: dict[str, Any]) -> list[str]:
     """
-    Says which values are others by the benchmark's own script.
+    Says which values are others under the published protocol.
 
     Args:
         table (`dict`):
@@ -238,11 +247,11 @@ def official_lines(table: dict[str, Any], results: dict[str, Any]) -> list[str]:
     for row in table["rows"]:
         values = [
             f"{text} for {system_name(system)}"
-            for text, system in zip(official_texts(row), results["systems"], strict=True)
+            for text, system in zip(published_texts(row), results["systems"], strict=True)
             if text
         ]
         if values:
-            lines.append(f"{row['label']} by the benchmark's own script: {', '.join(values)}.")
+            lines.append(f"{row['label']} under the published protocol: {', '.join(values)}.")
     return lines
 
 
@@ -260,6 +269,7 @@ def facts(results: dict[str, Any]) -> list[str]:
     seeds = ", ".join(map(str, results["seeds"]))
     return [
         f"dataset: {results['dataset'] or 'without a name'}, fingerprint {results['dataset_fingerprint']}",
+        f"protocol: {protocol_of(results)}",
         f"prompts: {results['num_prompts']}; seeds: {seeds or 'none'}",
         f"scorers: {'; '.join(scorer_lines(results))}",
     ]

@@ -14,6 +14,7 @@ from .report_numbers import (
     find_row,
     in_sentence,
     number_text,
+    protocol_of,
     public_results,
     public_text,
     row_label,
@@ -74,22 +75,22 @@ def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
     is_paired = len(systems) > 1
     tables = []
     for table in results["tables"]:
-        officials = [official_texts(row) for row in table["rows"]]
-        has_official = any(text for texts in officials for text in texts)
+        published = [published_texts(row) for row in table["rows"]]
+        has_published = any(text for texts in published for text in texts)
         columns = ["metric", *systems, *(["difference", "interval excludes 0"] if is_paired else []), "n"]
-        columns += [f"official: {system['role']}" for system in results["systems"]] if has_official else []
+        columns += [f"published: {system['role']}" for system in results["systems"]] if has_published else []
         rows = []
-        for row, texts in zip(table["rows"], officials, strict=True):
+        for row, texts in zip(table["rows"], published, strict=True):
             difference = row.get("difference")
             cells = [row_label(row, results), *(cell_text(cell) for cell in row["cells"])]
             if is_paired:
                 cells += [cell_text(difference, signed=True), verdict(difference, row["higher_is_better"])]
             cells.append(_counts_text(row["cells"], difference if is_paired else None))
-            if has_official:
+            if has_published:
                 cells += texts
             rows.append(tuple(cells))
         lines = [
-            _INTERVALS
+            f"Protocol: {protocol_of(results)}. {_INTERVALS}"
             + (
                 " The difference is paired: the second system minus the first, over what both have a value of."
                 if is_paired
@@ -97,8 +98,8 @@ def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
             ),
             "n: sets, images or edits that have a value; for a mean of several metrics, those of the first.",
         ]
-        if has_official:
-            lines.append("Official: the value by the benchmark's own script; empty where it is the same, or has none.")
+        if has_published:
+            lines.append("Published: the value under the published protocol; empty where it is the same, or has none.")
         lower = [row["label"] for row in table["rows"] if not row["higher_is_better"]]
         lines += [f"Lower is better: {', '.join(lower)}."] if lower else []
         if any("n/a" in cells for cells in rows):
@@ -108,9 +109,9 @@ def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
     return tables
 
 
-def official_texts(row: dict[str, Any]) -> list[str]:
+def published_texts(row: dict[str, Any]) -> list[str]:
     """
-    The values by the benchmark's own script.
+    The values under the published protocol.
 
     Args:
         row (`dict`):
@@ -124,7 +125,7 @@ def official_texts(row: dict[str, Any]) -> list[str]:
         ""
         if value is None or math.isnan(value) or (mean is not None and math.isclose(value, mean, abs_tol=1e-9))
         else number_text(value)
-        for value, mean in zip(row.get("official") or [None] * len(means), means, strict=True)
+        for value, mean in zip(row.get("published") or [None] * len(means), means, strict=True)
     ]
 
 

@@ -72,7 +72,7 @@ def _locked(lock: FileLock, what: str, folder: str | Path) -> str | None:
     return None
 
 
-def read_scores(folder: str | Path, digests: Mapping[str, str]) -> list[Scores]:
+def read_scores(folder: str | Path, digests: Mapping[str, str], **wanted: str) -> list[Scores]:
     """
     Read all scores of a system.
 
@@ -81,6 +81,8 @@ def read_scores(folder: str | Path, digests: Mapping[str, str]) -> list[Scores]:
             Folder of the system.
         digests (`Mapping[str, str]`):
             Key -> digest of the pictures, as they are now.
+        **wanted (`str`):
+            Settings that they must have; other scores are passed over.
 
     Returns:
         `list[Scores]`: by name.
@@ -95,8 +97,9 @@ def read_scores(folder: str | Path, digests: Mapping[str, str]) -> list[Scores]:
             first = file.readline()
         try:
             settings = json.loads(first)
-            settings_of[settings["scores"]] = settings
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            if wanted.items() <= settings.items():
+                settings_of[settings["scores"]] = settings
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is no file of scores. Move it away.") from error
     found = []
     for name, settings in settings_of.items():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.columns import shorten, some_of
 from ...data.image_sets import criteria_dict, load_image_set_prompts
+from ..runs import check_protocol
 
 
 if TYPE_CHECKING:
@@ -142,7 +143,9 @@ def weighted_average(dimensions: Mapping[str, float]) -> float:
     return sum(weight * dimensions[name] for name, weight in DIMENSION_WEIGHTS.items())
 
 
-def dimension_score(scores: Sequence[Sequence[float | None]], num_pairs: int | None = None) -> float | None:
+def dimension_score(
+    scores: Sequence[Sequence[float | None]], num_pairs: int | None = None, protocol: str = "default"
+) -> float | None:
     """
     Consistency of a set in one dimension: the mean over its criteria of the mean over all pairs.
 
@@ -151,11 +154,19 @@ def dimension_score(scores: Sequence[Sequence[float | None]], num_pairs: int | N
             P(Yes) of each pair, for each criterion.
         num_pairs (`int`, *optional*):
             Pairs of the set when it is complete: those that are missing count 0. If `None`, the pairs that are there.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"published"`: the arithmetic of the benchmark's own script, see [`consistency_means`]. It takes the pairs
+            that are there and does not use `num_pairs`.
 
     Returns:
         `float` or `None`: `None` if a question has no answer, or nothing was asked. The mean of the others would be
-        that of other pairs than the other sets have.
+        that of other pairs than the other sets have. With `"published"`, `None` if the script leaves the set out.
     """
+    check_protocol(protocol)
+    if protocol == "published":
+        answered = [[score for score in pairs if score is not None] for pairs in scores]
+        criteria = [fmean(pairs) for pairs in answered if pairs]
+        return (fmean(criteria) or None) if criteria else None
     if not scores or any(score is None for pairs in scores for score in pairs):
         return None
     if num_pairs is None and not all(scores):
@@ -164,7 +175,7 @@ def dimension_score(scores: Sequence[Sequence[float | None]], num_pairs: int | N
 
 
 def consistency_means(
-    cases: Sequence[Mapping[str, Sequence[Sequence[float | None]]]], strict: bool = False
+    cases: Sequence[Mapping[str, Sequence[Sequence[float | None]]]], protocol: str = "default"
 ) -> dict[str, float]:
     """
     Consistency of a corpus in each dimension.
@@ -172,34 +183,24 @@ def consistency_means(
     Args:
         cases (`Sequence[Mapping]`):
             For each case (an image set): dimension -> P(Yes) of each pair, for each criterion.
-        strict (`bool`, *optional*, defaults to `False`):
-            `False`: the mean over the cases that have the dimension; a case with a question that has no answer
-            (`None`) is left out, and one whose score is 0 counts. `True`: the arithmetic of the benchmark's own script.
-            A case without the dimension has 0 there, the mean is over the cases above 0, and a case is scored on the
-            pairs that are there. So it leaves out without a word: pictures that are missing, sets of one picture, and
-            sets whose score is exactly 0. (The script knows no questions without an answer: they are left out.)
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"default"`: the mean over the cases that have the dimension; a case with a question that has no answer
+            (`None`) is left out, and one whose score is 0 counts. `"published"`: the arithmetic of the benchmark's own
+            script. A case without the dimension has 0 there, the mean is over the cases above 0, and a case is scored
+            on the pairs that are there. So it leaves out without a word: pictures that are missing, sets of one
+            picture, and sets whose score is exactly 0. (The script knows no questions without an answer: they are left
+            out.)
 
     Returns:
-        `dict[str, float]`: dimension -> mean; where no case has it NaN, and 0 if strict.
+        `dict[str, float]`: dimension -> mean; where no case has it NaN, and 0 with `"published"`.
     """
-    means = {}
-    for name in CONSISTENCY:
-        if not strict:
-            scores = [dimension_score(case.get(name, [])) for case in cases]
-            defined = [score for score in scores if score is not None]
-            means[name] = fmean(defined) if defined else math.nan
-            continue
-        values = []
-        for case in cases:
-            answered = [[score for score in pairs if score is not None] for pairs in case.get(name, [])]
-            criteria = [fmean(pairs) for pairs in answered if pairs]
-            values.append(fmean(criteria) if criteria else 0.0)
-        above = [value for value in values if value > 0]
-        means[name] = fmean(above) if above else 0.0
-    return means
+    scores = {name: [dimension_score(case.get(name, []), protocol=protocol) for case in cases] for name in CONSISTENCY}
+    defined = {name: [score for score in of_cases if score is not None] for name, of_cases in scores.items()}
+    without = 0.0 if protocol == "published" else math.nan
+    return {name: fmean(values) if values else without for name, values in defined.items()}
 
 
-def alignment_means(images: Sequence[Mapping[str, float | None]], strict: bool = False) -> dict[str, float]:
+def alignment_means(images: Sequence[Mapping[str, float | None]], protocol: str = "default") -> dict[str, float]:
     """
     Alignment of a corpus in each dimension: the mean over its images, not over its cases.
 
@@ -207,19 +208,20 @@ def alignment_means(images: Sequence[Mapping[str, float | None]], strict: bool =
         images (`Sequence[Mapping[str, float | None]]`):
             For each image (a panel) dimension -> mean over its texts, without an entry where it has none; `None` if it
             could not be scored. An image that is missing is an empty mapping.
-        strict (`bool`, *optional*, defaults to `False`):
-            `False`: an image that is missing counts 0, one without a text in the dimension does not count. `True`: the
-            arithmetic of the benchmark's own script, which leaves out the images that are missing. (What it prints
-            when it was resumed is the mean over the last run alone; this is over all. An image without a text in the
-            dimension ends it with a division by zero; here it does not count.)
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"default"`: an image that is missing counts 0, one without a text in the dimension does not count.
+            `"published"`: the arithmetic of the benchmark's own script, which leaves out the images that are missing.
+            (What it prints when it was resumed is the mean over the last run alone; this is over all. An image without
+            a text in the dimension ends it with a division by zero; here it does not count.)
 
     Returns:
         `dict[str, float]`: dimension -> mean; NaN where no image has it.
     """
+    check_protocol(protocol)
     means = {}
     for name in ALIGNMENT:
         values = [image[name] for image in images if image.get(name) is not None]
-        if not strict:
+        if protocol == "default":
             values += [0.0] * sum(not image for image in images)
         means[name] = fmean(values) if values else math.nan
     return means

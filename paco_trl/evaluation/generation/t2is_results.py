@@ -5,12 +5,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from operator import mul
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ...data.columns import some_of
-from ..runs import dataset_fingerprint
+from ..runs import PROTOCOLS, check_protocol, dataset_fingerprint
 from .edit_drawing import FoundEdits
 from .image_sets import FoundImages
 from .score_store import Scores, read_scores
@@ -21,10 +22,8 @@ from .t2is_bench import (
     CONSISTENCY,
     DIMENSION_WEIGHTS,
     WEIGHTS,
-    alignment_means,
     alignment_texts,
     consistency_criteria,
-    consistency_means,
     dimension_score,
     weighted_average,
 )
@@ -72,15 +71,16 @@ _Metrics = dict[str, dict[Unit, float]]
 @dataclass
 class _Scored:
     """
-    A system with its scores as values: those that every judge of consistency shares, and those of each judge.
+    A system with its scores as values, for each protocol: those that every judge of consistency shares, and those of
+    each judge.
 
     `gaps` are the keys of the sets with a question that has no answer, by kind, and for consistency by judge.
     """
 
     system: System
-    shared: _Metrics
-    by_judge: dict[str, _Metrics]
-    official: dict[str, dict[str, float]]
+    protocol: str
+    shared: dict[str, _Metrics]
+    by_judge: dict[str, dict[str, _Metrics]]
     counts: dict[str, int]
     scorers: dict[str, list[Scores]]
     gaps: dict[str, list[str]]
@@ -89,8 +89,9 @@ class _Scored:
         """Names of the scorers of a kind."""
         return [one.settings["scorer"] for one in self.scorers.get(kind, [])]
 
-    def metrics(self, judge: str) -> _Metrics:
-        return {**self.shared, **self.by_judge[judge]}
+    def metrics(self, judge: str, protocol: str | None = None) -> _Metrics:
+        protocol = protocol or self.protocol
+        return {**self.shared[protocol], **self.by_judge[protocol][judge]}
 
 
 def t2is_results(
@@ -99,6 +100,7 @@ def t2is_results(
     missing: str = "error",
     dataset_name: str | None = None,
     leakage: dict[str, Any] | None = None,
+    protocol: str = "default",
 ) -> dict[str, Any]:
     """
     The figures of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate, with
@@ -106,7 +108,7 @@ def t2is_results(
 
     Nothing is dropped or set to 0 silently: a dimension that a prompt does not have is undefined for it, a set with a
     question that has no answer is left out and counted, and pictures that are missing are an error or count 0. The
-    value by the benchmark's own arithmetic stands beside ours where it is another one.
+    value under the published protocol stands beside ours where it is another one.
 
     Args:
         benchmark ([`~datasets.Dataset`]):
@@ -115,10 +117,14 @@ def t2is_results(
             One system, or two, of which the second is compared with the first.
         missing (`str`, *optional*, defaults to `"error"`):
             What missing pictures are: `"error"`, or `"zero"`: a score of 0 for each of them, and for each pair with one.
+            With `"zero"`, the published protocol leaves them out.
         dataset_name (`str`, *optional*):
             Name of the benchmark's data, for the report.
         leakage (`dict[str, Any]`, *optional*):
             From [`find_leaks`]. If `None`, the report says that it was not checked.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"published"` for the arithmetic of the benchmark's own script, see [`consistency_means`] and
+            [`alignment_means`]. The scores are the same.
 
     Returns:
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
@@ -127,6 +133,7 @@ def t2is_results(
         ValueError: If there are more than two systems, pictures are missing, scores are incomplete, no judge of
             consistency has scored, or two systems have other seeds or other scorers.
     """
+    check_protocol(protocol)
     if missing not in ("error", "zero"):
         raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
     if len(systems) not in (1, 2):
@@ -138,14 +145,15 @@ def t2is_results(
     if missing == "error":
         for system in systems:
             system.found.check_complete()
-    scored = [_scored(system, rows, benchmark) for system in systems]
+    scored = [_scored(system, rows, benchmark, protocol) for system in systems]
     _check_comparable(scored)
     alerts = _alerts(scored, missing)
 
-    judges = list(scored[0].by_judge)
+    judges = scored[0].names("consistency")
     breakdowns = [("By category", "category"), ("By subcategory", "subcategory")]
     results = {
         "benchmark": "T2IS-Bench",
+        "protocol": protocol,
         "dataset": dataset_name,
         "dataset_fingerprint": _fingerprint(benchmark),
         "num_prompts": len(rows),
@@ -185,7 +193,7 @@ def _fingerprint(benchmark: "Dataset") -> str:
 ################
 # From records to values
 ################
-def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset") -> _Scored:
+def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protocol: str) -> _Scored:
     by_kind: dict[str, list[Scores]] = {}
     for scores in read_scores(system.folder, system.found.digests):
         _check_asked(scores, benchmark, system)
@@ -210,56 +218,54 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset") -> _Sco
         "sets whose panels have different sizes": len(system.found.mixed_sizes),
         "pictures of no prompt, left out": len(system.found.unknown),
     }
-    shared: _Metrics = {}
-    official: dict[str, dict[str, float]] = {}
-    gaps: dict[str, list[str]] = {}
-    if "alignment" in by_kind:
-        (scores,) = by_kind["alignment"]
-        panels = _alignment_values(scores, sets, rows)
-        for name in ALIGNMENT:
-            shared[name] = {unit: values[name] for unit, values in panels.items()}
-        official["alignment"] = alignment_means(_alignment_images(scores), strict=True)
-        gaps["alignment"] = _gaps(scores)
-    if "aesthetics" in by_kind:
-        (scores,) = by_kind["aesthetics"]
-        shared["aesthetics"] = {
-            (sets[key].prompt_id, sets[key].seed, panel): (
-                0.0 if panel in sets[key].missing else math.nan if score is None else score
-            )
-            for key, record in scores.records.items()
-            for panel, score in enumerate(record["scores"])
-        }
-        gaps["aesthetics"] = _gaps(scores)
     if "duplicates" in by_kind:
         (scores,) = by_kind["duplicates"]
+        found = [similarity for record in scores.records.values() for similarity in record["scores"]]
+        counts["near-duplicate pairs of panels"] = sum(similarity >= DUPLICATE for similarity in found)
+    gaps = {kind: _gaps(by_kind[kind][0]) for kind in ("alignment", "aesthetics") if kind in by_kind}
+    gaps |= {scores.settings["scorer"]: _gaps(scores) for scores in by_kind["consistency"]}
+    counts |= {f"sets without an answer ({name})": len(keys) for name, keys in gaps.items()}
+    shared = {name: _shared_values(by_kind, sets, rows, name) for name in PROTOCOLS}
+    by_judge = {
+        name: {scores.settings["scorer"]: _judge_values(scores, sets, name) for scores in by_kind["consistency"]}
+        for name in PROTOCOLS
+    }
+    return _Scored(system, protocol, shared, by_judge, counts, by_kind, gaps)
+
+
+def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str, dict], protocol: str) -> _Metrics:
+    shared: _Metrics = {}
+    of_missing = math.nan if protocol == "published" else 0.0
+    if "alignment" in by_kind:
+        panels = _alignment_values(by_kind["alignment"][0], sets, rows, of_missing)
+        for name in ALIGNMENT:
+            shared[name] = {unit: values[name] for unit, values in panels.items()}
+    if "aesthetics" in by_kind:
+        shared["aesthetics"] = {
+            (sets[key].prompt_id, sets[key].seed, panel): (
+                of_missing if panel in sets[key].missing else math.nan if score is None else score
+            )
+            for key, record in by_kind["aesthetics"][0].records.items()
+            for panel, score in enumerate(record["scores"])
+        }
+    if "duplicates" in by_kind:
         shared["duplicates"] = {
             (sets[key].prompt_id, sets[key].seed, *pair): float(similarity >= DUPLICATE)
-            for key, record in scores.records.items()
+            for key, record in by_kind["duplicates"][0].records.items()
             for pair, similarity in zip(record["pairs"], record["scores"], strict=True)
         }
-        counts["near-duplicate pairs of panels"] = int(sum(shared["duplicates"].values()))
-    by_judge = {}
-    for scores in by_kind["consistency"]:
-        judge = scores.settings["scorer"]
-        by_judge[judge] = {
-            name: {
-                (sets[key].prompt_id, sets[key].seed): _consistency(
-                    record["scores"].get(name), sets[key].rows * sets[key].cols
-                )
-                for key, record in scores.records.items()
-            }
-            for name in CONSISTENCY
-        }
-        # The script leaves out a case without pictures
-        cases = [
-            record["scores"]
-            for key, record in scores.records.items()
-            if len(sets[key].missing) < sets[key].rows * sets[key].cols
-        ]
-        official[judge] = consistency_means(cases, strict=True)
-        gaps[judge] = _gaps(scores)
-    counts |= {f"sets without an answer ({name})": len(keys) for name, keys in gaps.items()}
-    return _Scored(system, shared, by_judge, official, counts, by_kind, gaps)
+    return shared
+
+
+def _judge_values(scores: Scores, sets: dict, protocol: str) -> _Metrics:
+    """Score of each set in each dimension; NaN without one. With the default protocol, pairs that have a missing panel count 0."""
+    values: _Metrics = {name: {} for name in CONSISTENCY}
+    for key, record in scores.records.items():
+        panels = sets[key].rows * sets[key].cols
+        for name, of_sets in values.items():
+            score = dimension_score(record["scores"].get(name, []), panels * (panels - 1) // 2, protocol)
+            of_sets[sets[key].prompt_id, sets[key].seed] = math.nan if score is None else score
+    return values
 
 
 def _check_asked(scores: Scores, benchmark: "Dataset", system: System) -> None:
@@ -282,13 +288,9 @@ def _gaps(scores: Scores) -> list[str]:
     return [key for key, record in scores.records.items() if record["incomplete"]]
 
 
-def _consistency(criteria: list[list[float | None]] | None, panels: int) -> float:
-    """Score of a set in a dimension, with 0 for the pairs that have a missing panel; NaN without one."""
-    score = dimension_score(criteria or [], panels * (panels - 1) // 2)
-    return math.nan if score is None else score
-
-
-def _alignment_values(scores: Scores, sets: dict, rows: dict[str, dict]) -> dict[Unit, dict[str, float]]:
+def _alignment_values(
+    scores: Scores, sets: dict, rows: dict[str, dict], of_missing: float
+) -> dict[Unit, dict[str, float]]:
     values = {}
     for key, record in scores.records.items():
         one = sets[key]
@@ -298,21 +300,11 @@ def _alignment_values(scores: Scores, sets: dict, rows: dict[str, dict]) -> dict
             of_panel = dict.fromkeys(ALIGNMENT, math.nan)
             for name in wanted:
                 if dimensions is None:
-                    of_panel[name] = 0.0
+                    of_panel[name] = of_missing
                 elif None not in dimensions[name]:
                     of_panel[name] = fmean(dimensions[name])
             values[one.prompt_id, one.seed, panel] = of_panel
     return values
-
-
-def _alignment_images(scores: Scores) -> list[dict[str, float | None]]:
-    return [
-        {}
-        if dimensions is None
-        else {name: None if None in texts else fmean(texts) for name, texts in dimensions.items()}
-        for record in scores.records.values()
-        for dimensions in record["scores"]
-    ]
 
 
 def _check_comparable(scored: list[_Scored]) -> None:
@@ -388,17 +380,16 @@ def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
         "average": ("Weighted average", "average"),
         "duplicates": ("Duplicate rate", "other"),
     }
-    official = [_official(one, judge) for one in scored]
     rows = []
     for name, (label, kind) in labels.items():
         found = _cells(judge, scored, name)
         if found is None:
             continue
         cells, change = found
-        strict = [values.get(name, math.nan) for values in official]
+        published = [_mean(one.metrics(judge, "published"), name) for one in scored]
         differs = any(
-            not math.isnan(value) and one["mean"] is not None and abs(value - one["mean"]) > 1e-9
-            for value, one in zip(strict, cells, strict=True)
+            value is not None and one["mean"] is not None and abs(value - one["mean"]) > 1e-9
+            for value, one in zip(published, cells, strict=True)
         )
         rows.append(
             {
@@ -408,19 +399,17 @@ def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
                 "higher_is_better": name != "duplicates",
                 "cells": cells,
                 "difference": change,
-                "official": [None if math.isnan(value) else value for value in strict] if differs else None,
+                "published": published if differs else None,
             }
         )
     return {"title": f"Judge: {judge}", "rows": rows}
 
 
-def _official(one: _Scored, judge: str) -> dict[str, float]:
-    """By the benchmark's own script, which knows neither aesthetics nor an average."""
-    values = {**one.official.get("alignment", {}), **one.official[judge]}
-    values["consistency"] = fmean(values[name] for name in CONSISTENCY)
-    if "alignment" in one.official:
-        values["alignment"] = fmean(values[name] for name in ALIGNMENT)
-    return values
+def _mean(metrics: _Metrics, name: str) -> float | None:
+    values, weights = _parts(metrics, name)
+    defined = [[value for value in part.values() if not math.isnan(value)] for part in values]
+    weights = weights or [1 / len(values)] * len(values)
+    return sum(map(mul, weights, map(fmean, defined))) if all(defined) else None
 
 
 def _breakdown(title: str, column: str, judge: str, scored: list[_Scored], rows: dict[str, dict]) -> dict[str, Any]:
@@ -535,10 +524,11 @@ def _alerts(scored: list[_Scored], missing: str) -> list[str]:
     for one in scored:
         lacking = one.system.found.missing
         if missing == "zero" and lacking:
+            panels = f"{one.counts['missing panels']} panels of {one.system.name!r} are missing and"
             alerts.append(
-                f"{one.counts['missing panels']} panels of {one.system.name!r} are missing and count 0, and so does each pair "
-                f"that has one: {some_of(list(lacking))}. The benchmark's own script scores a set on the pictures that are "
-                "there."
+                f"{panels} left out, as by the benchmark's own script: {some_of(list(lacking))}."
+                if one.protocol == "published"
+                else f"{panels} count 0, and so does each pair that has one: {some_of(list(lacking))}."
             )
         if one.system.found.mixed_sizes:
             alerts.append(
@@ -547,9 +537,11 @@ def _alerts(scored: list[_Scored], missing: str) -> list[str]:
             )
         for name, keys in one.gaps.items():
             if keys:
+                takes_rest = one.protocol == "published" and name in one.by_judge["published"]
+                then = "their other answers count" if takes_rest else "they are left out of what it is about"
                 alerts.append(
-                    f"{len(keys)} sets of {one.system.name!r} have a question without an answer ({name}) and are left out of "
-                    f"what it is about: {some_of(keys)}."
+                    f"{len(keys)} sets of {one.system.name!r} have a question without an answer ({name}), and {then}: "
+                    f"{some_of(keys)}."
                 )
     return alerts
 
@@ -577,7 +569,7 @@ def _notes(scored: list[_Scored]) -> list[str]:
             f"The duplicate rate is the share of pairs of panels with a `panel_similarity` of {DUPLICATE} or more; "
             "consistency alone rewards copies."
         )
-    if len(first.by_judge) == 1:
+    if len(first.names("consistency")) == 1:
         notes.append(
             "One judge has scored consistency. A model that was trained against a judge of the same family can be right "
             "for it and for no other: score with an independent one as well."
