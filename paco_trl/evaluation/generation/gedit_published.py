@@ -15,16 +15,12 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image, ImageOps
 
 from ...data.building.chat import ChatRequest
 from .gedit_rubric import PLACEHOLDER
-
-
-if TYPE_CHECKING:
-    from PIL.Image import Image as PILImage
 
 
 # The script's own: one try, and another one when an answer cannot be read
@@ -41,20 +37,7 @@ _MAX_TOKENS = 1400
 
 
 def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
-    """
-    Read the benchmark's two questions from a clone of its repository. Its Python file is parsed and never run.
-
-    Args:
-        gedit_repo (`str` or `Path`):
-            Folder of a clone of `stepfun-ai/Step1X-Edit`.
-
-    Returns:
-        `dict[str, str]`: `"semantic"`, with `<instruction>` in it, and `"quality"`.
-
-    Raises:
-        FileNotFoundError: If the folder has no file with the prompts.
-        ValueError: If the file cannot be parsed, or lacks a prompt.
-    """
+    """Read the questions `semantic`, with `<instruction>` in it, and `quality`. The Python file is parsed and never run."""
     path = Path(gedit_repo).expanduser() / _PROMPTS_FILE
     if not path.is_file():
         raise FileNotFoundError(
@@ -85,7 +68,7 @@ def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
     return prompts
 
 
-def published_request(question: str, images: Sequence["PILImage"]) -> ChatRequest:
+def published_request(question: str, images: Sequence[Image.Image]) -> ChatRequest:
     """Ask as the script does: the text before the images, JPEG, neither temperature nor seed."""
     content: list[dict[str, Any]] = [{"type": "text", "text": question}]
     for image in images:
@@ -96,7 +79,7 @@ def published_request(question: str, images: Sequence["PILImage"]) -> ChatReques
     return ChatRequest([{"role": "user", "content": content}], None, _MAX_TOKENS, None)
 
 
-def open_like_source(path: Path, source: "PILImage") -> "PILImage":
+def open_like_source(path: Path, source: Image.Image) -> Image.Image:
     """Read an edit as the script does: transparency is dropped, and it gets the size of the source."""
     try:
         with Image.open(path) as image:
@@ -108,29 +91,19 @@ def open_like_source(path: Path, source: "PILImage") -> "PILImage":
 
 
 def read_published_answer(text: str, again: bool) -> list[float] | None:
-    """
-    Read the scores of an answer as the script does.
-
-    Args:
-        text (`str`):
-            The whole answer.
-        again (`bool`):
-            Whether the question was asked before. The script then no longer reads an answer without an object.
-
-    Returns:
-        `list[float]` or `None`: one score or more, of which the script takes the lowest; `None` if it cannot read them.
-    """
+    """Read an answer as the script does: one score or more, of which the lowest counts; `None` if it cannot read them."""
     if text.count(_DELIMITER) == 2:
         text = text.split(_DELIMITER)[1]
     elif "{" in text and "}" in text:
         text = text[text.find("{") : text.rfind("}") + 1]
     else:
+        # The script takes a random score for what it was told twice
         return None if again else _bare_scores(text)
     text = text.strip().replace("\n", "")
-    scores = _score_of(text)
-    if scores is not None:
-        return _checked(scores if isinstance(scores, list) else [scores])
-    return _checked(_score_of(_with_quotes(text)))
+    score = _score_of(text)
+    if score is None:
+        return _checked(_score_of(_with_quotes(text)))
+    return _checked(score if isinstance(score, list) else [score])
 
 
 def _bare_scores(text: str) -> list[float] | None:
