@@ -10,7 +10,7 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.configuration_utils import FrozenDict
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
 from torch import nn
 from transformers.utils import cached_file
@@ -18,6 +18,25 @@ from transformers.utils import cached_file
 from ..rollout import Family, check_flow_matching, family_of
 from ..utils.deepspeed import without_zero3_init
 from ..utils.names import check_adapter_base
+
+
+# Settings of an adapter that is two matrices and a scale for each layer. The rest of PEFT's are for variants, such as
+# DoRA, and for the first values of the matrices.
+_PLAIN_LORA = {
+    *vars(PeftConfig()),
+    "alpha_pattern",
+    "exclude_modules",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "r",
+    "rank_pattern",
+    "runtime_config",
+    "target_modules",
+    "use_rslora",
+}
 
 
 class PolicyConfig(FrozenDict):
@@ -215,10 +234,10 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
 
     Raises:
         TypeError: it is not a `LoraConfig`.
-        ValueError: an adapter of another model, dropout above 0, or layers that cannot be saved as a diffusers LoRA.
+        ValueError: an adapter of another model, dropout above 0, or what cannot be saved as a diffusers LoRA.
     """
     adapter, peft_config = peft_config, read_peft_config(peft_config)
-    if not isinstance(peft_config, LoraConfig):
+    if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
         raise TypeError(
             f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
             "in diffusers' LoRA format, which knows no other adapter."
@@ -234,11 +253,14 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
             "adapter the model would not be the base model, which evaluations and `beta` compare with, and the saved "
             "adapter would not fit it. Use True or 'gaussian' (paper)."
         )
-    if peft_config.modules_to_save:
-        raise ValueError(
-            f"`modules_to_save` is {peft_config.modules_to_save}, which diffusers' LoRA format cannot hold: "
-            "`pipe.load_lora_weights` would silently miss these layers. Unset it."
-        )
+    for name, default in vars(LoraConfig()).items():
+        value = getattr(peft_config, name)
+        if name not in _PLAIN_LORA and value and value != default:
+            raise ValueError(
+                f"`{name}` is {value!r}, but only plain LoRA is trained here: checkpoints are also saved in diffusers' "
+                "LoRA format, and most programs read no more than two matrices for each layer from it. They would leave "
+                f"out the rest without an error. Use the default, {default!r}."
+            )
     if isinstance(adapter, str):
         base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
