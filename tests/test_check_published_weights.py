@@ -194,7 +194,7 @@ def test_other_repositories_and_layouts(hub, repositories, tiny_flux, tmp_path):
     assert [row(output, repo)[1] for repo in fitting] == [
         "PEFT adapter, rank 4, alpha 8",
         "PEFT adapter, rank 4, alpha 8",
-        "diffusers LoRA, rank 4, alpha 8",
+        "diffusers LoRA, rank 4, alpha 4",
     ]
     assert 'someone/in-a-folder: The adapter is in a folder: load it with `subfolder="checkpoint-20/lora"`.' in output
     assert "someone/diffusers: Its file does not say `lora_alpha`" not in output

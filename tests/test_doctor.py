@@ -255,7 +255,7 @@ class TestFaults:
         assert "dropout" in rows["ratio"].advice
 
     @pytest.mark.parametrize("name", ["adapter_config.json", "pytorch_lora_weights.safetensors"])
-    def test_a_wrong_alpha_in_the_files(self, examine, monkeypatch, name):
+    def test_a_wrong_scale_in_the_files(self, examine, monkeypatch, name):
         save = doctor.save_adapter
 
         def save_wrong(model, pipeline, state_dict, folder):
@@ -264,7 +264,8 @@ class TestFaults:
             if path.suffix == ".json":
                 path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 4}))
             else:
-                save_file(load_file(path), path, {"format": "pt"})  # without the metadata
+                weights = {key: value / 2 if ".lora_B." in key else value for key, value in load_file(path).items()}
+                save_file(weights, path, {"format": "pt"})
 
         monkeypatch.setattr(doctor, "save_adapter", save_wrong)
         assert verdicts(examine()) == HEALTHY | {"saved files": "failed"}

@@ -182,9 +182,12 @@ def peft_file(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def diffusers_file(folder: Path) -> dict[str, torch.Tensor]:
+    """The same of diffusers' file, whose up matrices are multiplied by alpha / rank = 2."""
     saved = load_file(folder / "pytorch_lora_weights.safetensors")
     return {
-        re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.replace("transformer.", "base_model.model.", 1)): value
+        re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.replace("transformer.", "base_model.model.", 1)): (
+            value / 2 if ".lora_B." in name else value
+        )
         for name, value in saved.items()
     }
 

@@ -570,7 +570,7 @@ def _adapter_round_trip(patient: Patient) -> Row:
         "Random weights in the adapter",
         "The adapter has no effect on the image: look at `lora_target_modules`.",
         "The saved files do not hold the adapter that was trained: checkpoints of this run would draw something else. "
-        "Check the versions of peft and diffusers (first row), and that `lora_alpha` is in the files.",
+        "Check the versions of peft and diffusers (first row), and the scale `lora_alpha / r` in the files.",
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
@@ -28,8 +29,8 @@ def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor]
     Saves an adapter so that both ways of loading give the same image.
 
     `PeftModel.from_pretrained(pipe.transformer, folder)` reads `adapter_model.safetensors`,
-    `pipe.load_lora_weights(folder)` reads `pytorch_lora_weights.safetensors`. The latter carries the adapter's config
-    in its metadata; without it diffusers takes `lora_alpha` for the rank and silently draws something else.
+    `pipe.load_lora_weights(folder)` reads `pytorch_lora_weights.safetensors`. In the latter the scale of each layer,
+    `lora_alpha / r`, is multiplied into its up matrix: ComfyUI and others read no metadata and scale by 1.
 
     Args:
         model ([`~peft.PeftModel`]):
@@ -44,13 +45,22 @@ def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor]
     # `save_embedding_layers="auto"` would ask the Hub for the base model's vocabulary
     model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     lora = get_peft_model_state_dict(model, state_dict=state_dict, save_embedding_layers=False)
-    metadata = model.peft_config[model.active_adapter].to_dict()
-    metadata["base_model_name_or_path"] = None  # for PEFT's file only; it may be a folder of this machine
-    pipeline.save_lora_weights(
-        folder,
-        transformer_lora_layers={name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in lora.items()},
-        transformer_lora_adapter_metadata=metadata,
-    )
+    adapter = model.active_adapter
+    scales = {name: layer.scaling[adapter] for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    layers = {}
+    for name, tensor in lora.items():
+        layer, is_up, _ = name.partition(".lora_B.")
+        if is_up:
+            tensor = (tensor.float() * scales[layer]).to(tensor.dtype)
+        layers[name.removeprefix(_PEFT_PREFIX)] = tensor
+    config = model.peft_config[adapter]
+    metadata = config.to_dict() | {
+        "lora_alpha": config.r,
+        "alpha_pattern": dict(config.rank_pattern),
+        "use_rslora": False,
+        "base_model_name_or_path": None,  # for PEFT's file only; it may be a folder of this machine
+    }
+    pipeline.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
 
 
 def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter changes the weights by the same amount in every program that loads it, whatever scale it knows of."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from paco_trl import tiny
+from paco_trl.evaluation.generation.drawing import load_system
+from paco_trl.rollout import family_of
+from paco_trl.trainer.export import save_adapter
+from paco_trl.trainer.loading import load_pipeline, prepare_transformer
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "use_the_adapter.md"
+FILE = "pytorch_lora_weights.safetensors"
+PIPELINES = [name for name in tiny.__all__ if name not in ("build_tiny_clip", "build_tiny_qwen2_5_vl")]
+CONFIGS = {
+    "alpha": {"lora_alpha": 6},
+    "rsLoRA": {"lora_alpha": 8, "use_rslora": True},
+    "patterns": {"lora_alpha": 8, "rank_pattern": {"to_q": 2, "ff.net.2": 6}, "alpha_pattern": {"to_k": 3, "to_q": 5}},
+    "rsLoRA and patterns": {"use_rslora": True, "rank_pattern": {"to_q": 2}, "alpha_pattern": {"to_q": 5}},
+}
+
+
+def train(folder: Path, config: LoraConfig) -> tuple[PeftModel, DiffusionPipeline]:
+    """A pipeline with an adapter that has an effect."""
+    pipeline = load_pipeline(str(folder), torch.float32)
+    model = prepare_transformer(pipeline, family_of(pipeline), config, autocast_adapter_dtype=True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1, generator=generator)
+    return model, pipeline
+
+
+def save(model: PeftModel, pipeline: DiffusionPipeline, folder: Path) -> Path:
+    save_adapter(model, pipeline, {name: p for name, p in model.named_parameters() if p.requires_grad}, folder)
+    return folder
+
+
+def changes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the adapter adds to the weight of each layer."""
+    return {
+        name.removeprefix("base_model.model."): layer.get_delta_weight(layer.active_adapters[0]).detach()
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+
+
+def changes_in_comfyui(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same by ComfyUI's rule: alpha / rank where there is a tensor `<key>.alpha`, else 1."""
+    found = {}
+    for key in {name.partition(".lora_")[0] for name in weights}:
+        up, down = weights[f"{key}.lora_B.weight"], weights[f"{key}.lora_A.weight"]
+        scale = weights[f"{key}.alpha"].item() / len(down) if f"{key}.alpha" in weights else 1
+        found[key.removeprefix("transformer.").removeprefix("base_model.model.")] = up @ down * scale
+    return found
+
+
+def changes_in_diffusers(folder: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.load_lora_weights(adapter)
+    return changes(pipeline.transformer)
+
+
+def deviation(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Largest difference, relative to the largest change of its layer."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in wanted.items())
+
+
+def without_metadata(folder: Path, copied: Path) -> Path:
+    copied.mkdir()
+    save_file(load_file(folder / FILE), copied / FILE)
+    return copied
+
+
+@pytest.mark.parametrize("builder", PIPELINES)
+def test_full_strength_by_every_rule(builder, tmp_path):
+    folder = getattr(tiny, builder)(tmp_path / "tiny")
+    model, pipeline = train(folder, LoraConfig(r=4, lora_alpha=8))
+    trained = changes(model)
+    assert len(trained) >= 12 and min(float(change.norm()) for change in trained.values()) > 0
+    adapter = save(model, pipeline, tmp_path / "adapter")
+
+    # By that rule PEFT's file acts at half strength
+    halves = changes_in_comfyui(load_file(adapter / "adapter_model.safetensors"))
+    assert deviation({name: 2 * half for name, half in halves.items()}, trained) == 0
+    assert deviation(changes_in_comfyui(load_file(adapter / FILE)), trained) == 0
+    assert deviation(changes_in_diffusers(folder, adapter), trained) == 0
+    assert deviation(changes_in_diffusers(folder, without_metadata(adapter, tmp_path / "copied")), trained) == 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scales_of_every_kind(name, tiny_flux, tmp_path):
+    model, pipeline = train(tiny_flux, LoraConfig(**{"r": 4, **CONFIGS[name]}))
+    trained = changes(model)
+    scales = {layer.scaling["default"] for layer in model.modules() if isinstance(layer, LoraLayer)}
+    assert 1 not in scales and len(scales) == {"alpha": 1, "rsLoRA": 1, "patterns": 4, "rsLoRA and patterns": 2}[name]
+    adapter = save(model, pipeline, tmp_path / "adapter")
+    assert deviation(changes_in_comfyui(load_file(adapter / FILE)), trained) < 1e-6
+    assert deviation(changes_in_diffusers(tiny_flux, adapter), trained) < 1e-6
+    assert deviation(changes_in_diffusers(tiny_flux, without_metadata(adapter, tmp_path / "copied")), trained) < 1e-6
+    by_peft = PeftModel.from_pretrained(DiffusionPipeline.from_pretrained(tiny_flux).transformer, adapter)
+    assert deviation(changes(by_peft), trained) == 0
+
+
+def test_files_of_before_are_read_as_well(tiny_flux, tmp_path):
+    """Their matrices are PEFT's, and alpha is in the metadata."""
+    model, pipeline = train(tiny_flux, LoraConfig(r=4, lora_alpha=8))
+    trained = changes(model)
+    layers = {
+        name.removeprefix("base_model.model."): tensor for name, tensor in get_peft_model_state_dict(model).items()
+    }
+    metadata = model.peft_config["default"].to_dict()
+    pipeline.save_lora_weights(
+        tmp_path / "old", transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+    )
+    save(model, pipeline, tmp_path / "new")
+    (tmp_path / "new" / "adapter_config.json").unlink()  # so that the file under test is taken
+    old, new = (load_file(tmp_path / name / FILE) for name in ("old", "new"))
+    assert any(not torch.equal(old[name], new[name]) for name in old)
+    for name in ("old", "new"):
+        system = load_system(str(tiny_flux), torch.float32, tmp_path / name, "cpu")
+        assert deviation(changes(system.transformer), trained) == 0
+
+
+def test_the_code_of_the_page(tiny_flux, tmp_path):
+    expected = {}
+    for name, alpha in (("paco-flux", 8), ("style", 12)):
+        model, pipeline = train(tiny_flux, LoraConfig(r=4, lora_alpha=alpha))
+        expected[name] = changes(model)
+        save(model, pipeline, tmp_path / name)
+    page = PAGE.read_text(encoding="utf-8").replace("bfloat16", "float32").replace("user/", f"{tmp_path}/")
+    page = page.replace("black-forest-labs/FLUX.1-dev", str(tiny_flux))
+    load, two, fuse, peft = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
+    names = {}
+    exec(load, names)
+    assert deviation(changes(names["pipe"].transformer), expected["paco-flux"]) == 0
+    exec(two + fuse, names)
+    fused = names["pipe"].transformer.state_dict()
+    base = DiffusionPipeline.from_pretrained(tiny_flux).transformer.state_dict()
+    assert fused.keys() == base.keys()
+    wanted = {name: change + 0.6 * expected["style"][name] for name, change in expected["paco-flux"].items()}
+    found = {name: fused[f"{name}.weight"] - base[f"{name}.weight"] for name in wanted}
+    assert deviation(found, wanted) < 1e-5
+    exec(peft, names)
+    assert deviation(changes(names["pipe"].transformer), expected["paco-flux"]) == 0
