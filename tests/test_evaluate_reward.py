@@ -85,11 +85,13 @@ def workspace(tmp_path_factory):
         "dimension": Value("string"),
     }
     Dataset.from_list(edits, features=Features(features)).to_parquet(folder / "edits" / "train.parquet")
-    published = folder / "published"
-    (published / "images" / "7").mkdir(parents=True)
+    published = folder / "published"  # as it is downloaded, the images in an archive
+    (folder / "images" / "7").mkdir(parents=True)
+    published.mkdir()
     names = [f"{first}_{second}.png" for first in range(2) for second in range(2)]
     for name in names:
-        noise(rng).save(published / "images" / "7" / name)
+        noise(rng).save(folder / "images" / "7" / name)
+    shutil.make_archive(published / "images", "zip", folder, "images")
     record = {"folder": "7", "ref_image": names[0], "comp_images": names[1:], "rank_images": names[:0:-1]}
     (published / "consistency_full_rank.jsonl").write_text(json.dumps(record) + "\n")
     prompts = {"idx": "7", "prompt": "A fox.", "criteria": {"style": {"ink": "Both are drawn in ink."}}}
@@ -202,7 +204,7 @@ def test_broken_rows(script, workspace, tmp_path):
     wrong = json.dumps({**record, "ref_image": "9_9.png"})
     (published / "consistency_full_rank.jsonl").write_text(f"{json.dumps(record)}\n{wrong}\n")
     options = {"dataset_name": str(published)}
-    with pytest.raises(ValueError, match="line 2: there is no image"):
+    with pytest.raises(ValueError, match="line 2: its image 'images/7/9_9.png' is neither in"):
         script.main(arguments(script, workspace, tmp_path / "published-results", **options))
     script.main(arguments(script, workspace, tmp_path / "published-results", **options, skip_broken=True))
     (results,) = json.loads((tmp_path / "published-results" / "results.json").read_text())

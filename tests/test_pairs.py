@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import tarfile
 import time
 import tracemalloc
 import zipfile
@@ -694,7 +695,7 @@ class TestLoadPacoDataset:
             ({"conversations": record()["conversations"]}, "it has `images` None"),
             (
                 record("a.png", "gone.png"),
-                "image 'gone.png' is neither in .*data nor in a zip file, of which there are no",
+                "image 'gone.png' is neither in .*data nor in an archive, of which there are none. Check that",
             ),
             (record("a.png", ""), "an image is ''"),
             (record("a.png", 3), "an image is 3"),
@@ -825,7 +826,7 @@ class TestZipFiles:
         assert set((tmp_path / "data").rglob("*")) - set(before) == {tmp_path / "data" / "own.json"}
         stored = dataset.cast_column("images", List(ImageFeature(decode=False)))[0]["images"][0]
         assert stored["bytes"] is None and own_cache in Path(stored["path"]).parents
-        with pytest.raises(ValueError, match=r"'a/1.png' is neither in .* nor in the zip files \["):
+        with pytest.raises(ValueError, match=r"'a/1.png' is neither in .* nor in the archives \["):
             self.load(tmp_path / "data", "a/1.png", path)
 
     def test_beside_comes_first(self, tmp_path, own_cache):
@@ -849,7 +850,7 @@ class TestZipFiles:
         write_zip(folder / "y.zip", {"a.png": 3})
         assert seeds_of(self.load(folder, "a.png", "a.png")) == [[3, 3]]
         write_zip(folder / "z.zip", {"a.png": 4})
-        with pytest.raises(ValueError, match=r"in the zip files \['x.zip', 'y.zip', 'z.zip'\], which have different"):
+        with pytest.raises(ValueError, match=r"in the archives \['x.zip', 'y.zip', 'z.zip'\], which have different"):
             self.load(folder, "a.png", "a.png")
         write_image(folder / "a.png", 5)  # the remedy
         assert seeds_of(self.load(folder, "a.png", "a.png")) == [[5, 5]]
@@ -863,15 +864,25 @@ class TestZipFiles:
             archive.write(tmp_path / "larger.png", "a.png")
         assert self.load(folder, "a.png", "a.png")[0]["images"][0].size == (65, 65)
 
-    def test_extraction_that_was_stopped(self, tmp_path):
+    def test_extraction_that_was_stopped(self, tmp_path, own_cache, monkeypatch):
         folder = tmp_path / "data"
         write_zip(folder / "x.zip", {"a.png": 3, "b.png": 4})
+
+        def stop(archive, output):
+            write_image(Path(output) / "a.png", 5)
+            raise OSError("No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ZipExtractor, "extract", staticmethod(stop))
+            with pytest.raises(OSError, match="No space left"):
+                self.load(folder, "a.png", "b.png")
+        assert not list(own_cache.rglob("*.png"))
         dataset = self.load(folder, "a.png", "b.png")
-        first, second = (image["path"].as_py() for image in dataset.data.column("images")[0])
-        Path(second).unlink()
-        assert Path(first).is_file()
-        assert seeds_of(self.load(folder, "a.png", "b.png")) == [[3, 4]]
-        cut_in_half(first)
+        assert seeds_of(dataset) == [[3, 4]]
+        # As a process leaves it that is killed in the middle
+        (extracted,) = (path for path in (own_cache / "extracted").iterdir() if path.is_dir())
+        extracted.rename(f"{extracted}.partial")
+        cut_in_half(Path(f"{extracted}.partial") / "a.png")
         assert seeds_of(self.load(folder, "a.png", "b.png")) == [[3, 4]]
 
     @pytest.mark.parametrize("skip_broken", [False, True])
@@ -884,7 +895,7 @@ class TestZipFiles:
         for damaged, message in (
             (data[: len(data) // 2], rf"x.zip is no zip file, or an incomplete one \({len(data) // 2} bytes\)"),
             (b"version https://git-lfs.github.com/spec/v1", "x.zip is no zip file.*Git LFS"),
-            (data[:5000] + b"?" * 9 + data[5009:], r"One of the zip files \['x.zip'\] in .*data is damaged \(Bad CRC"),
+            (data[:5000] + b"?" * 9 + data[5009:], r"data/x.zip is damaged \(Bad CRC"),
         ):
             (folder / "x.zip").write_bytes(damaged)
             with pytest.raises(zipfile.BadZipFile, match=message):
@@ -900,11 +911,45 @@ class TestZipFiles:
         with pytest.raises(ValueError, match="path '../evil.png' is absolute or leaves"):
             self.load(folder, "a.png", "../evil.png")
 
-    def test_several_processes(self, tmp_path):
+    def test_several_at_a_time(self, tmp_path):
         folder = tmp_path / "data"
         write_zip(folder / "x.zip", {"a.png": 3})
         write_zip(folder / "y.zip", {"b.png": 4})
         assert seeds_of(self.load(folder, "a.png", "b.png", num_proc=2)) == [[3, 4]]
+
+    @pytest.mark.parametrize("name", ["images.tar", "images.tar.gz", "images.tgz", "sub/images.tar.xz"])
+    def test_tar_files(self, tmp_path, own_cache, name):
+        archive, source = tmp_path / "data" / name, tmp_path / "source"
+        archive.parent.mkdir(parents=True)
+        for number, member in enumerate(("images/1/a.png", "../evil.png"), start=3):
+            write_image(source / member, number)
+        with tarfile.open(archive, f"w:{name.replace('tgz', 'tar.gz').partition('.tar')[2].strip('.')}") as file:
+            file.add(source / "images", "images")
+            file.add(tmp_path / "evil.png", "../evil.png")
+        for path in ("images/1/a.png", "1/a.png"):
+            assert seeds_of(self.load(tmp_path / "data", path, path)) == [[3, 3]]
+        assert not list(own_cache.rglob("evil.png")) and list(own_cache.rglob("a.png"))
+        archive.write_bytes(archive.read_bytes()[:-300] if name == "images.tgz" else b"version https://git-lfs")
+        with pytest.raises(tarfile.ReadError, match="is damaged|is no tar file.*Git LFS"):
+            self.load(tmp_path / "data", "1/a.png", "1/a.png", skip_broken=True)
+
+    @pytest.mark.parametrize("name", ["images.tar.gz.part-aa", "images.tar.00", "images.zip.001", "sub/images.z01"])
+    def test_parts_of_archives(self, tmp_path, name):
+        folder = tmp_path / "data"
+        write_zip(folder / "other.zip", {"b.png": 3})
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"part")
+        if name.endswith("z01"):  # the last part of `zip -s`
+            (folder / name).with_suffix(".zip").write_bytes(b"part")
+        write_json(folder, "own", [record("a.png", "b.png")])
+        there = rf"nor in the archives \['other.zip'\]; \['{name}'.*\] look like parts of archives, which"
+        with pytest.raises(ValueError, match=rf"record 0: its image 'a.png' is .*{there}.*Join and unpack them in "):
+            load_paco_dataset(folder, ["own"])
+        (folder / "decompress.sh").touch()
+        with pytest.raises(ValueError, match=rf"{there}.*unpack it: `cd {folder} && bash decompress.sh`\. Correct"):
+            load_paco_dataset(folder, ["own"])
+        write_image(folder / "a.png", 4)  # as after it
+        assert seeds_of(load_paco_dataset(folder, ["own"])) == [[4, 3]]
 
     def test_callers_at_the_same_time(self, tmp_path, monkeypatch):
         # As the ranks of a training run do, on a cache that is empty

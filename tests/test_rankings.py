@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the rankings format, of its loader and of the pairs that are made of rankings."""
 
+import io
 import json
+import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +14,7 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
+from hub_server import HubServer
 from paco_trl.data import (
     check_pair_columns,
     check_ranking_columns,
@@ -180,6 +186,53 @@ class TestLoadConsistencyRank:
         assert stored["reference"] == {"bytes": None, "path": str(folder / "0_0.png")}
         assert stored["candidates"][1] == {"bytes": None, "path": str(folder / "1_1.png")}
 
+    @pytest.mark.parametrize("top", ["images/", ""])
+    def test_as_it_is_downloaded(self, tmp_path, monkeypatch, top):
+        monkeypatch.setattr("datasets.config.EXTRACTED_DATASETS_PATH", str(tmp_path / "cache"))
+        records = [rank_record(), rank_record(ref_image="9_9.png")]
+        unpacked = load_consistency_rank(write_bench(tmp_path / "bench", records), skip_broken=True)
+        images = tmp_path / "bench" / "images"
+        with zipfile.ZipFile(tmp_path / "bench" / "images.zip", "w") as archive:
+            for path in images.rglob("*.png"):
+                archive.write(path, f"{top}{path.relative_to(images)}")
+        assert not (tmp_path / "cache").exists()
+        images.rename(tmp_path / "away")
+        with pytest.raises(ValueError, match=r"line 2: its image 'images/0001/9_9.png' is neither .*\['images.zip'\]"):
+            load_consistency_rank(tmp_path / "bench")
+        dataset = load_consistency_rank(tmp_path / "bench", skip_broken=True)
+        assert values_of(dataset[0]["candidates"]) == [1, 11, 21]
+        assert dataset["id"][:] == unpacked["id"][:] and dataset[0]["ranking"] == [2, 0, 1]
+        # Nothing is written beside the archive
+        names = ["consistency_full_rank.jsonl", "images.zip", "prompt_data.jsonl"]
+        assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == names
+        (tmp_path / "bench" / "images.zip").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+        with pytest.raises(zipfile.BadZipFile, match="images.zip is no zip file, or an incomplete one .42 bytes"):
+            load_consistency_rank(tmp_path / "bench", skip_broken=True)
+
+    def test_from_the_hub(self, tmp_path):
+        folder = write_bench(tmp_path / "bench", [rank_record()])
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for path in (folder / "images").rglob("*.png"):
+                archive.write(path, path.relative_to(folder))
+        files = {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
+        code = (
+            "from paco_trl.data import load_consistency_rank; "
+            "(row,) = load_consistency_rank('X-GenGroup/ConsistencyRank-Bench'); print(row['reference'].size)"
+        )
+        with HubServer(tokens={}) as hub:
+            files |= {"images.zip": buffer.getvalue(), "README.md": b"", "unneeded.bin": b"x"}
+            hub.add_repo("X-GenGroup/ConsistencyRank-Bench", files, "dataset")
+            run = subprocess.run(
+                [sys.executable, "-c", code],
+                env=os.environ | hub.environment(str(tmp_path / "home")),
+                capture_output=True,
+                text=True,
+            )
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert run.stdout == "(4, 4)\n"
+        assert not list((tmp_path / "home").rglob("unneeded.bin"))
+
     def test_older_names(self, tmp_path):
         new = load_consistency_rank(write_bench(tmp_path, [rank_record()]))
         old = rank_record(
@@ -207,11 +260,11 @@ class TestLoadConsistencyRank:
         [
             (rank_record(folder="0002"), "its folder '0002' is not among the `idx` of prompt_data.jsonl"),
             (rank_record(folder=...), "its folder None is not"),
-            (rank_record(ref_image="9_9.png"), "there is no image .*images/0001/9_9.png"),
+            (rank_record(ref_image="9_9.png"), "its image 'images/0001/9_9.png' is neither in .* nor in an archive"),
             (rank_record(ref_image=...), "an image is None"),
             (
                 rank_record(comp_images=["0_1.png", "3_1.png"], rank_images=["3_1.png", "0_1.png"]),
-                "no image .*3_1.png",
+                "its image 'images/0001/3_1.png' is neither in",
             ),
             (
                 rank_record(comp_images=["0_1.png"], rank_images=["0_1.png"]),
@@ -248,7 +301,7 @@ class TestLoadConsistencyRank:
 
     def test_nothing_left(self, tmp_path):
         folder = write_bench(tmp_path, [rank_record(ref_image="9_9.png")] * 2)
-        with pytest.raises(ValueError, match="All 2 records are broken.*The first: .*line 1: there is no image"):
+        with pytest.raises(ValueError, match="All 2 records are broken.*The first: .*line 1: its image"):
             load_consistency_rank(folder, skip_broken=True)
 
     @pytest.mark.parametrize("name", ["consistency_full_rank.jsonl", "prompt_data.jsonl"])

@@ -1,75 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of a published folder: beside its records, or in zip files, which are extracted into the cache of `datasets`."""
+"""Images of a published folder: beside its records, or in zip and tar archives."""
 
 import filecmp
+import hashlib
+import lzma
+import re
+import shutil
+import tarfile
 import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path, PurePath
 
 
-def _is_extracted(archive: Path, folder: Path) -> bool:
-    """Tell whether all files of a zip file are in a folder, with the sizes that they have in the zip file."""
-    with zipfile.ZipFile(archive) as opened:
-        # The last one of a name is the one that stays
-        sizes = {member.filename: member.file_size for member in opened.infolist() if not member.is_dir()}
-    paths = [(folder / name, size) for name, size in sizes.items()]
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+# For `find_dataset_folder`
+ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*", "*.tgz", "*.tgz[._-]*"]
+
+_ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
+_PART = re.compile(r"\.(z\d+|(zip|tgz|tar)[._-].+)$")
+_DAMAGE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, NotImplementedError)
 
 
-def _extract(archives: list[Path], num_proc: int | None) -> list[Path]:
-    """Extract zip files into the cache of `datasets`, unless they are there."""
-    from datasets import DownloadConfig, DownloadManager, config
+def _extract(archive: Path) -> Path:
+    """Extract an archive into the cache of `datasets`, unless it is there, and give its folder in the cache."""
+    from datasets import config
+    from datasets.utils.extract import TarExtractor, ZipExtractor
     from huggingface_hub.utils import WeakFileLock
 
+    is_zip, stat = archive.suffix == ".zip", archive.stat()
     # No ValueError: this is no matter of the record that is being read
-    for archive in archives:
-        if not zipfile.is_zipfile(archive):
-            raise zipfile.BadZipFile(
-                f"{archive} is no zip file, or an incomplete one ({archive.stat().st_size} bytes). Download it again; "
-                "a clone without Git LFS has only pointers of about 130 bytes."
-            )
-
-    def extract(paths: list[Path], force: bool) -> list[Path]:
-        manager = DownloadManager(download_config=DownloadConfig(num_proc=num_proc, force_extract=force))
-        try:
-            return [Path(folder) for folder in manager.extract([str(path) for path in paths])]
-        except zipfile.BadZipFile as error:
-            names = [path.name for path in paths]
-            raise zipfile.BadZipFile(
-                f"One of the zip files {names} in {paths[0].parent} is damaged ({error}). Download it again."
-            ) from error
-
-    cache = Path(config.EXTRACTED_DATASETS_PATH)
-    cache.mkdir(parents=True, exist_ok=True)
-    # `datasets` takes any folder that is not empty for an extracted one: also one that another process is filling, that
-    # was left by a killed process, or that is of an older zip file at the same place
-    with WeakFileLock(cache / "paco_trl.lock"):
-        folders = extract(archives, force=False)
-        outdated = [
-            archive for archive, folder in zip(archives, folders, strict=True) if not _is_extracted(archive, folder)
-        ]
-        if outdated:
-            extract(outdated, force=True)
-    return folders
+    error_type = zipfile.BadZipFile if is_zip else tarfile.ReadError
+    if not (zipfile.is_zipfile(archive) if is_zip else tarfile.is_tarfile(archive)):
+        raise error_type(
+            f"{archive} is no {'zip' if is_zip else 'tar'} file, or an incomplete one ({stat.st_size} bytes). Download it "
+            "again; a clone without Git LFS has only pointers of about 130 bytes."
+        )
+    # An archive that replaces another one at its place gets a folder of its own
+    key = hashlib.sha256(f"{archive} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    folder = Path(config.EXTRACTED_DATASETS_PATH) / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            partial = Path(f"{folder}.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # that of a killed process
+            try:
+                # They leave out what would be written outside of the folder
+                (ZipExtractor if is_zip else TarExtractor).extract(archive, partial)
+                partial.rename(folder)
+            except _DAMAGE as error:
+                raise error_type(f"{archive} is damaged ({error}). Download it again.") from error
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return folder
 
 
 class ImageFinder:
-    """Finds images beside the JSON files of a folder or in its zip files, which are extracted when first needed."""
+    """Finds images in a folder, beside its records or in its archives, which are extracted when first needed."""
 
-    def __init__(self, folder: Path, num_proc: int | None):
+    def __init__(self, folder: Path, num_proc: int | None = None):
         self.folder = folder
         self.num_proc = num_proc
         self.found: dict[PurePath, str] = {}
+        self.parts: list[str] = []  # of archives that were split, which are not opened
 
     @cached_property
     def extracted(self) -> list[tuple[PurePath, Path]]:
-        """Each zip file's path in the folder, and the folder that it is extracted to."""
-        archives = sorted(self.folder.rglob("*.zip"))
-        folders = _extract(archives, self.num_proc) if archives else []
-        names = [archive.relative_to(self.folder) for archive in archives]
-        return list(zip(names, folders, strict=True))
+        """Each archive's path in the folder, and the folder that it is extracted to."""
+        archives = []
+        for path in sorted(self.folder.rglob("*")):
+            # The last part of a split zip file has the name of a whole one
+            if _ARCHIVE.search(path.name) and not path.with_suffix(".z01").is_file():
+                archives.append(path)
+            elif _PART.search(path.name) or _ARCHIVE.search(path.name):
+                self.parts.append(str(path.relative_to(self.folder)))
+        with ThreadPoolExecutor(self.num_proc or 1) as pool:
+            folders = list(pool.map(_extract, archives))
+        return [(path.relative_to(self.folder), folder) for path, folder in zip(archives, folders, strict=True)]
 
     def find(self, path: PurePath) -> str:
+        """Give the file of an image. The errors go on after `<file>, record <number>: `."""
         if path not in self.found:
             beside = self.folder / path
             self.found[path] = str(beside if beside.is_file() else self._find_in_archives(path))
@@ -78,24 +88,33 @@ class ImageFinder:
     def _find_in_archives(self, path: PurePath) -> Path:
         hits: dict[PurePath, Path] = {}
         for name, folder in self.extracted:
-            # As if the zip file were unpacked in the folder, where it lies, or into a folder with its own name; and its
+            # As if the archive were unpacked in the folder, where it lies, or into a folder with its own name; and its
             # one top folder may have its name, and not be part of the path
-            places = [PurePath(), name.parent, name.with_suffix("")]
+            stem = _ARCHIVE.sub("", name.name)
+            places = [PurePath(), name.parent, name.parent / stem]
             inside = [path.relative_to(place) for place in places if path.is_relative_to(place)]
-            for candidate in [*inside, *(PurePath(name.stem) / one for one in inside)]:
+            for candidate in [*inside, *(PurePath(stem) / one for one in inside)]:
                 if (folder / candidate).is_file():
                     hits.setdefault(name, folder / candidate)
         if not hits:
-            archives = [str(name) for name, _ in self.extracted]
-            where = f"the zip files {archives}" if archives else "a zip file, of which there are none"
             raise ValueError(
-                f"its image {str(path)!r} is neither in {self.folder} nor in {where}. Check that the download is "
-                "complete."
+                f"its image {str(path)!r} is neither in {self.folder} nor in {self._say_what_was_opened()}"
             )
         first, *others = hits.values()
         if not all(filecmp.cmp(first, other, shallow=False) for other in others):
             raise ValueError(
-                f"its image {str(path)!r} is in the zip files {[str(name) for name in hits]}, which have different "
+                f"its image {str(path)!r} is in the archives {[str(name) for name in hits]}, which have different "
                 f"files of this name. Put the right one at {self.folder / path}."
             )
         return first
+
+    def _say_what_was_opened(self) -> str:
+        archives = [str(name) for name, _ in self.extracted]
+        where = f"the archives {archives}" if archives else "an archive, of which there are none"
+        if self.parts:
+            where += f"; {self.parts[:3]} look like parts of archives, which are not put together here"
+        if (self.folder / "decompress.sh").is_file():
+            return f"{where}. Check that the download is complete, and unpack it: `cd {self.folder} && bash decompress.sh`."
+        if self.parts:
+            return f"{where}. Join and unpack them in {self.folder} (`cat <parts> | tar -xz`, or `zip -s 0`)."
+        return f"{where}. Check that the download is complete."

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loader of the published PaCo-Dataset: ShareGPT-style JSON files, with images beside them or in zip files."""
+"""Loader of the published PaCo-Dataset: ShareGPT-style JSON files, with images beside them or in archives."""
 
 import json
 import re
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from .archives import ImageFinder
+from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, settle_broken
 from .pairs import decision_of, pair_features
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # What the paper trains on; `consistency_reward_cot_test` is its evaluation set
 _TRAINING_FILES = ["consistency_reward_cot_train", "sharegpt_editing_cot"]
-_PATTERNS = ["*.json", "*.zip", "*.png", "*.jpg", "*.jpeg", "*.webp"]
+_PATTERNS = ["*.json", "*.sh", "*.png", "*.jpg", "*.jpeg", "*.webp", *ARCHIVE_PATTERNS]
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _PLACEHOLDER = "<image>"
@@ -89,8 +89,9 @@ def load_paco_dataset(
     (`from`: human or gpt, `value`) or `messages` (`role`: user or assistant, `content`), and `images`, two paths.
     Placeholders `<image>` are taken out of the question: both images come before it, as the weights were trained.
 
-    An image is looked up in the folder first, then in the zip files of the folder. These are extracted once into the
-    cache of `datasets`; the folder itself is not written to. Images are stored as paths and not decoded:
+    An image is looked up in the folder first, as after `decompress.sh`, then in the zip and tar archives of the folder.
+    These are extracted once into the cache of `datasets`; the folder itself is not written to. Archives that were split
+    into parts are not put together: the error has the command. Images are stored as paths and not decoded:
     [`validate_pairs`] does that.
 
     Args:
@@ -103,7 +104,7 @@ def load_paco_dataset(
             Leave broken records out, with one warning that lists them, instead of raising an error. A missing file, or
             one that is no JSON, is an error in any case.
         num_proc (`int`, *optional*):
-            Number of processes that extract zip files; one when left out.
+            Number of archives that are extracted at the same time; one when left out.
 
     Returns:
         [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name of the JSON file.
@@ -111,7 +112,8 @@ def load_paco_dataset(
     Raises:
         FileNotFoundError: If there is no such folder or file.
         ValueError: If a file is no list of records, if a record is broken, or if `skip_broken` leaves none.
-        zipfile.BadZipFile: If a zip file that is needed is damaged.
+        zipfile.BadZipFile: If a zip file is damaged, and an image was not found in the folder itself.
+        tarfile.ReadError: If this is so for a tar file.
 
     Example:
 

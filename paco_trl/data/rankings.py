@@ -7,9 +7,10 @@ The columns are `reference` (image), `candidates` (list of images), `ranking` (i
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import check_image_list, check_is_dataset, list_lengths
 from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, settle_broken
 from .image_sets import _criteria_list, parse_image_set_prompt
@@ -173,7 +174,7 @@ def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
     return prompts
 
 
-def _read_ranking(record: dict[str, Any], images: Path) -> dict[str, Any]:
+def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
     """Read reference, candidates and ranking of one record. The errors go on after `<file>, line <number>: `."""
     reference = record.get("ref_image", record.get("ref_img"))
     names = record.get("comp_images", record.get("comparison_images"))
@@ -185,12 +186,8 @@ def _read_ranking(record: dict[str, Any], images: Path) -> dict[str, Any]:
             f"`rank_images` is {order!r}, but `comp_images` is {names!r}. Both must have the same names, `rank_images` "
             "with the best first."
         )
-    paths = []
-    for name in [reference, *names]:
-        path = images / path_inside(name)
-        if not path.is_file():
-            raise ValueError(f"there is no image {path}. Check that the download is complete.")
-        paths.append(str(path))
+    folder = PurePath("images") / path_inside(str(record.get("folder")))
+    paths = [finder.find(folder / path_inside(name)) for name in [reference, *names]]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
 
 
@@ -200,7 +197,8 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
 
     The layout is that of `X-GenGroup/ConsistencyRank-Bench`: `consistency_full_rank.jsonl` with `folder`, `ref_image`,
     `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the folder), `prompt` and `criteria`,
-    and the images in `images/<folder>/`. Images are stored as paths; that the files exist is checked.
+    and the images in `images/<folder>/`: unpacked, or in `images.zip` as it is downloaded, which is extracted once into
+    the cache of `datasets`. Images are stored as paths; that the files exist is checked.
 
     Args:
         path (`str` or `Path`):
@@ -216,10 +214,12 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
     Raises:
         FileNotFoundError: If there is no such folder or file.
         ValueError: If a line is no JSON object, if a record is broken, or if `skip_broken` leaves none.
+        zipfile.BadZipFile: If `images.zip` is damaged.
     """
     from datasets import Dataset
 
-    folder = find_dataset_folder(path, ["*.jsonl", "images/*"])
+    folder = find_dataset_folder(path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
+    finder = ImageFinder(folder)
     records = _read_json_lines(find_dataset_file(folder, _RANK_FILE))
     prompts = _read_prompts(find_dataset_file(folder, _PROMPT_FILE))
 
@@ -235,7 +235,7 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
         try:
             if group not in prompts:
                 raise ValueError(f"its folder {record.get('folder')!r} is not among the `idx` of {_PROMPT_FILE}.")
-            ranking = _read_ranking(record, folder / "images" / path_inside(group))
+            ranking = _read_ranking(record, finder)
         except ValueError as error:
             broken.append(f"{place}: {error}")
             continue
