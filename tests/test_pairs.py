@@ -657,6 +657,45 @@ class TestLoadPacoDataset:
         assert dataset["source"][:] == ["consistency_reward_cot_train", "sharegpt_editing_cot"]
         assert seeds_of(dataset) == [[1, 1], [2, 1]]
 
+    def test_dataset_info(self, tmp_path):
+        turns = [{"by": "asker", "text": QUESTION}, {"by": "judge", "text": "No"}]
+        folder = self.folder(tmp_path, {"dialog": turns, "pictures": ["a.png", "sub/b.png"], "rules": "Be strict."})
+        (folder / "own.json").rename(folder / "sub" / "pairs_v2.json")
+        write_json(folder, "plain", [record("a.png", "a.png")])
+        entry = {
+            "file_name": "sub/pairs_v2.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "dialog", "images": "pictures", "system": "rules"},
+            "tags": {"role_tag": "by", "content_tag": "text", "user_tag": "asker", "assistant_tag": "judge"},
+        }
+        write_json(folder, "dataset_info", {"own": entry, "other": {"file_name": "gone.json"}})
+        dataset = load_paco_dataset(folder, files=["own", "plain"])  # a file that it does not name is found too
+        assert seeds_of(dataset) == [[1, 2], [1, 1]] and dataset["source"][:] == ["own", "plain"]
+        assert dataset[0]["prompt"] == [{"role": "system", "content": "Be strict."}, user(QUESTION)]
+        assert dataset[0]["completion"] == [assistant("No")]
+        with pytest.raises(FileNotFoundError, match="no file 'gone.json'"):
+            load_paco_dataset(folder, files=["other"])
+        with pytest.raises(ValueError, match="pairs_v2.json, record 0: it has no list of turns in `talk` or"):
+            write_json(folder, "dataset_info", {"own": {**entry, "columns": {"messages": "talk"}}})
+            load_paco_dataset(folder, files=["own"])
+
+    @pytest.mark.parametrize(
+        "info, message",
+        [
+            ({"own": {"hf_hub_url": "a/b"}}, "dataset_info.json has for 'own': {'hf_hub_url': 'a/b'}. Pairs are read"),
+            ({"own": {"file_name": "own.json", "formatting": "alpaca"}}, "has for 'own': .*'alpaca'"),
+            ({"own": {"file_name": "../own.json"}}, "path '../own.json' is absolute or leaves"),
+            (["own"], "dataset_info.json must be a JSON object of objects"),
+            ({"own": "own.json"}, "dataset_info.json must be a JSON object of objects"),
+        ],
+    )
+    def test_broken_dataset_info(self, tmp_path, info, message):
+        folder = self.folder(tmp_path, record("a.png", "a.png"))
+        assert len(load_paco_dataset(folder, files=["own"])) == 1
+        write_json(folder, "dataset_info", info)
+        with pytest.raises(ValueError, match=message):
+            load_paco_dataset(folder, files=["own"], skip_broken=True)
+
     def test_shapes_of_records(self, tmp_path):
         messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": " No\n"}]
         system = {"from": "system", "value": "Be strict."}
@@ -679,7 +718,7 @@ class TestLoadPacoDataset:
 
     @pytest.mark.parametrize(
         "question",
-        [QUESTION, f"<image><image>{QUESTION}", f"<image>\n<image>\n{QUESTION}", f"{QUESTION} <image> <image>"],
+        [QUESTION, f"<image><image>{QUESTION}", f" <image>\n<image>\n{QUESTION}\n"],
     )
     def test_placeholders(self, tmp_path, question):
         folder = self.folder(tmp_path, record("a.png", "a.png", question=question))
@@ -705,6 +744,12 @@ class TestLoadPacoDataset:
             (record("a.png", "a.png", question="<image>Q?"), "question has 1 placeholders"),
             (record("a.png", "a.png", question="<image><image><image>Q?"), "question has 3 placeholders"),
             (record("a.png", "a.png", question="<image><image>\n"), "in which there is no text"),
+            (
+                record("a.png", "a.png", question="Do <image> and <image> match?"),
+                r"its question is 'Do <image> and <image> match\?', but the judge gets both images before the text. Put",
+            ),
+            (record("a.png", "a.png", question=f"<image>{QUESTION}<image>"), "both images before the text"),
+            (record("a.png", "a.png", question=f"{QUESTION} <image> <image>"), "both images before the text"),
             (record("a.png", "a.png", question=""), "its user turn is ''"),
             (record("a.png", "a.png", answer=None), "its assistant turn is None"),
             (record("a.png", "a.png", answer="**Yes**"), r"'\*\*Yes\*\*' does not begin with the word Yes or No"),

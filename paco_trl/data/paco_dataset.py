@@ -20,27 +20,32 @@ _TRAINING_FILES = ["consistency_reward_cot_train", "sharegpt_editing_cot"]
 _PATTERNS = ["*.json", "*.sh", "*.png", "*.jpg", "*.jpeg", "*.webp", *ARCHIVE_PATTERNS]
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ROLE_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
 _PLACEHOLDER = "<image>"
 
 
-def _read_turns(record: dict[str, Any]) -> dict[str, str]:
+def _read_turns(record: dict[str, Any], columns: dict[str, str], tags: dict[str, str]) -> dict[str, str]:
     """Give the texts of a record by role. The errors of this module go on after `<file>, record <number>: `."""
-    turns = record.get("conversations", record.get("messages"))
+    turns = record.get(columns.get("messages", "conversations"), record.get("messages"))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(
-            f"it has no list of turns in `conversations` or `messages`, only the keys {list(record)}. A record is "
+            f"it has no list of turns in `{columns.get('messages', 'conversations')}` or `messages`, only the keys "
+            f"{list(record)}. A record is "
             '`{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}], "images": [...]}`.'
         )
-    names = [turn.get("from", turn.get("role")) for turn in turns]
-    roles = [_ROLES.get(name) for name in names]
+    known = _ROLES | {tags[tag]: role for tag, role in _ROLE_TAGS.items() if tag in tags}
+    names = [turn.get(tags.get("role_tag", "from"), turn.get("role")) for turn in turns]
+    roles = [known.get(name) for name in names]
     if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
         raise ValueError(
             f"its turns are {names}, but a pair is one question and one answer: human and gpt (or user and "
             "assistant), with at most one system turn in front."
         )
-    texts = dict(zip(roles, (turn.get("value", turn.get("content")) for turn in turns), strict=True))
-    if record.get("system"):
-        texts.setdefault("system", record["system"])
+    content = tags.get("content_tag", "value")
+    texts = dict(zip(roles, (turn.get(content, turn.get("content")) for turn in turns), strict=True))
+    system = record.get(columns.get("system", "system"))
+    if system:
+        texts.setdefault("system", system)
     for role, text in texts.items():
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"the text of its {role} turn is {text!r}. It must be a text that is not empty.")
@@ -53,18 +58,47 @@ def _read_question(text: str) -> str:
         raise ValueError(
             f"its question has {count} placeholders `{_PLACEHOLDER}`, but a pair has 2 images: write two or none."
         )
-    question = re.sub(rf"\s*{_PLACEHOLDER}\s*", " ", text).strip()
+    question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
+    if _PLACEHOLDER in question:
+        raise ValueError(
+            f"its question is {text!r}, but the judge gets both images before the text. Put both placeholders "
+            f"`{_PLACEHOLDER}` in front, and name the images in words: 'the first image'."
+        )
     if not question:
         raise ValueError(f"its question is {text!r}, in which there is no text.")
     return question
 
 
-def _read_image_paths(record: dict[str, Any]) -> list[PurePath]:
-    images = record.get("images")
+def _read_image_paths(record: dict[str, Any], columns: dict[str, str]) -> list[PurePath]:
+    images = record.get(columns.get("images", "images"))
     if not isinstance(images, list) or len(images) != 2:
         given = f"{len(images)} images" if isinstance(images, list) else f"`images` {images!r}"
         raise ValueError(f"it has {given}, but a pair has a list of exactly 2 paths.")
     return [path_inside(image) for image in images]
+
+
+def _read_dataset_info(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read LLaMA-Factory's `dataset_info.json`, if there is one: name -> file, columns and tags."""
+    path = folder / "dataset_info.json"
+    if not path.is_file():
+        return {}
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). Download it again.") from error
+    if not isinstance(info, dict) or not all(isinstance(entry, dict) for entry in info.values()):
+        raise ValueError(f"{path} must be a JSON object of objects: name -> `file_name`, `columns` and `tags`.")
+    return info
+
+
+def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
+    """Find the file of a name, whose entry in `dataset_info.json` may be empty."""
+    if entry.get("formatting", "sharegpt") != "sharegpt" or (entry and "file_name" not in entry):
+        raise ValueError(
+            f"{folder / 'dataset_info.json'} has for {name!r}: {entry}. Pairs are read from a file in the folder "
+            '(`file_name`) with `"formatting": "sharegpt"`.'
+        )
+    return find_dataset_file(folder, str(path_inside(entry.get("file_name", f"{name}.json"))))
 
 
 def _read_records(path: Path) -> list[Any]:
@@ -87,7 +121,9 @@ def load_paco_dataset(
 
     The layout is that of `X-GenGroup/PaCo-Dataset`: ShareGPT-style JSON files whose records have `conversations`
     (`from`: human or gpt, `value`) or `messages` (`role`: user or assistant, `content`), and `images`, two paths.
-    Placeholders `<image>` are taken out of the question: both images come before it, as the weights were trained.
+    Both images come before the question, as the weights were trained: the placeholders `<image>` in front of it are taken
+    out. Where there is LLaMA-Factory's `dataset_info.json`, it says which file a name stands for, and the names of
+    columns and roles in it.
 
     An image is looked up in the folder first, as after `decompress.sh`, then in the zip and tar archives of the folder.
     These are extracted once into the cache of `datasets`; the folder itself is not written to. Archives that were split
@@ -98,8 +134,8 @@ def load_paco_dataset(
         path (`str` or `Path`):
             The folder, or the id of a dataset on the Hub.
         files (`list[str]`, *optional*):
-            Names of the JSON files, with or without `.json`. When left out, what the paper trains on:
-            `consistency_reward_cot_train` and `sharegpt_editing_cot`.
+            Names of datasets in `dataset_info.json`, or of JSON files, with or without `.json`. When left out, what the
+            paper trains on: `consistency_reward_cot_train` and `sharegpt_editing_cot`.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave broken records out, with one warning that lists them, instead of raising an error. A missing file, or
             one that is no JSON, is an error in any case.
@@ -107,7 +143,7 @@ def load_paco_dataset(
             Number of archives that are extracted at the same time; one when left out.
 
     Returns:
-        [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name of the JSON file.
+        [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name in `files`.
 
     Raises:
         FileNotFoundError: If there is no such folder or file.
@@ -134,18 +170,20 @@ def load_paco_dataset(
     broken = []
     total = 0
     names = [name.removesuffix(".json") for name in files or _TRAINING_FILES]
-    json_paths = [find_dataset_file(folder, f"{name}.json") for name in names]
+    info = _read_dataset_info(folder)
+    json_paths = [_find_records(folder, name, info.get(name, {})) for name in names]
     for name, json_path in zip(names, json_paths, strict=True):
+        columns_of, tags = (info.get(name, {}).get(key) or {} for key in ("columns", "tags"))
         for number, record in enumerate(_read_records(json_path)):
             total += 1
             try:
                 if not isinstance(record, dict):
                     raise ValueError(f"it is {record!r}, but it must be a JSON object.")
-                texts = _read_turns(record)
+                texts = _read_turns(record, columns_of, tags)
                 question = _read_question(texts["user"])
                 answer = texts["assistant"].strip()
                 decision_of(answer)
-                images = [finder.find(image) for image in _read_image_paths(record)]
+                images = [finder.find(image) for image in _read_image_paths(record, columns_of)]
             except ValueError as error:
                 broken.append(f"{json_path.name}, record {number}: {error}")
                 continue
