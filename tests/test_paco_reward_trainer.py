@@ -149,6 +149,9 @@ def closed_form(rows: list[Judged], a: float | None, variant: str) -> torch.Tens
     total = 0.0
     for row in rows:
         n = len(row.log_probs)
+        if n == 1:
+            total = total - row.log_probs[0]
+            continue
         share = (1 - a) / (n - 1) if variant == "paper" else n * (1 - a) / (n - 1)
         total = total - a * row.log_probs[0] - share * row.log_probs[1:].sum()
     return total / (len(rows) if variant == "paper" else tokens)
@@ -1321,14 +1324,31 @@ class TestBadInput:
         with pytest.raises(OSError, match="nowhere"):
             make_reward_trainer(NOWHERE, dataset, processing_class=processor, max_length=150)
 
-    def test_labels_alone(self, make_reward_trainer):
+    def test_labels_alone(self, make_reward_trainer, tiny_qwen, caplog):
         dataset = pair_dataset([*mixed(2), *colours(2, seed=0)])
-        with pytest.raises(ValueError, match="2 of 4 completions are a label without reasons, the first in row 2, and "
-                           "`first_token_weight` is 0.1: the other 0.9 .* Set `first_token_weight=1` .or None."):  # fmt: skip
-            make_reward_trainer(NOWHERE, train_dataset=dataset, first_token_weight=0.1)
-        for weight in (None, 1, 1.0):
-            make_reward_trainer(train_dataset=dataset, first_token_weight=weight)
-        make_reward_trainer(eval_dataset=dataset, first_token_weight=0.1)  # it is only evaluated on
+        with torch.no_grad():
+            rows = judged(base_of(tiny_qwen), AutoProcessor.from_pretrained(tiny_qwen), dataset)
+        assert [len(row.log_probs) > 3 for row in rows] == [True, True, False, False]
+        as_reasons = closed_form(rows, 0.3, "paper").item()
+        rows[2:] = [row._replace(log_probs=row.log_probs[:1]) for row in rows[2:]]  # n = 1, not 3 with terminators
+        expected = closed_form(rows, 0.3, "paper").item()
+        assert abs(expected - as_reasons) > 0.01
+        trainer = make_reward_trainer(train_dataset=dataset, eval_dataset=dataset, first_token_weight=0.3, max_steps=1)
+        assert "2 of 4 completions are a label without reasons, the first in row 2: their loss is -log" in caplog.text
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert losses == [pytest.approx(expected, abs=1e-4)]
+
+    def test_labels_alone_in_other_losses(self, make_reward_trainer):
+        dataset = pair_dataset([*mixed(2), *colours(2, seed=0)])
+        released = {"first_token_weight": 0.1, "loss_variant": "released"}
+        with pytest.raises(ValueError, match="2 of 4 completions are a label without reasons, the first in row 2, for "
+                           "which `loss_variant='released'` has no sensible loss. .*`first_token_weight=1` or None"):  # fmt: skip
+            make_reward_trainer(NOWHERE, train_dataset=dataset, **released)
+        for weight in (None, 1):
+            make_reward_trainer(train_dataset=dataset, **released | {"first_token_weight": weight})
+        make_reward_trainer(eval_dataset=dataset, **released)  # it is only evaluated on
 
     @pytest.mark.parametrize("form", ["torch", "numpy", "arrow", "pandas"])
     def test_formatted_datasets(self, make_reward_trainer, form):
@@ -1338,7 +1358,7 @@ class TestBadInput:
         assert trainer.evaluations["eval"]["pairs"] == 4
         dataset = pair_dataset([*mixed(4), *colours(1, seed=0)]).with_format(form)
         with pytest.raises(ValueError, match="1 of 5 completions are a label"):
-            make_reward_trainer(NOWHERE, train_dataset=dataset)
+            make_reward_trainer(NOWHERE, train_dataset=dataset, loss_variant="released")
 
     def test_a_tokenizer_in_which_yes_is_several_tokens(self, make_reward_trainer, tiny_qwen):
         processor = AutoProcessor.from_pretrained(tiny_qwen)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From rows of pairs to a batch: what the model gets, and errors that name the row."""
 
+import copy
 import io
 
 import numpy as np
@@ -201,6 +202,19 @@ class TestDecisionOnly:
             behind = length - position - 1
             assert only["labels"][row].tolist() == [-100] * position + [answer] + [-100] * behind
             assert only["attention_mask"][row].tolist() == [1] * (position + 1) + [0] * behind
+
+    @pytest.mark.parametrize("answer", ["No", "No."])
+    def test_labels_alone(self, processor, pairs, answer):
+        rows = rows_of(pairs, 0, 1, 2)
+        rows[1]["completion"][0]["content"] = answer
+        whole, cut = (collator(processor, labels_alone=alone)(copy.deepcopy(rows)) for alone in (False, True))
+        decision = (whole["labels"][1] != -100).int().argmax().item()
+        assert (whole["labels"][1] != -100).sum() >= 3
+        whole["labels"][1, decision + 1 :] = -100
+        whole["attention_mask"][1, decision + 1 :] = 0
+        assert cut.keys() == whole.keys() and all(torch.equal(cut[name], whole[name]) for name in whole)
+        alone = collator(processor, labels_alone=True)(copy.deepcopy(rows[1:2]))
+        assert alone["input_ids"].shape == (1, decision + 1)
 
     def test_a_decision_that_does_not_fit(self, processor, pairs):
         length = collator(processor, decision_only=True)(rows_of(pairs, 0))["input_ids"].shape[1]

@@ -59,7 +59,7 @@ class PaCoRewardConfig(SFTConfig):
 
         first_token_weight (`float`, *optional*, defaults to `0.1`):
             Share `a` of the decision token, Yes or No, in the loss of a completion (paper, Sec. 3.2). `None` is plain
-            likelihood. Completions that are the label alone need `1` or `None`.
+            likelihood. The decision of a completion that is the label alone has the weight 1 in the paper's loss.
         loss_variant (`str`, *optional*, defaults to `"paper"`):
             Loss of a completion of n tokens, the terminators that the chat template adds among them: `"paper"` gives
             the decision the weight a and every other token (1 - a) / (n - 1), averaged over the completions;
@@ -102,7 +102,7 @@ class PaCoRewardConfig(SFTConfig):
         default=0.1,
         metadata={
             "help": "Share `a` of the decision token, Yes or No, in the loss of a completion. `None` is plain "
-            "likelihood. Completions that are the label alone need `1` or `None`."
+            "likelihood. The decision of a completion that is the label alone has the weight 1 in the paper's loss."
         },
     )
     loss_variant: str = field(

@@ -206,6 +206,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
                 cut_at=args.max_length,
                 # What has no weight in the loss is not computed
                 decision_only=args.first_token_weight == 1 and args.loss_variant == "paper",
+                labels_alone=args.first_token_weight is not None and args.loss_variant == "paper",
             ),
             train_dataset=train_dataset.with_format(None),  # SFTTrainer looks at its first row
             eval_dataset=eval_dataset,
@@ -254,18 +255,20 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
 
     def _check_label_only(self, dataset: Dataset, args: PaCoRewardConfig) -> None:
-        # The chat template ends every completion with terminator tokens, which count in the loss. Behind a label alone
-        # they would carry 1 - a of the weight, and teach nothing.
         if args.first_token_weight in (None, 1):
             return
         rows = [row for row, _, completion in iter_texts(dataset) if is_label_only(completion)]
-        if rows:
+        if not rows:
+            return
+        found = f"{len(rows)} of {len(dataset)} completions are a label without reasons, the first in row {rows[0]}"
+        if args.loss_variant != "paper":
+            # It would give their terminators, which the chat template adds, nearly all of the weight
             raise ValueError(
-                f"{len(rows)} of {len(dataset)} completions are a label without reasons, the first in row {rows[0]}, "
-                f"and `first_token_weight` is {args.first_token_weight}: the other {1 - args.first_token_weight:g} of "
-                "the weight would go to the tokens that end the turn. Set `first_token_weight=1` (or None) for data "
-                "that are labels alone; train on rows with reasons and rows without them one after the other."
+                f"{found}, for which `loss_variant={args.loss_variant!r}` has no sensible loss. Take "
+                '`loss_variant="paper"`, `first_token_weight=1` or None, or leave such rows out with `dataset.filter` and '
+                "`paco_trl.data.is_label_only`."
             )
+        logger.warning(f"{found}: their loss is -log p(y_0), that of n = 1.")
 
     def _inner_model(self) -> PreTrainedModel:
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model

@@ -13,7 +13,7 @@ from transformers import ProcessorMixin
 from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..data.pairs import content_text, iter_texts
+from ..data.pairs import content_text, is_label_only, iter_texts
 from ..utils.images import load_image, open_image, patch_size_of, pixel_limit
 
 
@@ -62,6 +62,8 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
             Length at which a sequence is cut, if what is cut are reasons.
         decision_only (`bool`, *optional*, defaults to `False`):
             Whether everything behind the decision is left out: nothing that comes after a token changes it.
+        labels_alone (`bool`, *optional*, defaults to `False`):
+            Whether it is left out of completions that are a label without reasons: n = 1 instead of terminators.
 
     Raises:
         ValueError: An image cannot be read, the completion's first token is not Yes or No, or the images or the
@@ -71,6 +73,7 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
     decision_ids: tuple[int, int] = ()
     cut_at: int | None = None
     decision_only: bool = False
+    labels_alone: bool = False
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collates rows of [`PairRows`]."""
@@ -94,12 +97,13 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
             check_first_token(token, self.decision_ids, self.processor, f"row {row}")
             if self.cut_at is not None:
                 _check_position(position, self.cut_at, f"Row {row}")
-        cut_at = self.cut_at
-        if self.decision_only:
-            is_behind = torch.arange(is_completion.shape[1]) > decision[:, None]  # (B, T)
-            batch["labels"][is_behind] = -100
-            batch["attention_mask"][is_behind] = 0
-            cut_at = int(decision.max()) + 1
+        has_one_token = torch.tensor(
+            [self.decision_only or self.labels_alone and is_label_only(example["completion"]) for example in examples]
+        )
+        is_behind = has_one_token[:, None] & (torch.arange(is_completion.shape[1]) > decision[:, None])  # (B, T)
+        batch["labels"][is_behind] = -100
+        batch["attention_mask"][is_behind] = 0
+        cut_at = int(decision.max()) + 1 if has_one_token.all() else self.cut_at
         if cut_at is not None:
             for name in TOKEN_TENSORS & batch.keys():
                 batch[name] = batch[name][:, :cut_at]
