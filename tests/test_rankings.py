@@ -197,13 +197,18 @@ class TestLoadConsistencyRank:
                 archive.write(path, f"{top}{path.relative_to(images)}")
         assert not (tmp_path / "cache").exists()
         images.rename(tmp_path / "away")
-        with pytest.raises(ValueError, match=r"line 2: its image 'images/0001/9_9.png' is neither .*\['images.zip'\]"):
+        metadata = tmp_path / "bench" / ".cache" / "huggingface" / "download" / "images.zip.metadata"
+        metadata.parent.mkdir(parents=True)
+        metadata.touch()  # of `hf download --local-dir`, and no part of an archive
+        with pytest.raises(
+            ValueError, match=r"line 2: its image 'images/0001/9_9.png' is neither .*\['images.zip'\]\. C"
+        ):
             load_consistency_rank(tmp_path / "bench")
         dataset = load_consistency_rank(tmp_path / "bench", skip_broken=True)
         assert values_of(dataset[0]["candidates"]) == [1, 11, 21]
         assert dataset["id"][:] == unpacked["id"][:] and dataset[0]["ranking"] == [2, 0, 1]
         # Nothing is written beside the archive
-        names = ["consistency_full_rank.jsonl", "images.zip", "prompt_data.jsonl"]
+        names = [".cache", "consistency_full_rank.jsonl", "images.zip", "prompt_data.jsonl"]
         assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == names
         (tmp_path / "bench" / "images.zip").write_bytes(b"version https://git-lfs.github.com/spec/v1")
         with pytest.raises(zipfile.BadZipFile, match="images.zip is no zip file, or an incomplete one .42 bytes"):

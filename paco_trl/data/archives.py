@@ -19,7 +19,7 @@ ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*",
 
 _ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
 _PART = re.compile(r"\.(z\d+|(zip|tgz|tar)[._-].+)$")
-_DAMAGE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, NotImplementedError)
+_DAMAGE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
 
 
 def _extract(archive: Path) -> Path:
@@ -49,7 +49,7 @@ def _extract(archive: Path) -> Path:
                 (ZipExtractor if is_zip else TarExtractor).extract(archive, partial)
                 partial.rename(folder)
             except _DAMAGE as error:
-                raise error_type(f"{archive} is damaged ({error}). Download it again.") from error
+                raise error_type(f"{archive} cannot be extracted ({error}). Download it again.") from error
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -69,6 +69,9 @@ class ImageFinder:
         """Each archive's path in the folder, and the folder that it is extracted to."""
         archives = []
         for path in sorted(self.folder.rglob("*")):
+            # `hf download --local-dir` keeps `.cache/huggingface/download/images.zip.metadata`
+            if any(name.startswith(".") for name in path.relative_to(self.folder).parts):
+                continue
             # The last part of a split zip file has the name of a whole one
             if _ARCHIVE.search(path.name) and not path.with_suffix(".z01").is_file():
                 archives.append(path)
