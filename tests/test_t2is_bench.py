@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from judge_server import JudgeServer
-from paco_trl.data import join_grid, t2is_bench_question
+from paco_trl.data import join_grid, load_image_set_prompts, t2is_bench_question
 from paco_trl.evaluation import (
     ScoreStore,
     System,
@@ -33,6 +33,7 @@ from paco_trl.evaluation import (
     write_panel_files,
 )
 from paco_trl.evaluation.generation.statistics import cell, difference
+from paco_trl.evaluation.generation.t2is_bench import consistency_criteria
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 
 
@@ -331,6 +332,126 @@ class TestLoading:
         (folder / "prompt_alignment.json").write_text(json.dumps(cases))
         with pytest.raises(ValueError, match=message):
             load_t2is_bench(folder / "bench.jsonl", alignment_file=folder / "prompt_alignment.json")
+
+
+class TestOwnFiles:
+    """The files of the benchmark's own repository, beside the copy in the PaCo-RL code."""
+
+    RAW = [
+        {
+            "idx": f"{number:04}",
+            "prompt": prompt,
+            "layout": layout,
+            "height": 512 * int(layout[0]),
+            "width": 512 * int(layout[2]),
+            "criteria": {"Style": {"a": "Same ink.", "b": "Same paper."}, "Identity": {"c": f"Same fox {number}."}},
+            "original_idx": f"0011_{number:04}",
+        }
+        for number, (layout, prompt) in enumerate(
+            [
+                ("1x2", "TWO-PANEL Images with a 1x2 grid layout of a fox. [LEFT]:It sits. [RIGHT]:It runs."),
+                ("1x3", "THREE-PANEL Images with a 1x3 grid layout. PANEL-1:Sit. PANEL-2:Run. PANEL-3:Eat."),
+            ]
+        )
+    ]
+
+    def write(self, folder, **changes):
+        """The same in the benchmark's own form; `changes` are of all cases, without what is `...`."""
+        folder.mkdir(exist_ok=True)
+        cases, criteria = {}, {}
+        for row in self.RAW:
+            name = row["original_idx"]
+            case = {
+                "task_name_case_id": f"movie_shot_{name[-4:]}",
+                "instruction": "Generate images of a fox.",
+                "prompt": row["prompt"],
+                "output_image_count": int(row["layout"][2]),
+                **changes,
+            }
+            cases[name] = {key: value for key, value in case.items() if value is not ...}
+            criteria[name] = {dimension: [texts] for dimension, texts in row["criteria"].items()}
+        (folder / "T2IS-Bench.json").write_text(json.dumps(cases))
+        (folder / "prompt_consistency.json").write_text(json.dumps(criteria))
+        return folder
+
+    def test_both_copies_are_the_same(self, tmp_path):
+        (tmp_path / "copy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.RAW))
+        copy = load_t2is_bench(tmp_path / "copy.jsonl")
+        folder = self.write(tmp_path / "own")
+        own = load_t2is_bench(folder)
+        names = ["prompt", "theme", "rows", "cols", "panels", "criteria", "height", "width", "case_id"]
+        assert own.select_columns(names).to_list() == copy.select_columns(names).to_list()
+        assert own["id"][:] == ["0011_0000", "0011_0001"] and own["subcategory"][:] == ["movie_shot"] * 2
+        assert consistency_criteria(own[1]) == {"identity": ["Same fox 1."], "style": ["Same ink.", "Same paper."]}
+        for path in (folder / "T2IS-Bench.json", str(folder)):
+            assert load_t2is_bench(path).to_list() == own.to_list()
+            assert load_image_set_prompts(path).to_list() == own.to_list()
+
+    def test_alignment(self, tmp_path):
+        folder = self.write(tmp_path / "own")
+        cases = {row["original_idx"]: {f"{n}": TEXTS for n in range(int(row["layout"][2]))} for row in self.RAW}
+        (folder / "prompt_alignment.json").write_text(json.dumps(cases))
+        own = load_t2is_bench(folder, alignment_file=folder / "prompt_alignment.json")
+        assert [len(entries) for entries in own["alignment"]] == [2 * 4, 3 * 4]
+
+    @pytest.mark.parametrize("layout", [(1, 2), (1, 3), (2, 2), (1, 5), (2, 3), (1, 7), (2, 4)])
+    def test_instructions_alone(self, tmp_path, layout):
+        count = math.prod(layout)
+        folder = self.write(tmp_path / "own", prompt=..., output_image_count=count)
+        own = load_t2is_bench(folder)
+        assert own[0]["prompt"] == "Generate images of a fox." and own[0]["panels"] == []
+        assert (own[0]["rows"], own[0]["cols"]) == layout
+        # Pictures that somebody else made are found, as the benchmark's script wants them named
+        pictures = tmp_path / "pictures"
+        pictures.mkdir()
+        for name in own["id"]:
+            for number in range(count):
+                panel(number).save(pictures / f"{name}_{number:04}.png")
+        assert find_image_sets(pictures, own).missing == {}
+        with pytest.raises(ValueError, match="T2IS-Bench.json has cases with an instruction alone.*the PaCo-RL code"):
+            load_image_set_prompts(folder)
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"output_image_count": 4}, "'0011_0000': `output_image_count` is 4, but .* 1x2 grid"),
+            ({"prompt": ..., "output_image_count": ...}, "'0011_0000': it has no prompt of a grid, or no instr"),
+            ({"prompt": ..., "output_image_count": "2"}, "it has no prompt of a grid"),
+            ({"prompt": "A 1x2 grid layout of a fox. [LEFT]:It sits."}, "'0011_0000': .* has 1 panel markers"),
+        ],
+    )
+    def test_broken_cases(self, tmp_path, changes, message):
+        with pytest.raises(ValueError, match=f"T2IS-Bench.json, case.*{message}"):
+            load_t2is_bench(self.write(tmp_path / "own", **changes))
+
+    @pytest.mark.parametrize(
+        "change, message",
+        [
+            (
+                lambda criteria: criteria.pop("0011_0001"),
+                "lacks 1 of the 2 cases of T2IS-Bench.json, '0011_0001' first",
+            ),
+            (
+                lambda criteria: criteria["0011_0001"].update(Style=["ink"]),
+                "case '0011_0001': its criteria in prompt_consistency.json are .*ink",
+            ),
+            (lambda criteria: criteria["0011_0001"].update(Style=[{"a": 1}]), "case '0011_0001': its criteria in"),
+            (lambda criteria: criteria.update({"0011_0001": ["ink"]}), "an object for each case"),
+        ],
+    )
+    def test_broken_criteria(self, tmp_path, change, message):
+        path = self.write(tmp_path / "own") / "prompt_consistency.json"
+        criteria = json.loads(path.read_text())
+        change(criteria)
+        path.write_text(json.dumps(criteria))
+        with pytest.raises(ValueError, match=message):
+            load_t2is_bench(tmp_path / "own")
+        path.write_text("version https://git-lfs")
+        with pytest.raises(ValueError, match="prompt_consistency.json is not valid JSON"):
+            load_t2is_bench(tmp_path / "own")
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match="no file 'prompt_consistency.json' in .*only: T2IS-Bench.json"):
+            load_t2is_bench(tmp_path / "own")
 
 
 class TestFolders:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 _BENCHMARK = {"help": "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench)."}
 _DATASET = {
-    "help": "Hub id, folder or JSON-lines file of the benchmark's prompts: with `t2is` a copy of T2IS-Bench with the "
+    "help": "Hub id, folder or JSON-lines file of the benchmark's prompts: with `t2is` those of T2IS-Bench with the "
     "criteria, with `gedit` raw or converted rows of GEdit-Bench."
 }
 _SPLIT = {"help": "Split of the dataset."}
@@ -24,7 +24,7 @@ class DrawArguments:
         benchmark (`str`, *optional*, defaults to `"t2is"`):
             `t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).
         dataset_name (`str`, *optional*):
-            Hub id, folder or JSON-lines file of the benchmark's prompts: with `t2is` a copy of T2IS-Bench with the
+            Hub id, folder or JSON-lines file of the benchmark's prompts: with `t2is` those of T2IS-Bench with the
             criteria, with `gedit` raw or converted rows of GEdit-Bench.
         dataset_split (`str`, *optional*, defaults to `"train"`):
             Split of the dataset.
@@ -124,7 +124,7 @@ class ScoreArguments:
         benchmark (`str`, *optional*, defaults to `"t2is"`):
             `t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).
         dataset_name (`str`, *optional*):
-            Hub id, folder or JSON-lines file of the benchmark's prompts: with `t2is` a copy of T2IS-Bench with the
+            Hub id, folder or JSON-lines file of the benchmark's prompts: with `t2is` those of T2IS-Bench with the
             criteria, with `gedit` raw or converted rows of GEdit-Bench.
         dataset_split (`str`, *optional*, defaults to `"train"`):
             Split of the dataset.
@@ -272,7 +272,7 @@ class ReportArguments:
         benchmark (`str`, *optional*, defaults to `"t2is"`):
             `t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).
         dataset_name (`str`, *optional*):
-            Hub id, folder or JSON-lines file of the benchmark's prompts: with `t2is` a copy of T2IS-Bench with the
+            Hub id, folder or JSON-lines file of the benchmark's prompts: with `t2is` those of T2IS-Bench with the
             criteria, with `gedit` raw or converted rows of GEdit-Bench.
         dataset_split (`str`, *optional*, defaults to `"train"`):
             Split of the dataset.

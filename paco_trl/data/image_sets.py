@@ -13,15 +13,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .dataset_files import find_dataset_file, find_dataset_folder
 from .grids import panel_size
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 
 _NEEDED_COLUMNS = ["prompt", "rows", "cols", "panels"]
 _T2IS_COLUMNS = ["idx", "prompt", "layout", "height", "width"]
+_T2IS_BENCH = "T2IS-Bench.json"
+_T2IS_CRITERIA = "prompt_consistency.json"
+_T2IS_PANEL = 512  # pixels, in the README of the benchmark's code
 
 _LAYOUT = re.compile(r"(\d+)\s*[xX×]\s*(\d+)")
 _LAYOUT_PHRASE = re.compile(_LAYOUT.pattern + r"[\s-]+grid\s+layout", re.IGNORECASE)
@@ -228,8 +232,8 @@ def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
     Args:
         criteria (`Mapping` or `Iterable` or `None`):
             Either the list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of
-            dictionaries. In a `datasets.Dataset` the latter has all keys of all rows, with `None` where a row lacks
-            one; these are left out.
+            dictionaries, or of lists of dictionaries as in T2IS-Bench's own files. In a `datasets.Dataset` the
+            dictionaries have all keys of all rows, with `None` where a row lacks one; these are left out.
 
     Returns:
         `dict[str, dict[str, str]]`: the criteria of this row only; empty for `None`.
@@ -238,7 +242,10 @@ def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
         return {}
     if isinstance(criteria, Mapping):
         entries = [
-            (dimension, name, text) for dimension, texts in criteria.items() for name, text in (texts or {}).items()
+            (dimension, name, text)
+            for dimension, texts in criteria.items()
+            for part in (texts if isinstance(texts, list) else [texts])
+            for name, text in (part or {}).items()
         ]
     else:
         entries = [(entry["dimension"], entry["name"], entry["text"]) for entry in criteria]
@@ -317,12 +324,23 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
         ValueError: If a column is missing, a prompt does not parse, `layout` is not the one of the prompt, or the size
             does not divide into the panels.
     """
-    from datasets import Dataset, Features, List, Value
+    from datasets import Dataset
 
     if not isinstance(row_or_dataset, Dataset):
         return _convert_t2is_row(row_or_dataset)
-    # Given, not inferred: the first rows may all be without criteria
-    features = Features(
+    return row_or_dataset.map(
+        _convert_t2is_row,
+        remove_columns=row_or_dataset.column_names,
+        features=_t2is_features(),
+        desc="Converting T2IS prompts",
+    )
+
+
+def _t2is_features() -> "Features":
+    """Give the types of the columns, which the first rows need not show: they may all be without criteria."""
+    from datasets import Features, List, Value
+
+    return Features(
         {
             "id": Value("string"),
             "prompt": Value("string"),
@@ -338,12 +356,85 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
             "case_id": Value("string"),
         }
     )
-    return row_or_dataset.map(
-        _convert_t2is_row,
-        remove_columns=row_or_dataset.column_names,
-        features=features,
-        desc="Converting T2IS prompts",
-    )
+
+
+def find_t2is_bench(path_or_id: str | Path) -> Path | None:
+    """Give the folder of T2IS-Bench's own files, downloaded if need be; None for data in another layout."""
+    path = Path(path_or_id).expanduser()
+    if path.name == _T2IS_BENCH:
+        path = path.parent
+    if (path / _T2IS_BENCH).is_file():
+        return path
+    return find_dataset_folder(path_or_id, ["*.json"]) if path_or_id == "ChengyouJia/T2IS-Bench" else None
+
+
+def read_t2is_bench(folder: Path) -> "Dataset":
+    """Read T2IS-Bench's own files as [`convert_t2is`] does raw rows; a case without a grid prompt has no `panels`."""
+    from datasets import Dataset
+
+    cases, criteria = (_read_cases(find_dataset_file(folder, name)) for name in (_T2IS_BENCH, _T2IS_CRITERIA))
+    lacking = [name for name in cases if name not in criteria]
+    if lacking:
+        raise ValueError(
+            f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of the {len(cases)} cases of {_T2IS_BENCH}, "
+            f"{lacking[0]!r} first. Give the files of one version of the benchmark."
+        )
+    rows = []
+    for name, case in cases.items():
+        try:
+            rows.append(_convert_t2is_case(name, case, criteria[name]))
+        except ValueError as error:
+            raise ValueError(f"{folder / _T2IS_BENCH}, case {name!r}: {error}") from error
+    return Dataset.from_list(rows, features=_t2is_features())
+
+
+def _read_cases(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        cases = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). Download it again.") from error
+    if not isinstance(cases, dict) or not cases or not all(isinstance(case, dict) for case in cases.values()):
+        raise ValueError(f"{path} must be a JSON object with an object for each case, such as `0001_0003`.")
+    return cases
+
+
+def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]) -> dict[str, Any]:
+    try:
+        listed = _criteria_list(criteria)
+    except AttributeError:
+        listed = None
+    if listed is None or not all(isinstance(entry["text"], str) for entry in listed):
+        raise ValueError(
+            f"its criteria in {_T2IS_CRITERIA} are {_shorten(str(criteria))}. They must be dimension -> [{{name: text}}]."
+        )
+    # Only `task_name_case_id` and `output_image_count` are named in the benchmark's code: the prompt is the text of a
+    # case that describes a grid, else the longest one
+    texts = sorted((text for text in case.values() if isinstance(text, str)), key=len, reverse=True)
+    grid, count = next(filter(_LAYOUT_PHRASE.search, texts), None), case.get("output_image_count")
+    if grid is not None:
+        theme, rows, cols, panels = parse_image_set_prompt(grid)
+    elif not texts or type(count) is not int or count < 1:
+        raise ValueError(f"it has no prompt of a grid, or no instruction with `output_image_count`: {list(case)}.")
+    else:
+        # The layouts of the prompts in the PaCo-RL code: 1x2, 1x3, 2x2, 1x5, 2x3, 1x7, 2x4
+        rows = 2 if count % 2 == 0 and count > 2 else 1
+        theme, cols, panels = texts[0], count // rows, []
+    if count is not None and count != rows * cols:
+        raise ValueError(f"`output_image_count` is {count}, but its prompt asks for a {rows}x{cols} grid.")
+    return {
+        "id": name,
+        "prompt": grid or theme,
+        "theme": theme,
+        "rows": rows,
+        "cols": cols,
+        "panels": panels,
+        "criteria": listed,
+        "height": _T2IS_PANEL * rows,
+        "width": _T2IS_PANEL * cols,
+        "category": case.get("category"),
+        "subcategory": str(case.get("task_name_case_id", "")).rpartition("_")[0] or None,
+        "case_id": name,
+    }
 
 
 def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, Any]]") -> None:
@@ -460,6 +551,8 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
 
             - a `.jsonl` file, or a `.json` file with a list of rows or with one row on each line;
             - a folder of `.jsonl` files;
+            - the folder of T2IS-Bench's own files, `T2IS-Bench.json` and `prompt_consistency.json`, or its id on the
+              Hub, if its cases have prompts of grids;
             - a folder written by `save_to_disk` of a [`~datasets.Dataset`] or [`~datasets.DatasetDict`];
             - any other folder that [`~datasets.load_dataset`] reads, or the id of a dataset on the Hub.
         split (`str`, *optional*, defaults to `"train"`):
@@ -473,6 +566,17 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         ValueError: If there is no such split, or if the rows are not image-set prompts.
     """
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    bench = find_t2is_bench(path_or_id)
+    if bench is not None:
+        dataset = read_t2is_bench(bench)
+        if not all(dataset["panels"]):
+            raise ValueError(
+                f"{bench / _T2IS_BENCH} has cases with an instruction alone, which describes no panels. Give the copy of "
+                "the prompts in the PaCo-RL code, PaCo-GRPO/dataset/T2IS/all/test_metadata.jsonl."
+            )
+        check_image_set_columns(dataset)
+        return dataset
 
     path = Path(path_or_id).expanduser()
     looks_local = isinstance(path_or_id, Path) or path_or_id.startswith((".", "/", "~"))

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ...data.columns import shorten, some_of
-from ...data.image_sets import criteria_dict, load_image_set_prompts
+from ...data.image_sets import criteria_dict, find_t2is_bench, load_image_set_prompts, read_t2is_bench
 from ..runs import check_protocol
 
 
@@ -38,13 +38,18 @@ def load_t2is_bench(
     name_or_path: str | Path, split: str = "train", alignment_file: str | Path | None = None
 ) -> "Dataset":
     """
-    Load the prompts of T2IS-Bench with their criteria, from a copy that has both, such as the one published with the
-    PaCo-RL code.
+    Load the prompts of T2IS-Bench with their criteria: the benchmark's own files, or a copy such as the one published
+    with the PaCo-RL code.
 
     Args:
         name_or_path (`str` or `Path`):
-            Raw T2IS rows or image-set prompts with `id` and `criteria`, as [`~paco_trl.data.load_image_set_prompts`]
-            takes them.
+            One of:
+
+            - the folder of the benchmark's own files, `T2IS-Bench.json` and `prompt_consistency.json`, or
+              `"ChengyouJia/T2IS-Bench"`. The case id is the `id`. The prompt of a case is its text that describes a
+              grid. A case with an instruction alone has no `panels`: pictures of it can be scored, but not drawn;
+            - raw T2IS rows or image-set prompts with `id` and `criteria`, as
+              [`~paco_trl.data.load_image_set_prompts`] takes them.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load.
         alignment_file (`str` or `Path`, *optional*):
@@ -57,10 +62,12 @@ def load_t2is_bench(
         `case_id`, and with an alignment file `alignment` (a list of `panel`, `dimension` and `text`).
 
     Raises:
-        ValueError: If ids are missing or not unique, a prompt has fewer than two panels or no criterion of any
+        FileNotFoundError: If one of the benchmark's own files is missing.
+        ValueError: If a file is broken, ids are missing or not unique, a prompt has fewer than two panels or no criterion of any
             dimension, or the alignment file lacks a case, or has another number of panels than the prompt.
     """
-    dataset = load_image_set_prompts(name_or_path, split)
+    folder = find_t2is_bench(name_or_path)
+    dataset = load_image_set_prompts(name_or_path, split) if folder is None else read_t2is_bench(folder)
     for column in ("id", "criteria"):
         if column not in dataset.column_names:
             raise ValueError(
