@@ -117,6 +117,16 @@ PAPER = {
         "rewards": ["edit"],
     },
 }
+# Where the paper is silent, the published code's: PaCo-GRPO/config/base.py and grpo.py
+PUBLISHED_CODE = {
+    "num_inference_steps_eval": 20,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 1e-4,
+    "max_grad_norm": 1.0,
+    "gradient_checkpointing": False,
+    "save_total_limit": 5,
+}
+OF_IMAGE_SETS = {"reward_weights": [0.2, 1.0], "clip_model": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "save_steps": 20}
 NAMES = sorted(SCRIPTS)
 _VALUE = re.compile(r"^\s*(?:- \S|\w+:)")
 _SOURCE = re.compile(r"  # (?:paper\b|published code\b|not given\b|ours$)")
@@ -191,6 +201,24 @@ class TestPolicies:
         adapter = get_peft_config(script_args)
         assert isinstance(adapter, LoraConfig)
         assert (adapter.r, adapter.lora_alpha, adapter.init_lora_weights) == (64, 128, "gaussian")
+
+    def test_where_the_paper_is_silent_it_says_what_the_code_says(self, name):
+        expected = PUBLISHED_CODE | (OF_IMAGE_SETS if "flux.1-dev" in name else {"save_steps": 40})
+        assert differing(parse(CONFIGS / name, SCRIPTS[name][1]), expected) == {}
+        lines = (CONFIGS / name).read_text().splitlines()
+        for key in expected:
+            (line,) = [line for line in lines if line.startswith(f"{key}:")]
+            assert "  # published code" in line
+
+    def test_the_evaluation_of_its_header(self, name):
+        header = (CONFIGS / name).read_text().split("\n# Model")[0]
+        (options,) = re.findall(r"^#     (--eval_dataset_name .*)$", header, re.MULTILINE)
+        arguments, config = TrlParser(SCRIPTS[name][1]).parse_args_and_config(
+            ["--config", str(CONFIGS / name), "--use_cpu", *options.split()]
+        )
+        assert (arguments.eval_dataset_name, config.eval_strategy, config.eval_steps) == (
+            "others.jsonl", "steps", config.save_steps,
+        )  # fmt: skip
 
     def test_nothing_hangs_on_the_scripts_own_defaults(self, name):
         """`paco-trl doctor` reads it with the defaults of train_flux.py, and sees the same run."""

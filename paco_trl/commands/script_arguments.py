@@ -55,7 +55,7 @@ class ScriptArguments:
             Judge of the evaluation's `consistency` and `edit`. If `None`, `judge_model`.
         eval_judge_url (`str`, *optional*):
             Address of the evaluation's judge. If `None`, `judge_url`, unless `eval_judge_model` is given.
-        clip_model (`str`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
+        clip_model (`str`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
             CLIP of the rewards `clip_t` and `clip_i`.
         lora_r (`int`, *optional*, defaults to `64`):
             Rank of the adapter (paper).
@@ -158,7 +158,8 @@ class ScriptArguments:
         },
     )
     clip_model: str = field(
-        default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the rewards `clip_t` and `clip_i`."}
+        default="laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        metadata={"help": "CLIP of the rewards `clip_t` and `clip_i`."},
     )
     lora_r: int = field(default=64, metadata={"help": "Rank of the adapter."})
     lora_alpha: int = field(default=128, metadata={"help": "Scale of the adapter."})

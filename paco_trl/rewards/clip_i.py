@@ -68,14 +68,13 @@ class ClipIReward(PairSimilarityReward):
 
     - Range: [-1, 1]; with real CLIP weights the values lie around 0.6 to 0.95.
     - Cost: one forward of CLIP's vision tower for each panel.
-    - Source and licence: `openai/clip-vit-large-patch14`, [Radford et al.](https://huggingface.co/papers/2103.00020);
-      see its model card.
+    - Source and licence: `laion/CLIP-ViT-H-14-laion2B-s32B-b79K`, as in PaCo-RL's published code; see its model card.
 
     It does not know what should stay the same and what should change, and rewards copies. On ConsistencyRank, PaCo-RL
     finds it in the right order for .394 of the sets, a judge for .449.
 
     Args:
-        model (`str` or `Path`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
+        model (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
             Hub id or folder of a [`~transformers.CLIPModel`] with its [`~transformers.CLIPProcessor`].
         device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
             As of [`~paco_trl.evaluation.ClipIScorer`].
@@ -93,7 +92,7 @@ class ClipIReward(PairSimilarityReward):
 
     def __init__(
         self,
-        model: str | Path = "openai/clip-vit-large-patch14",
+        model: str | Path = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         batch_size: int = 32,

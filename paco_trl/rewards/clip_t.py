@@ -16,18 +16,18 @@ class ClipTReward(ClipEmbedder):
 
     This is the prompt-following reward of PaCo-GRPO on text-to-image-set generation.
 
-    - Range: [-1, 1]; with real CLIP weights the values lie around 0.2 to 0.3. Similarities are not scaled by CLIP's
+    - Range: [-1, 1]; with real CLIP weights the values lie around 0.2 to 0.4. Similarities are not scaled by CLIP's
       `logit_scale`.
-    - Cost: for each panel one forward pass of the vision tower (by default a ViT-L/14 at 224 x 224 pixels), and for
+    - Cost: for each panel one forward pass of the vision tower (by default a ViT-H/14 at 224 x 224 pixels), and for
       each distinct text one of the text encoder.
-    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3; the model is that of
-      [CLIP](https://arxiv.org/abs/2103.00020).
+    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3; the model is that of its published code, a
+      [CLIP](https://arxiv.org/abs/2103.00020) trained by [OpenCLIP](https://arxiv.org/abs/2212.07143).
     - Licence of the weights: see the model card.
 
     The model is loaded at construction, frozen and in eval mode, and stays on the CPU until the first call.
 
     Args:
-        model (`str` or `Path`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
+        model (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
             Hub id or folder of a [`~transformers.CLIPModel`] with its [`~transformers.CLIPProcessor`].
         device (`str` or `torch.device`, *optional*):
             Device to score on. Defaults to this process's own: its accelerator, or the CPU if there is none.
@@ -54,7 +54,7 @@ class ClipTReward(ClipEmbedder):
 
     def __init__(
         self,
-        model: str | Path = "openai/clip-vit-large-patch14",
+        model: str | Path = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         batch_size: int = 32,
