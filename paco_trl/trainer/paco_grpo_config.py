@@ -232,8 +232,9 @@ class PaCoGRPOConfig(GRPOConfig):
             another scale: choose `epsilon` anew.
         ema_decay (`float`, *optional*, defaults to `0.9`):
             Decay of the exponential moving average of the trained weights, for each optimizer step (the published
-            code's 0.9). The average is what is evaluated and saved; training and rollout use the weights themselves.
-            `None` keeps none.
+            code's 0.9; with its update interval of 8 it keeps the weights of a recent step, which `None` is nearer to).
+            The average is what is evaluated and saved; training and rollout use the weights themselves. `None` keeps
+            none.
         ema_offload (`bool`, *optional*, defaults to `False`):
             Whether the average is kept in CPU memory.
 
