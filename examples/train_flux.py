@@ -14,9 +14,9 @@ One GPU, or the CPU:
     python examples/train_flux.py --model_name_or_path black-forest-labs/FLUX.1-dev --dataset_name user/t2is-prompts \
         --output_dir paco-flux
 
-Several GPUs, DeepSpeed ZeRO-3:
+Several GPUs, DDP (ZeRO-3, `zero3.yaml`, only where a GPU cannot hold the model):
 
-    accelerate launch --config_file examples/accelerate_configs/zero3.yaml examples/train_flux.py ...
+    accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux.py ...
 
 The judge on a GPU of its own, as in the paper (`paco-trl serve-reward --help`):
 

@@ -16,9 +16,9 @@ ShareGPT-4o-Image, without the pictures of GEdit-Bench:
         --image_folder ShareGPT-4o-Image --exclude_dataset_name stepfun-ai/GEdit-Bench --max_steps 200 \
         --output_dir paco-kontext
 
-Several GPUs, DeepSpeed ZeRO-3:
+Several GPUs, DDP (ZeRO-3, `zero3.yaml`, only where a GPU cannot hold the model):
 
-    accelerate launch --config_file examples/accelerate_configs/zero3.yaml examples/train_flux_kontext.py ...
+    accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux_kontext.py ...
 """
 
 from dataclasses import dataclass, field

@@ -12,9 +12,9 @@ One GPU, or the CPU:
 
     python examples/train_reward.py --output_dir paco-reward
 
-Several GPUs, DeepSpeed ZeRO-3:
+Several GPUs, DDP (ZeRO-3, `zero3.yaml`, only where a GPU cannot hold the model):
 
-    accelerate launch --config_file examples/accelerate_configs/zero3.yaml examples/train_reward.py \
+    accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_reward.py \
         --output_dir paco-reward --gradient_accumulation_steps 4
 
 Own pairs or rankings, from the Hub or a folder:
