@@ -9,6 +9,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from datasets import DatasetDict
 from diffusers import DDIMScheduler, DiffusionPipeline
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -877,9 +878,23 @@ class TestBadInput:
         with pytest.raises(ValueError, match="DDIMScheduler, which is not flow matching"):
             make_trainer(model=str(tmp_path))
 
-    def test_streamed_dataset(self, make_trainer, prompts):
-        with pytest.raises(TypeError, match="IterableDataset"):
-            make_trainer(model=self.NOWHERE, train_dataset=prompts.to_iterable_dataset())
+    @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+    def test_what_is_no_dataset(self, make_trainer, prompts, name):
+        stream = prompts.to_iterable_dataset()
+        with pytest.raises(TypeError, match=f"`{name}` is an `IterableDataset`.*without `streaming=True`"):
+            make_trainer(model=self.NOWHERE, **{name: stream})
+        with pytest.raises(TypeError, match=f"`{name}` is a `list`.*`datasets.Dataset.from_list"):
+            make_trainer(model=self.NOWHERE, **{name: prompts.to_list()})
+        with pytest.raises(TypeError, match=r"`eval_dataset\['second'\]` is an `IterableDataset`"):
+            make_trainer(model=self.NOWHERE, eval_dataset={"first": prompts, "second": stream})
+        splits = DatasetDict({"train": prompts, "test": prompts})
+        with pytest.raises(TypeError, match=r"`train_dataset` is a `DatasetDict` of the splits.*dataset\[\"train\"\]"):
+            make_trainer(model=self.NOWHERE, train_dataset=splits)
+        with pytest.raises(TypeError, match="`train_dataset` is a `NoneType`.*`datasets.load_dataset`"):
+            make_trainer(model=self.NOWHERE, train_dataset=None)
+        trainer = make_trainer(eval_dataset=splits)  # each split is evaluated
+        with pytest.raises(TypeError, match="`eval_dataset` is an `IterableDataset`"):
+            trainer.evaluate(stream)
 
     def test_scheduler_that_is_not_flow_matching(self, make_trainer, tiny_flux):
         pipeline = DiffusionPipeline.from_pretrained(tiny_flux)

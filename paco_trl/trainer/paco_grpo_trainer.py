@@ -29,6 +29,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity
 
 from ..cards import render_model_card
+from ..data.columns import check_is_dataset
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..rewards import aggregate_rewards
 from ..rollout import (
@@ -240,6 +241,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
             "num_iterations": args.num_iterations,
             # Restored with the optimizer's state, so that other values would have no effect
             **{
+            check_is_dataset(dataset, "eval_dataset" if dataset is eval_dataset else f"eval_dataset[{name!r}]")
                 name: str(getattr(args, name))
                 for name in (
                     "learning_rate",
@@ -385,11 +387,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
     # ---- Checks ----
 
     def _check_train_dataset(self, dataset: Dataset | None, args: PaCoGRPOConfig) -> PromptRows:
-        if not isinstance(dataset, Dataset):
-            raise TypeError(
-                f"`train_dataset` must be a `datasets.Dataset`, got {type(dataset).__name__}: a round takes rows by "
-                "number. Load a streamed dataset without `streaming=True`."
-            )
+        check_is_dataset(dataset, "train_dataset")
         rows = PromptRows(dataset, args, "the dataset")
         if len(dataset) < self.layout.num_prompts:
             raise ValueError(
@@ -1013,6 +1011,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         return ScoredImages(
             evaluation.pictures, self.args.num_generations_eval, self.eval_reward_func_names, evaluation.rewards,
             evaluation.extra,
+        check_is_dataset(eval_dataset, "eval_dataset")
         )  # fmt: skip
 
     def _baseline(self, rows: PromptRows, name: str) -> Evaluation | None:
