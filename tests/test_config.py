@@ -4,14 +4,19 @@
 import dataclasses
 import logging
 import math
+import os
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
+from accelerate import DeepSpeedPlugin
 from trl import GRPOConfig, TrlParser
 
 from paco_trl import PaCoGRPOConfig
 from paco_trl.trainer.paco_grpo_config import REFUSED_FIELDS
+from paco_trl.utils.deepspeed import check_gradient_accumulation
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}
@@ -632,6 +637,42 @@ class TestLauncher:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
         if bf16:  # an option of its own goes before the launcher's
             assert make(bf16=True).mixed_precision == "bf16"
+    @pytest.mark.parametrize("configured", [1, "auto", 336])
+    def test_another_accumulation_in_the_deepspeed_configuration(self, make, configured):
+        pytest.importorskip("deepspeed")
+        config = make(num_generations=16)
+        assert config.gradient_accumulation_steps == 336
+        config.deepspeed_plugin = DeepSpeedPlugin(gradient_accumulation_steps=configured, zero_stage=2)
+        if configured == 1:
+            with pytest.raises(
+                ValueError, match="`gradient_accumulation_steps` is 1 in the DeepSpeed.*336 in this run"
+            ):
+                check_gradient_accumulation(config)
+        else:
+            check_gradient_accumulation(config)
+
+    @pytest.mark.slow
+    def test_it_is_found_before_a_model_is_loaded(self, tmp_path):
+        pytest.importorskip("deepspeed")
+        code = (
+            "from paco_trl import PaCoGRPOConfig, PaCoRewardConfig\n"
+            "for config, steps in ((PaCoGRPOConfig, None), (PaCoRewardConfig, 4)):\n"
+            "    try:\n"
+            f"        config({str(tmp_path)!r}, use_cpu=True, bf16=False, ddp_backend='gloo', gradient_accumulation_steps=steps)\n"
+            "    except ValueError as error:\n"
+            "        print(error)\n"
+        )
+        launched = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
+        launched |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **launched, "DS_ACCELERATOR": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert re.findall(r"is 1 in the DeepSpeed .*, but (\d+) in this run", run.stdout) == ["336", "4"]
+
         else:
             with pytest.raises(ValueError, match=f"`bf16` is False.*`mixed_precision: {launcher}`"):
                 make(bf16=False)

@@ -11,6 +11,8 @@ from trl import GRPOConfig
 
 from ..rollout.sde import SDE_TYPES
 from .round_layout import RoundLayout, prompts_multiple
+from ..utils.deepspeed import check_gradient_accumulation
+from .refusals import refuse_fields
 
 
 logger = get_logger(__name__)
@@ -523,6 +525,7 @@ class PaCoGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "
                 f"{self.mixed_precision}`: weights and arithmetic would differ. Start with `accelerate launch "
+        check_gradient_accumulation(self)
                 f"--mixed_precision {'bf16' if self.bf16 else 'no'}`, or set `bf16` accordingly."
             )
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):

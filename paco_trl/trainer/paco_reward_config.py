@@ -5,6 +5,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from trl import SFTConfig
+from ..utils.deepspeed import check_gradient_accumulation
 
 from .first_token_loss import LOSS_VARIANTS
 
@@ -148,13 +149,7 @@ class PaCoRewardConfig(SFTConfig):
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
             self.greater_is_better = False  # Trainer knows it of losses only
         super().__post_init__()
-
-    def _refuse_fields(self) -> None:
-        defaults = {f.name: f.default for f in dataclasses.fields(SFTConfig)}
-        for name, reason in REFUSED_FIELDS.items():
-            value = getattr(self, name)
-            if name in defaults and value != defaults[name] and value is not None:
-                raise ValueError(f"`{name}` is set to {value!r}, which cannot work for pairs: {reason}. Unset it.")
+        check_gradient_accumulation(self)
 
     def _check_values(self) -> None:
         # `not` instead of a reversed comparison: it refuses NaN as well

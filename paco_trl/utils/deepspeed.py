@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading models outside DeepSpeed ZeRO-3. Does not import deepspeed."""
+"""Models outside DeepSpeed ZeRO-3, and a check of its configuration. Does not import deepspeed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from transformers import TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
 
 
@@ -38,3 +39,15 @@ def without_zero3_init() -> Iterator[None]:
         yield
     finally:
         hf_deepspeed.set_hf_deepspeed_config(config)
+
+
+def check_gradient_accumulation(args: TrainingArguments) -> None:
+    """Refuse another accumulation in the DeepSpeed config; transformers compares them after the model is loaded."""
+    if args.deepspeed_plugin is None:
+        return
+    configured = args.deepspeed_plugin.hf_ds_config.config.get("gradient_accumulation_steps", "auto")
+    if configured not in ("auto", args.gradient_accumulation_steps):
+        raise ValueError(
+            f"`gradient_accumulation_steps` is {configured} in the DeepSpeed configuration (`accelerate config` writes "
+            f"1), but {args.gradient_accumulation_steps} in this run. Set it to `auto` there: it is then filled in."
+        )
