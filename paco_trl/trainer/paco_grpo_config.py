@@ -192,7 +192,8 @@ class PaCoGRPOConfig(GRPOConfig):
         multi_objective_aggregation (`str`, *optional*, defaults to `"log_tamed"`):
             How several rewards become one: `"log_tamed"` (paper, Eq. 3-4: a reward whose coefficient of variation
             exceeds `log_tame_threshold` is replaced by log(1 + R), then the weighted sum), `"sum_then_normalize"`,
-            `"normalize_then_sum"` (as in TRL) or `"geometric_mean"`.
+            `"normalize_then_sum"` (as in TRL: each reward is normalized within its group, their weighted sum over the
+            batch, whatever `scale_rewards` is) or `"geometric_mean"`.
         log_tame_threshold (`float` or `str`, *optional*, defaults to `0.2`):
             Coefficient of variation above which `"log_tamed"` tames a reward (paper: 0.2, or `"mean"` for the mean of
             the rewards' coefficients). `"median"` is not the paper's.
@@ -659,6 +660,11 @@ class PaCoGRPOConfig(GRPOConfig):
             raise ValueError(f"`scale_rewards` is {self.scale_rewards!r}; it must be 'group', 'batch' or 'none'.")
         if not self.beta >= 0:
             raise ValueError(f"`beta` is {self.beta}; the weight of the KL divergence cannot be negative.")
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
+            raise ValueError(
+                f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "
+                "and their sum by the batch, as in TRL. Unset it, or choose another `multi_objective_aggregation`."
+            )
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
                 f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}: TRL's other "

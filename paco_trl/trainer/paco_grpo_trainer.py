@@ -574,13 +574,13 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
             self.reward_required,
         )
         advantages, is_valid, has_spread = group_advantages(
-            aggregated, layout.num_generations, args.scale_rewards, args.advantage_clip
+            aggregated, layout.num_generations, "batch" if is_normalized else args.scale_rewards, args.advantage_clip
         )
         self._check_failures(round_index, scores.rewards)
         self._check_excluded(round_index, scores.rewards, is_valid)
 
         # 5. What is logged with each optimizer step of the round
-        metrics = scores.metrics | self._reward_metrics(scores.rewards, aggregated)
+        metrics = scores.metrics | self._reward_metrics(scores.rewards)
         for name, h, tamed, share in zip(
             self.reward_func_names, details.coefficient_of_variation, details.tamed, details.share, strict=True
         ):
@@ -590,6 +590,8 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
             if share is not None:  # undefined where no reward differs within a group
                 metrics[f"rewards/{name}/share"] = share
         metrics["frac_reward_zero_std"] = 1 - has_spread.float().mean().item()
+        # As in TRL, normalized rewards are summed and then scaled over the batch
+        is_normalized = args.multi_objective_aggregation == "normalize_then_sum"
         metrics["images_excluded"] = (~is_valid).sum().item()
         metrics["groups_excluded"] = (~is_valid.view(-1, layout.num_generations).any(dim=1)).sum().item()
         metrics["time/encode"] = encode_time
@@ -795,7 +797,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
             f"{missing}. Look at why None is returned; to go on nevertheless, raise the ceilings."
         )
 
-    def _reward_metrics(self, rewards_per_func: torch.Tensor, aggregated: torch.Tensor) -> dict[str, float]:
+    def _reward_metrics(self, rewards_per_func: torch.Tensor) -> dict[str, float]:
         """Statistics of the rewards that could be computed; what cannot be said is left out."""
         metrics = {}
 
@@ -809,7 +811,12 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         for name, rewards in zip(self.reward_func_names, rewards_per_func.T, strict=True):
             add_statistics(f"rewards/{name}/mean", f"rewards/{name}/std", rewards)
             metrics[f"rewards/{name}/failure_rate"] = torch.isnan(rewards).float().mean().item()
-        add_statistics("reward", "reward_std", aggregated)
+        # As in TRL the weighted sum, whatever the aggregation: taming would make it jump, normalizing would make it 0
+        total, _ = aggregate_rewards(
+            rewards_per_func, self.reward_weights, "sum_then_normalize", num_generations=self.num_generations,
+            required=self.reward_required,
+        )  # fmt: skip
+        add_statistics("reward", "reward_std", total)
         # Each mean in units of the first one's
         first = metrics.get(f"rewards/{self.reward_func_names[0]}/mean")
         for name in self.reward_func_names[1:]:
