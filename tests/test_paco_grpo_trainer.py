@@ -536,7 +536,29 @@ class TestLogs:
             "clip_ratio/low_mean",
             "clip_ratio/high_mean",
             "clip_ratio/region_mean",
+            "approx_kl",
         } <= logged
+        on_policy, moved = trainer.state.log_history[0], trainer.state.log_history[1]
+        assert "kl" not in moved  # beta is 0
+        assert on_policy["approx_kl"] < 1e-12 < 1e-9 < moved["approx_kl"]
+        # Half a mean square is at least half the square of the mean
+        assert moved["approx_kl"] > 0.99 * moved["ratio_deviation/step_1"] ** 2 / 2
+
+    def test_taming_does_not_change_the_logged_reward(self, make_trainer):
+        plain, tamed = (
+            make_trainer(
+                reward_funcs=[redness_reward, panel_similarity_reward],
+                multi_objective_aggregation=aggregation,
+                log_tame_threshold=0.0,
+                max_steps=1,
+            )
+            for aggregation in ("sum_then_normalize", "log_tamed")
+        )
+        for trainer in (plain, tamed):
+            trainer.train()
+        assert 1.0 in logs_with(tamed, "rewards/panel_similarity_reward/tamed")
+        for name in ("reward", "reward_std"):
+            assert logs_with(tamed, name) == logs_with(plain, name)
 
     def test_contact_sheets_and_tensorboard(self, make_trainer, tmp_path, monkeypatch):
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))

@@ -58,8 +58,9 @@ class StepStatistics:
             kl,
             (weights > 0).float(),
             torch.full_like(kl, record.sigma),
+            surrogate.ratio.log() ** 2 / 2,
         ]
-        self._rows.append(torch.stack(columns, dim=1))  # (B, 7)
+        self._rows.append(torch.stack(columns, dim=1))  # (B, 8)
 
     def test_ratio(self, num_micro_steps: int, tolerance: float, epsilon: float) -> None:
         """
@@ -113,9 +114,9 @@ class StepStatistics:
         Raises:
             RuntimeError: a ratio or divergence is not finite.
         """
-        stats = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and steps, 7)
+        stats = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and steps, 8)
         self.clear()
-        index, deviation, low, high, kl, valid, _ = stats.T
+        index, deviation, low, high, kl, valid, _, approx_kl = stats.T
         if not torch.isfinite(stats).all():
             raise RuntimeError(
                 f"The probability ratio or the KL divergence is not finite at optimizer step {step} "
@@ -130,6 +131,7 @@ class StepStatistics:
         metrics["clip_ratio/low_mean"] = ((low * valid).sum() / count).item()
         metrics["clip_ratio/high_mean"] = ((high * valid).sum() / count).item()
         metrics["clip_ratio/region_mean"] = (((low + high) * valid).sum() / count).item()
+        metrics["approx_kl"] = ((approx_kl * valid).sum() / count).item()
         if has_reference:
             metrics["kl"] = ((kl * valid).sum() / count).item()
         return metrics
