@@ -248,21 +248,12 @@ class TestRefusedFields:
         with pytest.raises(ValueError, match="`temperature` is set to 0.7, but has no meaning for images"):
             parse("--temperature", "0.7")
 
-    def test_nothing_of_trl_is_ignored(self):
-        """Every field of GRPOConfig is refused, our own, or one of these, which have an effect."""
-        inherited = set(TRL_FIELDS) - {field.name for field in dataclasses.fields(GRPOConfig.__base__)}
-        assert len(inherited) > 60
-        assert inherited - set(REFUSED_FIELDS) - set(OWN_FIELDS) == {
-            "model_init_kwargs",
-            "trust_remote_code",
-            "ds3_gather_for_generation",
-            "shuffle_dataset",
-            "beta",
-            "num_iterations",
-            "epsilon_high",
-            "reward_weights",
-            "scale_rewards",
-        }
+    @pytest.mark.parametrize("name", ["split_batches", "dispatch_batches", "use_seedable_sampler"])
+    def test_what_accelerate_would_do_with_a_dataloader(self, make, name):
+        default = make().accelerator_config
+        with pytest.raises(ValueError, match=f"`accelerator_config` sets `{name}`"):
+            make(accelerator_config={name: not getattr(default, name)})
+        assert make(accelerator_config={"non_blocking": True}).accelerator_config.non_blocking is True
 
     @pytest.mark.parametrize("name", ["torch_compile_backend", "torch_compile_mode"])
     def test_compilation_is_refused_by_its_other_names(self, make, monkeypatch, name):
@@ -637,6 +628,15 @@ class TestLauncher:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
         if bf16:  # an option of its own goes before the launcher's
             assert make(bf16=True).mixed_precision == "bf16"
+        else:
+            with pytest.raises(ValueError, match=f"`bf16` is False.*`mixed_precision: {launcher}`"):
+                make(bf16=False)
+
+    @pytest.mark.parametrize(("bf16", "launcher"), [(False, "no"), (True, "no"), (True, "bf16")])
+    def test_the_same_precision_is_not(self, make, monkeypatch, bf16, launcher):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+        assert make(bf16=bf16).mixed_precision == ("bf16" if bf16 else "no")
+
     @pytest.mark.parametrize("configured", [1, "auto", 336])
     def test_another_accumulation_in_the_deepspeed_configuration(self, make, configured):
         pytest.importorskip("deepspeed")
@@ -672,15 +672,6 @@ class TestLauncher:
             check=True,
         )
         assert re.findall(r"is 1 in the DeepSpeed .*, but (\d+) in this run", run.stdout) == ["336", "4"]
-
-        else:
-            with pytest.raises(ValueError, match=f"`bf16` is False.*`mixed_precision: {launcher}`"):
-                make(bf16=False)
-
-    @pytest.mark.parametrize(("bf16", "launcher"), [(False, "no"), (True, "no"), (True, "bf16")])
-    def test_the_same_precision_is_not(self, make, monkeypatch, bf16, launcher):
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-        assert make(bf16=bf16).mixed_precision == ("bf16" if bf16 else "no")
 
     def test_fsdp_is_refused(self, make, monkeypatch):
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

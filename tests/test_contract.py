@@ -2,22 +2,41 @@
 """What is relied on of other libraries' private surface, so that a release that changes it fails here and loudly."""
 
 import dataclasses
+import importlib
+import importlib.metadata
 import inspect
 import re
+import textwrap
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from diffusers import ConfigMixin, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from PIL import Image
 from transformers import AutoProcessor, Trainer, trainer_callback, trainer_utils
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, SFTConfig
 from trl.models import utils as trl_model_utils
+from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from paco_trl import PaCoGRPOTrainer, PaCoRewardTrainer
+import paco_trl.trainer
+from paco_trl import (
+    PaCoGRPOConfig,
+    PaCoGRPOTrainer,
+    PaCoNFTConfig,
+    PaCoNFTTrainer,
+    PaCoRewardConfig,
+    PaCoRewardTrainer,
+)
 from paco_trl.data import make_pair
+from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.trainer import paco_grpo_config, paco_grpo_trainer, paco_reward_config, paco_reward_trainer
 from paco_trl.trainer.pair_collator import TOKEN_TENSORS
 from paco_trl.trainer.publishing import PushesToHub
 
@@ -200,6 +219,202 @@ class TestRewardTrainer:
         length = batch["input_ids"].shape[1]
         assert length > 10
         assert {name for name, tensor in batch.items() if tensor.shape[1:2] == (length,)} <= TOKEN_TENSORS
+
+
+def test_another_release_is_said(monkeypatch):
+    installed = {name: importlib.metadata.version(name) for name in paco_trl.trainer.TESTED_WITH}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.reload(paco_trl.trainer)  # what is installed is what is tested
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {**installed, "trl": "1.160.0"}[name])
+    with pytest.warns(UserWarning, match=r"^trl 1\.160\.0 is installed.*tested with trl 1\.16 only") as warned:
+        importlib.reload(paco_trl.trainer)
+    assert len(warned) == 1
+
+
+def test_ceilings_are_what_is_tested():
+    setup = (Path(__file__).parent.parent / "setup.cfg").read_text()
+    for name, tested in paco_trl.trainer.TESTED_WITH.items():
+        (ceiling,) = re.findall(rf"^    {name}>=[\d.]+,<([\d.]+)$", setup, re.MULTILINE)
+        major, minor = tested.split(".")
+        assert ceiling == f"{major}.{int(minor) + 1}"
+
+
+def test_the_generator_takes_32_bits_of_a_seed():
+    first, second, other = (
+        torch.randn(4, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5 + 2**32, 6)
+    )
+    assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+def trl_rewards(trainer, rewards_per_func):
+    """Advantages and metrics by the very lines of GRPOTrainer."""
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    lines = source[source.index("        unscorable_mask =") : source.index("        # Log prompts and completions")]
+    args = trainer.args
+    own = SimpleNamespace(
+        **{name: getattr(args, name) for name in ("multi_objective_aggregation", "scale_rewards", "num_generations")},
+        **{name: getattr(trainer, name) for name in ("reward_weights", "reward_funcs", "reward_func_names")},
+        accelerator=trainer.accelerator,
+        _metrics={"train": defaultdict(list)},
+    )
+    variables = vars(grpo_trainer) | {
+        "self": own,
+        "rewards_per_func": rewards_per_func,
+        "num_generations": args.num_generations,
+        "device": "cpu",
+        "mode": "train",
+        "prompts": [None] * len(rewards_per_func),
+    }
+    exec(textwrap.dedent(lines), variables)
+    return variables["advantages"], own._metrics["train"]
+
+
+@pytest.mark.parametrize(
+    "aggregation, scale_rewards",
+    [
+        ("sum_then_normalize", "group"),
+        ("sum_then_normalize", "batch"),
+        ("sum_then_normalize", "none"),
+        ("normalize_then_sum", "group"),
+        ("normalize_then_sum", "batch"),
+    ],
+)
+def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatch, aggregation, scale_rewards):
+    trainer = make_trainer(
+        reward_funcs=[redness_reward, panel_similarity_reward],
+        reward_weights=[0.3, 2.0],
+        multi_objective_aggregation=aggregation,
+        scale_rewards=scale_rewards,
+        advantage_clip=None,
+        max_steps=1,
+    )
+    seen = {}
+    finish, fill = trainer.scorer.finish, trainer._fill_buffer
+    monkeypatch.setattr(trainer.scorer, "finish", lambda *args: seen.setdefault("scores", finish(*args)))
+    monkeypatch.setattr(
+        trainer,
+        "_fill_buffer",
+        lambda assignment, records, sde, advantages, is_valid: fill(
+            assignment, records, sde, seen.setdefault("advantages", advantages), is_valid
+        ),
+    )
+    trainer.train()
+    rewards = seen["scores"].rewards
+    assert rewards.shape == (16, 2) and (rewards.std(dim=0) > 1e-3).all()
+    advantages, metrics = trl_rewards(trainer, rewards)
+    assert advantages.abs().max() > 1e-3
+    torch.testing.assert_close(seen["advantages"], advantages, rtol=1e-4, atol=1e-5)
+    logged = trainer.state.log_history[0]
+    names = [f"rewards/{name}/{part}" for name in trainer.reward_func_names for part in ("mean", "std")]
+    for name in ("reward", "reward_std", "frac_reward_zero_std", *names):
+        assert logged[name] == pytest.approx(metrics[name][0], rel=1e-4, abs=1e-6), name
+    assert abs(logged["reward"]) > 1e-2  # 0 by construction, if it were that of the normalized rewards
+
+
+# Fields of TrainingArguments that have in our trainers the effect that they have in Trainer
+USED_FIELDS = set(
+    """
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon bf16
+    ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
+    deepspeed disable_tqdm eval_delay eval_on_start eval_steps eval_strategy full_determinism
+    gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better hub_always_push
+    hub_model_id hub_private_repo hub_revision hub_strategy hub_token learning_rate load_best_model_at_end log_level
+    log_level_replica log_on_each_node logging_first_step logging_steps logging_strategy lr_scheduler_kwargs
+    lr_scheduler_type max_grad_norm max_steps metric_for_best_model num_train_epochs optim optim_args
+    optim_target_modules output_dir per_device_eval_batch_size per_device_train_batch_size project push_to_hub report_to
+    restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_on_each_node save_steps save_strategy
+    save_total_limit seed skip_memory_metrics tf32 torch_empty_cache_steps trackio_bucket_id trackio_space_id
+    trackio_static_space_id use_cpu warmup_steps weight_decay
+    """.split()
+)
+# Of these their own documentation says that they do nothing, or nothing on their own: flags for scripts, options of a
+# switch that is refused, what the launcher says
+INERT_FIELDS = {"do_train", "do_eval", "do_predict", "fsdp_config", "local_rank"}
+OF_IMAGES = set(
+    """
+    beta ds3_gather_for_generation epsilon epsilon_high generation_batch_size log_completions loss_type
+    model_init_kwargs multi_objective_aggregation num_generations num_generations_eval num_iterations reward_weights
+    scale_rewards shuffle_dataset steps_per_generation trust_remote_code
+    """.split()
+)
+OF_PAIRS = set(
+    """
+    activation_offloading auto_find_batch_size average_tokens_across_devices chat_template_path data_seed
+    dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
+    dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc enable_jit_checkpoint eos_token eval_accumulation_steps
+    eval_use_gather_object fp16 ignore_data_skip include_num_input_tokens_seen logging_nan_inf_filter max_length
+    model_init_kwargs neftune_noise_alpha save_only_model torch_compile torch_compile_backend torch_compile_mode
+    train_sampling_strategy trust_remote_code
+    """.split()
+)
+
+
+@pytest.mark.parametrize(
+    "parent, refused, used",
+    [
+        # `logging_nan_inf_filter` is always False, see PaCoGRPOConfig
+        (GRPOConfig, paco_grpo_config.REFUSED_FIELDS, OF_IMAGES | {"logging_nan_inf_filter"}),
+        (SFTConfig, paco_reward_config.REFUSED_FIELDS, OF_PAIRS),
+    ],
+)
+def test_every_inherited_field_is_used_or_refused(parent, refused, used):
+    """A new one needs a decision: an option that is taken without effect is an error in somebody's experiment."""
+    inherited = {field.name for field in dataclasses.fields(parent)}
+    assert inherited == USED_FIELDS | INERT_FIELDS | used | set(refused)
+    assert not set(refused) & (USED_FIELDS | INERT_FIELDS | used)
+
+
+# Public methods that work as they are, or are called by Trainer alone
+WORKING_METHODS = set(
+    """
+    add_callback autocast_smart_context_manager compute_loss_context_manager create_accelerator_and_postprocess
+    create_optimizer create_optimizer_and_scheduler create_scheduler end floating_point_ops get_batch_samples
+    get_cp_size get_decay_parameter_names get_learning_rates get_num_trainable_parameters get_optimizer_cls_and_kwargs
+    get_optimizer_group get_sp_size get_total_train_batch_size get_tp_size is_local_process_zero is_world_process_zero
+    log_metrics metrics_format num_examples pop_callback remove_callback save_metrics save_state
+    set_initial_training_values store_flos
+    """.split()
+)
+OURS = {
+    "compute_loss",
+    "create_model_card",
+    "evaluate",
+    "init_hf_repo",
+    "push_to_hub",
+    "save_model",
+    "train",
+}
+WORKING = {
+    PaCoGRPOTrainer: {"get_train_dataloader", "log", "training_step"},
+    PaCoRewardTrainer: {
+        *("evaluation_loop", "get_eval_dataloader", "get_test_dataloader", "get_train_dataloader", "log"),
+        *("predict", "prediction_step", "training_step"),
+    },
+}
+REFUSED_METHODS = {
+    PaCoGRPOTrainer: paco_grpo_trainer.REFUSED_METHODS,
+    PaCoRewardTrainer: paco_reward_trainer.REFUSED_METHODS,
+}
+
+
+@pytest.mark.parametrize("trainer", [PaCoGRPOTrainer, PaCoNFTTrainer, PaCoRewardTrainer])
+def test_every_inherited_method_works_or_is_refused(trainer):
+    kind = PaCoRewardTrainer if trainer is PaCoRewardTrainer else PaCoGRPOTrainer
+    public = {name for name in dir(trainer) if not name.startswith("_") and callable(getattr(trainer, name))}
+    assert public == WORKING_METHODS | OURS | WORKING[kind] | set(REFUSED_METHODS[kind])
+    for name in OURS:
+        assert next(base for base in trainer.__mro__ if name in vars(base)).__module__.startswith("paco_trl"), name
+    for name, reason in REFUSED_METHODS[kind].items():
+        with pytest.raises(NotImplementedError, match=re.escape(f"`{trainer.__name__}.{name}` cannot work: {reason}")):
+            getattr(trainer, name)(object.__new__(trainer), "anything", keyword=1)
+
+
+@pytest.mark.parametrize("config", [PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig])
+def test_a_config_can_be_made_from_a_config(config, tmp_path):
+    """What is refused must not be what the config itself has set."""
+    first = config(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    assert dataclasses.replace(first).to_dict() == first.to_dict()
 
 
 class TestHub:

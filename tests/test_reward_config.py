@@ -6,7 +6,6 @@ import math
 import re
 
 import pytest
-from transformers import TrainingArguments
 from trl import SFTConfig, TrlParser
 
 from paco_trl import PaCoRewardConfig
@@ -186,20 +185,6 @@ class TestRefusedFields:
         with pytest.raises(ValueError, match=message):
             parse(yaml="packing: true\n")
         assert parse(yaml="packing: false\n").packing is False
-
-    def test_nothing_of_trl_is_ignored(self):
-        """Every field of SFTConfig is refused, our own, or one of these, which have an effect."""
-        inherited = set(TRL_FIELDS) - {field.name for field in dataclasses.fields(TrainingArguments)}
-        assert len(inherited) > 15
-        assert inherited - set(REFUSED_FIELDS) - set(OWN_FIELDS) == {
-            "activation_offloading",
-            "chat_template_path",
-            "dataset_num_proc",
-            "eos_token",
-            "model_init_kwargs",
-            "pad_token",
-            "trust_remote_code",
-        }
 
 
 class TestParser:

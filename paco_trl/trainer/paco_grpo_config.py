@@ -7,12 +7,13 @@ import os
 from dataclasses import dataclass, field
 
 from accelerate.logging import get_logger
+from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig
 
 from ..rollout.sde import SDE_TYPES
-from .round_layout import RoundLayout, prompts_multiple
 from ..utils.deepspeed import check_gradient_accumulation
 from .refusals import refuse_fields
+from .round_layout import RoundLayout, prompts_multiple
 
 
 logger = get_logger(__name__)
@@ -38,79 +39,81 @@ _ONE_LOSS = "it belongs to a token loss; the losses here are clipped by `epsilon
 REFUSED_FIELDS = {
     "max_completion_length": _TEXT_SAMPLING,
     "temperature": f"{_TEXT_SAMPLING}; the noise of the sampler is `noise_level`",
-    "top_p": _TEXT_SAMPLING,
-    "top_k": _TEXT_SAMPLING,
-    "min_p": _TEXT_SAMPLING,
-    "repetition_penalty": _TEXT_SAMPLING,
     "generation_kwargs": f"{_TEXT_SAMPLING}; see `num_inference_steps` and `guidance_scale`",
+    **dict.fromkeys(
+        (
+            "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation", "use_transformers_paged",
+            "use_transformers_continuous_batching", "transformers_continuous_batching_config",
+        ),
+        _TEXT_SAMPLING,
+    ),
     "chat_template_kwargs": "prompts are plain text, not conversations",
-    "cache_implementation": _TEXT_SAMPLING,
-    "pad_to_multiple_of": _TOKENS,
     "mask_truncated_completions": "an image is never cut short",
     "max_tool_calling_iterations": "an image model calls no tools",
-    "use_transformers_continuous_batching": _TEXT_SAMPLING,
-    "transformers_continuous_batching_config": _TEXT_SAMPLING,
-    "use_transformers_paged": _TEXT_SAMPLING,
-    "use_vllm": _VLLM,
-    "vllm_mode": _VLLM,
-    "vllm_model_impl": _VLLM,
-    "vllm_enable_sleep_mode": _VLLM,
-    "vllm_structured_outputs_regex": _VLLM,
-    "vllm_server_base_url": _VLLM,
-    "vllm_server_host": _VLLM,
-    "vllm_server_port": _VLLM,
-    "vllm_server_timeout": _VLLM,
-    "vllm_group_port": _VLLM,
-    "vllm_gpu_memory_utilization": _VLLM,
-    "vllm_max_model_length": _VLLM,
-    "vllm_tensor_parallel_size": _VLLM,
-    "vllm_importance_sampling_correction": _VLLM,
-    "vllm_importance_sampling_mode": _VLLM,
-    "vllm_importance_sampling_clip_max": _VLLM,
-    "vllm_importance_sampling_clip_min": _VLLM,
-    "vllm_importance_sampling_cap": _VLLM,
+    **dict.fromkeys(
+        (
+            "use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex",
+            "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+            "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
+            "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_cap",
+        ),
+        _VLLM,
+    ),
     "router_aux_loss_coef": "the transformer of a flow-matching pipeline has no router loss",
     "cast_lm_head_to_fp32": "an image model has no language-model head",
-    "importance_sampling_level": _TOKENS,
-    "off_policy_mask_threshold": _TOKENS,
-    "top_entropy_quantile": _TOKENS,
-    "entropy_coef": _TOKENS,
-    "use_adaptive_entropy": _TOKENS,
-    "entropy_coef_min": _TOKENS,
-    "entropy_coef_max": _TOKENS,
-    "entropy_coef_delta": _TOKENS,
-    "entropy_target": _TOKENS,
-    "delta": _ONE_LOSS,
-    "sapo_temperature_neg": _ONE_LOSS,
-    "sapo_temperature_pos": _ONE_LOSS,
-    "vespo_k_pos": _ONE_LOSS,
-    "vespo_lambda_pos": _ONE_LOSS,
-    "vespo_k_neg": _ONE_LOSS,
-    "vespo_lambda_neg": _ONE_LOSS,
+    **dict.fromkeys(
+        (
+            "pad_to_multiple_of", "importance_sampling_level", "off_policy_mask_threshold", "top_entropy_quantile",
+            "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+            "entropy_target", "average_tokens_across_devices", "include_num_input_tokens_seen",
+        ),
+        _TOKENS,
+    ),
+    **dict.fromkeys(
+        (
+            "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+            "vespo_lambda_neg",
+        ),
+        _ONE_LOSS,
+    ),
     "use_bias_correction_kl": "the KL divergence of two Gaussians is exact and needs no correction",
-    "sync_ref_model": _REFERENCE,
-    "ref_model_mixup_alpha": _REFERENCE,
-    "ref_model_sync_steps": _REFERENCE,
+    **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE),
     "disable_dropout": "dropout is always refused: with it the ratio before the first update would be noise",
     "log_multimodal": "contact sheets are pictures; switch them off with `log_completions=False`",
     "num_completions_to_print": "images cannot be printed; contact sheets have a fixed size",
     "log_unique_prompts": "a contact sheet has one row for each prompt",
     "log_completions_hub_repo": "contact sheets are saved in `output_dir`, which `push_to_hub` uploads",
-    "torch_compile": _COMPILE,
-    "torch_compile_backend": _COMPILE,
-    "torch_compile_mode": _COMPILE,
-    "use_liger_kernel": "Liger's kernels are for language models",
-    "data_seed": _ROWS,
-    "dataloader_num_workers": _ROWS,
-    "label_smoothing_factor": "there are no labels",
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILE),
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), "Liger's kernels are for language models"),
+    **dict.fromkeys(
+        (
+            "data_seed", "dataloader_num_workers", "dataloader_drop_last", "dataloader_in_order",
+            "dataloader_multiprocessing_context", "dataloader_persistent_workers", "dataloader_pin_memory",
+            "dataloader_prefetch_factor", "train_sampling_strategy", "length_column_name", "ignore_data_skip",
+        ),
+        _ROWS,
+    ),
+    **dict.fromkeys(
+        (
+            "batch_eval_metrics", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
+            "include_for_metrics", "prediction_loss_only",
+        ),
+        "`evaluate()` draws and scores images, without Trainer's evaluation loop",
+    ),
+    **dict.fromkeys(("label_smoothing_factor", "label_names"), "there are no labels"),
     "neftune_noise_alpha": "there are no token embeddings to add noise to",
+    "remove_unused_columns": "rewards get every column of the dataset",
+    "use_cache": "the transformer of a flow-matching pipeline has no key-value cache",
     "fsdp": _FSDP,
+    "parallelism_config": "the pipeline draws with the whole transformer; use data parallelism or DeepSpeed",
     "auto_find_batch_size": "the batch is part of the arithmetic of a round, and of what the replay must repeat",
     "save_only_model": "a checkpoint without the optimizer's state cannot be continued exactly",
-    "fp16_full_eval": _EVAL_DTYPE,
-    "bf16_full_eval": _EVAL_DTYPE,
+    "enable_jit_checkpoint": "it saves amid an optimizer step; a killed run resumes exactly from its last checkpoint",
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), _EVAL_DTYPE),
     "fp16": "log-probabilities of flow-matching models are not reliable in fp16; use bf16 or float32",
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -522,16 +525,19 @@ class PaCoGRPOConfig(GRPOConfig):
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
         super().__post_init__()
+        check_gradient_accumulation(self)
         if self.mixed_precision != ("bf16" if self.bf16 else "no"):
             raise ValueError(
                 f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "
                 f"{self.mixed_precision}`: weights and arithmetic would differ. Start with `accelerate launch "
-        check_gradient_accumulation(self)
                 f"--mixed_precision {'bf16' if self.bf16 else 'no'}`, or set `bf16` accordingly."
             )
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
             raise ValueError(f"The launcher's configuration uses FSDP, which cannot be used: {_FSDP}.")
-        # Only now, because the command line gives it as a string of JSON
+        # Only now, because the command line gives them as strings of JSON
+        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler"):
+            if getattr(self.accelerator_config, name) != getattr(AcceleratorConfig(), name):
+                raise ValueError(f"`accelerator_config` sets `{name}`, which has no effect here: {_ROWS}. Unset it.")
         if set(self.activation_checkpointing_kwargs or {}) - {"use_reentrant"}:
             raise ValueError(
                 f"`activation_checkpointing_kwargs` is {self.activation_checkpointing_kwargs}, but diffusers' "
@@ -583,11 +589,7 @@ class PaCoGRPOConfig(GRPOConfig):
         )
 
     def _refuse_text_fields(self) -> None:
-        defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
-        for name, reason in REFUSED_FIELDS.items():
-            value = getattr(self, name)
-            if name in defaults and value != defaults[name] and value is not None:
-                raise ValueError(f"`{name}` is set to {value!r}, but has no meaning for images: {reason}. Unset it.")
+        refuse_fields(self, GRPOConfig, REFUSED_FIELDS, "but has no meaning for images")
 
     def _check_values(self) -> None:
         if self.num_generations is None or self.num_generations < 2:
@@ -658,13 +660,13 @@ class PaCoGRPOConfig(GRPOConfig):
                 raise ValueError(f"`{name}` is {value}; it must be above 0, or None.")
         if self.scale_rewards not in ("group", "batch", "none", True, False):
             raise ValueError(f"`scale_rewards` is {self.scale_rewards!r}; it must be 'group', 'batch' or 'none'.")
-        if not self.beta >= 0:
-            raise ValueError(f"`beta` is {self.beta}; the weight of the KL divergence cannot be negative.")
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "
                 "and their sum by the batch, as in TRL. Unset it, or choose another `multi_objective_aggregation`."
             )
+        if not self.beta >= 0:
+            raise ValueError(f"`beta` is {self.beta}; the weight of the KL divergence cannot be negative.")
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
                 f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}: TRL's other "

@@ -79,6 +79,7 @@ from .paco_grpo_config import PaCoGRPOConfig
 from .prompt_encoder import Encoded, PromptEncoder
 from .prompt_rows import PromptRows
 from .publishing import PushesToHub
+from .refusals import refuse_methods
 from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
 from .scored_sheets import ScoredImages, save_scored_sheet
 from .scoring import RewardScorer
@@ -92,6 +93,21 @@ logger = get_logger(__name__)
 
 # What a random stream is for: the second word of its key, so that no two purposes share numbers
 _STREAMS = {"prompts": 0, "batches": 1, "sde steps": 2, "training": 3, "evaluation": 4}
+
+# Public methods of GRPOTrainer and Trainer that mean nothing for images
+REFUSED_METHODS = {
+    **dict.fromkeys(
+        ("evaluation_loop", "get_eval_dataloader", "get_test_dataloader", "predict", "prediction_step"),
+        "images are drawn, scored and compared by `evaluate(eval_dataset)`",
+    ),
+    **dict.fromkeys(
+        ("get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask"), "it is a formula of a token loss"
+    ),
+    **dict.fromkeys(
+        ("call_model_init", "hyperparameter_search"),
+        "the trainer takes a pipeline, not a `model_init`; make a trainer, in a process of its own, for each setting",
+    ),
+}
 
 
 class _RunCallback(TrainerCallback):
@@ -108,6 +124,7 @@ class _RunCallback(TrainerCallback):
             self.trainer.ema.step()
 
 
+@refuse_methods(REFUSED_METHODS)
 class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
     """
     Trainer for PaCo-GRPO: reinforcement learning of a flow-matching image pipeline on sets of images, proposed in
@@ -224,6 +241,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         check_best_metric(args, eval_dataset)
         eval_rows = []
         for name, dataset in eval_datasets.items():
+            check_is_dataset(dataset, "eval_dataset" if dataset is eval_dataset else f"eval_dataset[{name!r}]")
             eval_rows.append(PromptRows(dataset, args, f"the dataset '{name}'"))
             check_columns(
                 reward_funcs if eval_reward_funcs is None else eval_reward_funcs, dataset, f"the dataset '{name}'"
@@ -241,7 +259,6 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
             "num_iterations": args.num_iterations,
             # Restored with the optimizer's state, so that other values would have no effect
             **{
-            check_is_dataset(dataset, "eval_dataset" if dataset is eval_dataset else f"eval_dataset[{name!r}]")
                 name: str(getattr(args, name))
                 for name in (
                     "learning_rate",
@@ -573,6 +590,8 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
             layout.num_generations,
             self.reward_required,
         )
+        # As in TRL, normalized rewards are summed and then scaled over the batch
+        is_normalized = args.multi_objective_aggregation == "normalize_then_sum"
         advantages, is_valid, has_spread = group_advantages(
             aggregated, layout.num_generations, "batch" if is_normalized else args.scale_rewards, args.advantage_clip
         )
@@ -590,8 +609,6 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
             if share is not None:  # undefined where no reward differs within a group
                 metrics[f"rewards/{name}/share"] = share
         metrics["frac_reward_zero_std"] = 1 - has_spread.float().mean().item()
-        # As in TRL, normalized rewards are summed and then scaled over the batch
-        is_normalized = args.multi_objective_aggregation == "normalize_then_sum"
         metrics["images_excluded"] = (~is_valid).sum().item()
         metrics["groups_excluded"] = (~is_valid.view(-1, layout.num_generations).any(dim=1)).sum().item()
         metrics["time/encode"] = encode_time
@@ -994,6 +1011,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
 
     def _rows_of(self, eval_dataset: Dataset) -> PromptRows:
         """Its rows, read once where the dataset is the trainer's own."""
+        check_is_dataset(eval_dataset, "eval_dataset")
         known = (rows for rows in self._eval_rows if rows.dataset is eval_dataset)
         rows = next(known, None) or PromptRows(eval_dataset, self.args, "the evaluation dataset")
         return rows.measure(self.pipeline, self.family)
@@ -1018,7 +1036,6 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         return ScoredImages(
             evaluation.pictures, self.args.num_generations_eval, self.eval_reward_func_names, evaluation.rewards,
             evaluation.extra,
-        check_is_dataset(eval_dataset, "eval_dataset")
         )  # fmt: skip
 
     def _baseline(self, rows: PromptRows, name: str) -> Evaluation | None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of [`PaCoNFTTrainer`]."""
 
-import dataclasses
 from dataclasses import dataclass, field
 
 from .paco_grpo_config import PaCoGRPOConfig
+from .refusals import refuse_fields
 
 
 _NO_SDE = "images are drawn by the pipeline's own ODE, without stochastic steps"
@@ -85,12 +85,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
 
     def _refuse_text_fields(self) -> None:
         super()._refuse_text_fields()
-        fields = {f.name: f for f in dataclasses.fields(PaCoGRPOConfig)}
-        for name, reason in NFT_REFUSED_FIELDS.items():
-            value, own = getattr(self, name), fields[name]
-            default = own.default if own.default is not dataclasses.MISSING else own.default_factory()
-            if value != default and value is not None:
-                raise ValueError(f"`{name}` is set to {value!r}, but has no meaning here: {reason}. Unset it.")
+        refuse_fields(self, PaCoGRPOConfig, NFT_REFUSED_FIELDS, "but has no meaning here")
 
     def _check_values(self) -> None:
         if self.num_inference_steps < 2:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of [`PaCoRewardTrainer`]."""
 
-import dataclasses
 from dataclasses import dataclass, field
 
 from trl import SFTConfig
-from ..utils.deepspeed import check_gradient_accumulation
 
+from ..utils.deepspeed import check_gradient_accumulation
 from .first_token_loss import LOSS_VARIANTS
+from .refusals import refuse_fields
 
 
 _PAIRS = "pairs have images, and their prompts must not share a sequence"
@@ -40,7 +40,15 @@ REFUSED_FIELDS = {
     "router_aux_loss_coef": "the router is frozen, only the adapter of the linear layers is trained",
     "fp16_full_eval": "an evaluation must see the model that was trained",
     "bf16_full_eval": "an evaluation must see the model that was trained",
-    "batch_eval_metrics": "the metrics of a judge are those of the whole evaluation set",
+    **dict.fromkeys(
+        ("batch_eval_metrics", "eval_do_concat_batches", "include_for_metrics", "label_names", "prediction_loss_only"),
+        "the metrics of a judge are those of the whole evaluation set, made of its decisions",
+    ),
+    **dict.fromkeys(("remove_unused_columns", "length_column_name"), _DATASET),
+    "pad_token": "padding is the processor's own",
+    "liger_kernel_config": "it goes with `use_liger_kernel`",
+    "parallelism_config": "a completion's tokens are weighed together; use data parallelism or DeepSpeed ZeRO",
+    "use_cache": "training never uses a key-value cache",
 }
 
 
@@ -143,7 +151,7 @@ class PaCoRewardConfig(SFTConfig):
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef = None  # a config made from a config
-        self._refuse_fields()
+        refuse_fields(self, SFTConfig, REFUSED_FIELDS, "which cannot work for pairs")
         self._check_values()
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):

@@ -39,12 +39,20 @@ from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
 from .pair_collator import PairCollator, PairRows, check_first_token, check_lengths
 from .publishing import PushesToHub
+from .refusals import refuse_methods
 from .reward_report import draw_calibration, draw_wrong_pairs
 from .training_clock import TrainingClock
 from .weights import gather_whole, shares, zero_stage_of
 
 
 logger = get_logger(__name__)
+
+
+# Public methods of Trainer that cannot work here
+REFUSED_METHODS = dict.fromkeys(
+    ("call_model_init", "hyperparameter_search"),
+    "the trainer takes a model, not a `model_init`; make a trainer, in a process of its own, for each setting",
+)
 
 
 class Decisions(NamedTuple):
@@ -79,6 +87,7 @@ class _EvaluateAtTheEnd(TrainerCallback):
             control.should_evaluate = True
 
 
+@refuse_methods(REFUSED_METHODS)
 class PaCoRewardTrainer(PushesToHub, SFTTrainer):
     """
     Trainer for PaCo-Reward, the pairwise consistency judge proposed in [PaCo-RL: Advancing Reinforcement Learning for

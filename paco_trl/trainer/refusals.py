@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inherited settings and methods that cannot work here are refused with the reason."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+def refuse_fields(config: Any, parent: type, reasons: dict[str, str], verdict: str) -> None:
+    """Raises `ValueError` where a field of the parent class is set to anything but its default there."""
+    for field in dataclasses.fields(parent):
+        value = getattr(config, field.name)
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        if field.name in reasons and value != default and value is not None:
+            raise ValueError(f"`{field.name}` is set to {value!r}, {verdict}: {reasons[field.name]}. Unset it.")
+
+
+def refuse_methods(reasons: dict[str, str]) -> Callable[[type], type]:
+    """Class decorator: each of these methods raises `NotImplementedError` with its reason."""
+
+    def refusal(name: str, reason: str) -> Callable:
+        def method(self, *args, **kwargs):
+            raise NotImplementedError(f"`{type(self).__name__}.{name}` cannot work: {reason}.")
+
+        return method
+
+    def decorate(cls: type) -> type:
+        for name, reason in reasons.items():
+            setattr(cls, name, refusal(name, reason))
+        return cls
+
+    return decorate
