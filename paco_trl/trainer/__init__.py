@@ -1,12 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainers, their settings, and the formulas they are made of."""
 
+import warnings
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from .first_token_loss import first_token_weighted_loss
+
+# The trainers take over private methods of these: tests/test_contract.py lists which. setup.cfg has the same ceilings.
+TESTED_WITH = {"trl": "1.16", "transformers": "5.23"}
+
+for _name, _tested in TESTED_WITH.items():
+    if not f"{version(_name)}.".startswith(f"{_tested}."):
+        warnings.warn(
+            f"{_name} {version(_name)} is installed, but paco_trl's trainers are tested with {_name} {_tested} only, "
+            f"whose private methods they take over. Install it (`pip install '{_name}=={_tested}.*'`), or run "
+            "tests/test_contract.py of paco_trl's repository before you rely on a run.",
+            stacklevel=2,
+        )
 
 _MODULE_OF = {"first_token_weighted_loss": ".first_token_loss"}
 
