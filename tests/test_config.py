@@ -17,6 +17,7 @@ from trl import GRPOConfig, TrlParser
 from paco_trl import PaCoGRPOConfig
 from paco_trl.trainer.paco_grpo_config import REFUSED_FIELDS
 from paco_trl.utils.deepspeed import check_gradient_accumulation
+from test_examples import free_port
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}
@@ -663,7 +664,8 @@ class TestLauncher:
             "        print(error)\n"
         )
         launched = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
-        launched |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        launched |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        launched["MASTER_PORT"] = str(free_port())
         run = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, **launched, "DS_ACCELERATOR": "cpu"},

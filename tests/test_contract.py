@@ -301,10 +301,12 @@ def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatc
     )
     trainer.train()
     rewards = seen["scores"].rewards
-    assert rewards.shape == (16, 2) and (rewards.std(dim=0) > 1e-3).all()
+    assert rewards.shape == (16, 2) and (rewards.std(dim=0) > 1e-5).all()
     advantages, metrics = trl_rewards(trainer, rewards)
-    assert advantages.abs().max() > 1e-3
-    torch.testing.assert_close(seen["advantages"], advantages, rtol=1e-4, atol=1e-5)
+    largest = advantages.abs().max().item()
+    assert largest > 1e-5
+    # TRL computes in float32, where the mean of the rewards is rounded
+    torch.testing.assert_close(seen["advantages"], advantages, rtol=1e-3, atol=1e-3 * largest)
     logged = trainer.state.log_history[0]
     names = [f"rewards/{name}/{part}" for name in trainer.reward_func_names for part in ("mean", "std")]
     for name in ("reward", "reward_std", "frac_reward_zero_std", *names):
@@ -353,8 +355,12 @@ OF_PAIRS = set(
 @pytest.mark.parametrize(
     "parent, refused, used",
     [
-        # `logging_nan_inf_filter` is always False, see PaCoGRPOConfig
-        (GRPOConfig, paco_grpo_config.REFUSED_FIELDS, OF_IMAGES | {"logging_nan_inf_filter"}),
+        # `logging_nan_inf_filter` is always False, see PaCoGRPOConfig; `use_cpu` sets `dataloader_pin_memory`
+        (
+            GRPOConfig,
+            paco_grpo_config.REFUSED_FIELDS,
+            OF_IMAGES | {"logging_nan_inf_filter", "dataloader_pin_memory"},
+        ),
         (SFTConfig, paco_reward_config.REFUSED_FIELDS, OF_PAIRS),
     ],
 )

@@ -541,8 +541,8 @@ class TestLogs:
         on_policy, moved = trainer.state.log_history[0], trainer.state.log_history[1]
         assert "kl" not in moved  # beta is 0
         assert on_policy["approx_kl"] < 1e-12 < 1e-9 < moved["approx_kl"]
-        # Half a mean square is at least half the square of the mean
-        assert moved["approx_kl"] > 0.99 * moved["ratio_deviation/step_1"] ** 2 / 2
+        # A mean square is at least the square of the mean; the ratio's logarithm is near the ratio - 1
+        assert moved["approx_kl"] > 0.5 * moved["ratio_deviation/step_1"] ** 2 / 2
 
     def test_taming_does_not_change_the_logged_reward(self, make_trainer):
         plain, tamed = (

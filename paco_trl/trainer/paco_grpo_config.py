@@ -90,7 +90,7 @@ REFUSED_FIELDS = {
     **dict.fromkeys(
         (
             "data_seed", "dataloader_num_workers", "dataloader_drop_last", "dataloader_in_order",
-            "dataloader_multiprocessing_context", "dataloader_persistent_workers", "dataloader_pin_memory",
+            "dataloader_multiprocessing_context", "dataloader_persistent_workers",
             "dataloader_prefetch_factor", "train_sampling_strategy", "length_column_name", "ignore_data_skip",
         ),
         _ROWS,
