@@ -355,11 +355,12 @@ OF_PAIRS = set(
 @pytest.mark.parametrize(
     "parent, refused, used",
     [
-        # `logging_nan_inf_filter` is always False, see PaCoGRPOConfig; `use_cpu` sets `dataloader_pin_memory`
+        # `logging_nan_inf_filter` is always False, see PaCoGRPOConfig; `use_cpu` sets `dataloader_pin_memory`; of
+        # `include_num_input_tokens_seen`, whose default the command line reads as False, Trainer warns itself
         (
             GRPOConfig,
             paco_grpo_config.REFUSED_FIELDS,
-            OF_IMAGES | {"logging_nan_inf_filter", "dataloader_pin_memory"},
+            OF_IMAGES | {"logging_nan_inf_filter", "dataloader_pin_memory", "include_num_input_tokens_seen"},
         ),
         (SFTConfig, paco_reward_config.REFUSED_FIELDS, OF_PAIRS),
     ],

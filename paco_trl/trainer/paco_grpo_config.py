@@ -67,7 +67,7 @@ REFUSED_FIELDS = {
         (
             "pad_to_multiple_of", "importance_sampling_level", "off_policy_mask_threshold", "top_entropy_quantile",
             "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-            "entropy_target", "average_tokens_across_devices", "include_num_input_tokens_seen",
+            "entropy_target", "average_tokens_across_devices",
         ),
         _TOKENS,
     ),
