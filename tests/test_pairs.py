@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the judge's questions, of the pair format and of the loader of PaCo-Dataset."""
 
+import itertools
 import json
 import logging
 import multiprocessing
@@ -63,7 +64,8 @@ IMAGES = List(ImageFeature())
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """No test sees the zip files of another one, or of the user."""
+    """No test sees the zip files of another one, or of the user, or which images were decoded."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache" / "datasets"))
     monkeypatch.setattr("datasets.config.EXTRACTED_DATASETS_PATH", str(tmp_path / "cache" / "extracted"))
     return tmp_path / "cache"
 
@@ -460,21 +462,63 @@ class TestValidatePairs:
         with pytest.raises(ValueError, match="All 2 rows are broken.*Row 0: The first image.*The second image"):
             validate_pairs(dataset, skip_broken=True)
 
+    @pytest.fixture
+    def decoded(self, monkeypatch):
+        """Grows by the path of each image that is decoded."""
+        decode, paths = ImageFeature.decode_example, []
+
+        def counting(self, value, *args, **kwargs):
+            paths.append(value["path"])
+            return decode(self, value, *args, **kwargs)
+
+        monkeypatch.setattr(ImageFeature, "decode_example", counting)
+        return paths
+
     @pytest.mark.parametrize("num_proc", [None, 2])
-    def test_the_cache_is_left_alone(self, tmp_path, num_proc):
-        rows = pairs_of(pair_rows(tmp_path / "images", 3))
-        (tmp_path / "cache").mkdir()
-        dataset = rows.map(lambda row: row, cache_file_name=str(tmp_path / "cache" / "pairs.arrow"))
-        # What `map` does to such a dataset when it is not told otherwise
-        dataset.map(lambda row: {"length": 1})
-        before = sorted((tmp_path / "cache").iterdir())
-        assert len(before) == 2
-        validate_pairs(dataset, num_proc=num_proc)
-        assert sorted((tmp_path / "cache").iterdir()) == before
-        # A file that breaks between two checks is found
-        cut_in_half(tmp_path / "images" / "1a.png")
-        with pytest.raises(ValueError, match="Row 1: The first image"):
-            validate_pairs(dataset, num_proc=num_proc)
+    def test_each_image_is_decoded_once(self, tmp_path, decoded, num_proc):
+        paths = [write_image(tmp_path / f"{seed}.png", seed) for seed in range(3)]
+        broken = cut_in_half(write_image(tmp_path / "cut.png", 3))
+        data = Path(paths[0]).read_bytes()
+        inside = [{"bytes": data, "path": "a.png"}, {"bytes": data[:300], "path": "a.png"}]
+        stored = [{"bytes": None, "path": path} for path in [*paths, broken]]
+        files = [make_pair(*pair, QUESTION, "Yes") for pair in itertools.permutations(stored, 2)]
+        embedded = [make_pair(*pair, QUESTION, "Yes") for pair in itertools.product(inside, repeat=2)]
+        kept = validate_pairs(pairs_of([*files, *embedded] * 9), num_proc=num_proc, skip_broken=True)
+        assert len(kept) == 9 * (6 + 1)
+        assert sorted(decoded) == sorted([*paths, broken, "a.png", "a.png"])
+
+    def test_what_was_found_is_remembered_until_a_file_changes(self, tmp_path, decoded, own_cache):
+        def load():
+            return pairs_of(rows)  # as a new process would, with the same fingerprint
+
+        rows = pair_rows(tmp_path, 3)
+        cut_in_half(rows[1]["images"][0])
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"Row 1: The first image \(.*\) cannot be decoded: OSError"):
+                validate_pairs(load())
+        assert len(validate_pairs(load(), skip_broken=True)) == 2
+        assert sorted(decoded) == sorted(path for row in rows for path in row["images"])
+        (file,) = (path for path in own_cache.rglob("*") if path.is_file())
+        assert own_cache / "datasets" in file.parents
+        # Other rows are another dataset
+        validate_pairs(load().select([0, 2]))
+        assert len(decoded) == 6 + 4
+        # The file is replaced: in order now, and then broken at the same length
+        whole = Path(write_image(tmp_path / "whole.png", 7)).read_bytes()
+        for content, number in ((whole, 3), (bytes(len(whole)), 2)):
+            decoded.clear()
+            Path(rows[1]["images"][0]).write_bytes(content)
+            assert len(validate_pairs(load(), skip_broken=True)) == number
+            assert len(decoded) == 6
+        Path(rows[1]["images"][0]).unlink()
+        with pytest.raises(ValueError, match="Row 1: The first image .*FileNotFoundError"):
+            validate_pairs(load())
+
+    def test_nothing_is_remembered_without_caching(self, tmp_path, decoded, own_cache, monkeypatch):
+        monkeypatch.setattr("datasets.is_caching_enabled", lambda: False)
+        for _ in range(2):
+            validate_pairs(pairs_of(pair_rows(tmp_path, 1)))
+        assert len(decoded) == 4 and not own_cache.exists()
 
 
 class TestSwapPairs:

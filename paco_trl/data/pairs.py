@@ -5,8 +5,14 @@ The format is TRL's conversational prompt-completion format with two images: `im
 turn with the question, with or without a system turn in front) and `completion` (one assistant turn).
 """
 
+import hashlib
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .columns import check_image_list, check_is_dataset, list_lengths, shorten
@@ -14,7 +20,6 @@ from .dataset_files import settle_broken
 
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from datasets import Dataset, Features, Image
 
 
@@ -288,28 +293,85 @@ def _problem_of_image(image: Mapping[str, Any] | None, feature: "Image") -> str 
     return None
 
 
-def _find_image_problems(batch: "pa.Table", feature: "Image") -> dict[str, list[str]]:
+def _find_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
+    """Say of each row which of its images cannot be decoded. An image that stands in many rows is decoded once."""
+    feature = dataset.features["images"].feature
+    found: dict[Any, str | None] = {}
     problems = []
-    for images in batch["images"].to_pylist():
-        found = [_problem_of_image(image, feature) for image in images or []]
-        problems.append(
-            " ".join(f"The {name} image {text}." for name, text in zip(_ORDINALS, found, strict=False) if text)
-        )
-    return {"problem": problems}
+    with ThreadPoolExecutor(num_proc or os.cpu_count()) as pool:  # Pillow releases the GIL while it decodes
+        # As Arrow tables, which have the images as they are stored
+        for batch in dataset.with_format("arrow").select_columns(["images"]).iter(batch_size=64):
+            rows = [
+                [(image and (image["path"], _digest(image["bytes"])), image) for image in images or []]
+                for images in batch["images"].to_pylist()
+            ]
+            new = {key: image for row in rows for key, image in row if key not in found}
+            found.update(zip(new, pool.map(partial(_problem_of_image, feature=feature), new.values()), strict=True))
+            for row in rows:
+                texts = zip(_ORDINALS, (found[key] for key, _ in row), strict=False)
+                problems.append(" ".join(f"The {name} image {text}." for name, text in texts if text))
+    return problems
+
+
+def _digest(data: bytes | None) -> bytes | None:
+    return None if data is None else hashlib.blake2b(data).digest()
+
+
+def _state_of_files(dataset: "Dataset") -> str | None:
+    """Give a digest of the paths, sizes and times of a dataset's image files; None where an image is no local file."""
+    import pyarrow.compute as pc
+
+    # The whole column, also of chosen rows: the bytes of images inside the dataset are not touched
+    images = pc.list_flatten(dataset.data.column("images"))
+    digest = hashlib.sha256()
+    for path in pc.unique(
+        pc.struct_field(images, "path").filter(pc.struct_field(images, "bytes").is_null())
+    ).to_pylist():
+        if path is None:
+            continue
+        if "://" in path:
+            return None
+        try:
+            stat = os.stat(path)
+        except OSError:
+            digest.update(f"{path!r} missing\n".encode())
+        else:
+            digest.update(f"{path!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _recall_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
+    """Do [`_find_image_problems`] once for a dataset, until one of its files changes."""
+    import datasets
+
+    from .building.stage_folder import write_atomically
+
+    files = _state_of_files(dataset)
+    if files is None or not datasets.is_caching_enabled():
+        return _find_image_problems(dataset, num_proc)
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "paco_trl" / f"images-{dataset._fingerprint}.json"
+    remembered = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if remembered.get("files") != files:
+        found = _find_image_problems(dataset, num_proc)
+        remembered = {"files": files, "problems": {str(row): text for row, text in enumerate(found) if text}}
+        write_atomically(path, json.dumps(remembered))
+    return [remembered["problems"].get(str(row), "") for row in range(len(dataset))]
 
 
 def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken: bool = False) -> "Dataset":
     """
     Check everything that [`check_pair_columns`] does, and decode every image.
 
-    A file that ends too early is found here rather than by a training run hours later. Nothing is written to the
-    cache, and nothing is taken from it: a file may have changed since the last time.
+    A file that ends too early is found here rather than by a training run hours later. An image that stands in many
+    rows is decoded once. What was found is remembered in the cache of `datasets`, by the dataset's fingerprint and the
+    sizes and times of its image files: the next start decodes again only if one of them has changed. With an image
+    behind a URL, or after `datasets.disable_caching()`, nothing is remembered.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             The pairs.
         num_proc (`int`, *optional*):
-            Number of processes that decode; one when left out.
+            Number of threads that decode; one for each core when left out.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave broken rows out, with one warning that lists them, instead of raising an error.
 
@@ -320,26 +382,8 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
         TypeError: If it is no [`~datasets.Dataset`].
         ValueError: If the columns are not those of pairs, if a row is broken, or if `skip_broken` leaves none.
     """
-    from datasets import Features, Value
-
     _check_columns(dataset, "dataset")
-    # As Arrow tables, which have the images as they are stored: nothing is decoded before it is asked for
-    of_images = (
-        dataset.with_format("arrow")
-        .select_columns(["images"])
-        .map(
-            _find_image_problems,
-            batched=True,
-            batch_size=16,
-            remove_columns=["images"],
-            features=Features({"problem": Value("string")}),
-            fn_kwargs={"feature": dataset.features["images"].feature},
-            num_proc=num_proc,
-            keep_in_memory=True,
-            desc="Checking pairs",
-        )
-        .with_format(None)["problem"][:]
-    )
+    of_images = _recall_image_problems(dataset, num_proc)
     lengths = list_lengths(dataset, "images")
     problems = [
         _problem_of_length(lengths[row]) or _problem_of_texts(prompt, completion) or of_images[row]
