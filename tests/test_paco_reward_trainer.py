@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaCoRewardTrainer on a tiny real Qwen2.5-VL: the loss, what is learned, what is logged, saved and refused."""
 
+import copy
 import functools
 import logging
 import math
@@ -21,6 +22,7 @@ from PIL import Image as PILImage
 from qwen_vl_utils import process_vision_info
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTConfig
 
 from other_judges import OTHER_JUDGES, build_other_judge
@@ -570,6 +572,65 @@ class TestAdapter:
             without = judged(model, AutoProcessor.from_pretrained(tiny_qwen), mixed(6))
         assert seen[0][1].tolist() == pytest.approx([row.p_yes for row in rows], abs=1e-5)
         assert abs(rows[0].p_yes - without[0].p_yes) > 0.1
+
+
+def watch_tower(trainer) -> tuple[torch.nn.Module, list]:
+    """The vision tower, and a list that grows with each backward through one of its blocks."""
+    tower, reached = trainer.model.get_base_model().get_encoder("image"), []
+
+    def watch(block, args, output):
+        output = output[0] if isinstance(output, tuple) else output
+        if output.requires_grad:
+            output.register_hook(lambda gradient: reached.append(block))
+
+    blocks = [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert len(blocks) == 2
+    for block in blocks:
+        block.register_forward_hook(watch)
+    return tower, reached
+
+
+class TestTower:
+    """Gradient checkpointing makes the patches of the tower require gradients; not those of Qwen3-VL."""
+
+    @pytest.mark.parametrize("name", ["qwen2.5", "qwen2", "llava"])
+    def test_is_not_differentiated_when_it_is_frozen(self, make_reward_trainer, other_judge, name):
+        adapters = []
+        for is_cut in (True, False):
+            trainer = make_reward_trainer(None if name == "qwen2.5" else other_judge(name))
+            assert trainer.args.gradient_checkpointing
+            tower, reached = watch_tower(trainer)
+            if not is_cut:
+                del tower.forward
+            before = adapter_of(trainer)
+            trainer.train()
+            assert (len(reached) == 0) == is_cut
+            adapters.append(adapter_of(trainer))
+            assert all(not torch.equal(value, before[key]) for key, value in adapters[-1].items() if "_B" in key)
+        assert all(torch.equal(value, adapters[1][key]) for key, value in adapters[0].items())
+
+    def test_is_differentiated_when_something_in_it_trains(self, make_reward_trainer):
+        trainer = make_reward_trainer(peft_config=LoraConfig(r=4, target_modules=["q_proj", "qkv"]))
+        tower, reached = watch_tower(trainer)
+        before = {key: value for key, value in adapter_of(trainer).items() if ".visual." in key and "_B" in key}
+        trainer.train()
+        after = adapter_of(trainer)
+        assert len(before) == 2 and all(not torch.equal(value, after[key]) for key, value in before.items())
+        assert set(reached) == set(tower.blocks)
+        # Later too: what is frozen or trained is looked up in each step
+        for parameter in tower.parameters():
+            parameter.requires_grad = False
+        reached.clear()
+        trainer.train()
+        assert not reached
+
+    def test_can_be_copied(self, make_reward_trainer):
+        tower = make_reward_trainer().model.get_base_model().get_encoder("image")
+        copied = copy.deepcopy(tower)
+        torch.nn.init.zeros_(copied.patch_embed.proj.weight)
+        pixels, grid = torch.randn(16, 1176), torch.tensor([[1, 4, 4]])
+        outputs = [module(pixels, grid_thw=grid).pooler_output for module in (tower, copied)]
+        assert not torch.equal(*outputs)
 
 
 class TestMetrics:

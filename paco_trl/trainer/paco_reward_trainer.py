@@ -2,7 +2,9 @@
 """PaCo-Reward: fine-tuning of a vision-language model to say whether two images are consistent, and why."""
 
 import copy
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -260,6 +262,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         self.add_callback(TrainingClock())
         if self.eval_dataset is not None:
             self.add_callback(_EvaluateAtTheEnd())
+        _cut_graph_behind_tower(self._inner_model())
         # The fused head gives the log-probability of the label alone. The other answer's takes the hidden state.
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
 
@@ -649,6 +652,22 @@ def language_model_targets(model: PreTrainedModel) -> str:
         )
     layers = {name.split(".")[-1] for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
     return rf"{re.escape(names[0])}\..*\.({'|'.join(sorted(layers))})"
+
+
+def _cut_graph_behind_tower(model: PreTrainedModel) -> None:
+    """Compute the vision tower without a graph as long as nothing in it trains."""
+    tower = model.get_encoder("image")
+    if model.get_decoder() not in tower.modules():  # else the model does not say which part is its tower
+        forward = tower.forward
+        tower.forward = functools.update_wrapper(functools.partial(_forward_tower, tower, forward), forward)
+
+
+def _forward_tower(tower: nn.Module, forward: Callable, *args, **kwargs):
+    # With gradient checkpointing, transformers makes the tower's patches require gradients
+    # (`enable_input_require_grads`), so that frozen blocks would be computed again and differentiated for nothing
+    trains = any(parameter.requires_grad for parameter in tower.parameters())
+    with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
 
 
 def _complete_peft_config(
