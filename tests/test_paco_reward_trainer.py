@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 from huggingface_hub import ModelCard
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -633,6 +633,71 @@ class TestTower:
         assert not torch.equal(*outputs)
 
 
+class Seen:
+    """The rows of each micro-batch."""
+
+    def __init__(self, trainer):
+        self.rows, compute_loss = [], trainer.compute_loss
+
+        def watching(model, inputs, **kwargs):
+            self.rows.append(inputs["rows"].tolist())
+            return compute_loss(model, inputs, **kwargs)
+
+        trainer.compute_loss = watching
+
+
+class TestGroupByLength:
+    SETTINGS = {"train_sampling_strategy": "group_by_length", "max_steps": 6}
+
+    def test_equal_lengths_are_together(self, make_reward_trainer, reference):
+        dataset = concatenate_datasets([mixed()] * 6)
+        paddings = {}
+        for strategy in ("random", "group_by_length"):
+            trainer = make_reward_trainer(
+                None, dataset, per_device_train_batch_size=3, train_sampling_strategy=strategy, max_steps=22
+            )
+            seen = Seen(trainer).rows
+            trainer.train()
+            assert sorted(row for rows in seen for row in rows) == list(range(66))
+            lengths = [[reference[row % 11].attended for row in rows] for rows in seen]
+            expected = [1 - sum(of_batch) / (3 * max(of_batch)) for of_batch in lengths]
+            assert logs_with(trainer, "padding") == pytest.approx(expected, abs=1e-6)
+            paddings[strategy] = sum(expected) / 22
+        assert 0.1 < paddings["random"] > 2 * paddings["group_by_length"]
+
+    def test_resumes_in_its_second_epoch(self, make_reward_trainer):
+        trainer = make_reward_trainer(save_strategy="steps", save_steps=4, **self.SETTINGS)
+        seen = Seen(trainer).rows
+        trainer.train()
+        assert len(seen) == 6 and sorted(seen[:3]) != sorted(seen[3:])
+        resumed = make_reward_trainer(**self.SETTINGS)
+        seen_again = Seen(resumed).rows
+        resumed.train(resume_from_checkpoint=Path(trainer.args.output_dir) / "checkpoint-4")
+        assert seen_again == seen[4:]
+        expected = adapter_of(trainer)
+        assert all(torch.equal(value, expected[key]) for key, value in adapter_of(resumed).items())
+
+    def test_with_given_lengths(self, make_reward_trainer):
+        lengths = [5, 900, 900, 5, 5, 900, 900, 5, 5, 900, 5]
+        dataset = mixed().add_column("length", lengths)
+        trainer = make_reward_trainer(None, dataset, **self.SETTINGS)
+        assert trainer._get_train_sampler().lengths == lengths
+        dataset = dataset.rename_column("length", "tokens")
+        trainer = make_reward_trainer(None, dataset, **self.SETTINGS)
+        assert trainer._get_train_sampler().lengths == trainer.data_collator.lengths(dataset, "dataset") != lengths
+        trainer = make_reward_trainer(None, dataset, length_column_name="tokens", **self.SETTINGS)
+        assert trainer._get_train_sampler().lengths == lengths
+
+    def test_a_processor_that_does_not_know_lengths(self, make_reward_trainer, tiny_qwen, monkeypatch):
+        monkeypatch.delattr("transformers.Qwen2_5_VLProcessor._get_num_multimodal_tokens")
+        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        with pytest.raises(ValueError, match="a Qwen2_5_VLProcessor cannot say how many tokens.*`length_column_name`"):
+            make_reward_trainer(NOWHERE, processing_class=processor, **self.SETTINGS)
+        with pytest.raises(OSError, match="nowhere"):
+            dataset = mixed().add_column("length", [*range(11)])
+            make_reward_trainer(NOWHERE, dataset, processing_class=processor, **self.SETTINGS)
+
+
 class TestMetrics:
     @pytest.mark.parametrize("accumulation", [1, 3])
     def test_of_training_are_those_of_the_full_logits(self, make_reward_trainer, continued, reference, accumulation):
@@ -646,19 +711,20 @@ class TestMetrics:
             max_steps=6 if accumulation == 1 else 2,
         )
         trainer.train()
-        if accumulation == 1:
-            windows = [[*range(8)], [8, 9, 10, 0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
-        else:
-            windows = [[*range(11)] * 2]
+        batches = [range(4), range(4, 8), range(8, 11)] * 2
+        windows = [batches[:2], batches[2:4], batches[4:]] if accumulation == 1 else [batches]
         logged = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert len(logged) == len(windows)
         tokens = 0
         for entry, window in zip(logged, windows, strict=True):
-            rows = [reference[index] for index in window]
+            rows = [reference[index] for batch in window for index in batch]
             tokens += sum(row.attended for row in rows)
             assert entry["num_tokens"] == tokens
             for name, value in expected_training_metrics(rows).items():
                 assert entry[name] == pytest.approx(value, abs=2e-5), name
+            positions = sum(len(batch) * max(reference[index].attended for index in batch) for batch in window)
+            padding = 1 - sum(row.attended for row in rows) / positions
+            assert entry["padding"] == pytest.approx(padding, abs=1e-6) and padding > 0.01
         assert {len([name for name in entry if "p_yes" in name]) for entry in logged} == {2}
         # A mean of the micro-batches' means would be another number
         for name in ("decision_accuracy", "p_yes/consistent", "reasoning_loss", "entropy"):
@@ -859,7 +925,9 @@ class TestOtherFamilies:
         folder = other_judge(name)
         dataset = mixed(5)
         collator = make_reward_trainer(folder).data_collator
-        labels = [collator([PairRows(dataset)[row]])["labels"][0] for row in range(5)]
+        batches = [collator([PairRows(dataset)[row]]) for row in range(5)]
+        assert collator.lengths(dataset, "dataset") == [batch["attention_mask"].sum().item() for batch in batches]
+        labels = [batch["labels"][0] for batch in batches]
         longest = max((of_row != -100).int().argmax().item() for of_row in labels)
         processor = AutoProcessor.from_pretrained(folder)
         with pytest.raises(OSError, match="nowhere"):

@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 
 from paco_trl.data import make_pair
 from paco_trl.rewards.decision import decision_token_ids
-from paco_trl.trainer.pair_collator import PairCollator, PairRows
+from paco_trl.trainer.pair_collator import PairCollator, PairRows, PairSampler
 
 
 QUESTIONS = ["Same style?", "Do the two images have the same style, the same colours and the same subject?", "Same?"]
@@ -223,6 +223,61 @@ class TestDecisionOnly:
             assert batch["input_ids"].shape == (1, length)
         with pytest.raises(ValueError, match=f"Row 0 has {length - 1} tokens of images and question"):
             collator(processor, decision_only=True, cut_at=length - 1)(rows_of(pairs, 0))
+
+
+class TestLengths:
+    @pytest.mark.parametrize("settings", [{}, {"cut_at": 86}, {"decision_only": True}], ids=str)
+    def test_are_those_of_the_batches(self, processor, pairs, settings):
+        of_batches = [
+            collator(processor, **settings)(rows_of(pairs, row))["attention_mask"].sum().item() for row in range(3)
+        ]
+        assert len(set(of_batches)) > 1
+        assert collator(processor, **settings).lengths(pairs, "pairs") == of_batches
+
+    def test_headers_are_enough(self, processor, pairs):
+        data = [png(image) for image in pairs[1]["images"]]
+        images = [{"bytes": content[: len(content) // 2], "path": None} for content in data]
+        question, answer = pairs[1]["prompt"], pairs[1]["completion"]
+        cut = dataset_of([{"images": images, "prompt": question, "completion": answer}])
+        with pytest.raises(OSError, match="truncated"):
+            cut[0]
+        assert collator(processor).lengths(cut, "cut") == collator(processor).lengths(pairs, "pairs")[1:2]
+        with pytest.raises(ValueError, match="^Second image of row 0 of `pairs` cannot be read"):
+            bad = [images[0], {"bytes": b"<html>", "path": None}]
+            dataset = dataset_of([{"images": bad, "prompt": question, "completion": answer}])
+            collator(processor).lengths(dataset, "pairs")
+
+
+class TestPairSampler:
+    LENGTHS = np.random.default_rng(0).permutation([*range(700, 1060), *range(2400, 2440)] * 10).tolist()
+
+    def orders(self, seed=3, epochs=2):
+        sampler = PairSampler(8, self.LENGTHS, seed)
+        orders = []
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            orders.append(list(sampler))
+        return orders
+
+    def padding(self, order):
+        batches = np.array(self.LENGTHS)[order].reshape(-1, 8)
+        return 1 - batches.sum() / (8 * batches.max(axis=1)).sum()
+
+    def test_a_tenth_three_times_as_long(self):
+        """Nearly half of the tokens of random batches are padding."""
+        assert self.padding(np.random.default_rng(1).permutation(4000)) > 0.35
+        (order,) = self.orders(epochs=1)
+        assert sorted(order) == list(range(4000))
+        assert self.padding(order) < 0.04
+
+    def test_the_order_is_that_of_seed_and_epoch(self):
+        first, second = self.orders()
+        torch.rand(7)  # whatever else is random
+        assert self.orders() == [first, second] and first != second
+        assert self.orders(seed=9)[0] != first
+        resumed = PairSampler(8, self.LENGTHS, 3)
+        resumed.set_epoch(1)
+        assert list(resumed) == second
 
 
 class TestBadRows:

@@ -271,8 +271,8 @@ class TestData:
         assert {name.split(".")[-3] for name in names} == {"q_proj", "v_proj"}
 
 
-@pytest.mark.slow
-def test_two_processes_equal_one(workspace, alone):
+@pytest.fixture(scope="module")
+def ddp_config(workspace) -> Path:
     config = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
@@ -283,9 +283,36 @@ def test_two_processes_equal_one(workspace, alone):
         "mixed_precision": "no",
     }
     (workspace / "ddp.yaml").write_text(yaml.safe_dump(config))
-    output = launch(workspace, "ddp", workspace / "ddp.yaml")
+    return workspace / "ddp.yaml"
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(workspace, ddp_config, alone):
+    output = launch(workspace, "ddp", ddp_config)
     assert_same_training(output, alone)
     assert files_of(output) == files_of(alone)
+
+
+@pytest.mark.slow
+def test_two_processes_resume_what_one_began_grouped_by_length(script, workspace, ddp_config):
+    # An epoch is four steps: the checkpoint is in the second one, whose order is another
+    options = [*("--train_sampling_strategy", "group_by_length", "--max_steps", "8"), *("--save_steps", "5")]
+    options += ["--eval_strategy", "no"]
+    alone = workspace / "grouped-alone"
+    run_here(script, workspace, alone, "--gradient_accumulation_steps", "6", *options)
+    checkpoint = workspace / "grouped-checkpoint-5"
+    shutil.copytree(alone / "checkpoint-5", checkpoint)
+    options += ["--resume_from_checkpoint", str(checkpoint)]
+    output = launch(workspace, "grouped", ddp_config, *options)
+    log, expected = (
+        [entry for entry in log_of(folder / "checkpoint-8") if "loss" in entry] for folder in (output, alone)
+    )
+    assert len(log) == len(expected) == 8
+    for entry, expected_entry in zip(log, expected, strict=True):
+        for name in ("loss", "padding", "p_yes/consistent", "num_tokens"):
+            assert entry[name] == pytest.approx(expected_entry[name], abs=1e-3), (name, entry)
+    assert len({entry["num_tokens"] - before["num_tokens"] for before, entry in zip(log, log[1:], strict=False)}) > 3
+    assert_same_adapter(output, alone)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,6 @@ from .refusals import refuse_fields
 _PAIRS = "pairs have images, and their prompts must not share a sequence"
 _COMPLETION = "the loss is that of the completion, Yes or No and the reasons"
 _LOGITS = "it needs the logits of the whole vocabulary, which the fused head never builds"
-_SAMPLER = (
-    "the rows are read one by one, with undecoded images: their lengths are not known, and each epoch is shuffled"
-)
 _DATASET = "the columns are those of the pair format, `images`, `prompt` and `completion`"
 
 # Fields of SFTConfig that cannot work for pairs. Set to anything but their default, they are refused with the reason:
@@ -171,10 +168,10 @@ class PaCoRewardConfig(SFTConfig):
             raise ValueError(
                 f"`loss_variant` is {self.loss_variant!r}; it must be one of {', '.join(map(repr, LOSS_VARIANTS))}."
             )
-        if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+        if self.train_sampling_strategy == "batch_rebalance":
             raise ValueError(
-                f"`train_sampling_strategy` is {self.train_sampling_strategy!r}, but the lengths of pairs are not known "
-                "before their images are opened. Use 'random' or 'sequential'."
+                "`train_sampling_strategy` is 'batch_rebalance', whose order does not follow from `seed`. Use "
+                "'group_by_length', which leaves little padding as well."
             )
         for name in ("max_pixels", "max_length"):
             value = getattr(self, name)

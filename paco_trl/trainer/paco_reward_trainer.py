@@ -39,7 +39,14 @@ from ..utils.paper import PAPER
 from .contact_sheet import send_to_trackers
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
-from .pair_collator import PairCollator, PairRows, check_first_token, check_lengths
+from .pair_collator import (
+    PairCollator,
+    PairRows,
+    PairSampler,
+    check_first_token,
+    check_lengths,
+    check_lengths_are_known,
+)
 from .publishing import PushesToHub
 from .refusals import refuse_methods
 from .reward_report import draw_calibration, draw_wrong_pairs
@@ -199,6 +206,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         decision_ids = decision_token_ids(tokenizer)
         if args.max_pixels is not None:
             limit_pixels(processing_class, args.max_pixels)
+        if args.train_sampling_strategy == "group_by_length" and not _has_lengths(train_dataset, args):
+            check_lengths_are_known(processing_class)
         for key, dataset in [("train_dataset", train_dataset), *eval_datasets.items()]:
             _check_rows(dataset, key, processing_class, args.max_length)
         if isinstance(model, str):
@@ -291,6 +300,29 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
     def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> PairRows:
         # Where Trainer makes its dataloaders of a `Dataset`: rows with their numbers, images not decoded yet
         return PairRows(dataset)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler:
+        args = self.args
+        if args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        if _has_lengths(self.train_dataset, args):
+            lengths = self.train_dataset[args.length_column_name][:]
+        else:
+            lengths = self.data_collator.lengths(self.train_dataset, "train_dataset")
+        # Counted over all processes, so that their number does not change the order
+        pairs_of_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return PairSampler(pairs_of_step, lengths, args.seed if args.data_seed is None else args.data_seed)
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> torch.utils.data.Sampler:
+        return torch.utils.data.SequentialSampler(eval_dataset)
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+        """[`~transformers.Trainer.get_train_dataloader`], whose sampler is told its epoch in a resumed run as well."""
+        dataloader = super().get_train_dataloader()
+        # With several processes, accelerate does not find another sampler than its own behind the batches it skips
+        batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
+        dataloader.set_sampler(batches.sampler)
+        return dataloader
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         if not batch_samples:
@@ -388,7 +420,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         }
         # A mean over nothing is left out
         metrics = {name: total / count for name, (total, count) in metrics.items() if count > 0}
-        return {**metrics, "num_tokens": self._total_train_tokens}
+        padding = 1 - sums["attended"] / sums["positions"]
+        return {**metrics, "padding": padding, "num_tokens": self._total_train_tokens}
 
     def evaluate(
         self,
@@ -576,6 +609,7 @@ _SUMMED = (
     "entropy",
     "top1",
     "attended",
+    "positions",
 )
 
 
@@ -595,6 +629,7 @@ def _sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> torch.
             outputs.entropy.detach().float().sum(),
             outputs.is_top1.float().sum(),
             attention_mask.float().sum().to(p_yes.device),
+            torch.tensor(float(attention_mask.numel()), device=p_yes.device),
         ]
     )
 
@@ -608,6 +643,10 @@ def _by_name(eval_dataset: Dataset | dict[str, Dataset]) -> dict[str, Dataset]:
             "it out."
         )
     return eval_dataset
+
+
+def _has_lengths(dataset: Dataset, args: PaCoRewardConfig) -> bool:
+    return args.length_column_name in dataset.column_names
 
 
 def _check_rows(dataset: Dataset, name: str, processor: ProcessorMixin, max_length: int | None) -> None:

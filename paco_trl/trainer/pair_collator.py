@@ -10,6 +10,7 @@ from datasets import Dataset
 from PIL import Image
 from qwen_vl_utils.vision_process import MAX_RATIO, SPATIAL_MERGE_SIZE, smart_resize
 from transformers import ProcessorMixin
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -110,6 +111,45 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
         batch["rows"] = torch.tensor(rows)
         return batch
 
+    def lengths(self, dataset: Dataset, name: str) -> list[int]:
+        """Counts the tokens of each pair in a batch, without padding. Of images, only the headers are read."""
+        check_lengths_are_known(self.processor)
+        rows = PairRows(dataset)
+        lengths = []
+        for row, prompt, completion in iter_texts(dataset):
+            where = f"row {row} of `{name}`"
+            position, answer = _count_tokens(rows[row]["images"], prompt, completion, self.processor, where)
+            length = position + (1 if self.decision_only else answer)
+            lengths.append(length if self.cut_at is None else min(length, self.cut_at))
+        return lengths
+
+
+class PairSampler(LengthGroupedSampler):
+    """
+    Sampler that puts pairs of equal length together, in an order that follows from the seed and the epoch alone: it is
+    that of every process, and of a run that is resumed.
+
+    Args:
+        batch_size (`int`):
+            Pairs of an optimizer step, of all processes.
+        lengths (`list[int]`):
+            Tokens of each pair.
+        seed (`int`):
+            Seed.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int):
+        super().__init__(batch_size, lengths=lengths, generator=torch.Generator())
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        self.generator.manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
 
 def check_first_token(token: int, decision_ids: tuple[int, int], processor: ProcessorMixin, where: str) -> None:
     """
@@ -174,14 +214,28 @@ def check_lengths(dataset: Dataset, name: str, processor: ProcessorMixin, max_le
         texts = sum(len((content_text(turn["content"]) or "").encode()) for turn in prompt)
         if largest is not None and 2 * largest + texts + _MAX_TEMPLATE_TOKENS < max_length:
             continue
-        where = f"Row {row} of `{name}`"
-        sizes = [
-            _size_from_header(image, processor, f"{place} image of row {row} of `{name}`")
-            for place, image in zip(_PLACES, rows[row]["images"], strict=True)
-        ]
-        of_images = processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-        # The text has one token for each image, which the processor replaces
-        _check_position(_count_prompt_tokens(prompt, completion, processor) - 2 + sum(of_images), max_length, where)
+        where = f"row {row} of `{name}`"
+        position, _ = _count_tokens(rows[row]["images"], prompt, completion, processor, where)
+        _check_position(position, max_length, f"R{where[1:]}")
+
+
+def check_lengths_are_known(processor: ProcessorMixin) -> None:
+    """
+    Check that the lengths of pairs can be counted without opening their images.
+
+    Args:
+        processor ([`~transformers.ProcessorMixin`]):
+            Processor.
+
+    Raises:
+        ValueError: If it cannot say how many tokens an image takes.
+    """
+    if not hasattr(processor, "_get_num_multimodal_tokens"):
+        raise ValueError(
+            f"`train_sampling_strategy` is 'group_by_length', but a {type(processor).__name__} cannot say how many "
+            "tokens an image takes. Give the dataset a column of lengths, named as `length_column_name`, or use "
+            "'random'."
+        )
 
 
 def _largest_number_of_tokens(processor: ProcessorMixin) -> int | None:
@@ -205,12 +259,23 @@ def _size_from_header(stored: dict[str, Any], processor: ProcessorMixin, where: 
         raise
 
 
-def _count_prompt_tokens(prompt: list[dict], completion: list[dict], processor: ProcessorMixin) -> int:
-    # As TRL's collator writes it
-    images = [Image.new("RGB", (1, 1))] * 2
+def _count_tokens(
+    images: list[dict], prompt: list[dict], completion: list[dict], processor: ProcessorMixin, where: str
+) -> tuple[int, int]:
+    """Tokens of a pair before its decision, and of its completion, as TRL's collator writes them."""
+    sizes = [
+        _size_from_header(image, processor, f"{place} image of {where}")
+        for place, image in zip(_PLACES, images, strict=True)
+    ]
+    of_images = processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
     example = {
-        "prompt": prepare_multimodal_messages(prompt, images=images),
+        "prompt": prepare_multimodal_messages(prompt, images=[Image.new("RGB", (1, 1))] * 2),
         "completion": prepare_multimodal_messages(completion),
     }
-    text = apply_chat_template(example, processor)["prompt"]
-    return len(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+    texts = apply_chat_template(example, processor)
+    of_prompt, of_completion = (
+        len(processor.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
+        for part in ("prompt", "completion")
+    )
+    # The text has one token for each image, which the processor replaces
+    return of_prompt - 2 + sum(of_images), of_completion
