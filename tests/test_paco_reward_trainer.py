@@ -698,6 +698,25 @@ class TestGroupByLength:
             make_reward_trainer(NOWHERE, dataset, processing_class=processor, **self.SETTINGS)
 
 
+class TestWorkers:
+    def test_train_and_evaluate_as_the_process_itself(self, make_reward_trainer):
+        adapters, metrics = [], []
+        for workers in (0, 2):
+            trainer = make_reward_trainer(eval_dataset=mixed(seed=1), dataloader_num_workers=workers)
+            trainer.train()
+            adapters.append(adapter_of(trainer))
+            metrics.append(trainer.evaluations["eval"])
+        assert all(torch.equal(value, adapters[1][key]) for key, value in adapters[0].items())
+        assert metrics[0] == metrics[1]
+
+    def test_their_errors_name_the_row(self, make_reward_trainer, tmp_path):
+        dataset = in_files(mixed(), tmp_path)
+        (tmp_path / "5-1.png").write_bytes(b"<html>")
+        trainer = make_reward_trainer(None, dataset, dataloader_num_workers=2, max_steps=3)
+        with pytest.raises(ValueError, match=r"Second image of row 5 cannot be read \(.*5-1.png\)"):
+            trainer.train()
+
+
 class TestMetrics:
     @pytest.mark.parametrize("accumulation", [1, 3])
     def test_of_training_are_those_of_the_full_logits(self, make_reward_trainer, continued, reference, accumulation):

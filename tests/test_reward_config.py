@@ -60,7 +60,7 @@ class TestDefaults:
             "per_device_train_batch_size": 8,
         }
         # From its published code, or chosen
-        others = {"max_length": 16384, "ddp_find_unused_parameters": False}
+        others = {"max_length": 16384, "dataloader_num_workers": 0, "ddp_find_unused_parameters": False}
         config = make()
         for name, value in {**papers, **others}.items():
             assert getattr(config, name) == value, name
@@ -96,26 +96,26 @@ class TestDefaults:
             if name in TRL_FIELDS and default_of(FIELDS[name]) != default_of(TRL_FIELDS[name])
         }
         assert len(differing) > 4 and differing == set(named)
-        config = make()
         for name, value in named.items():
-            assert eval(value.strip("`")) == getattr(config, name), name
+            assert eval(value.strip("`")) == default_of(FIELDS[name]), name
 
 
 class TestDocumentation:
     def test_exactly_the_own_fields_are_documented_in_their_order(self):
-        assert len(OWN_FIELDS) == 10
+        assert len(OWN_FIELDS) == 11
         assert list(DOCUMENTED) == OWN_FIELDS
 
     @pytest.mark.parametrize("name", OWN_FIELDS)
     def test_default_in_the_docstring_is_that_of_the_field(self, name):
         documented, default = DOCUMENTED[name][3], default_of(FIELDS[name])
-        assert default is not None and documented is not None
-        assert eval(documented) == default
+        assert (default is None) == (documented is None) == (name == "dataloader_num_workers")
+        assert default is None or eval(documented) == default
 
     @pytest.mark.parametrize("name", OWN_FIELDS)
     def test_type_in_the_docstring_is_that_of_the_field(self, name):
         kind = DOCUMENTED[name][2].split("`")[0]
-        assert type(default_of(FIELDS[name])).__name__ == kind
+        default = default_of(FIELDS[name])
+        assert (str(FIELDS[name].type).split(" ")[0] if default is None else type(default).__name__) == kind
 
     @staticmethod
     def agree(name, other):
@@ -197,14 +197,14 @@ class TestParser:
         options = (
             "--first_token_weight 0.3 --loss_variant released --max_pixels 1000 --max_length 77 "
             "--learning_rate 1e-3 --lr_scheduler_type linear --warmup_steps 3 --num_train_epochs 1.5 "
-            "--per_device_train_batch_size 2 --ddp_find_unused_parameters true"
+            "--per_device_train_batch_size 2 --dataloader_num_workers 3 --ddp_find_unused_parameters true"
         )
         config = parse(*options.split())
         assert (config.first_token_weight, config.loss_variant) == (0.3, "released")
         assert (config.max_pixels, config.max_length) == (1000, 77)
         assert (config.learning_rate, config.lr_scheduler_type, config.warmup_steps) == (1e-3, "linear", 3)
         assert (config.num_train_epochs, config.per_device_train_batch_size) == (1.5, 2)
-        assert config.ddp_find_unused_parameters is True
+        assert config.dataloader_num_workers == 3 and config.ddp_find_unused_parameters is True
         assert all(getattr(config, name) != default_of(FIELDS[name]) for name in OWN_FIELDS)
 
     def test_values_of_a_yaml_file(self, parse):
@@ -283,4 +283,13 @@ class TestMoreSettings:
             make(train_sampling_strategy="batch_rebalance")
         for strategy in ("random", "sequential", "group_by_length"):
             make(train_sampling_strategy=strategy)
-        make(train_sampling_strategy="sequential")
+
+    @pytest.mark.parametrize(
+        ("has_gpu", "use_cpu", "expected"), [(True, False, 2), (True, True, 0), (False, False, 0)]
+    )
+    def test_workers_are_for_gpus(self, make, monkeypatch, has_gpu, use_cpu, expected):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+        monkeypatch.setattr("trl.SFTConfig.__post_init__", lambda self: None)  # would use the GPU
+        assert make(use_cpu=use_cpu).dataloader_num_workers == expected
+        assert make(use_cpu=use_cpu, dataloader_num_workers=5).dataloader_num_workers == 5
+        assert make(use_cpu=use_cpu, dataloader_num_workers=0).dataloader_num_workers == 0

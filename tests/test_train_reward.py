@@ -302,7 +302,7 @@ def test_two_processes_resume_what_one_began_grouped_by_length(script, workspace
     run_here(script, workspace, alone, "--gradient_accumulation_steps", "6", *options)
     checkpoint = workspace / "grouped-checkpoint-5"
     shutil.copytree(alone / "checkpoint-5", checkpoint)
-    options += ["--resume_from_checkpoint", str(checkpoint)]
+    options += ["--resume_from_checkpoint", str(checkpoint), "--dataloader_num_workers", "2"]
     output = launch(workspace, "grouped", ddp_config, *options)
     log, expected = (
         [entry for entry in log_of(folder / "checkpoint-8") if "loss" in entry] for folder in (output, alone)

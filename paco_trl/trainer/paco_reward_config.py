@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from trl import SFTConfig
 
 from ..utils.deepspeed import check_gradient_accumulation
@@ -93,6 +94,9 @@ class PaCoRewardConfig(SFTConfig):
             Epochs (paper).
         per_device_train_batch_size (`int`, *optional*, defaults to `8`):
             Pairs of a micro-batch on one process (paper; its published code accumulates 4 of them).
+        dataloader_num_workers (`int`, *optional*):
+            Processes that open images and collate batches while the model computes. If `None`, 2 with a CUDA GPU and
+            0, the training process itself, without one. The batches wait in shared memory.
         ddp_find_unused_parameters (`bool`, *optional*, defaults to `False`):
             Whether DDP looks for unused parameters. Every batch has images and the vision tower is frozen, so that
             there are none.
@@ -100,7 +104,7 @@ class PaCoRewardConfig(SFTConfig):
     > [!NOTE]
     > These parameters have default values different from [`~trl.SFTConfig`]: `max_length` (`16384`), `learning_rate`
     > (`2e-4`), `lr_scheduler_type` (`"cosine"`), `warmup_steps` (`0.1`), `num_train_epochs` (`2.0`),
-    > `ddp_find_unused_parameters` (`False`).
+    > `dataloader_num_workers` (`None`), `ddp_find_unused_parameters` (`False`).
     """
 
     # Parameters that control the loss
@@ -141,6 +145,13 @@ class PaCoRewardConfig(SFTConfig):
     warmup_steps: float = field(default=0.1, metadata={"help": "Steps of the warm-up, or their share if below 1."})
     num_train_epochs: float = field(default=2.0, metadata={"help": "Epochs."})
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Pairs of a micro-batch on one process."})
+    dataloader_num_workers: int | None = field(
+        default=None,
+        metadata={
+            "help": "Processes that open images and collate batches while the model computes. `None` is 2 with a CUDA "
+            "GPU and 0 without one."
+        },
+    )
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Whether DDP looks for unused parameters."}
     )
@@ -149,6 +160,9 @@ class PaCoRewardConfig(SFTConfig):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef = None  # a config made from a config
         refuse_fields(self, SFTConfig, REFUSED_FIELDS, "which cannot work for pairs")
+        if self.dataloader_num_workers is None:
+            # On the CPU they would take the cores that train
+            self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         self._check_values()
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
