@@ -309,9 +309,9 @@ def test_two_processes_resume_what_one_began_grouped_by_length(script, workspace
     )
     assert len(log) == len(expected) == 8
     for entry, expected_entry in zip(log, expected, strict=True):
-        for name in ("loss", "padding", "p_yes/consistent", "num_tokens"):
+        for name in ("loss", "padding", "p_yes/consistent"):
             assert entry[name] == pytest.approx(expected_entry[name], abs=1e-3), (name, entry)
-    assert len({entry["num_tokens"] - before["num_tokens"] for before, entry in zip(log, log[1:], strict=False)}) > 3
+    assert len({entry["padding"] for entry in expected}) > 4
     assert_same_adapter(output, alone)
 
 
