@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What a training step of PaCo-Reward costs, beside the same step with the logits of the whole vocabulary, in one run.
+What a training step of PaCo-Reward costs, beside the same step with the logits of the whole vocabulary, with a vision
+tower that is differentiated, with random batches and without workers; and what checking the images costs. In one run.
 
     python benchmarks/reward_training.py                                  # a small Qwen2.5-VL with random weights
     python benchmarks/reward_training.py --model_size real --device cuda --dtype bfloat16 --panel_size 512
 
-Prints and saves ratios of tokens per second and of peak memory; the figures behind them depend on the machine.
+Prints and saves ratios; the figures behind them depend on the machine. On the CPU, times of steps are those of the
+processor, which other work on the machine does not change as much.
 """
 
 import argparse
@@ -14,34 +16,84 @@ import multiprocessing
 import resource
 import statistics
 import time
+from itertools import combinations
 from pathlib import Path
 
+import datasets
+import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
 
 from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.data import make_pair, theme_question
+from paco_trl.data import make_pair, theme_question, validate_pairs
+from paco_trl.data.pairs import pair_features
 from paco_trl.trainer import first_token_weighted_loss
+from paco_trl.trainer.pair_collator import PairCollator
 from reward_scoring import THEME, load_model
 
 
-REASONS = "Both images show the same fox in the same forest, and the brush strokes and the colours agree. " * 8
+SENTENCE = "Both images show the same fox in the same forest, and the brush strokes and the colours agree. "
+REASONS = SENTENCE * 8
+# The paper's pairs of a micro-batch, and 50 micro-batches, among which transformers' sampler sorts
+BATCH_SIZE, NUM_BATCHES = 8, 50
 
 
-def load_trainer(args: argparse.Namespace) -> PaCoRewardTrainer:
-    model, processor = load_model(args, vocabulary=args.vocabulary)
+def equal_pairs(args: argparse.Namespace) -> Dataset:
     images = [Image.new("RGB", (args.panel_size, args.panel_size), colour) for colour in ("red", "green")]
-    pairs = [make_pair(*images, theme_question(THEME), index % 2 == 0, REASONS) for index in range(args.batch_size)]
+    return Dataset.from_list(
+        [make_pair(*images, theme_question(THEME), index % 2 == 0, REASONS) for index in range(args.batch_size)]
+    )
+
+
+def mixed_pairs(args: argparse.Namespace, collator: PairCollator) -> Dataset:
+    """Pairs of which one in ten has about three times the tokens of the others, whose reasons vary."""
+    sides = {"short": args.panel_size, "long": args.panel_size}
+    images = {}
+    while True:  # images of the long ones grow until they are
+        for name, side in sides.items():
+            images[name] = str(Path(args.folder) / f"mix-{side}.png")
+            Image.new("RGB", (side, side), "red").save(images[name])
+        pairs = [
+            make_pair(
+                *[images["long" if index % 10 == 0 else "short"]] * 2,
+                theme_question(THEME),
+                index % 2 == 0,
+                SENTENCE * (1 + index % 3),
+            )
+            for index in range(4 * BATCH_SIZE * NUM_BATCHES)
+        ]
+        dataset = Dataset.from_list(pairs, features=pair_features())
+        lengths = collator.lengths(dataset.select(range(30)), "mix")
+        if np.mean(lengths[::10]) >= 3 * np.mean([length for i, length in enumerate(lengths) if i % 10]):
+            return dataset
+        sides["long"] += 28
+
+
+def load_trainer(
+    args: argparse.Namespace, pairs: Dataset | None = None, vocabulary: int | None = None, **settings
+) -> PaCoRewardTrainer:
+    model, processor = load_model(args, vocabulary=vocabulary)
     config = PaCoRewardConfig(
         output_dir=str(Path(args.folder) / "training"),
-        per_device_train_batch_size=args.batch_size,
+        **{"per_device_train_batch_size": args.batch_size, **settings},
         bf16=args.dtype == "bfloat16",
         use_cpu=args.device == "cpu",
         report_to="none",
         disable_tqdm=True,
     )
-    return PaCoRewardTrainer(model, config, Dataset.from_list(pairs), processing_class=processor)
+    pairs = equal_pairs(args) if pairs is None else pairs
+    trainer = PaCoRewardTrainer(model, config, pairs, processing_class=processor)
+    trainer.model.activation_checkpointing_enable()  # as `train` does
+    trainer.model.train()
+    return trainer
+
+
+def clock(args: argparse.Namespace) -> float:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def fused_step(trainer: PaCoRewardTrainer, batch: dict) -> float:
@@ -62,20 +114,27 @@ def full_logits_step(trainer: PaCoRewardTrainer, batch: dict) -> float:
     return loss.item()
 
 
+def differentiated_tower_step(trainer: PaCoRewardTrainer, batch: dict) -> float:
+    """The same step without the cut behind the vision tower."""
+    tower = trainer.model.get_base_model().get_encoder("image")
+    cut = tower.__dict__.pop("forward")
+    try:
+        return fused_step(trainer, batch)
+    finally:
+        tower.forward = cut
+
+
 def run(args: argparse.Namespace, steps: list, repeats: int) -> tuple[dict, dict, int]:
     """Median seconds and loss of each kind of step, which take turns, and the tokens of a step."""
-    trainer = load_trainer(args)
-    trainer.model.train()
+    trainer = load_trainer(args, vocabulary=args.vocabulary)
     batch = next(iter(trainer.get_train_dataloader()))
     times, losses = {step: [] for step in steps}, {}
     for _ in range(repeats + 1):  # the first one warms up
         for step in steps:
             trainer.model.zero_grad()
-            started = time.perf_counter()
+            started = clock(args)
             losses[step] = step(trainer, dict(batch))
-            if args.device == "cuda":
-                torch.cuda.synchronize()
-            times[step].append(time.perf_counter() - started)
+            times[step].append(clock(args) - started)
     seconds = {step: statistics.median(values[1:] or values) for step, values in times.items()}
     return seconds, losses, int(batch["attention_mask"].sum())
 
@@ -97,6 +156,106 @@ def peak_memory(args: argparse.Namespace, step) -> float:
     return receiver.recv()
 
 
+def measure_orders(args: argparse.Namespace) -> dict:
+    """Steps of random batches and of batches of equal lengths, which take turns."""
+    trainer = load_trainer(args, vocabulary=None, per_device_train_batch_size=BATCH_SIZE)
+    pairs = trainer.train_dataset = mixed_pairs(args, trainer.data_collator)
+    started = clock(args)
+    lengths = np.array(trainer.data_collator.lengths(pairs, "pairs"))
+    counting = (clock(args) - started) / len(pairs)
+    batches, attended, positions, seconds = {}, {}, {}, {}
+    for order in ("random", "group_by_length"):
+        trainer.args.train_sampling_strategy = order
+        torch.manual_seed(0)
+        rows = np.array(list(trainer._get_train_sampler(pairs))).reshape(-1, BATCH_SIZE)
+        batches[order] = rows[:NUM_BATCHES]
+        attended[order] = lengths[batches[order]].sum()
+        positions[order] = BATCH_SIZE * lengths[batches[order]].max(axis=1).sum()
+        seconds[order] = 0.0
+    rows = trainer._remove_unused_columns(pairs)
+    for number in range(NUM_BATCHES):
+        for order in batches:
+            batch = trainer.data_collator([rows[row] for row in batches[order][number]])
+            batch = {name: value.to(args.device) for name, value in batch.items()}
+            trainer.model.zero_grad()
+            started = clock(args)
+            fused_step(trainer, batch)
+            seconds[order] += clock(args) - started
+    speed = {order: attended[order] / seconds[order] for order in batches}
+    return {
+        "long / short pairs, tokens": round(np.percentile(lengths, 95) / np.median(lengths), 2),
+        "padding, random": round(1 - attended["random"] / positions["random"], 3),
+        "padding, group_by_length": round(1 - attended["group_by_length"] / positions["group_by_length"], 3),
+        "tokens per second, group_by_length / random": round(speed["group_by_length"] / speed["random"], 2),
+        "counting the lengths / steps": round(counting * NUM_BATCHES * BATCH_SIZE / seconds["group_by_length"], 4),
+    }
+
+
+def noisy_panels(folder: Path, number: int, size: int) -> list[str]:
+    """Pictures that are neither plain, which decode too fast, nor pure noise."""
+    rng = np.random.default_rng(0)
+    paths = []
+    for index in range(number):
+        coarse = Image.fromarray(rng.integers(0, 256, (size // 16, size // 16, 3), dtype=np.uint8))
+        pixels = np.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC)).astype(int)
+        pixels = (pixels + rng.integers(-8, 8, pixels.shape)).clip(0, 255).astype(np.uint8)
+        paths.append(str(folder / f"panel-{index}.png"))
+        Image.fromarray(pixels).save(paths[-1])
+    return paths
+
+
+def measure_workers(args: argparse.Namespace) -> dict:
+    """Epochs in which a model computes for as long as a batch is collated, without workers and with two, in turns."""
+    paths = noisy_panels(Path(args.folder), 16, args.worker_panel_size)
+    pairs = [make_pair(*paths[2 * i : 2 * i + 2], theme_question(THEME), True, REASONS) for i in range(8)] * 8
+    trainer = load_trainer(
+        args, Dataset.from_list(pairs, features=pair_features()), per_device_train_batch_size=BATCH_SIZE
+    )
+
+    def epoch(workers: int, step: float) -> tuple[float, int]:
+        trainer.args.dataloader_num_workers = workers
+        started, size = time.perf_counter(), 0
+        for batch in trainer.get_train_dataloader():
+            time.sleep(step)  # a GPU, which leaves the processor alone
+            size = sum(value.nbytes for value in batch.values())
+        return time.perf_counter() - started, size
+
+    step = epoch(0, 0)[0] / 8
+    seconds = {0: [], 2: []}
+    for _ in range(args.repeats):
+        for workers in seconds:
+            elapsed, size = epoch(workers, step)
+            seconds[workers].append(elapsed)
+    return {
+        "step that takes as long as collating, 2 workers / none": round(
+            statistics.median(seconds[2]) / statistics.median(seconds[0]), 2
+        ),
+        "megabytes of a batch": round(size / 1e6),
+    }
+
+
+def measure_checks(args: argparse.Namespace) -> dict:
+    """Validating pairs whose panels stand in nine of them each, beside decoding the images of every row."""
+    datasets.config.HF_DATASETS_CACHE = Path(args.folder) / "cache"
+    paths = noisy_panels(Path(args.folder), 10, 512)
+    pairs = [make_pair(*pair, theme_question(THEME), True) for pair in combinations(paths, 2)]
+    dataset = Dataset.from_list(pairs, features=pair_features())
+
+    def seconds(function) -> float:
+        started = time.process_time()
+        function()
+        return time.process_time() - started
+
+    every = seconds(lambda: [dataset[row] for row in range(len(dataset))])
+    first = seconds(lambda: validate_pairs(dataset))
+    return {
+        "validate_pairs / decoding each row": round(first / every, 3),
+        "validate_pairs, started again / decoding each row": round(
+            seconds(lambda: validate_pairs(dataset)) / every, 3
+        ),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
@@ -104,14 +263,16 @@ def main() -> None:
     parser.add_argument("--model_size", choices=["small", "real"], default="small", help="real: of Qwen2.5-VL-7B")
     parser.add_argument("--vocabulary", type=int, default=152064, help="that of Qwen2.5-VL-7B")
     parser.add_argument("--panel_size", type=int, default=112, help="pixels per side")
+    parser.add_argument("--worker_panel_size", type=int, default=1024, help="pixels per side of what workers collate")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", default="runs/benchmark")
     parser.add_argument("--output", default="benchmarks/reward_training.json")
     args = parser.parse_args()
 
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
     memory = {step: peak_memory(args, step) for step in (fused_step, full_logits_step)}
-    seconds, losses, tokens = run(args, [fused_step, full_logits_step], args.repeats)
+    seconds, losses, tokens = run(args, [fused_step, full_logits_step, differentiated_tower_step], args.repeats)
     report = {
         "setting": {name: value for name, value in vars(args).items() if name not in ("folder", "output")},
         "tokens of a step": tokens,
@@ -119,8 +280,14 @@ def main() -> None:
         "ratios": {
             "tokens per second / with full logits": round(seconds[full_logits_step] / seconds[fused_step], 2),
             "peak memory / with full logits": round(memory[fused_step] / memory[full_logits_step], 3),
+            "seconds / with a differentiated tower": round(
+                seconds[fused_step] / seconds[differentiated_tower_step], 2
+            ),
         },
         "relative difference of the losses": abs(losses[fused_step] / losses[full_logits_step] - 1),
+        "a tenth of the pairs three times as long": measure_orders(args),
+        "workers": measure_workers(args),
+        "checks": measure_checks(args),
     }
     Path(args.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))
