@@ -42,7 +42,7 @@ REFUSED_FIELDS = {
         ("batch_eval_metrics", "eval_do_concat_batches", "include_for_metrics", "label_names", "prediction_loss_only"),
         "the metrics of a judge are those of the whole evaluation set, made of its decisions",
     ),
-    **dict.fromkeys(("remove_unused_columns", "length_column_name"), _DATASET),
+    "remove_unused_columns": _DATASET,
     "pad_token": "padding is the processor's own",
     "liger_kernel_config": "it goes with `use_liger_kernel`",
     "parallelism_config": "a completion's tokens are weighed together; use data parallelism or DeepSpeed ZeRO",
