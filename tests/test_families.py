@@ -24,7 +24,7 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 
 from paco_trl import tiny
@@ -40,7 +40,7 @@ from paco_trl.rollout import (
     replay,
 )
 from paco_trl.rollout.families import flux2, qwen_image, z_image
-from paco_trl.trainer.loading import load_pipeline, prepare_transformer
+from paco_trl.trainer.loading import load_pipeline, load_transformer_adapter, prepare_transformer
 from paco_trl.trainer.prompt_encoder import PromptEncoder
 from paco_trl.trainer.prompt_rows import PromptRows
 
@@ -285,9 +285,7 @@ def build_plain(folder, policy) -> DiffusionPipeline:
     # On a CPU torch may take other kernels, which round otherwise, for weights that want a gradient
     for name in ("vae", *policy.family.text_encoders):
         getattr(pipeline, name).requires_grad_(False)
-    config = copy.deepcopy(LORA)
-    config.target_modules = policy.family.lora_target_modules
-    with_adapter = get_peft_model(pipeline.transformer, config)
+    with_adapter = get_peft_model(pipeline.transformer, copy.deepcopy(policy.model.peft_config["default"]))
     with_adapter.load_state_dict(policy.model.state_dict())
     pipeline.transformer = with_adapter
     return pipeline
@@ -484,6 +482,103 @@ def test_class_and_default_targets(setup):
     with_adapter = {name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A")}
     for target in setup.family.lora_target_modules:
         assert any(name.endswith("." + target) for name in with_adapter), target
+
+
+class TestUnusedLayers:
+    def test_are_those_that_no_prediction_depends_on(self, setup, recorded):
+        transformer = setup.policy.model.get_base_model()
+        weights = {
+            name.removesuffix(".base_layer"): module.weight
+            for name, module in transformer.named_modules()
+            if isinstance(module, torch.nn.Linear) and ".lora_" not in name
+        }
+        record = recorded(setup)[0]
+        for weight in weights.values():
+            weight.requires_grad_(True)
+        try:
+            log_prob, _, _ = setup.replay(record)
+            gradients = torch.autograd.grad(log_prob.sum(), list(weights.values()), allow_unused=True)
+        finally:
+            for weight in weights.values():
+                weight.requires_grad_(False)
+        without = [name for name, grad in zip(weights, gradients, strict=True) if grad is None or not grad.any()]
+        assert len(weights) > len(without) == len(setup.family.unused_layers(transformer))
+        assert set(without) == set(setup.family.unused_layers(transformer))
+
+    @pytest.mark.parametrize(
+        ("settings", "excluded"),
+        [
+            ({}, 4),
+            ({"target_modules": ["attn.to_q", "to_add_out"]}, 1),
+            ({"target_modules": ["attn.to_q"]}, 0),
+            ({"target_modules": "all-linear"}, 4),
+            ({"target_modules": r".*\.attn\.(add_.*|to_add_out)"}, 2),
+            ({"exclude_modules": ["attn.to_k"]}, 5),
+            ({"exclude_modules": r".*\.attn\.to_(k|v)"}, 6),
+            ({"exclude_modules": ["to_add_out"]}, 4),
+        ],
+        ids=str,
+    )
+    @pytest.mark.filterwarnings("error:You have passed exclude_modules")
+    def test_get_no_adapter_whatever_the_targets_are(self, folder_of, tmp_path, settings, excluded):
+        pipeline = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+        family = family_of(pipeline)
+        unused = set(family.unused_layers(pipeline.transformer))
+        config = LoraConfig(r=2, **settings)
+        model = prepare_transformer(pipeline, family, config, autocast_adapter_dtype=True)
+        adapted = layers_with_adapter(model)
+        assert adapted and not adapted & unused
+        assert config.exclude_modules == LoraConfig(**settings).exclude_modules  # the user's is left as it is
+
+        # As it is without the family's
+        pipeline = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+        plain = LoraConfig(r=2, **{"target_modules": family.lora_target_modules, **settings})
+        others = layers_with_adapter(get_peft_model(pipeline.transformer, plain))
+        assert others - adapted == others & unused
+        names = model.peft_config["default"].exclude_modules
+        assert len(names or ()) == excluded if not isinstance(names, str) else names.count("|") == excluded - 1
+
+        # PEFT reads it back without a word
+        model.save_pretrained(tmp_path)
+        pipeline = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+        assert layers_with_adapter(PeftModel.from_pretrained(pipeline.transformer, tmp_path)) == adapted
+
+    def test_an_adapter_on_them_is_continued_without_them(self, folder_of, tmp_path):
+        def load():
+            pipeline = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+            return pipeline, family_of(pipeline)
+
+        def draw(pipeline, model):
+            pipeline.transformer = model
+            return pipeline(
+                "a cat", height=32, width=32, num_inference_steps=2, generator=torch.Generator().manual_seed(0)
+            ).images[0]
+
+        pipeline, family = load()
+        config = LoraConfig(r=2, target_modules=family.lora_target_modules, init_lora_weights=False)
+        unused = set(family.unused_layers(pipeline.transformer))
+        plain = draw(pipeline, pipeline.transformer)
+        earlier = get_peft_model(pipeline.transformer, config)
+        assert unused < layers_with_adapter(earlier)
+        earlier.save_pretrained(tmp_path / "earlier")
+        image = draw(pipeline, earlier)
+        assert not np.array_equal(image, plain)
+
+        pipeline, family = load()
+        model = prepare_transformer(pipeline, family, str(tmp_path / "earlier"), autocast_adapter_dtype=True)
+        assert layers_with_adapter(model) == layers_with_adapter(earlier) - unused
+        assert all(parameter.requires_grad for name, parameter in model.named_parameters() if ".lora_" in name)
+        assert np.array_equal(draw(pipeline, model), image)
+        model.save_pretrained(tmp_path / "saved")
+        pipeline, _ = load()
+        model = load_transformer_adapter(pipeline.transformer, str(tmp_path / "saved"), "tiny")
+        assert np.array_equal(draw(pipeline, model), image)
+
+
+def layers_with_adapter(model) -> set[str]:
+    return {
+        name.removesuffix(".lora_A") for name, _ in model.get_base_model().named_modules() if name.endswith(".lora_A")
+    }
 
 
 class TestUnmodifiedPipeline:

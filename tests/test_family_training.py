@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PaCoGRPOTrainer on a tiny pipeline of each family: the ratio before the first update, a planted reward, the export."""
+"""
+PaCoGRPOTrainer on a tiny pipeline of each family: the ratio before the first update, a planted reward, the export, two
+processes, and layers that no prediction depends on.
+"""
 
+import os
+import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import LoraConfig, PeftModel
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
 
-from paco_trl import tiny
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, tiny
 from paco_trl.rewards import redness_reward
+from paco_trl.rollout import FAMILIES, QwenImageFamily
+from paco_trl.trainer import paco_grpo_trainer
+from test_examples import CONFIGS, free_port, run
 
 
 @dataclass
@@ -141,3 +154,174 @@ def draw_in_both_ways(trainer, folder, adapter) -> dict[str, np.ndarray]:
             ).images[0]
         found[way] = np.asarray(image, dtype=np.float32)
     return found
+
+
+# ---- Two processes ----
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of the first optimizer step."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        if state.global_step == 0:
+            parameters = model.named_parameters()
+            self.kept = {name.removeprefix("module."): p.grad.clone() for name, p in parameters if p.grad is not None}
+
+
+def short_run(case: Case, folder: Path, output: Path, **kwargs) -> tuple[PaCoGRPOTrainer, Gradients]:
+    """A trainer for two optimizer steps of four micro-batches, on one process."""
+    gradients = Gradients()
+    settings = {"num_generations": 4, "per_device_train_batch_size": 2, "peft_config": LoraConfig(r=2), **kwargs}
+    peft_config = settings.pop("peft_config")
+    allowed = ("guidance_scale", "negative_prompt", "detach_unconditional")
+    settings |= {name: value for name, value in case.settings.items() if name in allowed}
+    args = PaCoGRPOConfig(
+        output_dir=str(output),
+        use_cpu=True,
+        ddp_backend="gloo" if "RANK" in os.environ else None,
+        bf16=False,
+        height=1024 if case.num_images else 64,
+        width=1024 if case.num_images else 64,
+        resolution_scale=1 / 16 if case.num_images else 1 / 2,
+        num_prompts_per_generation=2,
+        num_inference_steps=4,
+        sde_steps=[1],
+        optimizer_steps_per_generation=1,
+        max_steps=2,
+        max_grad_norm=0.0,  # gradients as they are
+        report_to="none",
+        save_strategy="no",
+        log_completions=False,
+        disable_tqdm=True,
+        **settings,
+    )
+    trainer = PaCoGRPOTrainer(
+        str(folder),
+        redness_reward,
+        args,
+        make_dataset(case.num_images),
+        callbacks=[gradients],
+        peft_config=peft_config,
+    )
+    return trainer, gradients
+
+
+def two_process_runs() -> dict[str, tuple[Case, dict]]:
+    """Of every family; the targets of the published config; all weights; an unlisted pipeline, which goes last."""
+    flux = Case("build_tiny_flux", 0, {"guidance_scale": 3.5})
+    published = yaml.safe_load((CONFIGS.parent / "configs" / "paco-qwen-image-edit.yaml").read_text())
+    targets = LoraConfig(r=2, target_modules=published["lora_target_modules"])
+    runs = {name: (case, {}) for name, case in {"flux": flux, **CASES}.items()}
+    runs["qwen-image-edit"] = (CASES["qwen-image-edit"], {"peft_config": targets})
+    runs["all weights"] = (CASES["qwen-image"], {"peft_config": None})
+    runs["unlisted"] = (flux, {"per_device_train_batch_size": 1})
+    return runs
+
+
+def train_all(folder: Path, output: Path) -> None:
+    """Trains and saves the gradients of all runs; with an adapter on unused layers, what the error says."""
+    for name, (case, settings) in two_process_runs().items():
+        pages = {key: FAMILIES[key] for key in FAMILIES if name != "unlisted" or key != "FluxPipeline"}
+        with pytest.MonkeyPatch.context() as patch:
+            for key in FAMILIES.keys() - pages.keys():
+                patch.delitem(FAMILIES, key)
+            trainer, gradients = short_run(case, folder / case.build, output / name, **settings)
+            trainer.train()
+            assert trainer.state.global_step == 2
+            if trainer.accelerator.is_main_process:
+                save_file(gradients.kept, output / f"{name}.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QwenImageFamily, "unused_layers", lambda self, transformer: [])
+        trainer, _ = short_run(CASES["qwen-image"], folder / "build_tiny_qwen_image", output / "error")
+        try:
+            trainer.train()
+        except ValueError as error:
+            (output / f"error-{os.environ.get('RANK', '0')}.txt").write_text(f"{trainer.state.global_step} {error}")
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    runs = two_process_runs()
+    for build in {case.build for case, _ in runs.values()}:
+        getattr(tiny, build)(tmp_path / build)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nimport test_family_training\n"
+        "test_family_training.train_all(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+    )
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
+        "use_cpu": True,
+        "num_processes": 2,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "mixed_precision": "no",
+        "main_process_port": free_port(),
+    }
+    (tmp_path / "ddp.yaml").write_text(yaml.safe_dump(config))
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "ddp.yaml")]
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests), str(tests.parent)])
+    for number in "12":
+        (tmp_path / number).mkdir()
+    train_all(tmp_path, tmp_path / "1")
+    run([sys.executable, *launcher, str(script), str(tmp_path), str(tmp_path / "2")], PYTHONPATH=path)
+    for name in runs:
+        one, two = (load_file(tmp_path / number / f"{name}.safetensors") for number in "12")
+        assert one.keys() == two.keys() and len(one) > 10
+        size = max(gradient.abs().max() for gradient in one.values())
+        assert size > 1e-6
+        for key, gradient in one.items():
+            assert (two[key] - gradient).abs().max() < 1e-5 * size, (name, key)
+    for file in ("1/error-0.txt", "2/error-0.txt", "2/error-1.txt"):
+        text = (tmp_path / file).read_text()
+        assert text.startswith("0 6 of 48 trained weights have no gradient after the first backward")
+        for layer in ("attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"):
+            assert f"'transformer_blocks.1.{layer}'" in text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny.build_tiny_qwen_image(tmp_path_factory.mktemp("models") / "tiny-qwen-image")
+
+
+class TestUnusedLayers:
+    case = CASES["qwen-image"]
+
+    def test_where_all_weights_are_trained_they_may_have_no_gradient(self, folder, tmp_path):
+        trainer, gradients = short_run(self.case, folder, tmp_path, peft_config=None)
+        assert trainer.args.ddp_find_unused_parameters is True
+        trainer.train()
+        trained = dict(trainer.model.named_parameters())
+        without = {name.rpartition(".")[0] for name in trained.keys() - gradients.kept.keys()}
+        assert 0 < len(without) < len(trained)
+        assert without < set(trainer.family.unused_layers(trainer.model))
+
+        settings = {"peft_config": None, "ddp_find_unused_parameters": False}
+        trainer, _ = short_run(self.case, folder, tmp_path / "no", **settings)
+        with pytest.raises(ValueError, match="6 of .* weights have no gradient.*Leave `ddp_find_unused") as error:
+            trainer.train()
+        assert all(repr(layer) in str(error.value) for layer in without)
+
+    def test_an_adapter_of_before_is_continued_but_its_run_is_not(self, folder, tmp_path):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(QwenImageFamily, "unused_layers", lambda self, transformer: [])
+            patch.setattr(paco_grpo_trainer, "all_gradients_needed", lambda *args: nullcontext())
+            trainer, _ = short_run(self.case, folder, tmp_path / "before")
+            trainer.train()
+            trainer._save_checkpoint(trainer.model, trial=None)
+        checkpoint = tmp_path / "before" / "checkpoint-2"
+
+        trainer, _ = short_run(self.case, folder, tmp_path / "before", resume_from_checkpoint=str(checkpoint))
+        with pytest.raises(ValueError, match="8 of its 48 weights are not trained in this run, and 0 of the 40"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        trainer, gradients = short_run(self.case, folder, tmp_path / "after", peft_config=str(checkpoint))
+        assert trainer.args.ddp_find_unused_parameters is False
+        trainer.train()
+        assert len(gradients.kept) == 40
+        trainer.save_model()
+        assert len(load_file(tmp_path / "after" / "adapter_model.safetensors")) == 40

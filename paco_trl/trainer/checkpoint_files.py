@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, send_to_device
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
 
 from .checkpoints import checkpoints_of, incomplete_files, publish, read_run, stage_folder
 from .export import save_trained
-from .weights import gather_whole, shares, zero_stage_of
+from .weights import gather_whole, shares, trained_parameters, zero_stage_of
 
 
 if TYPE_CHECKING:
@@ -153,6 +154,32 @@ def _publish(trainer: "PaCoGRPOTrainer", staged: Path) -> None:
         "is_round_pending": trainer.is_round_pending,
     }
     publish(staged, trainer.args.output_dir, run)
+
+
+def check_weights(model: nn.Module, checkpoint: Path) -> None:
+    """
+    Checks that a checkpoint has the weights that a run trains, before its optimizer's state is loaded for them.
+
+    Args:
+        model (`nn.Module`):
+            Model to train.
+        checkpoint (`Path`):
+            Folder of the checkpoint.
+
+    Raises:
+        ValueError: it has others, for example of layers that no prediction depends on, which are not trained anymore.
+    """
+    path = checkpoint / (POLICY_WEIGHTS if (checkpoint / POLICY_WEIGHTS).exists() else EMA_WEIGHTS)
+    with safe_open(path, "pt") as file:
+        saved = set(file.keys())
+    trained = trained_parameters(model).keys()
+    if saved != trained:
+        raise ValueError(
+            f"'{checkpoint}' cannot be continued: {len(saved - trained)} of its {len(saved)} weights are not trained "
+            f"in this run, and {len(trained - saved)} of the {len(trained)} that are, are not in it "
+            f"({', '.join(sorted(saved ^ trained)[:3])}, ...). Start anew in another `output_dir`: the adapter of a "
+            "checkpoint can be continued as `peft_config`."
+        )
 
 
 def _rollout_file(trainer: "PaCoGRPOTrainer", folder: Path) -> Path:

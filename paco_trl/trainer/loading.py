@@ -4,6 +4,8 @@
 import copy
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import diffusers
@@ -11,6 +13,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.configuration_utils import FrozenDict
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
 from torch import nn
 from transformers.utils import cached_file
@@ -276,7 +279,7 @@ def prepare_transformer(
         pipeline ([`~diffusers.DiffusionPipeline`]):
             Pipeline; its transformer gets the adapter's layers in place.
         family ([`Family`]):
-            Page of the family, for the default targets.
+            Page of the family, for the default targets and the layers that get no adapter.
         peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
             Adapter, left as it is; or the Hub id or folder of one to continue from. If `None`, all weights are
             trained.
@@ -307,6 +310,7 @@ def prepare_transformer(
             transformer,
             peft_config,
             base_model_name(pipeline),
+            family.unused_layers(transformer),
             is_trainable=True,
             autocast_adapter_dtype=autocast_adapter_dtype,
         )
@@ -315,6 +319,7 @@ def prepare_transformer(
         peft_config = copy.deepcopy(peft_config)
         if peft_config.target_modules is None:
             peft_config.target_modules = list(family.lora_target_modules)
+        _exclude(peft_config, family.unused_layers(transformer))
         model = get_peft_model(transformer, peft_config, autocast_adapter_dtype=autocast_adapter_dtype)
         model.config = config
     if isinstance(model, PeftModel):
@@ -329,7 +334,20 @@ def prepare_transformer(
     return model
 
 
-def load_transformer_adapter(transformer: nn.Module, adapter: str, base: str, **kwargs) -> PeftModel:
+def _exclude(config: LoraConfig, layers: list[str]) -> None:
+    """Leaves layers out of an adapter's config, which is saved with it. PEFT warns of names that fit nothing."""
+    layers = [
+        name for name in layers if config.target_modules == "all-linear" or check_target_module_exists(config, name)
+    ]
+    if layers and isinstance(config.exclude_modules, str):
+        config.exclude_modules = "|".join([f"(?:{config.exclude_modules})", *map(re.escape, layers)])
+    elif layers:
+        config.exclude_modules = {*(config.exclude_modules or ()), *layers}
+
+
+def load_transformer_adapter(
+    transformer: nn.Module, adapter: str, base: str, unused_layers: Sequence[str] = (), **kwargs
+) -> PeftModel:
     """
     Puts an adapter that exists on a pipeline's transformer.
 
@@ -340,6 +358,8 @@ def load_transformer_adapter(transformer: nn.Module, adapter: str, base: str, **
             Hub id or folder of an adapter in PEFT's format.
         base (`str`):
             Name of the pipeline, for the message.
+        unused_layers (`Sequence[str]`, *optional*):
+            Layers that are left without an adapter if the saved one has them, see [`Family.unused_layers`].
         **kwargs:
             Further arguments of [`~peft.PeftModel.from_pretrained`].
 
@@ -349,14 +369,17 @@ def load_transformer_adapter(transformer: nn.Module, adapter: str, base: str, **
     Raises:
         ValueError: the adapter was made for another base model.
     """
+    config = read_peft_config(adapter)
+    _exclude(config, unused_layers)
     try:
-        model = PeftModel.from_pretrained(transformer, adapter, **kwargs)
+        model = PeftModel.from_pretrained(transformer, adapter, config=config, **kwargs)
     except RuntimeError as error:  # shapes
         raise ValueError(
             f"The adapter '{adapter}' does not fit {base}: it was made for another base model.\n{error}"
         ) from error
     # Weights without a place are dropped by PEFT, and layers without weights begin anew
-    saved = set(load_peft_weights(adapter, device="cpu"))
+    left_out = tuple(f"base_model.model.{layer}.lora_" for layer in unused_layers)
+    saved = {name for name in load_peft_weights(adapter, device="cpu") if not name.startswith(left_out)}
     expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     if saved != expected:
         some = ", ".join(sorted(saved ^ expected)[:3])

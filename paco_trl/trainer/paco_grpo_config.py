@@ -274,9 +274,8 @@ class PaCoGRPOConfig(GRPOConfig):
     > These parameters have default values different from [`~trl.GRPOConfig`]: `num_generations` (`16`),
     > `num_generations_eval` (`1`), `per_device_train_batch_size` (`1`), `gradient_accumulation_steps` (derived),
     > `multi_objective_aggregation` (`"log_tamed"`), `learning_rate` (`3e-4`), `lr_scheduler_type` (`"constant"`),
-    > `weight_decay` (`1e-4`), `ddp_find_unused_parameters` (`False`), `epsilon` (`1e-4`), `loss_type` (`"grpo"`),
-    > `logging_steps` (`1`), `log_completions` (`True`), `logging_nan_inf_filter` (always `False`: a loss that is not a
-    > number is an error).
+    > `weight_decay` (`1e-4`), `epsilon` (`1e-4`), `loss_type` (`"grpo"`), `logging_steps` (`1`), `log_completions`
+    > (`True`), `logging_nan_inf_filter` (always `False`: a loss that is not a number is an error).
     """
 
     # Parameters that control the resolution
@@ -513,9 +512,6 @@ class PaCoGRPOConfig(GRPOConfig):
         # TrainingArguments copies the accumulation into the DeepSpeed config, so the round is laid out before it; the
         # launchers say the number of processes in WORLD_SIZE
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
-        if self.ddp_find_unused_parameters is None:
-            # Every layer that is trained takes part in every forward: no need to walk the graph for those that do not
-            self.ddp_find_unused_parameters = False
         # TRL sets `gradient_checkpointing`, which transformers has renamed and warns of
         if self.activation_checkpointing is None:
             self.activation_checkpointing = self.gradient_checkpointing

@@ -37,6 +37,7 @@ from ..rollout import (
     PipelinePolicy,
     RecordedStep,
     SDESettings,
+    UnlistedFamily,
     cast_floating_inputs,
     family_of,
     replay,
@@ -44,7 +45,7 @@ from ..rollout import (
 from ..utils.paper import PAPER
 from ..utils.random_state import kept_random_state
 from .advantages import group_advantages
-from .checkpoint_files import EMA_WEIGHTS, POLICY_WEIGHTS, load_rollout, write_checkpoint
+from .checkpoint_files import EMA_WEIGHTS, POLICY_WEIGHTS, check_weights, load_rollout, write_checkpoint
 from .checkpoints import (
     check_output_folder,
     check_resumed_run,
@@ -86,7 +87,7 @@ from .scoring import RewardScorer
 from .step_statistics import StepStatistics
 from .training_clock import TrainingClock
 from .transfer_report import report_resolution_transfer
-from .weights import gather_whole, load_whole, shares, swapped, zero_stage_of
+from .weights import all_gradients_needed, gather_whole, load_whole, shares, swapped, zero_stage_of
 
 
 logger = get_logger(__name__)
@@ -295,6 +296,10 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         )
         self.family = family_of(self.pipeline)
         self.size_multiple = self.family.size_multiple(self.pipeline)
+        if args.ddp_find_unused_parameters is None:
+            # Which layers of an unlisted pipeline take part is unknown, and a whole transformer has those that do not
+            has_unused = is_full and bool(self.family.unused_layers(self.pipeline.transformer))
+            args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
         negative_prompt = self.family.resolve_negative_prompt(self.pipeline, args.guidance_scale, args.negative_prompt)
         if args.detach_unconditional and negative_prompt is None:
             raise ValueError(
@@ -389,6 +394,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         self._statistics = StepStatistics(self.accelerator)
         self._buffered_round: int | None = None
         self._buffer_global_step: int | None = None
+        self._is_first_backward = True  # of this `train()`
         self._encoded_for_max_steps: int | None = None
         self._round_metrics: dict[str, float] = {}
         self._round_time = self._drawing_time = self._train_time = 0.0
@@ -479,6 +485,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         self._buffered_inputs = None
         self._statistics.clear()
         self._step, self._train_time = 0, 0.0
+        self._is_first_backward = True
         self._encoded_for_max_steps = None  # this training may begin at an earlier round
         rounds = len(self.train_dataset) // self.layout.num_prompts
         return DataLoader(
@@ -874,7 +881,15 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         """As in TRL; times the forwards and backwards of an optimizer step, without the drawing of its round."""
         started, drawn_before = time.perf_counter(), self._drawing_time
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._is_first_backward:
+            has_unused = not isinstance(self.model, PeftModel) and self.args.ddp_find_unused_parameters
+            unused_layers = self.family.unused_layers(self.pipeline.transformer) if has_unused else ()
+            check = all_gradients_needed(self.model, unused_layers)
+        else:
+            check = nullcontext()
+        with check:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._is_first_backward = False
         self._train_time += time.perf_counter() - started - (self._drawing_time - drawn_before)
         if self.accelerator.sync_gradients:
             metrics = self._metrics["train"]
@@ -1096,6 +1111,8 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
             check_output_folder(self.args.output_dir, self._identity, self._course(self.args))
         elif checkpoint != self._checked:
             self._check_resumed_run(checkpoint, self.args)
+        if checkpoint is not None:
+            check_weights(self.model, checkpoint)
         if self.args.should_save:
             clear_staging(self.args.output_dir)
         self._resumed_from, self._saved_step, self.loaded_step = checkpoint, None, None

@@ -4,12 +4,14 @@
 What a process holds of them is called its share: under ZeRO-3 its partition of each weight, otherwise whole weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
+from peft import PeftModel
 from torch import nn
 
 
@@ -46,6 +48,51 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         `dict[str, nn.Parameter]`.
     """
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@contextmanager
+def all_gradients_needed(model: nn.Module, unused_layers: Sequence[str] = ()) -> Iterator[None]:
+    """
+    Stops a run, on every process, if a backward made meanwhile leaves a trained weight without a gradient.
+
+    DDP would wait for it: gradients are then not averaged over the processes in the first step, and the second fails.
+
+    Args:
+        model (`nn.Module`):
+            Model.
+        unused_layers (`Sequence[str]`, *optional*):
+            Layers that may have none.
+
+    Raises:
+        ValueError: with the names of the layers.
+    """
+    # By hooks: DeepSpeed takes gradients out of `.grad` as they come
+    parameters, seen = trained_parameters(model), set()
+    handles = [
+        parameter.register_hook(lambda gradient, name=name: seen.add(name)) for name, parameter in parameters.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    expected = [name for name in parameters if not name.startswith(tuple(f"{layer}." for layer in unused_layers))]
+    missing = gather_object([name for name in expected if name not in seen])
+    if not missing:
+        return
+    if isinstance(model, PeftModel):
+        remedy = "Leave these layers out with `exclude_modules` of the `LoraConfig`, or without it"
+    else:
+        remedy = "Leave `ddp_find_unused_parameters` unset, and"
+    layers = dict.fromkeys(
+        name.removeprefix("base_model.model.").partition(".lora_")[0].removesuffix(".weight").removesuffix(".bias")
+        for name in missing
+    )
+    raise ValueError(
+        f"{len(set(missing))} of {len(parameters)} trained weights have no gradient after the first backward: what "
+        f"their layers give reaches no prediction. They would not be trained, and with DDP nothing would be. {remedy} "
+        f"name them in `unused_layers` of the family's page (docs/add_a_family.md): {', '.join(map(repr, layers))}."
+    )
 
 
 def shares(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:

@@ -106,6 +106,23 @@ class Family(ABC):
             )
         return None
 
+    # ---- What is trained ----
+
+    def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
+        """
+        Linear layers that no prediction depends on, such as those of a text stream behind the last attention.
+
+        They get no adapter, whatever `LoraConfig.target_modules` says: it would have no gradient, and DDP waits for one.
+
+        Args:
+            transformer (`nn.Module`):
+                Transformer of the pipeline, without an adapter.
+
+        Returns:
+            `list[str]`: whole names, as in `transformer.named_modules()`.
+        """
+        return []
+
     # ---- Sizes and calls ----
 
     @abstractmethod

@@ -62,6 +62,11 @@ class QwenImageFamily(Family):
             )
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default=None)
 
+    def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
+        # The text that leaves the last block is read by nothing; its keys and values are, by the image
+        layers = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+        return [f"transformer_blocks.{transformer.config.num_layers - 1}.{layer}" for layer in layers]
+
     def size_multiple(self, pipeline) -> int:
         return pipeline.vae_scale_factor * 2  # latents are packed in 2 x 2 patches
 

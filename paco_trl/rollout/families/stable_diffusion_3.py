@@ -53,6 +53,10 @@ class StableDiffusion3Family(Family):
     def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")
 
+    def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
+        # The last block has no layers for the text behind its attention, but still makes queries of it
+        return [f"transformer_blocks.{transformer.config.num_layers - 1}.attn.add_q_proj"]
+
     def size_multiple(self, pipeline) -> int:
         return pipeline.vae_scale_factor * pipeline.patch_size
 
