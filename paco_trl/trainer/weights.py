@@ -81,7 +81,7 @@ def all_gradients_needed(model: nn.Module, unused_layers: Sequence[str] = ()) ->
     if not missing:
         return
     if isinstance(model, PeftModel):
-        remedy = "Leave these layers out with `exclude_modules` of the `LoraConfig`, or without it"
+        remedy = "Leave these layers out with `exclude_modules` of the `LoraConfig`, or"
     else:
         remedy = "Leave `ddp_find_unused_parameters` unset, and"
     layers = dict.fromkeys(
