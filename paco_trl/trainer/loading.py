@@ -300,6 +300,12 @@ def prepare_transformer(
                 "image with another network than the one that drew it. Set its `p` to 0 before training."
             )
 
+    if any(module._compiled_call_impl is not None for module in transformer.modules()):
+        from torch._inductor import config as inductor
+
+        # Fused kernels skip roundings to bf16, and those with gradients are fused differently from those without
+        inductor.emulate_precision_casts = True
+
     config = PolicyConfig(transformer.config)
     if peft_config is None:
         transformer.requires_grad_(True)

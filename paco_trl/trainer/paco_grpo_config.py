@@ -27,7 +27,7 @@ _TOKENS = "it acts on tokens, and an image has none: its policy is a Gaussian st
 _REFERENCE = "the reference is the model with its adapter disabled, there is no second model to synchronise"
 _COMPILE = (
     "it would compile the replay and not the rollout, whose numbers would then differ; call "
-    "`pipeline.transformer.compile_repeated_blocks()` and pass the pipeline instead"
+    "`pipeline.transformer.compile_repeated_blocks()` and pass the pipeline instead, before anything is drawn with it"
 )
 _EVAL_DTYPE = "`evaluate()` draws in the precision of training"
 _ROWS = "the rows of a round are fetched by number, in an order that depends on `seed` and the step alone"
