@@ -19,12 +19,12 @@ from rich.console import Console
 
 from paco_trl.cards import load_reference_card, render_card
 from paco_trl.evaluation.generation.card_results import add_results_to_card, check_card
-from paco_trl.evaluation.generation.published import GEDIT, T2IS_ABLATION, T2IS_GEMMA, T2IS_QWEN, published_tables
 from paco_trl.evaluation.generation.report_markdown import PUBLISHED_HEADING, markdown_report, print_report
 from paco_trl.evaluation.generation.report_numbers import cell_text, find_row, signed_text, verdict
 from paco_trl.evaluation.generation.report_page import choose_sets, difference_chart, save_generation_report
 from paco_trl.evaluation.generation.report_sentences import leakage_line, leaks, summary
 from paco_trl.evaluation.generation.report_tables import breakdown_tables, metric_tables, settings_table
+from paco_trl.evaluation.published import published_tables, published_text
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
 
 
@@ -108,45 +108,72 @@ def test_published_averages_follow_the_formula_where_the_remark_says_so():
         _, aesthetics, entity, attribute, relation, identity, style, logic, _ = row
         return 0.2 * aesthetics + 0.1 * (entity + attribute + relation) + 0.5 / 3 * (identity + style + logic)
 
-    assert len(T2IS_QWEN.rows) == len(T2IS_GEMMA.rows) == 4
-    for row in T2IS_QWEN.rows:
+    qwen, gemma, _ = published_tables("T2IS-Bench")
+    assert len(qwen.rows) == len(gemma.rows) == 10
+    for row in qwen.rows:
         assert by_formula(row) == pytest.approx(row[-1], abs=5e-4)
-    follows = {row[0] for row in T2IS_GEMMA.rows if abs(by_formula(row) - row[-1]) < 5e-4}
-    assert follows == {"FLUX.1-dev + PaCo-Reward-7B", "Seedream 4.0"}
-    remark = T2IS_GEMMA.remarks[-1]
-    for row in T2IS_GEMMA.rows:
-        assert row[0] in remark
-        if row[0] not in follows:
-            assert f"{by_formula(row):.3f}" in remark and f"{row[-1]:.3f}" in remark
+    above = {row[0]: by_formula(row) - row[-1] for row in gemma.rows}
+    follows = {name for name, difference in above.items() if abs(difference) < 5e-4}
+    assert len(follows) == 3 and all(name in gemma.remarks[-1] for name in follows)
+    others = [difference for name, difference in above.items() if name not in follows]
+    assert (f"{min(others):.3f}", f"{max(others):.3f}") == ("0.002", "0.030")
+    assert "lower by 0.002 to 0.030" in gemma.remarks[-1]
 
 
 def test_published_figures_are_those_of_the_reference_cards():
-    def figures(name: str) -> dict[str, list[str]]:
+    def rows(name: str) -> list[list[str]]:
         card = yaml.safe_load((ROOT / "model_cards" / f"{name}.yaml").read_text(encoding="utf-8"))
-        return {row[0]: row[1:] for table in card["published"]["tables"] for row in table["rows"]}
+        return [row for table in card["published"]["tables"] for row in table["rows"]]
 
-    of_card, found = figures("PaCo-FLUX.1-dev"), 0
-    ours = {
-        table: dict(zip(table.columns, next(r for r in table.rows if "PaCo" in r[0]), strict=True))
-        for table in (T2IS_QWEN, T2IS_GEMMA)
-    }
+    def texts(row) -> list[str]:
+        return [published_text(value) for value in row]
+
+    qwen, gemma, ablation = published_tables("T2IS-Bench")
+    of_card = {name: values for name, *values in rows("PaCo-FLUX.1-dev")}
+    ours = [
+        dict(zip(table.columns, next(r for r in table.rows if "PaCo" in r[0]), strict=True)) for table in (qwen, gemma)
+    ]
     for name in ("identity", "style", "logic", "average"):
-        assert of_card[name] == [f"{ours[T2IS_QWEN][name]:.3f}", f"{ours[T2IS_GEMMA][name]:.3f}"]
+        assert of_card[name] == [published_text(table[name]) for table in ours]
     for name in ("aesthetics", "entity", "attribute", "relation"):
-        assert of_card[name] == [f"{ours[T2IS_QWEN][name]:.3f}"] == [f"{ours[T2IS_GEMMA][name]:.3f}"]
-    for name, *values in T2IS_ABLATION.rows:
-        assert of_card[name] == [value if isinstance(value, str) else f"{value:.3f}" for value in values]
-    for card in ("PaCo-FLUX.1-Kontext-dev", "PaCo-QwenImage-Edit"):
-        for name, value in figures(card).items():
-            assert dict(GEDIT.rows)[name] == float(value[0])
-            found += 1
-    assert found == len(GEDIT.rows) == 4
+        assert [of_card[name]] * 2 == [[published_text(table[name])] for table in ours]
+    for name, *values in ablation.rows:
+        assert of_card[name] == texts(values)
+
+    (gedit,) = published_tables("GEdit-Bench")
+    assert len(gedit.rows) == 11 and all(len(row) == 13 for row in gedit.rows)
+    place = gedit.columns.index("EN overall")
+    overall = {row[0]: published_text(row[place]) for row in gedit.rows}
+    assert rows("PaCo-FLUX.1-Kontext-dev") == [
+        ["FLUX.1-Kontext-dev", overall["FLUX.1-Kontext"]],
+        ["PaCo-FLUX.1-Kontext-dev", overall["FLUX.1-Kontext + PaCo-Reward-7B"]],
+    ]
+    assert rows("PaCo-QwenImage-Edit") == [
+        ["Qwen-Image-Edit", overall["Qwen-Image-Edit"]],
+        ["PaCo-QwenImage-Edit", overall["Qwen-Image-Edit + PaCo-Reward-7B"]],
+    ]
+
+    (rankings,) = published_tables("ConsistencyRank")
+    judges, raters = published_tables("EditReward-Bench")
+    assert (judges.protocol, raters.protocol) == ("published", "EditScore")
+    expected = [
+        *map(texts, rankings.rows),
+        *([name, table.protocol, *texts(values)] for table in (raters, judges) for name, *values in table.rows),
+    ]
+    assert len(expected) == 6 + 11
+    assert rows("PaCo-Reward-7B") == rows("PaCo-Reward-7B-Lora") == expected
 
 
 def test_published_figures_of_an_unknown_benchmark():
-    assert published_tables("T2IS-Bench") == (T2IS_QWEN, T2IS_GEMMA, T2IS_ABLATION)
-    with pytest.raises(ValueError, match="no published figures of 'DPG-Bench'.*T2IS-Bench, GEdit-Bench"):
+    with pytest.raises(
+        ValueError,
+        match="no published figures of 'DPG-Bench'.*EditReward-Bench, ConsistencyRank, T2IS-Bench, GEdit-Bench",
+    ):
         published_tables("DPG-Bench")
+    # The paper has no Chinese figures of FLUX.1-Kontext
+    (gedit,) = published_tables("GEdit-Bench")
+    kontext = next(row for row in gedit.rows if row[0] == "FLUX.1-Kontext")
+    assert kontext[-3:] == (None, None, None) and published_text(kontext[-1]) == "-"
 
 
 ################

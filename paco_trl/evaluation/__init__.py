@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .generation.gedit import EditScore, gedit_results, score_edits
     from .generation.image_sets import FoundImages, ImageSet, find_drawn_sets, find_image_sets
     from .generation.leakage import find_leaks
-    from .generation.published import published_tables
     from .generation.report_markdown import print_report
     from .generation.report_page import save_generation_report
     from .generation.score_store import ScoreStore, sole_writer
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     )
     from .generation.t2is_results import System, t2is_results
     from .grid_artifacts import grid_artifact_score
+    from .published import published_tables
     from .ranking import list_order_metrics, ranking_metrics
     from .ranking_benchmark import evaluate_rankings
     from .report import report_tables, save_report
@@ -81,7 +81,7 @@ _MODULE_OF = {
     "load_system": ".generation.drawing",
     "load_t2is_bench": ".generation.t2is_bench",
     "print_report": ".generation.report_markdown",
-    "published_tables": ".generation.published",
+    "published_tables": ".published",
     "ranking_metrics": ".ranking",
     "report_tables": ".report",
     "resolution_transfer": ".transfer",

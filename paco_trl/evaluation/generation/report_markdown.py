@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .published import PublishedTable, published_tables
+from ..published import PublishedTable, published_tables, published_text
 from .report_numbers import benchmark_name, protocol_of, public_results, system_name
 from .report_sentences import alerts, facts, leakage_line, missing_lines, summary
 from .report_tables import ReportTable, breakdown_tables, count_table, metric_tables, settings_table
@@ -72,20 +72,9 @@ def markdown_report(results: dict[str, Any]) -> str:
 
 
 def comparable_tables(results: dict[str, Any]) -> tuple[PublishedTable, ...]:
-    """Give the published figures that may stand beside results: those of the benchmark, under the published protocol alone."""
-    return published_tables(results["benchmark"]) if protocol_of(results) == "published" else ()
-
-
-def published_text(value: str | float) -> str:
-    """
-    Args:
-        value (`str` or `float`):
-            Cell of a published table.
-
-    Returns:
-        `str`: numbers with the three decimals that they are published with.
-    """
-    return value if isinstance(value, str) else f"{value:.3f}"
+    """Give the published figures that may stand beside results: those of the benchmark, measured by the same protocol."""
+    protocol = protocol_of(results)
+    return tuple(table for table in published_tables(results["benchmark"]) if table.protocol == protocol)
 
 
 def new_remarks(tables: Iterable[PublishedTable]) -> list[list[str]]:

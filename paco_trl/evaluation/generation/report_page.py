@@ -22,13 +22,13 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ...data.building.stage_folder import write_atomically
+from ..published import published_text
 from .report_markdown import (
     PUBLISHED_HEADING,
     PUBLISHED_NOTE,
     comparable_tables,
     markdown_report,
     new_remarks,
-    published_text,
 )
 from .report_numbers import (
     benchmark_name,

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The figures that the paper publishes, from `published.json`, to be shown beside a measurement.
+
+None of them was measured here. They never enter one table, one mean or one model-index with figures that were.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from ..utils.paper import PAPER
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """
+    A table of published figures.
+
+    Attributes:
+        benchmark (`str`):
+            Benchmark that they are of.
+        title (`str`):
+            What it shows.
+        protocol (`str`):
+            How they were measured: `"published"` is what the `protocol="published"` of the benchmark here repeats. A
+            measurement under another protocol cannot be compared with them.
+        columns (`tuple[str, ...]`):
+            Head; the first column names the systems.
+        rows (`tuple[tuple[str | float | None, ...], ...]`):
+            Name of a system, then its figures; `None` where the paper has none.
+        source (`str`):
+            Where they were published.
+        remarks (`tuple[str, ...]`):
+            What a reader has to know before comparing anything with them.
+    """
+
+    benchmark: str
+    title: str
+    protocol: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | float | None, ...], ...]
+    source: str
+    remarks: tuple[str, ...]
+
+
+def published_tables(benchmark: str) -> tuple[PublishedTable, ...]:
+    """
+    Gives the published figures of a benchmark.
+
+    Args:
+        benchmark (`str`):
+            `"ConsistencyRank"`, `"EditReward-Bench"`, `"T2IS-Bench"` or `"GEdit-Bench"`.
+
+    Returns:
+        `tuple[PublishedTable, ...]`.
+
+    Raises:
+        ValueError: If the paper has no figures of it.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.evaluation import published_tables
+
+    >>> published_tables("ConsistencyRank")[0].rows[-1]
+    ('PaCo-Reward-7B', 0.449, 0.25, 0.288, 0.557)
+    ```
+    """
+    tables = tuple(table for table in _tables() if table.benchmark == benchmark)
+    if not tables:
+        names = ", ".join(dict.fromkeys(table.benchmark for table in _tables()))
+        raise ValueError(f"There are no published figures of {benchmark!r}. There are of: {names}.")
+    return tables
+
+
+def published_text(value: str | float | None) -> str:
+    """Write a cell of a published table, numbers with three decimals."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:.3f}"
+
+
+@cache
+def _tables() -> tuple[PublishedTable, ...]:
+    content = json.loads((files("paco_trl") / "evaluation" / "published.json").read_text(encoding="utf-8"))
+    return tuple(
+        PublishedTable(
+            benchmark=table["benchmark"],
+            title=table["title"],
+            protocol=table["protocol"],
+            columns=tuple(table["columns"]),
+            rows=tuple(map(tuple, table["rows"])),
+            source=f"{PAPER['title']} (arXiv {PAPER['id']}), Table {table['number']}",
+            remarks=tuple(table["remarks"]),
+        )
+        for table in content
+    )
