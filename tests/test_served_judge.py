@@ -173,8 +173,27 @@ class TestYesProbability:
             yes_probability({"Yes": -0.1, "No": -0.1, token: value})
         assert yes_probability({"Yes": -0.1, "No": -0.1, "Maybe": value}) == 0.5
 
+    def test_spellings_are_added_up(self):
+        logprobs = {"Yes": math.log(0.3), "y": math.log(0.1), "no": math.log(0.2), "Maybe": math.log(0.4)}
+        assert yes_probability(logprobs, ("Yes", "y"), ("No", "no")) == pytest.approx(0.4 / 0.6, rel=1e-12)
+        assert yes_probability(logprobs) == 1.0
+        assert yes_probability(logprobs, ("YES",), ("No",)) is None
+        with pytest.raises(ValueError, match="log-probability of 'y' is nan"):
+            yes_probability(logprobs | {"y": math.nan}, ("Yes", "y"))
+
 
 class TestScore:
+    def test_top_tokens_with_text_in_front_of_each_image(self, server, judge, caplog):
+        server.fault = lambda number: "no logprobs" if number == 1 else None
+        first, second = judge.top_logprobs([PAIR, PAIR[::-1]], QUESTION, ("<img1>: ", "<img2>: "))
+        answers = {"Yes", "No"} | {f"other{index}" for index in range(18)}
+        found = first if second is None else second
+        assert set(found) == answers and None in (first, second)
+        assert "1 of 2 questions" in caplog.text and "no log-probabilities in the answer" in caplog.text
+        parts = server.requests[0]["messages"][-1]["content"]
+        assert [part.get("text", "image") for part in parts] == ["<img1>: ", "image", "<img2>: ", "image", QUESTION]
+        assert server.requests[0]["max_tokens"] == 1
+
     def test_scores_and_requests(self, server, judge):
         pairs = [PAIR, PAIR[::-1], (plain(3), plain(9))]
         questions = [QUESTION, "Like?", "Is it?"]

@@ -2,7 +2,7 @@
 """The decision of a judge: the probability of Yes against No."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 
@@ -17,21 +17,25 @@ _LOG_ZERO = -9999.0
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
-def yes_probability(logprobs: Mapping[str, float]) -> float | None:
+def yes_probability(
+    logprobs: Mapping[str, float], yes: Sequence[str] = ("Yes",), no: Sequence[str] = ("No",)
+) -> float | None:
     """
     Score of a judge from log-probabilities of the first position: P(Yes) / (P(Yes) + P(No)).
 
-    It is computed from the difference of the two log-probabilities, so that nothing underflows.
+    It is computed in log space, so that nothing underflows.
 
     Args:
         logprobs (`Mapping[str, float]`):
-            Token -> log-probability. The tokens are `Yes` and `No`, in these letters, which the published weights were
-            trained on; `yes` and ` Yes` are other tokens.
+            Token -> log-probability.
+        yes (`Sequence[str]`, *optional*, defaults to `("Yes",)`), no (`Sequence[str]`, *optional*, defaults to `("No",)`):
+            Tokens of each answer; their probabilities are added. The published weights were trained on these two:
+            `yes` and ` Yes` are other tokens.
 
     Returns:
-        `float` or `None`: the score. When one of the two tokens is not there its probability is taken for 0, which
-        gives 1 or 0: the caller knows how large it can be at most. `None` when neither is there, or both have the
-        probability 0 (-inf, or -9999 as vLLM has it).
+        `float` or `None`: the score. An answer none of whose tokens is there has the probability 0, which gives 1 or 0:
+        the caller knows how large it can be at most. `None` when neither is there, or both have the probability 0
+        (-inf, or -9999 as vLLM has it).
 
     Raises:
         ValueError: If a log-probability is not a number, or above 0.
@@ -45,20 +49,29 @@ def yes_probability(logprobs: Mapping[str, float]) -> float | None:
     0.9089
     ```
     """
-    yes, no = logprobs.get("Yes", -math.inf), logprobs.get("No", -math.inf)
-    for token, logprob in (("Yes", yes), ("No", no)):
+    for token in (*yes, *no):
         # A server may round 0 to a little more
-        if not logprob <= 1e-3:
+        if not logprobs.get(token, -math.inf) <= 1e-3:
             raise ValueError(
-                f"The log-probability of {token!r} is {logprob}, but a log-probability is a number of at most 0."
+                f"The log-probability of {token!r} is {logprobs[token]}, but a log-probability is a number of at most 0."
             )
-    if max(yes, no) <= _LOG_ZERO:
+    log_yes, log_no = (_log_sum(logprobs.get(token, -math.inf) for token in tokens) for tokens in (yes, no))
+    if max(log_yes, log_no) <= _LOG_ZERO:
         return None
-    difference = yes - no
+    difference = log_yes - log_no
     # Each branch has the exponential that cannot overflow
     if difference >= 0:
         return 1 / (1 + math.exp(-difference))
     return math.exp(difference) / (1 + math.exp(difference))
+
+
+def _log_sum(logprobs: Iterable[float]) -> float:
+    """Logarithm of the sum of probabilities, exact for a single one."""
+    logprobs = list(logprobs)
+    largest = max(logprobs)
+    if largest == -math.inf:
+        return largest
+    return largest + math.log(sum(math.exp(logprob - largest) for logprob in logprobs))
 
 
 def decision_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:

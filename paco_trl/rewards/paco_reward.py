@@ -5,7 +5,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import combinations
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from .prefix_sharing import order_for_sharing, share_prefixes
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 # Model types that take images which the vision tower has encoded already as one tensor of features each
 _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
+# Tokens of [`PaCoReward.top_logprobs`]: the most that a server gives
+_TOP_LOGPROBS = 20
 # Prefix that PeftModel puts in front of the model's own names
 _PEFT_PREFIX = "base_model.model."
 # Names of layers before transformers 4.52, which adapters of that time have, and what they became
@@ -216,7 +218,7 @@ class PaCoReward:
                 Pairs; each image a PIL image, a path, a URL, or the bytes of an image file.
             prompts (`str` or `list[str]`):
                 Question for each pair, or one for all. See [`~paco_trl.data.theme_question`] and its neighbours for
-                those that the published weights were trained on.
+                those of the published code.
             symmetric (`bool`, *optional*, defaults to `False`):
                 Whether to score both orders of each pair and take the mean, at the cost of a second forward pass.
             show_progress (`bool`, *optional*, defaults to `False`):
@@ -232,10 +234,11 @@ class PaCoReward:
         prompts = self._check(images, prompts)
         pairs = [tuple(pair) for pair in images]
         if not symmetric:
-            return self._score(pairs, prompts, "pair", show_progress)
+            return self._ask(pairs, prompts, "pair", self._probabilities, show_progress)
         # Both orders of a pair beside one another, so that their images can be let go of
         pairs = [order for first, second in pairs for order in ((first, second), (second, first))]
-        scores = self._score(pairs, [prompt for prompt in prompts for _ in range(2)], "pair", show_progress)
+        prompts = [prompt for prompt in prompts for _ in range(2)]
+        scores = self._ask(pairs, prompts, "pair", self._probabilities, show_progress)
         return [(forward + backward) / 2 for forward, backward in zip(scores[::2], scores[1::2], strict=True)]
 
     def score_images(
@@ -261,7 +264,37 @@ class PaCoReward:
             ValueError: An image that cannot be read, not one question an image, or a score that is not finite.
         """
         groups = single_images(images)
-        return self._score(groups, self._check_prompts(prompts, len(groups), "images"), "image", show_progress)
+        prompts = self._check_prompts(prompts, len(groups), "images")
+        return self._ask(groups, prompts, "image", self._probabilities, show_progress)
+
+    def top_logprobs(
+        self,
+        images: list[ImagePair],
+        prompts: str | list[str],
+        image_labels: tuple[str, str] | None = None,
+        show_progress: bool = False,
+    ) -> list[dict[str, float]]:
+        """
+        Gives the 20 likeliest first tokens of each answer, as a server lists them.
+
+        The evaluations need it for `protocol="published"`. Unlike [`~PaCoReward.score`] it depends on the logits in the
+        dtype of the model, and on which tokens are among the 20.
+
+        Args:
+            images (`list[tuple]`), prompts (`str` or `list[str]`), show_progress (`bool`, *optional*, defaults to `False`):
+                As in [`~PaCoReward.score`].
+            image_labels (`tuple[str, str]`, *optional*):
+                Text in front of the first and of the second image. If `None`, none.
+
+        Returns:
+            `list[dict[str, float]]`: token -> log-probability of each pair, the likeliest first.
+
+        Raises:
+            ValueError: As [`~PaCoReward.score`].
+        """
+        prompts = self._check(images, prompts)
+        pairs = [tuple(pair) for pair in images]
+        return self._ask(pairs, prompts, "pair", self._top_tokens, show_progress, image_labels)
 
     def score_sets(
         self,
@@ -380,31 +413,56 @@ class PaCoReward:
             difference = hidden.to(direction.device) @ direction + offset
         return torch.sigmoid(difference.cpu().double()).tolist()
 
+    def _top_tokens(self, inputs: dict) -> list[dict[str, float]]:
+        """Log-probabilities of the likeliest tokens of each row, by their text."""
+        logits = self.model(**inputs, logits_to_keep=1, use_cache="past_key_values" in inputs).logits[:, -1]
+        self._hidden_state = None
+        values, ids = logits.float().log_softmax(dim=-1).topk(min(_TOP_LOGPROBS, logits.shape[-1]))  # (B, 20)
+        rows = []
+        for of_row, tokens in zip(values.tolist(), ids.tolist(), strict=True):
+            row: dict[str, float] = {}
+            for value, token in zip(of_row, tokens, strict=True):
+                # Different tokens may have the same text: the likelier one comes first
+                row.setdefault(self.processor.tokenizer.decode([token]), value)
+            rows.append(row)
+        return rows
+
     @torch.inference_mode()
-    def _score(self, groups: list[ImageGroup], prompts: list[str], noun: str, show_progress: bool) -> list[float]:
+    def _ask(
+        self,
+        groups: list[ImageGroup],
+        prompts: list[str],
+        noun: str,
+        read: Callable[[dict], list],
+        show_progress: bool,
+        labels: tuple[str, str] | None = None,
+    ) -> list:
+        """What `read` makes of the inputs of each question."""
         keys = [tuple(image_key(image) for image in group) for group in groups]
         order = order_for_sharing(keys, prompts)
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         images = _Images(self, groups, batches)
-        scores: list[float | None] = [None] * len(groups)
+        answers: list = [None] * len(groups)
         progress = tqdm(total=len(groups), desc=f"Scoring {noun}s", unit=noun, disable=not show_progress)
         # A surrounding autocast would change the scores with the place they are computed in
         with progress, torch.autocast(self.device.type, enabled=False):
             for number, indices in enumerate(batches):
-                inputs = self._inputs([prompts[index] for index in indices], images.of_batch(number))
+                inputs = self._inputs([prompts[index] for index in indices], images.of_batch(number), labels)
                 if self._takes_encoded_images:
                     inputs = share_prefixes(self._network, inputs, [keys[index] for index in indices])
-                for index, probability in zip(indices, self._probabilities(inputs), strict=True):
-                    if math.isnan(probability):
+                for index, answer in zip(indices, read(inputs), strict=True):
+                    if any(map(math.isnan, answer.values() if isinstance(answer, dict) else [answer])):
                         raise ValueError(
                             f"The score of {noun} {index} is not a number: the weights of {self.name!r} are not finite, "
                             f"or overflow in {self.model.dtype}. Use `dtype='float32'` or check the weights."
                         )
-                    scores[index] = probability
+                    answers[index] = answer
                 progress.update(len(indices))
-        return scores
+        return answers
 
-    def _inputs(self, prompts: list[str], images: list) -> dict[str, torch.Tensor]:
+    def _inputs(
+        self, prompts: list[str], images: list, labels: tuple[str, str] | None = None
+    ) -> dict[str, torch.Tensor]:
         """
         Inputs of the model, padded on the left, so that every row ends where the answer begins.
 
@@ -413,6 +471,8 @@ class PaCoReward:
         """
         count = len(images) // len(prompts)
         content = [{"type": "image"}] * count
+        if labels is not None:
+            content = [part for label in labels for part in ({"type": "text", "text": label}, {"type": "image"})]
         system = []
         if self.system_prompt is not None:
             system = [{"role": "system", "content": [{"type": "text", "text": self.system_prompt}]}]

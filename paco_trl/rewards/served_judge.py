@@ -230,6 +230,29 @@ class ServedJudge:
         """
         return [answer.score for answer in self._run(self._answer_images(images, prompts))]
 
+    def top_logprobs(
+        self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
+    ) -> list[dict[str, float] | None]:
+        """
+        Gives the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does.
+
+        Args:
+            images (`list[tuple]`), prompts (`str` or `list[str]`):
+                As in [`~ServedJudge.score`].
+            image_labels (`tuple[str, str]`, *optional*):
+                Text in front of the first and of the second image. If `None`, none.
+
+        Returns:
+            `list[dict[str, float] | None]`: token -> log-probability of each pair, `None` where there is no answer; a
+            warning has the reasons.
+
+        Raises:
+            ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`].
+        """
+        pairs, prompts = _check_pairs(images, prompts)
+        answers = self._run(self._ask_all(pairs, prompts, {"max_tokens": 1}, _read_tokens, image_labels))
+        return [answer.score for answer in answers]
+
     async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
         """
         As [`~ServedJudge.score`], for a running event loop, and with the reasons for what has no score.
@@ -334,7 +357,14 @@ class ServedJudge:
             answer.score for answer in await self._ask_all(pairs, prompts, {"max_tokens": max_new_tokens}, _read_text)
         ]
 
-    async def _ask_all(self, groups: list[ImageGroup], prompts: list[str], length: dict, read) -> list[Answer]:
+    async def _ask_all(
+        self,
+        groups: list[ImageGroup],
+        prompts: list[str],
+        length: dict,
+        read,
+        labels: tuple[str, str] | None = None,
+    ) -> list[Answer]:
         # An image is encoded once, in however many questions it is
         sources = {
             image_key(image): (image, name_image(group, place, index))
@@ -343,7 +373,7 @@ class ServedJudge:
         }
         encoded = await asyncio.to_thread(self._encode, sources)
         bodies = (
-            self._body([encoded[image_key(image)] for image in group], prompt) | length
+            self._body([encoded[image_key(image)] for image in group], prompt, labels) | length
             for group, prompt in zip(groups, prompts, strict=True)
         )
         try:
@@ -479,9 +509,12 @@ class ServedJudge:
 
     # ---- Requests and answers ----
 
-    def _body(self, urls: list[str], prompt: str) -> dict:
+    def _body(self, urls: list[str], prompt: str, labels: tuple[str, str] | None = None) -> dict:
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        if labels is not None:
+            texts = [{"type": "text", "text": label} for label in labels]
+            content = [part for pair in zip(texts, content, strict=True) for part in pair]
         return {
             "model": self.model,
             "messages": [*system, {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
@@ -572,6 +605,11 @@ def _read_score(completion: ChatCompletion) -> Answer:
     if len(found) == 1 and not math.exp(min(logprobs.values()) - found[0]) <= _MAX_SCORE_ERROR:
         score = None
     return Answer(score, UNDECIDED if score is None else None)
+
+
+def _read_tokens(completion: ChatCompletion) -> Answer:
+    logprobs = _top_tokens(completion)
+    return Answer(logprobs, "no log-probabilities in the answer" if logprobs is None else None)
 
 
 def _read_text(completion: ChatCompletion) -> Answer:
