@@ -114,13 +114,13 @@ def assistant(content):
 
 
 class TestQuestions:
-    # Written out once more, in one piece each: an independent statement of what the weights were trained on
+    # Written out once more, in one piece each: an independent statement of the words of the published code
     def test_exact_words(self):
         assert theme_question("A fox.") == (
             'Given two subfigures generated based on the theme: "A fox.", do the two images maintain consistency in terms of style, logic and identity? Answer "Yes" and "No" first, and then provide detailed reasons.'
         )
         assert criterion_question("One fox.") == (
-            'Do images meet the following criteria? One fox. Please answer "Yes" or "No" first, then provide detailed reasons.'
+            "Do images meet the following criteria? One fox. Please answer Yes or No first, then provide detailed reasons."
         )
         assert edit_consistency_question("Add a hat.") == (
             "Compare the edited image (second) with the original image (first). Instruction: 'Add a hat.'. Except for the parts that are intentionally changed according to the instruction, does the edited image remain consistent with the original in style, logic, and identity? Answer 'Yes' or 'No' first, then provide detailed reasons."

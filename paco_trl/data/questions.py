@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions of the pairwise judge, in the exact words of the published weights' training, and those of benchmarks.
+"""The questions of the pairwise judge, and those of benchmarks.
 
 P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation all take them from here.
-The strings are those of the paper (https://arxiv.org/abs/2512.04784) and of the published model, data and evaluation,
-uneven wording (`"Yes" and "No" first`) included: that is how the weights saw them.
+The strings are those of the published code (https://github.com/X-GenGroup/PaCo-RL), its rewards for training image models
+and its evaluation, uneven wording (`"Yes" and "No" first`) included. The paper (https://arxiv.org/abs/2512.04784) prints
+them with other quotation marks, and `"Yes" or "No"` in all. Which of the two the published weights were trained on is not
+known.
 """
 
 _EDIT_COMPARISON = "Compare the edited image (second) with the original image (first)."
@@ -24,7 +26,7 @@ def theme_question(theme: str) -> str:
     """
     Ask whether two panels of an image set are consistent, given the theme of the set.
 
-    The question that is published with PaCo-Reward-7B for text-to-image-set generation.
+    The published reward's default question for text-to-image-set generation.
 
     Args:
         theme (`str`):
@@ -43,7 +45,8 @@ def criterion_question(criterion: str) -> str:
     """
     Ask whether two images meet one criterion, such as those of T2IS-Bench.
 
-    The paper's question for criteria.
+    The published reward's question for criteria. The paper prints it with `"Yes" or "No"` in quotation marks; which of the
+    two the published weights were trained on is not known.
 
     Args:
         criterion (`str`):
@@ -57,7 +60,7 @@ def criterion_question(criterion: str) -> str:
     """
     return (
         f"Do images meet the following criteria? {_filled('criterion', criterion)} "
-        'Please answer "Yes" or "No" first, then provide detailed reasons.'
+        "Please answer Yes or No first, then provide detailed reasons."
     )
 
 
@@ -65,7 +68,7 @@ def edit_consistency_question(instruction: str) -> str:
     """
     Ask whether an edited image keeps everything that its instruction does not name.
 
-    The paper's question for consistency in editing. The original is the first image and the edited one the second.
+    The published reward's question for consistency in editing. The original is the first image and the edited one the second.
 
     Args:
         instruction (`str`):
@@ -88,7 +91,7 @@ def edit_following_question(instruction: str) -> str:
     """
     Ask whether an edited image follows its instruction.
 
-    The paper's question for prompt following in editing. The original is the first image and the edited one the
+    The published reward's question for prompt following in editing. The original is the first image and the edited one the
     second.
 
     Args:
@@ -123,7 +126,7 @@ def t2is_bench_question(criterion: str) -> str:
     """
     Ask whether two images meet one criterion, in the words of T2IS-Bench's own evaluation.
 
-    They are not those of [`criterion_question`], which the published weights were trained on.
+    They are not those of [`criterion_question`], which asks for reasons as well.
 
     Args:
         criterion (`str`):

@@ -84,7 +84,10 @@ class ConsistencyReward(JudgedReward):
         base_url (`str`, *optional*):
             Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked at once.
         question (`str`, *optional*, defaults to `"theme"`):
-            - `"theme"`: one question for each pair, with the column `theme`; the one published with the weights.
+            - `"theme"`: one question for each pair, with the column `theme`; the published reward's default. Converted
+              rows of T2IS-Bench have the benchmark's own theme there, as the example in the published judge's card has.
+              The published reward fills in the text in front of the first panel marker instead, which is
+              `parse_image_set_prompt(prompt).theme`.
             - `"criteria"`: a question for each criterion of the column `criteria`, averaged within the dimensions
               (identity, style, logic) and then over them.
         max_pairs (`int`, *optional*):
