@@ -23,7 +23,6 @@ Evaluates image models on T2IS-Bench or GEdit-Bench: the untouched model and the
 import dataclasses
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from rich.console import Console
 from rich.markup import escape
 from trl import TrlParser
 
-from paco_trl.commands.evaluation_arguments import DrawArguments, ReportArguments, ScoreArguments
+from paco_trl.commands.evaluation_arguments import DTYPES, DrawArguments, ReportArguments, ScoreArguments, load_judge
 from paco_trl.data import load_edit_prompts, load_image_set_prompts
 from paco_trl.data.building import ChatEndpoint, StageFolder, digest, draw_grids
 from paco_trl.data.building.stage_folder import write_atomically
@@ -68,7 +67,6 @@ from paco_trl.utils.names import public_name
 
 
 BENCHMARKS = ("t2is", "gedit")
-DTYPES = ("bfloat16", "float16", "float32")
 # Options of `score` that only one of the benchmarks has
 T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
 T2IS_ONLY += ("batch_size", "trust_remote_code")
@@ -161,32 +159,9 @@ def pictures_of(args, folder: str, benchmark: Dataset, settings: dict | None, im
     )
 
 
-def load_judge(args: ScoreArguments, name: str, url: str | None):
-    if url is not None:
-        return served(args, name, url)
-    from paco_trl import PaCoReward
-
-    return PaCoReward.from_pretrained(
-        name,
-        device=args.device,
-        dtype=args.dtype,
-        batch_size=args.batch_size,
-        trust_remote_code=args.trust_remote_code,
-    )
-
-
-def served(args: ScoreArguments, name: str, url: str):
-    from paco_trl.rewards import ServedJudge
-
-    key = None if args.api_key_variable is None else os.environ[args.api_key_variable]
-    return ServedJudge(url, name, api_key=key, max_concurrency=args.max_concurrency)
-
-
 def check_options(args: ScoreArguments) -> None:
     if args.missing not in ("error", "zero"):
         raise ValueError(f"`--missing` is {args.missing!r}, but must be 'error' or 'zero'.")
-    if args.dtype not in ("auto", *DTYPES):
-        raise ValueError(f"`--dtype` is {args.dtype!r}, but must be auto or one of {', '.join(DTYPES)}.")
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     others = GEDIT_ONLY if args.benchmark == "t2is" else T2IS_ONLY
     given = [f"`--{name}`" for name in others if getattr(args, name) != defaults[name]]
@@ -194,8 +169,6 @@ def check_options(args: ScoreArguments) -> None:
         raise ValueError(f"{', '.join(given)} would do nothing with `--benchmark {args.benchmark}`. Leave it out.")
     if args.alignment_model is not None and args.alignment_file is None:
         raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
-    if args.api_key_variable is not None and not os.environ.get(args.api_key_variable):
-        raise ValueError(f"The environment variable {args.api_key_variable!r} (`--api_key_variable`) is not set.")
 
 
 def score(args: ScoreArguments) -> None:
@@ -247,7 +220,7 @@ def score_t2is(args: ScoreArguments, benchmark: Dataset, found) -> None:
 
             PaCoReward.load_processor(name, args.trust_remote_code)
         else:
-            served(args, name, url).check()
+            load_judge(args, name, url).check()
     options = {"rescore_changed": args.rescore_changed}
     score_duplicates(found, benchmark, args.output_dir, **options)
     options["batch_size"] = 4 * args.batch_size

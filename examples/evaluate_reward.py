@@ -5,6 +5,9 @@
 """
 Evaluates a judge of consistency on human rankings (ConsistencyRank) or on EditReward-Bench.
 
+With `--judge_url` the judge is on a server. `--protocol published` asks and counts as the published scripts do, for figures
+that may stand beside the paper's.
+
 Every option can be given on the command line or in a YAML file (`--config file.yaml`). A run that was stopped goes on
 where it ended; delete its scores when a judge of the same name has new weights. Several judges can be run into one
 folder, one after the other, to compare them:
@@ -15,9 +18,11 @@ folder, one after the other, to compare them:
 EditReward-Bench:
 
     python examples/evaluate_reward.py --judge X-GenGroup/PaCo-Reward-7B --benchmark edit_reward \
-        --dataset_name EditScore/EditReward-Bench --output_dir results
+        --dataset_name EditScore/EditReward-Bench --protocol published --output_dir results
+    python examples/evaluate_reward.py --judge paco-reward --judge_url http://127.0.0.1:8000/v1 --output_dir results
 """
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +34,7 @@ from rich.markup import escape
 from rich.table import Table
 from trl import TrlParser
 
+from paco_trl.commands.evaluation_arguments import JudgeArguments, load_judge
 from paco_trl.data import load_consistency_rank
 from paco_trl.data.dataset_files import load_split
 from paco_trl.evaluation import (
@@ -39,75 +45,77 @@ from paco_trl.evaluation import (
     report_tables,
     save_report,
 )
+from paco_trl.evaluation.runs import PROTOCOLS
 
 
 BENCHMARKS = ("rankings", "edit_reward")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+# What only a judge in the process has, and what only one on a server has
+IN_PROCESS_ONLY = ("device", "dtype", "trust_remote_code", "clip_model")
+SERVED_ONLY = ("api_key_variable", "max_concurrency")
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(JudgeArguments):
     """
-    Arguments of this script.
+    Arguments of this script, beside those of [`JudgeArguments`].
 
     Args:
         judge (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
-            Hub id or folder of a judge, or one of the baselines: `clip-i`, `dreamsim`.
+            Hub id or folder of a judge, its name on the server with `judge_url`, or one of the baselines: `clip-i`,
+            `dreamsim`.
         benchmark (`str`, *optional*, defaults to `"rankings"`):
             `rankings` or `edit_reward`.
         dataset_name (`str`, *optional*, defaults to `"X-GenGroup/ConsistencyRank-Bench"`):
-            Hub id or folder: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditReward-Bench.
+            Hub id or folder: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditScore's
+            EditReward-Bench.
         dataset_split (`str`, *optional*, defaults to `"train"`):
             Split to evaluate on; ConsistencyRank-Bench has only one.
-        template (`str`, *optional*, defaults to `"theme"`):
-            What the judge is asked about rankings: `theme`, `criteria` or `plain`.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            How it is measured: `default`, or `published` for what the published scripts do.
+        template (`str`, *optional*):
+            What the judge is asked about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the
+            published protocol.
         output_dir (`str`, *optional*, defaults to `"results"`):
             Folder for the scores, `results.json` and `results.md`.
-        device (`str`, *optional*):
-            Device to score on. If `None`, an accelerator if there is one, else the CPU.
-        dtype (`str`, *optional*, defaults to `"auto"`):
-            Dtype of the model: `float32`, `bfloat16`, `float16`, or `auto` for the judge's own choice.
-        batch_size (`int`, *optional*, defaults to `16`):
-            Pairs that are scored at a time.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Whether to leave out broken rows, those with an unreadable image among them, instead of stopping. They are
             listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them out.
         clip_model (`str`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
             CLIP of the judge `clip-i`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code that comes with a judge may be run; `dreamsim` gets its own from GitHub.
     """
 
     judge: str = field(
         default="X-GenGroup/PaCo-Reward-7B",
-        metadata={"help": "Hub id or folder of a judge, or one of the baselines: clip-i, dreamsim."},
+        metadata={
+            "help": "Hub id or folder of a judge, its name on the server with `judge_url`, or one of the baselines: clip-i, "
+            "dreamsim."
+        },
     )
     benchmark: str = field(default="rankings", metadata={"help": "rankings or edit_reward."})
     dataset_name: str = field(
         default="X-GenGroup/ConsistencyRank-Bench",
         metadata={
-            "help": "Hub id or folder: ConsistencyRank-Bench, a dataset with the columns of rankings, or "
+            "help": "Hub id or folder: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditScore's "
             "EditReward-Bench."
         },
     )
     dataset_split: str = field(
         default="train", metadata={"help": "Split to evaluate on; ConsistencyRank-Bench has only one."}
     )
-    template: str = field(
-        default="theme", metadata={"help": "What the judge is asked about rankings: theme, criteria or plain."}
+    protocol: str = field(
+        default="default",
+        metadata={"help": "How it is measured: default, or published for what the published scripts do."},
+    )
+    template: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the judge is asked about rankings: theme, criteria or plain. If `None`, theme, or plain with the "
+            "published protocol."
+        },
     )
     output_dir: str = field(
         default="results", metadata={"help": "Folder for the scores, `results.json` and `results.md`."}
     )
-    device: str | None = field(
-        default=None,
-        metadata={"help": "Device to score on. If `None`, an accelerator if there is one, else the CPU."},
-    )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "Dtype of the model: float32, bfloat16, float16, or auto for the judge's own choice."},
-    )
-    batch_size: int = field(default=16, metadata={"help": "Pairs that are scored at a time."})
     skip_broken: bool = field(
         default=False,
         metadata={
@@ -117,13 +125,29 @@ class ScriptArguments:
         },
     )
     clip_model: str = field(default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the judge `clip-i`."})
-    trust_remote_code: bool = field(
-        default=False,
-        metadata={"help": "Whether code that comes with a judge may be run; `dreamsim` gets its own from GitHub."},
-    )
 
 
-def load_judge(script_args: ScriptArguments):
+def check_options(script_args: ScriptArguments) -> None:
+    if script_args.benchmark not in BENCHMARKS:
+        raise ValueError(f"`--benchmark` is {script_args.benchmark!r}, but must be one of {', '.join(BENCHMARKS)}.")
+    if script_args.protocol not in PROTOCOLS:
+        raise ValueError(f"`--protocol` is {script_args.protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
+    if script_args.benchmark != "rankings" and script_args.template is not None:
+        raise ValueError(f"`--template` would do nothing with `--benchmark {script_args.benchmark}`. Leave it out.")
+    is_served = script_args.judge_url is not None
+    defaults = {field.name: field.default for field in dataclasses.fields(script_args)}
+    others = IN_PROCESS_ONLY if is_served else SERVED_ONLY
+    given = [f"`--{name}`" for name in others if getattr(script_args, name) != defaults[name]]
+    if given:
+        where = "with" if is_served else "without"
+        raise ValueError(f"{', '.join(given)} would do nothing {where} `--judge_url`. Leave it out.")
+
+
+def load_scorer(script_args: ScriptArguments):
+    if script_args.judge_url is not None:
+        judge = load_judge(script_args, script_args.judge, script_args.judge_url)
+        judge.check()
+        return judge
     if script_args.judge == "dreamsim":
         if script_args.dtype != "auto":
             raise ValueError(f"`--dtype {script_args.dtype}` is not for the judge dreamsim. Leave it out.")
@@ -131,16 +155,7 @@ def load_judge(script_args: ScriptArguments):
     if script_args.judge == "clip-i":
         dtype = None if script_args.dtype == "auto" else getattr(torch, script_args.dtype)
         return ClipIScorer(script_args.clip_model, device=script_args.device, dtype=dtype)
-
-    from paco_trl import PaCoReward
-
-    return PaCoReward.from_pretrained(
-        script_args.judge,
-        device=script_args.device,
-        dtype=script_args.dtype,
-        batch_size=script_args.batch_size,
-        trust_remote_code=script_args.trust_remote_code,
-    )
+    return load_judge(script_args, script_args.judge, None)
 
 
 def load_rankings(name: str, split: str, skip_broken: bool) -> Dataset:
@@ -151,10 +166,7 @@ def load_rankings(name: str, split: str, skip_broken: bool) -> Dataset:
 
 
 def main(script_args: ScriptArguments) -> None:
-    if script_args.benchmark not in BENCHMARKS:
-        raise ValueError(f"`--benchmark` is {script_args.benchmark!r}, but must be one of {', '.join(BENCHMARKS)}.")
-    if script_args.dtype not in DTYPES:
-        raise ValueError(f"`--dtype` is {script_args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+    check_options(script_args)
 
     ################
     # Dataset
@@ -167,14 +179,15 @@ def main(script_args: ScriptArguments) -> None:
     ################
     # Evaluation
     ################
-    judge = load_judge(script_args)
-    part = script_args.template if script_args.benchmark == "rankings" else script_args.benchmark
-    name = re.sub(r"[^\w.]+", "-", f"{judge.name}-{part}-{script_args.dtype}").strip("-.")
+    judge = load_scorer(script_args)
+    parts = (judge.name, script_args.benchmark, script_args.template, script_args.protocol, script_args.dtype)
+    name = re.sub(r"[^\w.]+", "-", "-".join(part for part in parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
     options = {
         "output_path": scores_path,
         "batch_size": script_args.batch_size,
         "skip_broken": script_args.skip_broken,
+        "protocol": script_args.protocol,
     }
     if script_args.benchmark == "rankings":
         results = evaluate_rankings(judge, dataset, script_args.template, **options)

@@ -363,4 +363,7 @@ def script_options(script: str) -> set[str]:
         return {field.name for stage in stages for field in dataclasses.fields(stage)}
     tree = ast.parse((ROOT / "examples" / script).read_text(encoding="utf-8"))
     (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ScriptArguments"]
-    return {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign)}
+    shared = [getattr(evaluation_arguments, base.id) for base in arguments.bases]
+    return {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign)} | {
+        field.name for base in shared for field in dataclasses.fields(base)
+    }

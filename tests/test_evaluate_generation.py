@@ -357,7 +357,7 @@ class TestOptions:
     def test_docstring_help_and_default_agree(self, arguments):
         documented = re.findall(
             r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):\n((?:            .+\n)+)",
-            arguments.__doc__,
+            "".join(cls.__doc__ for cls in arguments.__mro__[-2::-1]),  # inherited fields come first
             flags=re.M,
         )
         fields = {field.name: field for field in dataclasses.fields(arguments)}

@@ -17,6 +17,8 @@ import torch
 from datasets import Dataset, DatasetDict, Features, Image, List, Value, load_dataset, load_from_disk
 from PIL import Image as PILImage
 
+from judge_server import JudgeServer
+from paco_trl.commands.evaluation_arguments import JudgeArguments
 from paco_trl.tiny import build_tiny_clip
 
 
@@ -139,7 +141,6 @@ def test_from_the_command_line(workspace, tmp_path, script, capsys):
     assert len(scores_path.read_text().splitlines()) == 1 + 6
     for text in (
         "Kendall tau",
-        "list-order tau",
         f"{results['metrics']['accuracy']['mean']:.3f} [",
         f"Scores: {scores_path}",
         f"Report: {output}/results.md",
@@ -171,10 +172,9 @@ def test_datasets_of_other_kinds(script, workspace, tmp_path):
     published = results_of("published", template="criteria", dtype="bfloat16")
     assert published["num_instances"] == 1 and published["settings"]["dtype"] == "bfloat16"
     for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
-        assert script.load_judge(arguments(script, workspace, tmp_path, dtype=dtype)).model.dtype == expected
+        assert script.load_scorer(arguments(script, workspace, tmp_path, dtype=dtype)).model.dtype == expected
     edits = results_of("edits", benchmark="edit_reward")
     assert edits["dimensions"]["consistency"]["strict"]["mean"] == 1.0
-    assert "| PaCo-Reward-7B | 0.777 |" in (tmp_path / "edits" / "results.md").read_text()
 
 
 def test_broken_rows(script, workspace, tmp_path):
@@ -223,10 +223,50 @@ def test_broken_rows(script, workspace, tmp_path):
     assert results["num_instances"] == 1 and len(results["skipped"]) == 1
 
 
+def test_a_judge_on_a_server(script, workspace, tmp_path):
+    def log_odds(first, second, question):
+        return second.getpixel((0, 0))[0] / 100
+
+    # Four candidates of which the judge is so sure that No is not among the likeliest tokens
+    def fault(number):
+        return "only Yes, surely" if 1 <= number <= 4 else None
+
+    with JudgeServer(log_odds, fault=fault, key="secret") as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE_KEY", "secret")
+        served = script.ScriptArguments(
+            judge="judge",
+            judge_url=server.url,
+            api_key_variable="JUDGE_KEY",
+            dataset_name=str(workspace / "rankings"),
+            output_dir=str(tmp_path),
+            batch_size=4,  # a row at a time
+        )
+        script.main(served)
+        (results,) = json.loads((tmp_path / "results.json").read_text())
+        assert len(server.requests) == 1 + 24  # the first one is the check
+        assert results["num_ties"] == 1 and results["num_instances"] == 6
+        (scores_path,) = tmp_path.glob("*.jsonl")
+        records = [json.loads(line) for line in scores_path.read_text().splitlines()[1:]]
+        assert records[0]["scores"] == [1.0] * 4 and 1.0 not in records[1]["scores"]
+        table = (tmp_path / "results.md").read_text()
+        assert "| 6 (1 without tau and rho) | 1 |" in table and "candidates of which a judge is very sure tie" in table
+
+        script.main(dataclasses.replace(served, protocol="published"))
+        entries = json.loads((tmp_path / "results.json").read_text())
+        assert [entry["settings"]["protocol"] for entry in entries] == ["default", "published"]
+        asked = server.requests[-1]["messages"][-1]["content"]
+        assert [part.get("text", "")[:7] for part in asked] == ["<img1>: "[:7], "", "<img2>: "[:7], "", "Do the "]
+
+
 def test_wrong_options(script, workspace, tmp_path):
     for options, message in (
         ({"benchmark": "ranking"}, "`--benchmark` is 'ranking', but must be one of rankings, edit_reward"),
-        ({"dtype": "float"}, "`--dtype` is 'float', but must be one of auto, float32"),
+        ({"dtype": "float"}, "`--dtype` is 'float', but must be auto or one of bfloat16, float16, float32"),
+        ({"protocol": "paper"}, "`--protocol` is 'paper', but must be one of default, published"),
+        ({"benchmark": "edit_reward", "template": "plain"}, "`--template` would do nothing with .* edit_reward"),
+        ({"judge_url": "http://127.0.0.1:1/v1"}, "`--device`, `--clip_model` would do nothing with `--judge_url`"),
+        ({"max_concurrency": 2}, "`--max_concurrency` would do nothing without `--judge_url`"),
+        ({"api_key_variable": "NO_SUCH_KEY"}, "environment variable 'NO_SUCH_KEY' .* is not set"),
         ({"judge": "dreamsim", "dtype": "float32"}, "`--dtype float32` is not for the judge dreamsim"),
         ({"template": "themes"}, "`template` is 'themes', but must be one of"),
     ):
@@ -239,7 +279,7 @@ def test_help_and_docstring_say_the_same(script):
     described = re.findall(
         r"^        (\w+) \(`[^`]+`(?:, \*optional\*(?:, defaults to `(.+?)`)?)?\):\n"
         r"            (.+?)(?=\n        \w|\n    $)",
-        script.ScriptArguments.__doc__ + "\n    ",
+        JudgeArguments.__doc__ + script.ScriptArguments.__doc__ + "\n    ",
         flags=re.M | re.S,
     )
     fields = {field.name: field for field in dataclasses.fields(script.ScriptArguments)}

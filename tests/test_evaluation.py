@@ -428,7 +428,6 @@ class TestEvaluateRankings:
         for name in METRICS:
             assert best["metrics"][name]["mean"] == pytest.approx(1.0)
             assert best["metrics"][name]["interval"] == pytest.approx([1.0, 1.0])
-            assert best["list_order"][name]["mean"] == pytest.approx(1.0)
         assert worst["metrics"]["kendall_tau"]["mean"] == pytest.approx(-1.0)
         assert worst["metrics"]["accuracy"]["mean"] == worst["metrics"]["top1_bottom1"]["mean"] == 0.0
 
@@ -436,31 +435,27 @@ class TestEvaluateRankings:
         dataset = rankings()
         scorer = ColorScorer()
         results = evaluate_rankings(scorer, dataset, output_path=tmp_path / "scores.jsonl")
-        expected = {"metrics": [], "list_order": []}
-        scores = []
+        scores, expected = [], []
         for row in dataset:
             scores.append([scorer.one(row["reference"], candidate, "") for candidate in row["candidates"]])
-            expected["metrics"].append(ranking_metrics(scores[-1], row["ranking"]))
-            expected["list_order"].append(list_order_metrics(scores[-1], row["ranking"]))
-        for variant, of_rows in expected.items():
-            assert results[variant].keys() == METRICS
-            for name in METRICS:
-                values = [metrics[name] for metrics in of_rows]
-                assert results[variant][name]["mean"] == pytest.approx(np.mean(values))
-                assert results[variant][name]["interval"] == list(bootstrap_interval(values, dataset["group"]))
+            expected.append(ranking_metrics(scores[-1], row["ranking"]))
+        assert results["metrics"].keys() == METRICS
+        for name in METRICS:
+            values = [metrics[name] for metrics in expected]
+            assert results["metrics"][name]["mean"] == pytest.approx(np.mean(values))
+            assert results["metrics"][name]["interval"] == list(bootstrap_interval(values, dataset["group"]))
         low, high = results["metrics"]["accuracy"]["interval"]
         assert low < results["metrics"]["accuracy"]["mean"] < high
-        assert expected["metrics"] != expected["list_order"]
         assert (results["num_instances"], results["num_groups"], results["num_undefined_correlations"]) == (8, 4, 0)
 
         header, *records = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
         assert header == results["settings"]
         assert header["scorer"] == "color" and header["template"] == "theme" and header["dataset_size"] == 8
+        assert header["protocol"] == "default"
         assert [record["id"] for record in records] == dataset["id"]
         assert [record["scores"] for record in records] == scores
         assert [record["ranking"] for record in records] == dataset["ranking"]
-        assert [record["metrics"] for record in records] == expected["metrics"]
-        assert [record["list_order"] for record in records] == expected["list_order"]
+        assert [record["metrics"] for record in records] == expected
 
     def test_without_groups_each_row_is_drawn_alone(self):
         results = evaluate_rankings(ColorScorer(), rankings().remove_columns(["group", "id", "criteria"]))
@@ -530,7 +525,7 @@ class TestEvaluateRankings:
         assert math.isnan(always["metrics"]["kendall_tau"]["mean"])
         assert all(math.isnan(end) for end in always["metrics"]["spearman_rho"]["interval"])
         assert always["metrics"]["accuracy"] == {"mean": 0.0, "interval": [0.0, 0.0]}
-        assert not math.isnan(always["list_order"]["kendall_tau"]["mean"])
+        assert always["num_ties"] == 8
 
         def for_two_rows(prompt, color):
             return 0.5 if "number 0" in prompt else color[0] / 255
@@ -1212,32 +1207,32 @@ class TestReport:
         assert saved[1]["num_undefined_correlations"] == 8
         assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results.md"]
 
-    def test_the_table_says_which_numbers_are_list_order(self, tmp_path):
+    def test_the_table_has_the_means_with_their_intervals(self, tmp_path):
         results = evaluate_rankings(ColorScorer(), rankings())
         (entry,) = save_report(results, tmp_path)
         ((title, columns, (row,)),) = report_tables([entry])
-        assert title == "Human rankings"
+        assert title == "Human rankings, protocol: default"
         cells = dict(zip(columns, row, strict=True))
-        for column, variant, name in (
-            ("accuracy", "metrics", "accuracy"),
-            ("Kendall tau", "metrics", "kendall_tau"),
-            ("Spearman rho", "metrics", "spearman_rho"),
-            ("T1-B1", "metrics", "top1_bottom1"),
-            ("list-order tau", "list_order", "kendall_tau"),
-            ("list-order rho", "list_order", "spearman_rho"),
+        for column, name in (
+            ("accuracy", "accuracy"),
+            ("Kendall tau", "kendall_tau"),
+            ("Spearman rho", "spearman_rho"),
+            ("T1-B1", "top1_bottom1"),
         ):
-            mean, (low, high) = results[variant][name]["mean"], results[variant][name]["interval"]
+            mean, (low, high) = results["metrics"][name]["mean"], results["metrics"][name]["interval"]
             assert cells.pop(column) == f"{mean:.3f} [{low:.3f}, {high:.3f}]"
         fingerprint = results["settings"]["dataset_fingerprint"]
-        assert cells == {"scorer": "color", "template": "theme", "dataset": fingerprint, "rows": "8"}
+        assert cells == {
+            "scorer": "color",
+            "template": "theme",
+            "dataset": fingerprint,
+            "rows": "8",
+            "rows with ties": "0",
+        }
 
         text = (tmp_path / "results.md").read_text()
         assert "| " + " | ".join(columns) + " |" in text
         assert "| " + " | ".join(row) + " |" in text
-        ours, papers = text.split("## The paper's numbers, for comparison only")
-        assert "| scorer | accuracy | list-order tau | list-order rho | T1-B1 |" in papers
-        assert "| PaCo-Reward-7B | 0.449 | 0.250 | 0.288 | 0.557 |" in papers
-        assert "0.449" not in ours
 
     def test_undefined_numbers_are_not_numbers(self, tmp_path):
         results = evaluate_rankings(QuestionScorer(lambda prompt, color: 0.5), rankings())
@@ -1252,15 +1247,14 @@ class TestReport:
         save_report(evaluate_rankings(ColorScorer(), rankings()), tmp_path)
         results = evaluate_edit_reward(EditScorer(), edits(EDIT_ROWS[:6]))
         tables = report_tables(save_report(results, tmp_path))
-        assert [title for title, _, _ in tables] == ["Human rankings", "EditReward-Bench"]
+        assert [title.partition(",")[0] for title, _, _ in tables] == ["Human rankings", "EditReward-Bench"]
         _, columns, (row,) = tables[1]
         cells = dict(zip(columns, row, strict=True))
         assert cells["prompt following"].startswith("0.750 [")
         assert cells["consistency"].startswith("0.250 [")
         assert cells["consistency, ties count"].startswith("0.500 [")
         assert cells["overall"] == cells["overall, ties count"] == ""
-        text = (tmp_path / "results.md").read_text()
-        assert "| PaCo-Reward-7B | 0.777 | 0.709 | 0.751 |" in text
+        assert cells["rows with ties"] == "1"
 
     def test_names_do_not_break_the_table(self, tmp_path):
         results = evaluate_rankings(ColorScorer(), rankings())

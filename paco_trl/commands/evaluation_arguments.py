@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the steps of `examples/evaluate_generation.py`."""
+"""Arguments of `examples/evaluate_reward.py` and of the steps of `examples/evaluate_generation.py`."""
 
+import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+
+if TYPE_CHECKING:
+    from ..rewards import ServedJudge
+    from ..rewards.paco_reward import PaCoReward
+
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 _BENCHMARK = {"help": "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench)."}
 _DATASET = {
@@ -13,6 +22,79 @@ _SPLIT = {"help": "Split of the dataset."}
 _ALIGNMENT_FILE = {"help": "`prompt_alignment.json` of T2IS-Bench: what each panel should show."}
 _PROTOCOL = {"help": "`default`, or `published` for what the benchmark's own script does."}
 _MISSING = {"help": "What missing pictures are: `error`, or `zero` for a score of 0 each."}
+
+
+@dataclass
+class JudgeArguments:
+    """
+    Where a judge is: in the process, or on a server.
+
+    Args:
+        judge_url (`str`, *optional*):
+            Address of an OpenAI-compatible server that has the judge, for example `http://127.0.0.1:8000/v1`.
+        api_key_variable (`str`, *optional*):
+            Name of the environment variable that holds the key of the server. If `None`, no key is sent.
+        max_concurrency (`int`, *optional*, defaults to `8`):
+            Requests to a server under way at the same time.
+        device (`str`, *optional*):
+            Device to score on. If `None`, an accelerator if there is one, else the CPU.
+        dtype (`str`, *optional*, defaults to `"auto"`):
+            Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, or `auto` for its own.
+        batch_size (`int`, *optional*, defaults to `16`):
+            Questions of a forward pass.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether code that comes with a judge may be run.
+    """
+
+    judge_url: str | None = field(
+        default=None,
+        metadata={
+            "help": "Address of an OpenAI-compatible server that has the judge, for example `http://127.0.0.1:8000/v1`."
+        },
+    )
+    api_key_variable: str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of the environment variable that holds the key of the server. If `None`, no key is sent."
+        },
+    )
+    max_concurrency: int = field(default=8, metadata={"help": "Requests to a server under way at the same time."})
+    device: str | None = field(
+        default=None,
+        metadata={"help": "Device to score on. If `None`, an accelerator if there is one, else the CPU."},
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, or `auto` for its own."},
+    )
+    batch_size: int = field(default=16, metadata={"help": "Questions of a forward pass."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Whether code that comes with a judge may be run."}
+    )
+
+    def __post_init__(self):
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"`--dtype` is {self.dtype!r}, but must be auto or one of {', '.join(DTYPES)}.")
+        if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
+            raise ValueError(f"The environment variable {self.api_key_variable!r} (`--api_key_variable`) is not set.")
+
+
+def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward | ServedJudge":
+    """Make a judge in the process, or at `url` on a server, which is not asked yet whether it is there."""
+    if url is not None:
+        from ..rewards import ServedJudge
+
+        key = None if args.api_key_variable is None else os.environ[args.api_key_variable]
+        return ServedJudge(url, name, api_key=key, max_concurrency=args.max_concurrency)
+    from ..rewards.paco_reward import PaCoReward
+
+    return PaCoReward.from_pretrained(
+        name,
+        device=args.device,
+        dtype=args.dtype,
+        batch_size=args.batch_size,
+        trust_remote_code=args.trust_remote_code,
+    )
 
 
 @dataclass
@@ -116,7 +198,7 @@ class DrawArguments:
 
 
 @dataclass
-class ScoreArguments:
+class ScoreArguments(JudgeArguments):
     """
     Scores of one system: by one judge or several, and by whatever else is named. It can be run again with other ones.
 
@@ -143,8 +225,6 @@ class ScoreArguments:
         judges (`list[str]`, *optional*):
             Judges of consistency, one after the other: Hub ids or folders, or with `judge_url` the names of models on
             the server. With `gedit` one, on a server.
-        judge_url (`str`, *optional*):
-            Address of an OpenAI-compatible server that has the judges, for example `http://127.0.0.1:8000/v1`.
         alignment_model (`str`, *optional*):
             Vision-language model that is asked whether each panel shows its texts: Hub id or folder, or with
             `alignment_url` the name of a model on the server.
@@ -154,18 +234,6 @@ class ScoreArguments:
             Safetensors file of an aesthetic predictor on CLIP embeddings, or Hub id or folder with one.
         clip_model (`str`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
             CLIP of the aesthetic predictor.
-        device (`str`, *optional*):
-            Device to score on. If `None`, an accelerator if there is one, else the CPU.
-        dtype (`str`, *optional*, defaults to `"auto"`):
-            Dtype of the judges: `float32`, `bfloat16`, `float16`, or `auto` for their own.
-        batch_size (`int`, *optional*, defaults to `16`):
-            Questions of a forward pass.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code that comes with a judge may be run.
-        api_key_variable (`str`, *optional*):
-            Name of the environment variable that holds the key of the servers. If `None`, no key is sent.
-        max_concurrency (`int`, *optional*, defaults to `8`):
-            Requests to a server under way at the same time.
         protocol (`str`, *optional*, defaults to `"default"`):
             With `gedit`: `default`, or `published` for the questions of the benchmark's own script. With `t2is` the
             protocol is a matter of the report.
@@ -203,12 +271,6 @@ class ScoreArguments:
             "models on the server. With `gedit` one, on a server."
         },
     )
-    judge_url: str | None = field(
-        default=None,
-        metadata={
-            "help": "Address of an OpenAI-compatible server that has the judges, for example `http://127.0.0.1:8000/v1`."
-        },
-    )
     alignment_model: str | None = field(
         default=None,
         metadata={
@@ -228,25 +290,6 @@ class ScoreArguments:
     clip_model: str = field(
         default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the aesthetic predictor."}
     )
-    device: str | None = field(
-        default=None,
-        metadata={"help": "Device to score on. If `None`, an accelerator if there is one, else the CPU."},
-    )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "Dtype of the judges: `float32`, `bfloat16`, `float16`, or `auto` for their own."},
-    )
-    batch_size: int = field(default=16, metadata={"help": "Questions of a forward pass."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether code that comes with a judge may be run."}
-    )
-    api_key_variable: str | None = field(
-        default=None,
-        metadata={
-            "help": "Name of the environment variable that holds the key of the servers. If `None`, no key is sent."
-        },
-    )
-    max_concurrency: int = field(default=8, metadata={"help": "Requests to a server under way at the same time."})
     protocol: str = field(
         default="default",
         metadata={

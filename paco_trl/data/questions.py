@@ -141,6 +141,22 @@ def t2is_bench_question(criterion: str) -> str:
     return f"Do images meet the following criteria? {_filled('criterion', criterion)} Please answer Yes or No."
 
 
+def edit_reward_bench_following_question(instruction: str) -> str:
+    """Ask whether an edit follows its instruction, in the words of the published evaluation on EditReward-Bench."""
+    return (
+        f"Given two images after an edit with instruction '{_filled('instruction', instruction)}', is the edit following "
+        "the instruction well? Answer 'Yes' or 'No' only."
+    )
+
+
+def edit_reward_bench_consistency_question(instruction: str) -> str:
+    """Ask whether an edit is consistent with its source, in the words of the published evaluation on EditReward-Bench."""
+    return (
+        f"Given two images after an edit with instruction '{_filled('instruction', instruction)}', do they maintain "
+        "consistency in terms of style, logic and identity? Answer 'Yes' or 'No' only."
+    )
+
+
 def shows_question(text: str) -> str:
     """
     Ask whether an image shows what a text says.

@@ -39,6 +39,8 @@ class ClipIScorer(ClipEmbedder):
     ```
     """
 
+    reads_questions = False
+
     def __init__(
         self,
         model: str | Path = "openai/clip-vit-large-patch14",
@@ -98,6 +100,8 @@ class DreamSimScorer:
         ImportError: If no model is given and `dreamsim` is not installed.
         ValueError: If only one of `model` and `preprocess` is given, or none and code from elsewhere is not trusted.
     """
+
+    reads_questions = False
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EditReward-Bench (https://arxiv.org/abs/2509.23909): does a judge prefer the edit that people prefer?"""
+"""EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909): does a judge prefer the edit that people prefer?"""
 
 import math
 from pathlib import Path
@@ -12,7 +12,12 @@ from scipy.sparse.csgraph import connected_components
 from tqdm.auto import tqdm
 
 from ..data.pairs import check_image_list, check_is_dataset, list_lengths
-from ..data.questions import edit_consistency_question, edit_following_question
+from ..data.questions import (
+    edit_consistency_question,
+    edit_following_question,
+    edit_reward_bench_consistency_question,
+    edit_reward_bench_following_question,
+)
 from .runs import (
     ResultFile,
     RowImages,
@@ -35,7 +40,16 @@ QUESTIONS_OF = {
     "consistency": ("consistency",),
     "overall": ("prompt_following", "consistency"),
 }
-QUESTIONS = {"prompt_following": edit_following_question, "consistency": edit_consistency_question}
+QUESTIONS = {
+    "default": {"prompt_following": edit_following_question, "consistency": edit_consistency_question},
+    "published": {
+        "prompt_following": edit_reward_bench_following_question,
+        "consistency": edit_reward_bench_consistency_question,
+    },
+}
+# Tokens of each answer in the published script
+PUBLISHED_YES = ("yes", "Yes", "YES", "y", "Y")
+PUBLISHED_NO = ("no", "No", "NO", "n", "N")
 TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
 IMAGE_COLUMNS = ("input_image", "output_images")
 
@@ -70,19 +84,31 @@ def evaluate_edit_reward(
     output_path: str | Path | None = None,
     batch_size: int = 16,
     skip_broken: bool = False,
+    protocol: str = "default",
 ) -> dict[str, Any]:
     """
     Let a scorer compare pairs of edits, and count how often it prefers the one that people prefer.
 
+    The benchmark is EditScore's. TIGER-Lab has another one of the same name.
+
     The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
-    edited image); that of the dimension `overall` is [`overall_score`] of both. As in the published evaluation, the
-    edited image is resized to the size of the input image first. Both are RGB with transparency on white, the pixels
-    that a judge is trained on. The questions are those that the published judge was
-    trained on; the published evaluation script asks shorter ones, for an answer of one word.
+    edited image); that of the dimension `overall` is [`overall_score`] of both. The edited image is resized to the size
+    of the input image first. Both are RGB with transparency on white, and the questions are those that the judge is asked
+    as a reward.
+
+    The paper's figures were measured by the published script. `protocol="published"` does the same:
+
+    - Its own two questions, which ask for an answer of one word, with `<img1>: ` and `<img2>: ` in front of the images.
+    - P(Yes) is summed over yes, Yes, YES, y and Y, P(No) over no, No, NO, n and N, each if it is among the 20 likeliest
+      tokens. The score is 0 if none of them is.
+    - Transparency is dropped, not put on white.
+
+    The script also counts the one token that it samples at random when it is not among the 20. That is not repeated.
+    Only such results compare with those tables of [`published_tables`]`("EditReward-Bench")` that have this protocol.
 
     The run can be stopped at any time: with `output_path`, what is finished is in that file, and the same call goes on
-    from there. A file of another scorer or dataset is refused. A scorer is known by its name: delete the file when the
-    weights behind the name have changed.
+    from there. A file of another scorer, protocol or dataset is refused. A scorer is known by its name: delete the file
+    when the weights behind the name have changed.
 
     Args:
         scorer (`Any`):
@@ -98,24 +124,29 @@ def evaluate_edit_reward(
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave rows with an image that cannot be read out, with one warning that lists them, instead of raising an
             error. All images are opened once more to find them.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"default"`, or `"published"` for that of the published script. The latter needs a scorer with
+            `top_logprobs` ([`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`]), or one that reads no questions.
 
     Returns:
         `dict[str, Any]`:
-            - `settings`: benchmark, scorer, size and fingerprint of the dataset.
+            - `settings`: benchmark, protocol, scorer, size and fingerprint of the dataset.
             - `num_instances`: number of rows that are evaluated.
             - `skipped`: a sentence for each broken row that is left out.
             - `num_keys`: number of distinct edited images.
             - `num_groups`: number of groups that the intervals are drawn from: rows that share an image, directly or
               over other rows, are one group.
-            - `dimensions`: for each dimension in the dataset `strict` and `geq`, `num_rows` and `task_types`. `strict`
-              is the accuracy, the share of rows whose preferred image scores higher, averaged over the task types as
-              the published evaluation does; with `geq` a tie counts as well. Both have a `mean` and the `interval` of
-              it. `task_types` has `strict`, `geq` and `num_rows` of each task type.
+            - `num_unanswered`: number of questions whose score is 0 because no answer was among the 20 likeliest tokens.
+            - `dimensions`: for each dimension in the dataset `strict` and `geq`, `num_rows`, `num_ties` (rows whose two
+              images have the same score) and `task_types`. `strict` is the accuracy, the share of rows whose preferred
+              image scores higher, averaged over the task types as the published evaluation does; with `geq` a tie counts
+              as well. Both have a `mean` and the `interval` of it. `task_types` has `strict`, `geq` and `num_rows` of each task type.
 
     Raises:
-        TypeError: If `scorer` has no `score` or no `name`.
-        ValueError: If the dataset is not of this form, an image cannot be read (the error names the row), the file is
-            of another run, or the scorer gives no finite score for a pair, or a negative one where `overall` needs it.
+        TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
+        ValueError: If `protocol` is unknown, the dataset is not of this form, an image cannot be read (the error names
+            the row), the file is of another run, or the scorer gives no finite score for a pair, or a negative one where
+            `overall` needs it.
 
     Example:
 
@@ -132,7 +163,7 @@ def evaluate_edit_reward(
     """
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
-    check_scorer(scorer)
+    check_scorer(scorer, protocol)
     _check_rows(dataset)
     dataset = dataset.with_format(None)  # plain Python values
     numbers, skipped = rows_in_order(dataset, {}, IMAGE_COLUMNS, skip_broken)
@@ -142,19 +173,22 @@ def evaluate_edit_reward(
     work = _work(rows)
     settings = {
         "benchmark": "edit_reward",
+        "protocol": protocol,
         "scorer": scorer.name,
         "dataset_size": len(dataset),
         "dataset_fingerprint": dataset_fingerprint(dataset, TEXT_COLUMNS, IMAGE_COLUMNS),
     }
     file = ResultFile(output_path, settings, key="key")
-    images = RowImages(dataset, IMAGE_COLUMNS)
+    images = RowImages(dataset, IMAGE_COLUMNS, protocol)
 
     sizes = [sum(len(questions) for questions in keys.values()) for _, keys in work]
     total = sum(len(keys) for _, keys in work)
     progress = tqdm(total=total, initial=len(file.records), desc=f"EditReward-Bench, {scorer.name}", unit="image")
     with progress:
         for batch in batches(sizes, batch_size):
-            records = _score_keys(scorer, images, rows, [work[number] for number in batch], set(file.records))
+            records = _score_keys(
+                scorer, images, rows, [work[number] for number in batch], set(file.records), protocol
+            )
             if records:
                 file.append(records)
                 progress.update(len(records))
@@ -172,6 +206,7 @@ def evaluate_edit_reward(
         "skipped": skipped,
         "num_keys": len(scores),
         "num_groups": len(set(groups)),
+        "num_unanswered": sum(record["unanswered"] for record in file.records.values()),
         "dimensions": dimensions,
     }
 
@@ -223,11 +258,11 @@ def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
             first_row.setdefault(key, index)
     work: dict[int, dict[str, list[str]]] = {}
     for key, index in first_row.items():
-        work.setdefault(index, {})[key] = [question for question in QUESTIONS if question in needed[key]]
+        work.setdefault(index, {})[key] = [question for question in QUESTIONS["default"] if question in needed[key]]
     return list(work.items())
 
 
-def _score_keys(scorer, images: RowImages, rows, work, finished: set[str]) -> list[dict[str, Any]]:
+def _score_keys(scorer, images: RowImages, rows, work, finished: set[str], protocol: str) -> list[dict[str, Any]]:
     pairs, asked, names = [], [], []
     for index, keys in work:
         keys = {key: questions for key, questions in keys.items() if key not in finished}
@@ -240,13 +275,16 @@ def _score_keys(scorer, images: RowImages, rows, work, finished: set[str]) -> li
             second = output.resize(first.size)
             for question in keys[key]:
                 pairs.append((first, second))
-                asked.append(QUESTIONS[question](rows[index]["instruction"]))
+                asked.append(QUESTIONS[protocol][question](rows[index]["instruction"]))
                 names.append((key, question))
     if not pairs:
         return []
     records: dict[str, dict[str, Any]] = {}
-    for (key, question), score in zip(names, score_pairs(scorer, pairs, asked), strict=True):
-        records.setdefault(key, {"key": key, "scores": {}})["scores"][question] = score
+    scores, unanswered = score_pairs(scorer, pairs, asked, protocol, PUBLISHED_YES, PUBLISHED_NO)
+    for (key, question), score, is_none in zip(names, scores, unanswered, strict=True):
+        record = records.setdefault(key, {"key": key, "scores": {}, "unanswered": 0})
+        record["scores"][question] = score
+        record["unanswered"] += is_none
     return list(records.values())
 
 
@@ -272,6 +310,7 @@ def _accuracies(dimension, rows, scores, groups, of_dimension: list[int]) -> dic
         "strict": mean_and_interval(strict, groups, strata=task_types),
         "geq": mean_and_interval(geq, groups, strata=task_types),
         "num_rows": len(of_dimension),
+        "num_ties": int(sum(geq) - sum(strict)),
         "task_types": {
             name: {
                 "strict": fmean(strict[place] for place in places[name]),

@@ -68,17 +68,29 @@ def questions_of_row(row: Mapping[str, Any], template: str) -> list[list[str]]:
 def evaluate_rankings(
     scorer: Any,
     dataset: "Dataset",
-    template: str = "theme",
+    template: str | None = None,
     output_path: str | Path | None = None,
     batch_size: int = 16,
     skip_broken: bool = False,
+    protocol: str = "default",
 ) -> dict[str, Any]:
     """
     Let a scorer order the candidates of each row by their consistency with the reference, and compare with people.
 
     The run can be stopped at any time: with `output_path`, what is finished is in that file, and the same call goes on
-    from there. A file of another scorer, template or dataset is refused. A scorer is known by its name: delete the
-    file when the weights behind the name have changed.
+    from there. A file of another scorer, protocol, template or dataset is refused. A scorer is known by its name: delete
+    the file when the weights behind the name have changed.
+
+    The paper's figures were measured by the published script, which differs from the default here in what the judge sees
+    and in what is computed. `protocol="published"` does the same:
+
+    - The question is that of `template="plain"`, with `<img1>: ` and `<img2>: ` in front of the images.
+    - A score counts an answer only if it is among the 20 likeliest tokens, and is 0 if neither is.
+    - tau and rho are [`list_order_metrics`]; equal scores are ordered by index, the later candidate first. (numpy's sort,
+      which the script uses, promises no order of them.)
+    - Transparency is dropped, not put on white.
+
+    Only such results compare with [`published_tables`]`("ConsistencyRank")`.
 
     Args:
         scorer (`Any`):
@@ -89,8 +101,8 @@ def evaluate_rankings(
             Rankings: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best
             first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent, such as those
             of one prompt) and `id`.
-        template (`str`, *optional*, defaults to `"theme"`):
-            What the scorer is asked about each pair:
+        template (`str`, *optional*):
+            What the scorer is asked about each pair. If `None`, `"theme"`, or with `protocol="published"` `"plain"`.
 
             - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt, or
               another prompt as a whole. The question of the published judge.
@@ -105,24 +117,29 @@ def evaluate_rankings(
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave broken rows out, with one warning that lists them, instead of raising an error: rows that are no
             valid ranking, and rows with an image that cannot be read. All images are opened once more to find them.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"default"`, or `"published"` for that of the published script. The latter needs a scorer with
+            `top_logprobs` ([`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`]), or one that reads no questions.
 
     Returns:
         `dict[str, Any]`:
-            - `settings`: benchmark, scorer, template, size and fingerprint of the dataset.
+            - `settings`: benchmark, protocol, scorer, template, size and fingerprint of the dataset.
             - `num_instances`: number of rows that are evaluated.
             - `skipped`: a sentence for each broken row that is left out.
             - `num_groups`: number of groups that the intervals are drawn from.
             - `num_undefined_correlations`: number of rows in which all scores are equal. Their tau and rho do not
               exist and are not part of the means.
-            - `metrics`: for each metric of [`ranking_metrics`] its `mean` over the rows and the `interval` of the
-              mean, from [`bootstrap_interval`] over the groups.
-            - `list_order`: the same for [`list_order_metrics`], with which the table of the paper was made.
+            - `num_ties`: number of rows in which two candidates have the same score.
+            - `num_unanswered`: number of pairs whose score is 0 because no answer was among the 20 likeliest tokens.
+            - `metrics`: for each metric of [`ranking_metrics`], or with `protocol="published"` of
+              [`list_order_metrics`], its `mean` over the rows and the `interval` of the mean, from
+              [`bootstrap_interval`] over the groups.
 
     Raises:
-        TypeError: If `scorer` has no `score` or no `name`.
-        ValueError: If `template` is unknown or asks for criteria that are not there, the dataset has no such columns,
-            a row is broken (the error names it), the file is of another run, or the scorer gives no finite score for a
-            pair.
+        TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
+        ValueError: If `protocol` or `template` is unknown, the protocol has another template, criteria are asked for that
+            are not there, the dataset has no such columns, a row is broken (the error names it), the file is of another
+            run, or the scorer gives no finite score for a pair.
 
     Example:
 
@@ -137,11 +154,18 @@ def evaluate_rankings(
     >>> results["metrics"]["accuracy"]["mean"]
     ```
     """
+    check_scorer(scorer, protocol)
+    if template is None:
+        template = "plain" if protocol == "published" else "theme"
     if template not in TEMPLATES:
         raise ValueError(f"`template` is {template!r}, but must be one of {', '.join(TEMPLATES)}.")
+    if protocol == "published" and template != "plain":
+        raise ValueError(
+            f"`template` is {template!r}, but the published protocol asks the question of 'plain'. Leave `template` out, "
+            'or use `protocol="default"`.'
+        )
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
-    check_scorer(scorer)
     check_ranking_types(dataset, "dataset")
     dataset = dataset.with_format(None)  # plain Python values
     broken = find_broken_rankings(dataset, "dataset")
@@ -157,13 +181,14 @@ def evaluate_rankings(
     questions = [questions_of_row(row, template) for row in rows]
     settings = {
         "benchmark": "rankings",
+        "protocol": protocol,
         "scorer": scorer.name,
         "template": template,
         "dataset_size": len(dataset),
         "dataset_fingerprint": dataset_fingerprint(dataset, text_columns, IMAGE_COLUMNS),
     }
     file = ResultFile(output_path, settings, key="index")
-    images = RowImages(dataset, IMAGE_COLUMNS)
+    images = RowImages(dataset, IMAGE_COLUMNS, protocol)
 
     pairs_per_row = [
         len(row["ranking"]) * sum(len(asked) for asked in of_row) for row, of_row in zip(rows, questions, strict=True)
@@ -175,7 +200,7 @@ def evaluate_rankings(
             batch = [index for index in batch if index not in file.records]
             if not batch:
                 continue
-            file.append(_score_rows(scorer, images, rows, questions, batch))
+            file.append(_score_rows(scorer, images, rows, questions, batch, protocol))
             progress.update(len(batch))
 
     records = [file.records[index] for index in range(len(rows))]
@@ -186,12 +211,13 @@ def evaluate_rankings(
         "skipped": skipped,
         "num_groups": len(set(groups)) if groups is not None else len(rows),
         "num_undefined_correlations": sum(record["metrics"]["kendall_tau"] is None for record in records),
+        "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
+        "num_unanswered": sum(record["unanswered"] for record in records),
         "metrics": _summary([record["metrics"] for record in records], groups),
-        "list_order": _summary([record["list_order"] for record in records], groups),
     }
 
 
-def _score_rows(scorer, images: RowImages, rows, questions, batch: list[int]) -> list[dict[str, Any]]:
+def _score_rows(scorer, images: RowImages, rows, questions, batch: list[int], protocol: str) -> list[dict[str, Any]]:
     pairs, asked = [], []
     for index in batch:
         reference, *candidates = images[index]
@@ -199,20 +225,23 @@ def _score_rows(scorer, images: RowImages, rows, questions, batch: list[int]) ->
             for question in (question for part in questions[index] for question in part):
                 pairs.append((reference, candidate))
                 asked.append(question)
-    scores = iter(score_pairs(scorer, pairs, asked))
+    scores, unanswered = score_pairs(scorer, pairs, asked, protocol)
+    answers = zip(scores, unanswered, strict=True)
 
+    metrics = list_order_metrics if protocol == "published" else ranking_metrics
     records = []
     for index in batch:
         ranking = rows[index]["ranking"]
-        of_row = [fmean(fmean(next(scores) for _ in part) for part in questions[index]) for _ in ranking]
+        of_candidates = [[[next(answers) for _ in part] for part in questions[index]] for _ in ranking]
+        of_row = [fmean(fmean(score for score, _ in part) for part in parts) for parts in of_candidates]
         records.append(
             {
                 "index": index,
                 "id": rows[index]["id"],
                 "scores": of_row,
                 "ranking": ranking,
-                "metrics": _without_nan(ranking_metrics(of_row, ranking)),
-                "list_order": _without_nan(list_order_metrics(of_row, ranking)),
+                "unanswered": sum(is_none for parts in of_candidates for part in parts for _, is_none in part),
+                "metrics": _without_nan(metrics(of_row, ranking)),
             }
         )
     return records

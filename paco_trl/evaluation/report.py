@@ -9,35 +9,56 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .published import published_tables, published_text
+from .runs import PROTOCOLS
+
 
 PACKAGES = ("paco_trl", "torch", "transformers", "datasets", "scipy", "numpy", "pillow")
 
-# ConsistencyRank, PaCo-RL (https://huggingface.co/papers/2512.04784): accuracy, tau, rho, T1-B1
-PAPER_RANKINGS = {
-    "CLIP-I": (0.394, 0.178, 0.206, 0.475),
-    "DreamSim": (0.403, 0.184, 0.214, 0.493),
-    "InternVL3.5-8B": (0.359, 0.149, 0.176, 0.420),
-    "Qwen2.5-VL-7B": (0.344, 0.118, 0.138, 0.401),
-    "PaCo-Reward-7B-Fast": (0.441, 0.240, 0.278, 0.544),
-    "PaCo-Reward-7B": (0.449, 0.250, 0.288, 0.557),
+RANKING_COLUMNS = {
+    "default": ("accuracy", "Kendall tau", "Spearman rho", "T1-B1"),
+    "published": ("accuracy", "list-order tau", "list-order rho", "T1-B1"),
 }
-# EditReward-Bench, same paper: prompt following, consistency, overall
-PAPER_EDIT_REWARD = {
-    "GPT-4.1": (0.673, 0.602, 0.705),
-    "GPT-5": (0.777, 0.669, 0.755),
-    "EditScore-72B": (0.635, 0.586, 0.703),
-    "PaCo-Reward-7B-Fast": (0.748, 0.697, 0.728),
-    "PaCo-Reward-7B": (0.777, 0.709, 0.751),
-}
-
-RANKING_COLUMNS = ("accuracy", "Kendall tau", "Spearman rho", "T1-B1")
-LIST_ORDER_COLUMNS = ("list-order tau", "list-order rho")
 DIMENSIONS = ("prompt_following", "consistency", "overall")
+_TITLES = {"rankings": "Human rankings", "edit_reward": "EditReward-Bench"}
+# What the tables of a benchmark are called in `published_tables`
+_PUBLISHED_NAMES = {"rankings": "ConsistencyRank", "edit_reward": "EditReward-Bench"}
+
+
+_TIES = (
+    "Rows with ties: those in which two candidates, or both edited images, have the same score. A served judge lists the "
+    "20 likeliest tokens, as the published protocol does in the process too: where No is not among them the score is "
+    "exactly 1, so that candidates of which a judge is very sure tie."
+)
+_NOTES = {
+    "rankings": "In brackets: 95 % bootstrap interval of the mean, over groups of rows that belong together.",
+    ("rankings", "default"): (
+        "tau, rho and accuracy compare the ranks of the items. A row in which all scores are equal has no tau and no rho "
+        "and is not part of their means. Nothing here compares with the paper's figures: their protocol is `published`."
+    ),
+    ("rankings", "published"): (
+        "As the published script does it. tau and rho correlate the order lists instead of the ranks of the items, which "
+        "is another number for about half of all pairs of orders and has the other sign for about a quarter. Equal scores "
+        "are ordered by index, the later candidate first."
+    ),
+    "edit_reward": (
+        "EditScore's benchmark, not TIGER-Lab's of the same name. Accuracy: the share of rows whose preferred image scores "
+        "higher, averaged over the task types; in the last columns a tie counts as well. In brackets: 95 % bootstrap "
+        "interval, over groups of rows that share an image."
+    ),
+    ("edit_reward", "default"): (
+        "The questions are those that the judge is asked as a reward. Nothing here compares with the paper's figures: their "
+        "protocol is `published`."
+    ),
+    ("edit_reward", "published"): (
+        "As the published script does it: its own questions, and P(Yes) summed over yes, Yes, YES, y and Y, P(No) alike."
+    ),
+}
 
 
 def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
     """
-    Lay results out as tables: one for the rankings, one for EditReward-Bench, if there are such results.
+    Lay results out as tables: one for each benchmark and protocol of which there are results.
 
     Args:
         entries (`list[dict[str, Any]]`):
@@ -46,25 +67,35 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
     Returns:
         `list[tuple[str, list[str], list[list[str]]]]`: title, names of the columns and rows of each table.
     """
-    tables = []
-    rankings = [entry for entry in entries if entry["settings"]["benchmark"] == "rankings"]
-    if rankings:
-        columns = ["scorer", "template", "dataset", "rows", *RANKING_COLUMNS, *LIST_ORDER_COLUMNS]
-        tables.append(("Human rankings", columns, [_ranking_row(entry) for entry in rankings]))
-    edits = [entry for entry in entries if entry["settings"]["benchmark"] == "edit_reward"]
-    if edits:
-        columns = ["scorer", "dataset", "rows", *(name.replace("_", " ") for name in DIMENSIONS)]
-        columns += [f"{name.replace('_', ' ')}, ties count" for name in DIMENSIONS]
-        tables.append(("EditReward-Bench", columns, [_edit_row(entry) for entry in edits]))
-    return tables
+    return [
+        _table(benchmark, protocol, of_both)
+        for benchmark in _TITLES
+        for protocol in PROTOCOLS
+        if (of_both := _entries_of(entries, benchmark, protocol))
+    ]
+
+
+def _entries_of(entries: list[dict[str, Any]], benchmark: str, protocol: str) -> list[dict[str, Any]]:
+    wanted = (benchmark, protocol)
+    return [entry for entry in entries if (entry["settings"]["benchmark"], entry["settings"]["protocol"]) == wanted]
+
+
+def _table(benchmark: str, protocol: str, entries: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
+    title = f"{_TITLES[benchmark]}, protocol: {protocol}"
+    if benchmark == "rankings":
+        columns = ["scorer", "template", "dataset", "rows", "rows with ties", *RANKING_COLUMNS[protocol]]
+        return title, columns, [_ranking_row(entry) for entry in entries]
+    columns = ["scorer", "dataset", "rows", "rows with ties", *(name.replace("_", " ") for name in DIMENSIONS)]
+    columns += [f"{name.replace('_', ' ')}, ties count" for name in DIMENSIONS]
+    return title, columns, [_edit_row(entry) for entry in entries]
 
 
 def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, Any]]:
     """
     Write results to `results.json` and, as tables, to `results.md`.
 
-    Results that are already in the folder stay, except those of the same scorer, template and dataset, which are
-    replaced: run several scorers into one folder to compare them. `results.json` has the numbers, the settings and the
+    Results that are already in the folder stay, except those of the same scorer, protocol, template and dataset, which
+    are replaced: run several scorers into one folder to compare them. `results.json` has the numbers, the settings and the
     versions of the packages that made them; NaN is `null` there.
 
     Args:
@@ -97,14 +128,14 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
 
 def _identity(entry: dict[str, Any]) -> tuple:
     settings = entry["settings"]
-    return tuple(settings.get(name) for name in ("benchmark", "scorer", "template", "dataset_fingerprint"))
+    return tuple(settings.get(name) for name in ("benchmark", "protocol", "scorer", "template", "dataset_fingerprint"))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         for entry in entries:
-            entry["settings"]["benchmark"]  # noqa: B018
+            entry["settings"]["benchmark"], entry["settings"]["protocol"]  # noqa: B018
     except (json.JSONDecodeError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} exists and is no report of an evaluation. Give another folder, or move the file away."
@@ -155,15 +186,15 @@ def _dataset(entry: dict[str, Any]) -> str:
 
 
 def _ranking_row(entry: dict[str, Any]) -> list[str]:
-    settings, metrics, list_order = entry["settings"], entry["metrics"], entry["list_order"]
+    settings, metrics = entry["settings"], entry["metrics"]
     undefined = entry["num_undefined_correlations"]
     return [
         settings["scorer"],
         settings["template"],
         _dataset(entry),
         str(entry["num_instances"]) + (f" ({undefined} without tau and rho)" if undefined else ""),
+        _ties(entry, entry["num_ties"]),
         *(_cell(metrics[name]) for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")),
-        *(_cell(list_order[name]) for name in ("kendall_tau", "spearman_rho")),
     ]
 
 
@@ -174,7 +205,14 @@ def _edit_row(entry: dict[str, Any]) -> list[str]:
         for variant in ("strict", "geq")
         for name in DIMENSIONS
     ]
-    return [entry["settings"]["scorer"], _dataset(entry), str(entry["num_instances"]), *cells]
+    num_ties = sum(dimension["num_ties"] for dimension in dimensions.values())
+    ties = _ties(entry, num_ties)
+    return [entry["settings"]["scorer"], _dataset(entry), str(entry["num_instances"]), ties, *cells]
+
+
+def _ties(entry: dict[str, Any], num_ties: int) -> str:
+    unanswered = entry["num_unanswered"]
+    return str(num_ties) + (f" ({unanswered} questions without an answer)" if unanswered else "")
 
 
 def _markdown_table(columns: list[str], rows: list[list[str]]) -> str:
@@ -186,36 +224,21 @@ def _markdown_table(columns: list[str], rows: list[list[str]]) -> str:
 
 def _markdown(entries: list[dict[str, Any]]) -> str:
     parts = []
-    for title, columns, rows in report_tables(entries):
-        parts += [f"# {title}", _markdown_table(columns, rows)]
-        if title == "Human rankings":
-            parts += [
-                "In brackets: 95 % bootstrap interval of the mean, over groups of rows that belong together. tau, rho "
-                "and accuracy compare the ranks of the items. A row in which all scores are equal has no tau and no "
-                "rho and is not part of their means.",
-                "The list-order columns are the published evaluation's variant. They correlate the order lists "
-                "instead of the ranks, which is another number for about half of all pairs of orders and has the "
-                "other sign for about a quarter. Compare them with the paper's numbers, and with nothing else.",
-                "## The paper's numbers, for comparison only",
-                "ConsistencyRank, as printed in the paper (arXiv 2512.04784). Its tau and rho are **list-order** tau "
-                "and rho: do not compare them with the columns `Kendall tau` and `Spearman rho` above. The default "
-                "question of the published script is that of the template `plain`.",
-                _markdown_table(
-                    ["scorer", "accuracy", *LIST_ORDER_COLUMNS, "T1-B1"],
-                    [[name, *(f"{value:.3f}" for value in values)] for name, values in PAPER_RANKINGS.items()],
-                ),
-            ]
-        else:
-            parts += [
-                "Accuracy: the share of rows whose preferred image scores higher, averaged over the task types; in "
-                "the last columns a tie counts as well. In brackets: 95 % bootstrap interval, over groups of rows "
-                "that share an image.",
-                "## The paper's numbers, for comparison only",
-                "EditReward-Bench, as printed in the paper (arXiv 2512.04784). The published script asks the judge "
-                "shorter questions than those used here, which are the ones it was trained on.",
-                _markdown_table(
-                    ["scorer", *(name.replace("_", " ") for name in DIMENSIONS)],
-                    [[name, *(f"{value:.3f}" for value in values)] for name, values in PAPER_EDIT_REWARD.items()],
-                ),
-            ]
+    for benchmark, title in _TITLES.items():
+        for protocol in PROTOCOLS:
+            of_both = _entries_of(entries, benchmark, protocol)
+            if of_both:
+                title, columns, rows = _table(benchmark, protocol, of_both)
+                parts += [f"# {title}", _markdown_table(columns, rows), _NOTES[benchmark], _NOTES[benchmark, protocol]]
+                parts += [_TIES, *(_published(benchmark) if protocol == "published" else [])]
     return "\n\n".join(parts) + "\n"
+
+
+def _published(benchmark: str) -> list[str]:
+    """Write the figures of the paper that were measured by the published protocol."""
+    parts = ["## Published figures, not measured here"]
+    for table in published_tables(_PUBLISHED_NAMES[benchmark]):
+        if table.protocol == "published":
+            rows = [list(map(published_text, row)) for row in table.rows]
+            parts += [_markdown_table(list(table.columns), rows), f"Source: {table.source}. {' '.join(table.remarks)}"]
+    return parts

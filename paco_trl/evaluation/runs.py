@@ -4,7 +4,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from ..data.dataset_files import settle_broken
+from ..rewards.decision import yes_probability
 from ..utils.images import open_image, to_rgb
 from .bootstrap import bootstrap_interval
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 
 PROTOCOLS = ("default", "published")
+# Text that the published scripts put in front of the two images
+PUBLISHED_LABELS = ("<img1>: ", "<img2>: ")
 
 
 def check_protocol(protocol: str) -> None:
@@ -41,11 +44,14 @@ class RowImages:
             The dataset.
         columns (`Sequence[str]`):
             Columns of images, or of lists of images.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            With `"published"`, Pillow's own conversion to RGB takes the place of [`to_rgb`]: it drops transparency.
     """
 
-    def __init__(self, dataset: "Dataset", columns: Sequence[str]):
+    def __init__(self, dataset: "Dataset", columns: Sequence[str], protocol: str = "default"):
         self.dataset = dataset.select_columns(list(columns)).with_format("arrow")
         self.columns = columns
+        self.convert = _without_alpha if protocol == "published" else to_rgb
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -72,18 +78,24 @@ class RowImages:
                 places = [(f"{column}[{place}]", image) for place, image in enumerate(row[column])]
             else:
                 places = [(column, row[column])]
-            images += [_open_stored(image, f"`{name}` of row {index}") for name, image in places]
+            images += [_open_stored(image, f"`{name}` of row {index}", self.convert) for name, image in places]
         return images
 
 
-def _open_stored(stored: dict[str, Any] | None, where: str) -> Image.Image:
+def _without_alpha(image: Image.Image, where: str) -> Image.Image:
+    image = image.convert("RGB")
+    image.info.pop("transparency", None)  # a colour that `to_rgb` would still put on white
+    return image
+
+
+def _open_stored(stored: dict[str, Any] | None, where: str, convert: Callable) -> Image.Image:
     if stored is None:
         raise ValueError(f"{where} is missing (None).")
     file = f"({stored['path']})" if stored["path"] else "(embedded)"
     try:
         image = open_image(stored["bytes"] if stored["bytes"] is not None else stored["path"])
         image.load()  # also closes the file; a file that ends too early is found here
-        return to_rgb(image, "the image")
+        return convert(image, "the image")
     except Exception as error:  # Pillow raises half a dozen kinds, requests its own
         raise ValueError(f"{where} {file} cannot be read: {type(error).__name__}: {error}.") from error
 
@@ -219,55 +231,59 @@ def _json_line(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def check_scorer(scorer: Any) -> None:
-    """
-    Refuse what is not a scorer, before anything is loaded.
-
-    Args:
-        scorer (`Any`):
-            Object with `score(images, prompts)` and `name`.
-
-    Raises:
-        TypeError: If it has no `score` or no `name`.
-    """
+def check_scorer(scorer: Any, protocol: str = "default") -> None:
+    """Refuse what is no scorer, or cannot follow the protocol, before anything is loaded."""
+    check_protocol(protocol)
     if not callable(getattr(scorer, "score", None)) or not isinstance(getattr(scorer, "name", None), str):
         raise TypeError(
             f"`scorer` is a {type(scorer).__name__}, but must have a method `score(images, prompts)` and a `name` "
             "(str). Pass a `PaCoReward`, a `ClipIScorer`, or an object with the two."
         )
+    if protocol == "published" and _reads_questions(scorer) and not callable(getattr(scorer, "top_logprobs", None)):
+        raise TypeError(
+            f"`scorer` is a {type(scorer).__name__}, which has no `top_logprobs`: the published protocol puts text in "
+            "front of each image and reads the likeliest tokens. Pass a `PaCoReward` or a `ServedJudge`, or use "
+            '`protocol="default"`.'
+        )
 
 
-def score_pairs(scorer: Any, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> list[float]:
+def _reads_questions(scorer: Any) -> bool:
+    return getattr(scorer, "reads_questions", True)
+
+
+def score_pairs(
+    scorer: Any,
+    pairs: list[tuple[Image.Image, Image.Image]],
+    questions: list[str],
+    protocol: str,
+    yes: Sequence[str] = ("Yes",),
+    no: Sequence[str] = ("No",),
+) -> tuple[list[float], list[bool]]:
     """
-    Call a scorer, and check what it gives.
+    Give a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer.
 
-    Args:
-        scorer (`Any`):
-            Object with `score(images, prompts)` and `name`.
-        pairs (`list[tuple[PIL.Image.Image, PIL.Image.Image]]`):
-            Pairs of images.
-        questions (`list[str]`):
-            One question per pair.
-
-    Returns:
-        `list[float]`: one finite score per pair.
-
-    Raises:
-        ValueError: If there is another number of scores than pairs, or a score is missing (`None`, NaN) or infinite.
+    `yes` and `no` are the tokens that count by the published protocol.
     """
-    scores = list(scorer.score(pairs, questions))
-    if len(scores) != len(pairs):
+    by_tokens = protocol == "published" and _reads_questions(scorer)
+    if by_tokens:
+        answers = list(scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS))
+    else:
+        answers = list(scorer.score(pairs, questions))
+    if len(answers) != len(pairs):
         raise ValueError(
-            f"The scorer {scorer.name!r} gave {len(scores)} scores for {len(pairs)} pairs. `score` must give one per "
+            f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs. `score` must give one per "
             "pair."
         )
-    for score, question in zip(scores, questions, strict=True):
-        if score is None or not math.isfinite(score):
+    for answer, question in zip(answers, questions, strict=True):
+        if answer is None or (not by_tokens and not math.isfinite(answer)):
             raise ValueError(
-                f"The scorer {scorer.name!r} gave {score} for a pair with the question {question!r}. An evaluation "
+                f"The scorer {scorer.name!r} gave {answer} for a pair with the question {question!r}. An evaluation "
                 "has no place for a missing score: correct the scorer and run again; what is finished is kept."
             )
-    return [float(score) for score in scores]
+    if not by_tokens:
+        return [float(answer) for answer in answers], [False] * len(pairs)
+    scores = [yes_probability(tokens, yes, no) for tokens in answers]
+    return [0.0 if score is None else score for score in scores], [score is None for score in scores]
 
 
 def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_columns: Sequence[str]) -> str:

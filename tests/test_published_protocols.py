@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`protocol="published"` of ConsistencyRank and EditReward-Bench, against what the published scripts send and compute."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as PILImage
+from qwen_vl_utils import process_vision_info
+from scipy.stats import kendalltau, spearmanr
+
+from paco_trl import PaCoReward
+from paco_trl.evaluation import evaluate_edit_reward, evaluate_rankings, published_tables, report_tables, save_report
+
+
+# The whole text that the published scripts give to the model
+PROMPT = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+    "<img1>: <|vision_start|><|image_pad|><|vision_end|><img2>: <|vision_start|><|image_pad|><|vision_end|>"
+    "{question}<|im_end|>\n<|im_start|>assistant\n"
+)
+PLAIN = (
+    "Do the two images maintain consistency in terms of style, logic and identity? "
+    'Answer "Yes" and "No" first, and then provide detailed reasons.'
+)
+FOLLOWS = (
+    "Given two images after an edit with instruction 'Add a hat', is the edit following the instruction well? "
+    "Answer 'Yes' or 'No' only."
+)
+CONSISTENT = (
+    "Given two images after an edit with instruction 'Add a hat', do they maintain consistency in terms of style, logic "
+    "and identity? Answer 'Yes' or 'No' only."
+)
+ANSWERS = ("Yes", "No", "y", "n")
+
+
+def image(rng, mode="RGB"):
+    base = rng.integers(0, 256, len(mode))
+    values = np.clip(base + rng.integers(-90, 90, (*rng.integers(40, 120, 2), len(mode))), 0, 255)
+    return PILImage.fromarray(values.astype(np.uint8), mode)
+
+
+def top_20(judge, first, second, question):
+    """The 20 likeliest tokens by one plain forward of the model."""
+    pictures = [picture.convert("RGB") for picture in (first, second)]
+    content = [{"type": "image", "image": picture} for picture in pictures]
+    pictures, _ = process_vision_info([{"role": "user", "content": content}])
+    inputs = judge.processor(text=[PROMPT.format(question=question)], images=pictures, return_tensors="pt")
+    with torch.no_grad():
+        values, ids = judge.model(**inputs).logits[0, -1].log_softmax(dim=-1).topk(20)
+    return {judge.processor.tokenizer.decode([token]): value.item() for token, value in zip(ids, values, strict=True)}
+
+
+def share_of_yes(tokens, yes, no):
+    yes, no = (sum(math.exp(tokens[word]) for word in words if word in tokens) for words in (yes, no))
+    return yes / (yes + no) if yes + no > 0 else 0.0
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_qwen):
+    """A judge whose answers are among its 20 likeliest tokens for some images, and not for others."""
+    judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32", batch_size=5)
+    hidden, rng = [], np.random.default_rng(1)
+    head = judge.model.lm_head
+    hook = head.register_forward_pre_hook(lambda module, args: hidden.append(args[0][0, -1].detach()))
+    for _ in range(12):
+        top_20(judge, image(rng), image(rng), PLAIN)
+    hook.remove()
+    hidden = torch.stack(hidden)  # (12, D)
+    center = hidden.mean(dim=0)
+    directions = torch.linalg.svd(hidden - center).Vh
+    with torch.no_grad():
+        head.weight.mul_(0.3)
+        level = (head.weight @ center).sort(descending=True).values[15]
+        for place, answer in enumerate(ANSWERS):
+            direction = directions[place] / ((hidden - center) @ directions[place]).abs().mean()
+            (token,) = judge.processor.tokenizer.encode(answer, add_special_tokens=False)
+            head.weight[token] = level * center / (center @ center) + 0.3 * direction
+    return judge
+
+
+@pytest.fixture(scope="module")
+def rankings():
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "reference": image(rng),
+            "candidates": [image(rng, "RGBA" if index == 2 else "RGB") for _ in range(4)],
+            "ranking": rng.permutation(4).tolist(),
+            "prompt": "A fox.",
+        }
+        for index in range(10)
+    ]
+    features = {"reference": Image(), "candidates": List(Image()), "ranking": List(Value("int64"))}
+    return Dataset.from_list(rows, features=Features({**features, "prompt": Value("string")}))
+
+
+@pytest.fixture(scope="module")
+def edits():
+    rng = np.random.default_rng(2)
+    rows = [
+        {
+            "key": [f"{dimension}-{index}-{side}" for side in "ab"],
+            "instruction": "Add a hat",
+            "input_image": image(rng),
+            "output_images": [image(rng, "RGBA" if index == 1 else "RGB"), image(rng)],
+            "task_type": "subject-add",
+            "dimension": dimension,
+        }
+        for dimension in ("prompt_following", "consistency", "overall")
+        for index in range(4)
+    ]
+    features = {"key": List(Value("string")), "output_images": List(Image()), "input_image": Image()}
+    names = ("instruction", "task_type", "dimension")
+    return Dataset.from_list(rows, features=Features({**features, **{name: Value("string") for name in names}}))
+
+
+def records_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def test_consistency_rank_item_by_item(judge, rankings, tmp_path):
+    results = evaluate_rankings(judge, rankings, output_path=tmp_path / "scores.jsonl", protocol="published")
+    expected = [
+        [
+            share_of_yes(top_20(judge, row["reference"], candidate, PLAIN), ["Yes"], ["No"])
+            for candidate in row["candidates"]
+        ]
+        for row in rankings
+    ]
+    flat = [score for of_row in expected for score in of_row]
+    assert 0.0 in flat and 1.0 in flat and any(0.01 < score < 0.99 for score in flat)  # all three kinds are there
+    records = records_of(tmp_path / "scores.jsonl")
+    for record, scores, row in zip(records, expected, rankings, strict=True):
+        assert record["scores"] == pytest.approx(scores, abs=1e-5)
+        order = sorted(range(4), key=lambda index, scores=scores: (scores[index], index))[::-1]
+        assert record["metrics"]["kendall_tau"] == pytest.approx(kendalltau(order, row["ranking"]).statistic)
+        assert record["metrics"]["spearman_rho"] == pytest.approx(spearmanr(order, row["ranking"]).statistic)
+        assert record["metrics"]["accuracy"] == np.mean(np.array(order) == row["ranking"])
+    assert results["settings"]["protocol"] == "published" and results["settings"]["template"] == "plain"
+    assert results["num_ties"] == sum(len(set(scores)) < 4 for scores in expected) > 0
+    neither = sum(
+        not {"Yes", "No"} & set(top_20(judge, row["reference"], candidate, PLAIN))
+        for row in rankings
+        for candidate in row["candidates"]
+    )
+    assert results["num_unanswered"] == neither > 0
+
+    # Twin: the same question by the protocol of this package has neither labels nor a limit of 20 tokens
+    default = evaluate_rankings(judge, rankings, "plain", tmp_path / "default.jsonl")
+    assert default["num_ties"] == default["num_unanswered"] == 0
+    assert [record["scores"] for record in records_of(tmp_path / "default.jsonl")] != [
+        pytest.approx(scores, abs=1e-2) for scores in expected
+    ]
+
+
+def test_edit_reward_bench_item_by_item(judge, edits, tmp_path):
+    results = evaluate_edit_reward(judge, edits, output_path=tmp_path / "scores.jsonl", protocol="published")
+    found = {record["key"]: record["scores"] for record in records_of(tmp_path / "scores.jsonl")}
+    yes, no = ("yes", "Yes", "YES", "y", "Y"), ("no", "No", "NO", "n", "N")
+    by_one_word, ties = [], 0
+    for row in edits:
+        of_images = []
+        for key, output in zip(row["key"], row["output_images"], strict=True):
+            pair = row["input_image"], output.convert("RGB").resize(row["input_image"].size)
+            tokens = {
+                "prompt_following": top_20(judge, *pair, FOLLOWS),
+                "consistency": top_20(judge, *pair, CONSISTENT),
+            }
+            expected = {name: share_of_yes(listed, yes, no) for name, listed in tokens.items()}
+            for name, score in found[key].items():
+                assert score == pytest.approx(expected[name], abs=1e-5)
+                by_one_word.append(abs(share_of_yes(tokens[name], ["Yes"], ["No"]) - score))
+            overall = math.sqrt(expected["prompt_following"] * expected["consistency"])
+            of_images.append(overall if row["dimension"] == "overall" else expected[row["dimension"]])
+        ties += of_images[0] == of_images[1]
+    assert max(by_one_word) > 0.1  # that other spellings count does something here
+    assert sum(len(scores) for scores in found.values()) == 2 * (4 + 4 + 2 * 4)
+    assert sum(dimension["num_ties"] for dimension in results["dimensions"].values()) == ties
+    assert results["settings"]["protocol"] == "published"
+
+
+class NoQuestions:
+    """Ranks by the mean of the red channel and reads no questions, as CLIP-I does."""
+
+    name = "red"
+    reads_questions = False
+
+    def score(self, images, prompts):
+        return [float(np.asarray(second)[..., 0].mean()) for _, second in images]
+
+
+def test_who_cannot_follow_the_protocol(judge, rankings):
+    class OnlyScores(NoQuestions):
+        reads_questions = True
+
+    with pytest.raises(TypeError, match="`scorer` is a OnlyScores, which has no `top_logprobs`"):
+        evaluate_rankings(OnlyScores(), rankings, protocol="published")
+    with pytest.raises(ValueError, match="`template` is 'theme', but the published protocol asks .* 'plain'"):
+        evaluate_rankings(judge, rankings, "theme", protocol="published")
+    with pytest.raises(ValueError, match="`protocol` is 'paper', but must be one of default, published"):
+        evaluate_rankings(judge, rankings, protocol="paper")
+
+    class Silent(OnlyScores):
+        def top_logprobs(self, images, prompts, image_labels):
+            return [None] * len(images)
+
+    with pytest.raises(ValueError, match="'red' gave None for a pair"):
+        evaluate_rankings(Silent(), rankings, protocol="published")
+    # Without questions only the arithmetic differs
+    results = [evaluate_rankings(NoQuestions(), rankings, protocol=protocol) for protocol in ("default", "published")]
+    assert results[0]["metrics"]["accuracy"] == results[1]["metrics"]["accuracy"]
+    assert results[0]["metrics"]["kendall_tau"] != results[1]["metrics"]["kendall_tau"]
+
+
+def test_published_figures_stand_beside_the_published_protocol_only(rankings, edits, tmp_path):
+    for evaluate, dataset in ((evaluate_rankings, rankings), (evaluate_edit_reward, edits)):
+        save_report(evaluate(NoQuestions(), dataset), tmp_path)
+    text = (tmp_path / "results.md").read_text()
+    assert "PaCo-Reward-7B" not in text and "not measured here" not in text
+    for evaluate, dataset in ((evaluate_rankings, rankings), (evaluate_edit_reward, edits)):
+        entries = save_report(evaluate(NoQuestions(), dataset, protocol="published"), tmp_path)
+    # Both protocols of a scorer stay, each in a table of its own
+    assert [title for title, _, _ in report_tables(entries)] == [
+        "Human rankings, protocol: default",
+        "Human rankings, protocol: published",
+        "EditReward-Bench, protocol: default",
+        "EditReward-Bench, protocol: published",
+    ]
+    text = (tmp_path / "results.md").read_text()
+    sections = [section.split("## Published figures")[-1] for section in text.split("\n# ")]
+    for row in published_tables("ConsistencyRank")[0].rows + published_tables("EditReward-Bench")[0].rows:
+        shown = " | ".join([row[0], *(f"{value:.3f}" for value in row[1:])])
+        assert [shown in section for section in sections] in (
+            [False, True, False, False],
+            [False, False, False, True],
+        )
+    # Those of models that write a score are of another protocol
+    assert "GPT-4.1" not in text and "GPT-4.1" in str(published_tables("EditReward-Bench"))
+
+
+def test_ties_are_counted_in_the_report(rankings, edits, tmp_path):
+    class Sure(NoQuestions):
+        def score(self, images, prompts):
+            return [1.0] * len(images)
+
+    for evaluate, dataset in ((evaluate_rankings, rankings), (evaluate_edit_reward, edits)):
+        for scorer, expected in ((Sure(), str(len(dataset))), (NoQuestions(), "0")):
+            ((_, columns, (row,)),) = report_tables([evaluate(scorer, dataset)])
+            assert dict(zip(columns, row, strict=True))["rows with ties"] == expected
