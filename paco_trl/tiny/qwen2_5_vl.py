@@ -14,7 +14,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from ..data import criterion_question, demo_prompts_path, edit_following_question, theme_question
+from ..data import demo_prompts_path, edit_following_question, theme_question
 
 
 SPECIAL_TOKENS = (
@@ -126,7 +126,12 @@ def _train_tokenizer() -> Qwen2Tokenizer:
     # On the shipped prompts and the questions, so that a question is not hundreds of bytes. Yes and No become tokens
     # of their own because they are frequent.
     prompts = [json.loads(line)["prompt"] for line in demo_prompts_path().read_text(encoding="utf-8").splitlines()]
-    questions = [theme_question("a cat"), criterion_question("same colour"), edit_following_question("add a hat")]
+    # In the paper's words, not `criterion_question`, whose " Yes" and " No" without quotation marks would be tokens as well
+    criterion = (
+        'Do images meet the following criteria? same colour Please answer "Yes" or "No" first, then provide detailed '
+        "reasons."
+    )
+    questions = [theme_question("a cat"), criterion, edit_following_question("add a hat")]
     answers = ["Yes", "No", "Yes. The two images show the same.", "No. The two images differ."]
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
         [*prompts, *questions * 20, *answers * 20],
