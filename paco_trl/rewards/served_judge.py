@@ -247,10 +247,15 @@ class ServedJudge:
             warning has the reasons.
 
         Raises:
-            ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`].
+            ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`], or the server gives fewer than 20.
         """
         pairs, prompts = _check_pairs(images, prompts)
         answers = self._run(self._ask_all(pairs, prompts, {"max_tokens": 1}, _read_tokens, image_labels))
+        if (largest := self._limits.largest.get("top_logprobs", _TOP_LOGPROBS)) < _TOP_LOGPROBS:
+            raise JudgeUnavailableError(
+                f"{self.name} allows `top_logprobs` of {largest} at most, but the published protocol reads the "
+                f"{_TOP_LOGPROBS} likeliest tokens. Start vLLM with `--max-logprobs {_TOP_LOGPROBS}`."
+            )
         return [answer.score for answer in answers]
 
     async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
