@@ -79,12 +79,14 @@ def workspace(tiny_flux, tmp_path_factory):
     return folder
 
 
-def train(workspace: Path, name: str, launcher: list[str], *options: str, **environment: str) -> Path:
+def train(
+    workspace: Path, name: str, launcher: list[str], *options: str, script="examples/train_flux.py", **environment: str
+) -> Path:
     output = workspace / name
     stdout = run(
         [
             *launcher,
-            "examples/train_flux.py",
+            str(script),
             "--config",
             str(workspace / "settings.yaml"),
             "--output_dir",
@@ -160,10 +162,10 @@ def test_two_processes_equal_one(workspace, alone):
     assert_same_training(output, alone)
 
 
-def zero3(workspace: Path, name: str, *options: str) -> Path:
+def zero3(workspace: Path, name: str, *options: str, **kwargs) -> Path:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "cpu_zero3.yaml")]
     launcher += ["--main_process_port", str(free_port())]
-    return train(workspace, name, launcher, "--ddp_backend", "gloo", *options, DS_ACCELERATOR="cpu")
+    return train(workspace, name, launcher, "--ddp_backend", "gloo", *options, DS_ACCELERATOR="cpu", **kwargs)
 
 
 def test_zero3_equals_one_process(workspace, alone):
@@ -189,9 +191,47 @@ def test_zero3_resumes(workspace, alone):
         assert (adapter[name] - value).abs().max() < 1e-3, name
 
 
+# Of each weight that is moved to the device: how many are there whole, it included. And of each module that is moved
+# as a whole, while DeepSpeed's engine is made: its weights that are not divided.
+WATCHED = """
+import json, runpy, sys
+import deepspeed, torch
+from deepspeed.runtime.zero.partition_parameters import Init
+
+moved, whole, modules, own = [], [], [], (Init._zero_init_param, torch.nn.Module.to, deepspeed.initialize)
+
+def init_parameter(self, parameter):
+    moved.append(parameter)
+    whole.append(sum(each.numel() > 0 for each in moved))
+    own[0](self, parameter)
+
+def to(self, *args, **kwargs):
+    modules.append(sum(parameter.numel() > 0 for parameter in self.parameters()))
+    return own[1](self, *args, **kwargs)
+
+def initialize(*args, **kwargs):
+    torch.nn.Module.to = to
+    try:
+        return own[2](*args, **kwargs)
+    finally:
+        torch.nn.Module.to = own[1]
+
+Init._zero_init_param, deepspeed.initialize = init_parameter, initialize
+runpy.run_path("examples/train_flux.py", run_name="__main__")
+with open(sys.argv[sys.argv.index("--output_dir") + 1] + "/watched.json", "w") as file:
+    json.dump({"whole": whole, "modules": modules}, file)
+"""
+
+
 @pytest.mark.slow
 def test_zero3_without_gathering_for_the_rollout(workspace, alone):
-    assert_same_training(zero3(workspace, "zero3-sharded", "--ds3_gather_for_generation", "False"), alone)
+    (workspace / "watched.py").write_text(WATCHED)
+    output = zero3(workspace, "zero3-sharded", "--ds3_gather_for_generation", "False", script=workspace / "watched.py")
+    assert_same_training(output, alone)
+    # No GPU ever has to hold the transformer: its weights are divided one after the other
+    watched = json.loads((output / "watched.json").read_text())
+    assert len(watched["whole"]) > 50 and set(watched["whole"]) == {1}
+    assert not any(watched["modules"])
 
 
 @pytest.mark.slow

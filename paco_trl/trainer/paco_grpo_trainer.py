@@ -42,6 +42,7 @@ from ..rollout import (
     family_of,
     replay,
 )
+from ..utils.deepspeed import partition
 from ..utils.paper import PAPER
 from ..utils.random_state import kept_random_state
 from .advantages import group_advantages
@@ -776,8 +777,7 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
 
     @contextmanager
     def _gathered_for_rollout(self):
-        is_zero3 = self.is_deepspeed_enabled and self.accelerator.deepspeed_plugin.zero_stage == 3
-        if not is_zero3 or not self.args.ds3_gather_for_generation or self.model_wrapped is self.model:
+        if not self._is_zero3 or not self.args.ds3_gather_for_generation or self.model_wrapped is self.model:
             yield
             return
         import deepspeed
@@ -1089,6 +1089,10 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
 
     # ---- Checkpoints and the Hub ----
 
+    @property
+    def _is_zero3(self) -> bool:
+        return self.is_deepspeed_enabled and self.accelerator.deepspeed_plugin.zero_stage == 3
+
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """
         Trains; see [`~transformers.Trainer.train`].
@@ -1118,6 +1122,13 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
         self._resumed_from, self._saved_step, self.loaded_step = checkpoint, None, None
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and checkpoint is None  # a resumed run had its start
+        if self._is_zero3:
+            partition(
+                self.model,
+                self.accelerator.device,
+                self.compute_dtype,
+                self.accelerator.deepspeed_plugin.deepspeed_config,
+            )
         try:
             return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
         except RewardError as error:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models outside DeepSpeed ZeRO-3, and a check of its configuration. Does not import deepspeed."""
+"""Models outside DeepSpeed ZeRO-3, their partitioning, and a check of its configuration."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
 
@@ -51,3 +53,17 @@ def check_gradient_accumulation(args: TrainingArguments) -> None:
             f"`gradient_accumulation_steps` is {configured} in the DeepSpeed configuration (`accelerate config` writes "
             f"1), but {args.gradient_accumulation_steps} in this run. Set it to `auto` there: it is then filled in."
         )
+
+
+def partition(model: nn.Module, device: torch.device, dtype: torch.dtype, config: dict) -> None:
+    """Partition a model in CPU memory for ZeRO-3, weight by weight; DeepSpeed's engine moves all of it to the device first."""
+    import deepspeed
+
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # by an earlier `train()`
+        return
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # the engine casts weights only before they are partitioned
+    deepspeed.init_distributed()  # without it the configuration is taken for that of one process
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
