@@ -76,7 +76,9 @@ class TestTopLogprobs:
     def test_the_published_protocol_needs_all(self, server, judge):
         assert judge.top_logprobs([PAIR], QUESTION)[0]
         server.refuse = top_logprobs_refused(TOO_MANY_LOGPROBS["vLLM"], 5)
-        with pytest.raises(JudgeUnavailableError, match="of 5 at most, but the published protocol reads the 20 likeliest"):
+        with pytest.raises(
+            JudgeUnavailableError, match="of 5 at most, but the published protocol reads the 20 likeliest"
+        ):
             judge.top_logprobs([PAIR], QUESTION)
 
     @pytest.mark.parametrize(

@@ -289,7 +289,8 @@ class TestMoreSettings:
     )
     def test_workers_are_for_gpus(self, make, monkeypatch, has_gpu, use_cpu, expected):
         monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-        monkeypatch.setattr("trl.SFTConfig.__post_init__", lambda self: None)  # would use the GPU
+        # TRL's own would use the GPU
+        monkeypatch.setattr("trl.SFTConfig.__post_init__", lambda self: setattr(self, "deepspeed_plugin", None))
         assert make(use_cpu=use_cpu).dataloader_num_workers == expected
         assert make(use_cpu=use_cpu, dataloader_num_workers=5).dataloader_num_workers == 5
         assert make(use_cpu=use_cpu, dataloader_num_workers=0).dataloader_num_workers == 0
