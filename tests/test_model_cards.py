@@ -859,7 +859,8 @@ class TestInABrowser:
 
     @staticmethod
     def check(page, text: str) -> None:
-        body = page.inner_text("body")
+        body = "\n".join(page.locator("body > :not(pre)").all_inner_texts())  # `**` is Python in a block of code
+        assert len(body) > 1000
         assert "|---" not in body and "```" not in body and "![" not in body and "**" not in body
         tables = page.locator("table").all()
         assert len(tables) == len(tables_of(text)) > 0
