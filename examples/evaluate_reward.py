@@ -80,7 +80,7 @@ class ScriptArguments(JudgeArguments):
         skip_broken (`bool`, *optional*, defaults to `False`):
             Whether to leave out broken rows, those with an unreadable image among them, instead of stopping. They are
             listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them out.
-        clip_model (`str`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
+        clip_model (`str`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
             CLIP of the judge `clip-i`.
     """
 
@@ -124,7 +124,9 @@ class ScriptArguments(JudgeArguments):
             "out."
         },
     )
-    clip_model: str = field(default="openai/clip-vit-large-patch14", metadata={"help": "CLIP of the judge `clip-i`."})
+    clip_model: str = field(
+        default="laion/CLIP-ViT-H-14-laion2B-s32B-b79K", metadata={"help": "CLIP of the judge `clip-i`."}
+    )
 
 
 def check_options(script_args: ScriptArguments) -> None:

@@ -14,7 +14,7 @@ One GPU, or the CPU:
     python examples/train_flux.py --model_name_or_path black-forest-labs/FLUX.1-dev --dataset_name user/t2is-prompts \
         --output_dir paco-flux
 
-Several GPUs, DDP (ZeRO-3, `zero3.yaml`, only where a GPU cannot hold the model):
+Several GPUs, DDP (`zero3.yaml` where training does not fit beside the model's weights):
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux.py ...
 

@@ -16,7 +16,7 @@ ShareGPT-4o-Image, without the pictures of GEdit-Bench:
         --image_folder ShareGPT-4o-Image --exclude_dataset_name stepfun-ai/GEdit-Bench --max_steps 200 \
         --output_dir paco-kontext
 
-Several GPUs, DDP (ZeRO-3, `zero3.yaml`, only where a GPU cannot hold the model):
+Several GPUs, DDP (`zero3.yaml` where training does not fit beside the model's weights):
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux_kontext.py ...
 """

@@ -13,7 +13,7 @@ guidance 4.0, trained at 384 pixels for images of 1024, rewarded by the judge's 
 
 `Qwen/Qwen-Image-Edit-2509` and its successors take up to three source images a prompt, in a column `images`.
 
-Several GPUs, DDP (ZeRO-3, `zero3.yaml`, only where a GPU cannot hold the model):
+Several GPUs, DDP (`zero3.yaml` where training does not fit beside the model's weights):
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_qwen_image_edit.py ...
 """

@@ -90,7 +90,6 @@ PAPER = {
         "rewards": ["consistency", "clip_t"],
         "multi_objective_aggregation": "log_tamed",
         "log_tame_threshold": 0.2,
-        "judge_question": "theme",
         "lora_target_modules": FLUX_LAYERS,
     },
     "paco-flux.1-kontext-dev.yaml": ALL_POLICIES
@@ -126,7 +125,12 @@ PUBLISHED_CODE = {
     "gradient_checkpointing": False,
     "save_total_limit": 5,
 }
-OF_IMAGE_SETS = {"reward_weights": [0.2, 1.0], "clip_model": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "save_steps": 20}
+OF_IMAGE_SETS = {
+    "judge_question": "theme",
+    "reward_weights": [0.2, 1.0],
+    "clip_model": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+    "save_steps": 20,
+}
 NAMES = sorted(SCRIPTS)
 _VALUE = re.compile(r"^\s*(?:- \S|\w+:)")
 _SOURCE = re.compile(r"  # (?:paper\b|published code\b|not given\b|ours$)")

@@ -449,8 +449,8 @@ def _fits(estimate: MemoryEstimate, total: int | None, is_full: bool = False) ->
     """Verdict and advice for a device with so many bytes."""
     smaller = "an adapter instead of all weights (`--use_peft True`)" if is_full else "a smaller `lora_r`"
     remedy = (
-        f"Use DeepSpeed ZeRO-3 on several GPUs (`examples/accelerate_configs/zero3.yaml`), {smaller}, or fewer images "
-        "a round."
+        "Use DeepSpeed ZeRO-3 on several GPUs (`examples/accelerate_configs/zero3.yaml`; where drawing does not fit, with "
+        f"`--ds3_gather_for_generation False`), {smaller}, or fewer images a round."
     )
     if total is None:
         return OK, ""

@@ -420,7 +420,7 @@ def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]
         rows = 2 if count % 2 == 0 and count > 2 else 1
         theme, cols, panels = texts[0], count // rows, []
     if count is not None and count != rows * cols:
-        raise ValueError(f"`output_image_count` is {count}, but its prompt asks for a {rows}x{cols} grid.")
+        raise ValueError(f"`output_image_count` is {count!r}, but its prompt asks for a {rows}x{cols} grid.")
     return {
         "id": name,
         "prompt": grid or theme,

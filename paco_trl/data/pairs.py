@@ -7,11 +7,13 @@ turn with the question, with or without a system turn in front) and `completion`
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ from .dataset_files import settle_broken
 if TYPE_CHECKING:
     from datasets import Dataset, Features, Image
 
+
+logger = logging.getLogger(__name__)
 
 _COLUMNS = ["images", "prompt", "completion"]
 _ORDINALS = ["first", "second"]
@@ -323,7 +327,7 @@ def _state_of_files(dataset: "Dataset") -> str | None:
 
     # The whole column, also of chosen rows: the bytes of images inside the dataset are not touched
     images = pc.list_flatten(dataset.data.column("images"))
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"Pillow {version('pillow')}\n".encode())  # another one may decode more, or less
     for path in pc.unique(
         pc.struct_field(images, "path").filter(pc.struct_field(images, "bytes").is_null())
     ).to_pylist():
@@ -354,7 +358,10 @@ def _recall_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str
     if remembered.get("files") != files:
         found = _find_image_problems(dataset, num_proc)
         remembered = {"files": files, "problems": {str(row): text for row, text in enumerate(found) if text}}
-        write_atomically(path, json.dumps(remembered))
+        try:
+            write_atomically(path, json.dumps(remembered))
+        except OSError as error:  # a cache that can only be read
+            logger.warning(f"What was found is not remembered for the next start: {path} cannot be written ({error}).")
     return [remembered["problems"].get(str(row), "") for row in range(len(dataset))]
 
 

@@ -20,7 +20,7 @@ class ClipIScorer(ClipEmbedder):
     The model is loaded at construction, frozen and in eval mode, and stays on the CPU until the first call.
 
     Args:
-        model (`str` or `Path`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
+        model (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
             Hub id or folder of a [`~transformers.CLIPModel`] with its [`~transformers.CLIPProcessor`].
         device (`str` or `torch.device`, *optional*):
             Device to score on. Defaults to this process's own: its accelerator, or the CPU if there is none.
@@ -43,7 +43,7 @@ class ClipIScorer(ClipEmbedder):
 
     def __init__(
         self,
-        model: str | Path = "openai/clip-vit-large-patch14",
+        model: str | Path = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         batch_size: int = 32,

@@ -58,7 +58,7 @@ class StepStatistics:
             kl,
             (weights > 0).float(),
             torch.full_like(kl, record.sigma),
-            surrogate.ratio.log() ** 2 / 2,
+            surrogate.ratio.clamp_min(torch.finfo(surrogate.ratio.dtype).tiny).log() ** 2 / 2,  # it may underflow
         ]
         self._rows.append(torch.stack(columns, dim=1))  # (B, 8)
 

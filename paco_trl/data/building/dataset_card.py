@@ -181,7 +181,6 @@ def dataset_card(
             rankings_table=_rankings_table(rankings) if rankings else "",
             name_tables=[*_name_tables(splits)],
             has_reasons=any(split["with_reasons"] for split in splits.values()),
-            all_have_reasons=all(split["with_reasons"] == split["rows"] for split in splits.values()),
             split_by_prompt=len(splits) > 1 and all(split["prompts"] for split in splits.values()),
             pictures=pictures,
             generator=_link(generator) if generator else None,
