@@ -23,7 +23,7 @@ import numpy as np
 import scipy.sparse  # noqa: F401 counted as what is there before
 import torch
 
-from paco_trl.data.building.diversify import diversify
+from paco_trl.dataset_building.diversify import diversify
 
 
 DUPLICATES = 0.95

@@ -58,9 +58,9 @@ from transformers import (
 from grpo_step import Stopwatch, machine, peak_memory, reset_peak_memory
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
+from paco_trl.rollout.prompt_encoder import Encoded, PromptEncoder
 from paco_trl.tiny import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 from paco_trl.tiny.flux import build_vae
-from paco_trl.trainer.prompt_encoder import Encoded, PromptEncoder
 
 
 SHIPPED, AGAIN, OWN_SIZE = "as shipped", "encoded again", "pipeline's own size"

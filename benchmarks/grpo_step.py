@@ -38,11 +38,11 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path
+from paco_trl.plots.curves import CurvesCallback
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import replay
+from paco_trl.rollout.prompt_encoder import Encoded
 from paco_trl.tiny import build_tiny_flux
-from paco_trl.trainer.curves import CurvesCallback
-from paco_trl.trainer.prompt_encoder import Encoded
 
 
 # Dense bf16 of the data sheets, https://www.nvidia.com/en-us/data-center/h200/ (H100 SXM: the same)

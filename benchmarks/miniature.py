@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from paco_trl import PaCoReward
 from paco_trl.data import make_pair, parse_image_set_prompt, theme_question
 from paco_trl.evaluation import evaluate_rankings
-from paco_trl.evaluation.generation.statistics import cell, difference
+from paco_trl.image_benchmarks.statistics import cell, difference
 from paco_trl.miniature.data import shared_properties
 from paco_trl.miniature.evaluation_step import draw_and_read
 from paco_trl.miniature.generator_step import train_generator

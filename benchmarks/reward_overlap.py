@@ -40,9 +40,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, split_grid, theme_question
 from paco_trl.rewards import ConsistencyReward, ServedJudge
+from paco_trl.rewards.reward_calls import check_reward_functions
+from paco_trl.rewards.scorer import RewardScorer
 from paco_trl.tiny import build_tiny_flux, build_tiny_qwen2_5_vl
-from paco_trl.trainer.reward_calls import check_reward_functions
-from paco_trl.trainer.scoring import RewardScorer
 
 
 LATENCIES = (0.25, 0.5, 0.9, 2.0)  # multiples of a micro-batch's rollout

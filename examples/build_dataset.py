@@ -43,7 +43,7 @@ from paco_trl.commands.build_arguments import (
     ReasonsArguments,
 )
 from paco_trl.data import load_image_set_prompts
-from paco_trl.data.building import (
+from paco_trl.dataset_building import (
     ChatEndpoint,
     StageFolder,
     agreement_report,
@@ -231,7 +231,7 @@ def make_panels(args: PanelsArguments) -> None:
 # 4. Ranking: by people on a web page or in another tool, by a judge, by construction
 ################
 def annotate(args: AnnotateArguments) -> None:
-    from paco_trl.data.building.annotation_page import serve_annotation
+    from paco_trl.dataset_building.annotation_page import serve_annotation
 
     serve_annotation(
         result(args, "instances"),

@@ -35,10 +35,9 @@ from trl import TrlParser
 
 from paco_trl.commands.evaluation_arguments import DTYPES, DrawArguments, ReportArguments, ScoreArguments, load_judge
 from paco_trl.data import load_edit_prompts, load_image_set_prompts
-from paco_trl.data.building import ChatEndpoint, StageFolder, digest, draw_grids
-from paco_trl.data.building.stage_folder import write_atomically
-from paco_trl.evaluation import (
-    AestheticScorer,
+from paco_trl.dataset_building import ChatEndpoint, StageFolder, digest, draw_grids
+from paco_trl.evaluation import AestheticScorer
+from paco_trl.image_benchmarks import (
     System,
     adapter_weights_digest,
     add_results_to_card,
@@ -64,6 +63,7 @@ from paco_trl.evaluation import (
     write_panel_files,
 )
 from paco_trl.utils.names import public_name
+from paco_trl.utils.stage_folder import write_atomically
 
 
 BENCHMARKS = ("t2is", "gedit")

@@ -11,7 +11,7 @@ from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
 from PIL import Image, ImageDraw
 
-from paco_trl.data.building import StageFolder, cut_panels, make_instances
+from paco_trl.dataset_building import StageFolder, cut_panels, make_instances
 
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 40), "blue": (40, 60, 230), "yellow": (230, 210, 30)}

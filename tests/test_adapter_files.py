@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paco_trl import tiny
-from paco_trl.evaluation.generation.drawing import load_system
+from paco_trl.checkpointing.export import save_adapter
+from paco_trl.image_benchmarks.drawing import load_system
 from paco_trl.rollout import family_of
-from paco_trl.trainer.export import save_adapter
-from paco_trl.trainer.loading import load_pipeline, prepare_transformer
+from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "use_the_adapter.md"

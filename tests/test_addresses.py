@@ -3,7 +3,7 @@
 
 import pytest
 
-from paco_trl.data.building import ChatEndpoint
+from paco_trl.dataset_building import ChatEndpoint
 from paco_trl.rewards import ConsistencyReward, ServedJudge
 from paco_trl.utils.addresses import check_base_url
 

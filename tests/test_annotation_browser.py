@@ -15,10 +15,10 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 playwright = pytest.importorskip("playwright.sync_api")
 
-from paco_trl.data.building import build_pairs  # noqa: E402
-from paco_trl.data.building.annotation_page import make_app  # noqa: E402
-from paco_trl.data.building.annotation_page.assignment import shown_order  # noqa: E402
-from paco_trl.data.building.annotations import read_annotations  # noqa: E402
+from paco_trl.dataset_building import build_pairs  # noqa: E402
+from paco_trl.dataset_building.annotation_page import make_app  # noqa: E402
+from paco_trl.dataset_building.annotation_page.assignment import shown_order  # noqa: E402
+from paco_trl.dataset_building.annotations import read_annotations  # noqa: E402
 from planted_world import PlantedWorld  # noqa: E402
 from test_annotation_page import THEME, World, get_task, make_world, read_lines, served  # noqa: E402
 

@@ -29,14 +29,14 @@ uvicorn = pytest.importorskip("uvicorn")
 from datasets import Dataset  # noqa: E402
 from datasets import Image as ImageFeature  # noqa: E402
 
-from paco_trl.data.building.annotation_page import make_app, serve_annotation  # noqa: E402
-from paco_trl.data.building.annotation_page.assignment import (  # noqa: E402
+from paco_trl.dataset_building.annotation_page import make_app, serve_annotation  # noqa: E402
+from paco_trl.dataset_building.annotation_page.assignment import (  # noqa: E402
     is_gold_turn,
     keyed_order,
     next_instance,
     shown_order,
 )
-from paco_trl.data.building.annotations import read_annotations  # noqa: E402
+from paco_trl.dataset_building.annotations import read_annotations  # noqa: E402
 
 
 COLOURS = ["#cc3311", "#ee7733", "#ddcc33", "#33aa55", "#3377bb", "#332288", "#aa3377", "#bbbbbb"]
@@ -305,7 +305,7 @@ SERVE = """
 import sys
 from pathlib import Path
 from datasets import load_from_disk
-from paco_trl.data.building.annotation_page import serve_annotation
+from paco_trl.dataset_building.annotation_page import serve_annotation
 root = Path(sys.argv[1])
 data = [load_from_disk(str(root / name)) for name in ("instances", "panels", "prompts")]
 serve_annotation(*data, root / "annotations", port=0)

@@ -24,7 +24,7 @@ from chat_server import ChatServer
 from hub_server import HubServer
 from paco_trl.commands import build_arguments
 from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
-from paco_trl.data.building import EndpointUnavailableError
+from paco_trl.dataset_building import EndpointUnavailableError
 from paco_trl.rewards import JudgeUnavailableError
 from planted_world import PlantedWorld
 

@@ -14,7 +14,7 @@ from PIL import Image as PILImage
 from scipy.stats import friedmanchisquare
 
 from paco_trl.data import check_pair_columns, check_ranking_columns, theme_question, validate_pairs
-from paco_trl.data.building import (
+from paco_trl.dataset_building import (
     Annotation,
     StageFolder,
     agreement_report,
@@ -36,12 +36,12 @@ from paco_trl.data.building import (
     read_annotations,
     untrusted_annotators,
 )
-from paco_trl.data.building.annotations import check_annotator, format_ranking, instance_digest, parse_ranking
-from paco_trl.data.building.annotators import construction_ranks, ranks_of_scores
-from paco_trl.data.building.make_pairs import decide_pairs, vote_on_instances
-from paco_trl.data.building.split import check_no_leak, connected_prompts, split_prompts
-from paco_trl.data.building.stage_folder import append_line, file_name, read_lines, write_atomically
+from paco_trl.dataset_building.annotations import check_annotator, format_ranking, instance_digest, parse_ranking
+from paco_trl.dataset_building.annotators import construction_ranks, ranks_of_scores
+from paco_trl.dataset_building.make_pairs import decide_pairs, vote_on_instances
+from paco_trl.dataset_building.split import check_no_leak, connected_prompts, split_prompts
 from paco_trl.rewards import JudgeUnavailableError
+from paco_trl.utils.stage_folder import append_line, file_name, read_lines, write_atomically
 from planted_world import PlantedWorld
 
 

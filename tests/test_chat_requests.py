@@ -9,7 +9,7 @@ from PIL import Image
 
 from chat_server import ChatServer, answer
 from judge_server import OTHER_NAME, TOO_MANY_LOGPROBS, JudgeServer, top_logprobs_refused
-from paco_trl.data.building import ChatEndpoint
+from paco_trl.dataset_building import ChatEndpoint
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 
 

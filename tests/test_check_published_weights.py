@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from hub_server import HubServer
 from paco_trl import tiny
-from paco_trl.trainer.export import save_adapter
+from paco_trl.checkpointing.export import save_adapter
 
 
 ROOT = Path(__file__).parent.parent
@@ -211,7 +211,7 @@ def test_other_repositories_and_layouts(hub, repositories, tiny_flux, tmp_path):
 # The trainer, on the same repositories: what it takes from the Hub itself
 READ = """
 import sys
-from paco_trl.trainer.loading import check_peft_config
+from paco_trl.rollout.loading import check_peft_config
 for adapter in sys.argv[2:]:
     try:
         check_peft_config(adapter, sys.argv[1])

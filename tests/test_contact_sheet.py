@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from paco_trl.trainer.contact_sheet import SheetImage, save_contact_sheet
-from paco_trl.trainer.scored_sheets import ScoredImages, save_scored_sheet
+from paco_trl.plots.contact_sheet import SheetImage, save_contact_sheet
+from paco_trl.plots.scored_sheets import ScoredImages, save_scored_sheet
 
 
 CAPTION = "consistency 0.731\nclip_t 0.304\nadvantage -1.204"

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from paco_trl.plots import curves
+from paco_trl.plots.curves import CurvesCallback, draw_curves, history_rows, running_mean, write_curves_csv
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.trainer import curves
-from paco_trl.trainer.curves import CurvesCallback, draw_curves, history_rows, running_mean, write_curves_csv
 
 
 def train_entry(step, rewards=("a",), **metrics):

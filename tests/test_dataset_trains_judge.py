@@ -5,7 +5,7 @@ import pytest
 from datasets import load_from_disk
 
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.data.building import (
+from paco_trl.dataset_building import (
     StageFolder,
     annotation_files,
     build_pairs,

@@ -17,9 +17,10 @@ from PIL import Image, ImageDraw
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, tiny
 from paco_trl.cards import render_model_card
+from paco_trl.plots import scored_sheets
 from paco_trl.rewards import EditReward, redness_reward
 from paco_trl.rollout import replay
-from paco_trl.trainer import paco_grpo_trainer, scored_sheets
+from paco_trl.trainer import paco_grpo_trainer
 
 
 COLOURS = ["#fa1e96", "#1efa96", "#961efa", "#fa961e", "#1e96fa", "#96fa1e", "#2d2dff"]

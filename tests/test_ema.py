@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import TrainerCallback
 
+from paco_trl.checkpointing.ema import EMA
+from paco_trl.checkpointing.weights import swapped
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.ema import EMA
-from paco_trl.trainer.weights import swapped
 
 
 ROOT = Path(__file__).parent.parent
@@ -338,7 +338,7 @@ from transformers import TrainerCallback
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.weights import cut_shares, gather_whole, shares, swapped, trained_parameters, zero_stage_of
+from paco_trl.checkpointing.weights import cut_shares, gather_whole, shares, swapped, trained_parameters, zero_stage_of
 
 
 def main():

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.evaluation import bootstrap_interval, grid_artifact_score
+from paco_trl.plots import scored_sheets
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout.noise import keyed_generator
-from paco_trl.trainer import scored_sheets
 from paco_trl.trainer.evaluator import Evaluation, load_baseline, save_baseline
 
 
@@ -703,7 +703,7 @@ from peft import LoraConfig
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.weights import gather_whole, shares, zero_stage_of
+from paco_trl.checkpointing.weights import gather_whole, shares, zero_stage_of
 
 model, output, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 dataset = load_image_set_prompts(demo_prompts_path())

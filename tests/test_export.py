@@ -11,8 +11,8 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 
+from paco_trl.checkpointing.weights import swapped
 from paco_trl.hub.files import PIPELINE_ADAPTER
-from paco_trl.trainer.weights import swapped
 
 
 def draw(pipeline) -> np.ndarray:

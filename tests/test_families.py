@@ -40,9 +40,9 @@ from paco_trl.rollout import (
     replay,
 )
 from paco_trl.rollout.families import flux2, qwen_image, z_image
-from paco_trl.trainer.loading import load_pipeline, load_transformer_adapter, prepare_transformer
-from paco_trl.trainer.prompt_encoder import PromptEncoder
-from paco_trl.trainer.prompt_rows import PromptRows
+from paco_trl.rollout.loading import load_pipeline, load_transformer_adapter, prepare_transformer
+from paco_trl.rollout.prompt_encoder import PromptEncoder
+from paco_trl.rollout.prompt_rows import PromptRows
 
 
 PROMPT, OTHER_PROMPT, NEGATIVE = "a cat in the morning", "a red house in the rain, many panels", "blue, at night"

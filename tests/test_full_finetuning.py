@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 from peft import AdaLoraConfig, LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
+from paco_trl.checkpointing.weights import swapped
 from paco_trl.trainer import paco_grpo_trainer
-from paco_trl.trainer.weights import swapped
 
 
 NOWHERE = "/nowhere/at/all"

@@ -24,16 +24,16 @@ from PIL import Image
 from chat_server import ChatServer, answer
 from judge_server import pictures_of
 from paco_trl import tiny
-from paco_trl.data.building.chat import ChatEndpoint, EndpointUnavailableError
-from paco_trl.data.building.draw_grids import load_pipeline
-from paco_trl.data.building.stage_folder import StageFolder
-from paco_trl.evaluation.generation import gedit
-from paco_trl.evaluation.generation.edit_drawing import draw_edits, edit_keys, find_edits
-from paco_trl.evaluation.generation.gedit import EditScore, gedit_results, score_edits
-from paco_trl.evaluation.generation.gedit_published import read_published_answer, read_published_prompts
-from paco_trl.evaluation.generation.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
-from paco_trl.evaluation.generation.leakage import find_leaks
-from paco_trl.evaluation.generation.t2is_results import System
+from paco_trl.dataset_building.draw_grids import load_pipeline
+from paco_trl.image_benchmarks import gedit
+from paco_trl.image_benchmarks.edit_drawing import draw_edits, edit_keys, find_edits
+from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
+from paco_trl.image_benchmarks.gedit_published import read_published_answer, read_published_prompts
+from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
+from paco_trl.image_benchmarks.leakage import find_leaks
+from paco_trl.image_benchmarks.t2is_results import System
+from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
+from paco_trl.utils.stage_folder import StageFolder
 from test_draw_grids import Calls
 from test_examples import free_port, run
 
@@ -1002,10 +1002,10 @@ import sys
 import torch
 from accelerate import PartialState
 from datasets import load_from_disk
-from paco_trl.data.building import ChatEndpoint, StageFolder
-from paco_trl.data.building.draw_grids import load_pipeline
-from paco_trl.evaluation.generation.edit_drawing import draw_edits, find_edits
-from paco_trl.evaluation.generation.gedit import score_edits
+from paco_trl.dataset_building import ChatEndpoint, StageFolder
+from paco_trl.dataset_building.draw_grids import load_pipeline
+from paco_trl.image_benchmarks.edit_drawing import draw_edits, find_edits
+from paco_trl.image_benchmarks.gedit import score_edits
 
 model, prompts, path, planted, planted_edits, url = sys.argv[1:]
 state = PartialState(cpu=True)

@@ -18,13 +18,13 @@ from PIL import Image
 from rich.console import Console
 
 from paco_trl.cards import load_reference_card, render_card
-from paco_trl.evaluation.generation.card_results import add_results_to_card, check_card
-from paco_trl.evaluation.generation.report_markdown import PUBLISHED_HEADING, markdown_report, print_report
-from paco_trl.evaluation.generation.report_numbers import cell_text, find_row, signed_text, verdict
-from paco_trl.evaluation.generation.report_page import choose_sets, difference_chart, save_generation_report
-from paco_trl.evaluation.generation.report_sentences import leakage_line, leaks, summary
-from paco_trl.evaluation.generation.report_tables import breakdown_tables, metric_tables, settings_table
 from paco_trl.evaluation.published import published_tables, published_text
+from paco_trl.image_benchmarks.card_results import add_results_to_card, check_card
+from paco_trl.image_benchmarks.report_markdown import PUBLISHED_HEADING, markdown_report, print_report
+from paco_trl.image_benchmarks.report_numbers import cell_text, find_row, signed_text, verdict
+from paco_trl.image_benchmarks.report_page import choose_sets, difference_chart, save_generation_report
+from paco_trl.image_benchmarks.report_sentences import leakage_line, leaks, summary
+from paco_trl.image_benchmarks.report_tables import breakdown_tables, metric_tables, settings_table
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
 
 

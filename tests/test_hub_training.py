@@ -78,7 +78,7 @@ def draw(pipeline) -> np.ndarray:
 
 
 def train(output_dir: str, **kwargs) -> None:
-    from paco_trl.trainer.weights import swapped
+    from paco_trl.checkpointing.weights import swapped
 
     trainer = make_trainer(output_dir, hub_private_repo=True, **kwargs)
     trainer.train()

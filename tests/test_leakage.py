@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from paco_trl.evaluation import find_leaks
-from paco_trl.evaluation.generation.leakage import NEAR_DUPLICATE, normalized
+from paco_trl.image_benchmarks import find_leaks
+from paco_trl.image_benchmarks.leakage import NEAR_DUPLICATE, normalized
 
 
 BENCH = ["A fox walks through the four seasons of a birch forest, in watercolour.", "A dentist at work, in blue."]

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from paco_trl import PaCoReward
 from paco_trl.data import split_grid, theme_question
-from paco_trl.data.building import load_pipeline
+from paco_trl.dataset_building import load_pipeline
 from paco_trl.evaluation import ClipIScorer
 from paco_trl.miniature.data import make_prompts
 from paco_trl.miniature.models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path

@@ -20,7 +20,8 @@ import torch
 from datasets import load_from_disk
 from PIL import Image
 
-from paco_trl.data.building import load_pipeline
+from paco_trl.checkpointing.checkpoints import checkpoints_of
+from paco_trl.dataset_building import load_pipeline
 from paco_trl.miniature.evaluation_step import compare, draw_and_read
 from paco_trl.miniature.generator_step import train_generator
 from paco_trl.miniature.models import toy_flux_path
@@ -35,7 +36,6 @@ from paco_trl.miniature.run import (
 )
 from paco_trl.miniature.settings import SHORT, MiniatureSettings
 from paco_trl.miniature.truth import SetTruth
-from paco_trl.trainer.checkpoints import checkpoints_of
 
 
 def demo(folder: Path, *options: str, **kwargs) -> subprocess.CompletedProcess:

@@ -15,12 +15,12 @@ from transformers import TrainerCallback
 from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+from paco_trl.checkpointing.weights import swapped
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, calls_at, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer import paco_nft_trainer
 from paco_trl.trainer.paco_nft_config import NFT_REFUSED_FIELDS
-from paco_trl.trainer.weights import swapped
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")

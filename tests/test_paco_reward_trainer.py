@@ -29,8 +29,8 @@ from other_judges import OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair
 from paco_trl.hub.files import JUDGE_ADAPTER
+from paco_trl.plots.reward_report import draw_calibration, draw_wrong_pairs
 from paco_trl.trainer.pair_collator import PairRows
-from paco_trl.trainer.reward_report import draw_calibration, draw_wrong_pairs
 
 
 NOWHERE = "/nowhere/at/all"

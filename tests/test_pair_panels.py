@@ -17,9 +17,9 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from paco_trl.data import check_ranking_columns, rankings_to_pairs, split_grid
-from paco_trl.data.building.pair_panels import cut_panels, instances_to_rankings, make_instances, pixels_sha256
-from paco_trl.data.building.sample_sheet import grids_sheet, instances_sheet
-from paco_trl.data.building.stage_folder import StageFolder
+from paco_trl.dataset_building.pair_panels import cut_panels, instances_to_rankings, make_instances, pixels_sha256
+from paco_trl.dataset_building.sample_sheet import grids_sheet, instances_sheet
+from paco_trl.utils.stage_folder import StageFolder
 
 
 def save_grid(path: Path, rows: int, cols: int, number: int, mode: str = "RGB", side: int = 8) -> None:
@@ -194,8 +194,8 @@ class TestResume:
 SCRIPT = """
 import sys
 from datasets import Dataset, Image
-from paco_trl.data.building.pair_panels import cut_panels
-from paco_trl.data.building.stage_folder import StageFolder
+from paco_trl.dataset_building.pair_panels import cut_panels
+from paco_trl.utils.stage_folder import StageFolder
 
 if __name__ == "__main__":
     grids = Dataset.from_json(sys.argv[1])
@@ -481,8 +481,8 @@ def seen(sheet: Image.Image, colours: list[tuple]) -> list[tuple]:
 
 
 def test_importing_is_light():
-    code = "import sys, paco_trl.data.building.draw_grids, paco_trl.data.building.pair_panels, \
-paco_trl.data.building.sample_sheet; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
+    code = "import sys, paco_trl.dataset_building.draw_grids, paco_trl.dataset_building.pair_panels, \
+paco_trl.dataset_building.sample_sheet; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
 'PIL') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ), check=True

@@ -76,7 +76,7 @@ def make_pairs(paths: dict, prompts: range, with_reasons: bool = True):
     from datasets import Dataset
 
     from paco_trl.data import make_pair, theme_question
-    from paco_trl.data.building.make_pairs import built_pair_features
+    from paco_trl.dataset_building.make_pairs import built_pair_features
 
     rows = []
     for prompt in prompts:
@@ -144,8 +144,8 @@ def publish(
     """Builds the dataset in a folder as the stages before would, and publishes it."""
     from datasets import DatasetDict
 
-    from paco_trl.data.building import StageFolder
-    from paco_trl.data.building.publish import publish_dataset
+    from paco_trl.dataset_building import StageFolder
+    from paco_trl.dataset_building.publish import publish_dataset
 
     paths = write_panels(Path(folder) / "images")
     pairs = DatasetDict(train=make_pairs(paths, range(*train), with_reasons))
@@ -260,7 +260,7 @@ def serve() -> None:
     os.dup2(2, 1)  # whatever else is printed
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds / 100)  # between retries, of which there are as many as ever
-    import paco_trl.data.building.publish  # noqa: F401
+    import paco_trl.dataset_building.publish  # noqa: F401
 
     heavy = sorted({"datasets", "huggingface_hub", "torch"} & set(sys.modules))
     print(json.dumps({"result": heavy}), file=out, flush=True)

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from paco_trl import PaCoReward, tiny
+from paco_trl.checkpointing.export import save_adapter
 from paco_trl.rollout import family_of
-from paco_trl.trainer.export import save_adapter
-from paco_trl.trainer.loading import load_pipeline, prepare_transformer
+from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 from paco_trl.utils.names import is_same_model
 
 

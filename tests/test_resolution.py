@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from paco_trl.trainer.resolution import check_inference_size, training_size
+from paco_trl.rollout.resolution import check_inference_size, training_size
 
 
 # The T2IS layouts: height, width, rows, cols; and half of the size

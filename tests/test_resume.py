@@ -15,8 +15,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from kill_runs import SETTINGS, Run, copy_run, different, fork_server, make_run, square_prompts
+from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.checkpoints import STAGING, checkpoints_of, incomplete_files
 
 
 ADAPTER = "adapter_model.safetensors"

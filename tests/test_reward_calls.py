@@ -14,7 +14,7 @@ from torch import nn
 from trl.trainer.utils import is_async_callable
 
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.reward_calls import RewardError, check_columns, check_required, check_reward_functions
+from paco_trl.rewards.reward_calls import RewardError, check_columns, check_required, check_reward_functions
 
 
 PROMPTS = ["a", "b", "c"]

@@ -25,7 +25,7 @@ from paco_trl.rollout import (
     replay,
     step_std,
 )
-from paco_trl.trainer.loading import load_pipeline, prepare_transformer
+from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 
 
 NUM_STEPS, SIZE, GUIDANCE = 4, 32, 3.5

@@ -13,8 +13,8 @@ import torch
 from diffusers import AutoencoderKL
 
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.trainer.reward_calls import RewardError
-from paco_trl.trainer.scoring import IMAGES_PER_CALL
+from paco_trl.rewards.reward_calls import RewardError
+from paco_trl.rewards.scorer import IMAGES_PER_CALL
 
 
 # 8 prompts x 4 images in micro-batches of 4: two calls of 16, the first of them after half of the drawing

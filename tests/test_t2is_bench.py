@@ -15,11 +15,12 @@ from PIL import Image
 
 from judge_server import JudgeServer
 from paco_trl.data import join_grid, load_image_set_prompts, t2is_bench_question
-from paco_trl.evaluation import (
+from paco_trl.evaluation import bootstrap_interval
+from paco_trl.evaluation.published import published_tables
+from paco_trl.image_benchmarks import (
     ScoreStore,
     System,
     alignment_means,
-    bootstrap_interval,
     consistency_means,
     find_drawn_sets,
     find_image_sets,
@@ -32,9 +33,8 @@ from paco_trl.evaluation import (
     weighted_average,
     write_panel_files,
 )
-from paco_trl.evaluation.generation.statistics import cell, difference
-from paco_trl.evaluation.generation.t2is_bench import consistency_criteria
-from paco_trl.evaluation.published import published_tables
+from paco_trl.image_benchmarks.statistics import cell, difference
+from paco_trl.image_benchmarks.t2is_bench import consistency_criteria
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 
 

@@ -31,8 +31,8 @@ from transformers import (
 
 from paco_trl.rollout import PipelinePolicy, SDESettings, family_of, keyed_generator, replay
 from paco_trl.rollout.families import FluxFamily, UnlistedFamily
+from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 from paco_trl.tiny.flux import build_vae, enlarge, train_clip_and_t5_tokenizers
-from paco_trl.trainer.loading import load_pipeline, prepare_transformer
 
 
 NUM_STEPS, SIZE = 4, 32

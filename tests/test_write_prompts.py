@@ -19,15 +19,15 @@ import pytest
 
 from chat_server import ChatServer, answer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
-from paco_trl.data.building.categories import CATEGORIES, DIMENSIONS
-from paco_trl.data.building.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError
-from paco_trl.data.building.stage_folder import StageFolder
-from paco_trl.data.building.write_prompts import write_prompts
 from paco_trl.data.image_sets import check_image_set_columns, format_image_set_prompt
+from paco_trl.dataset_building.categories import CATEGORIES, DIMENSIONS
+from paco_trl.dataset_building.write_prompts import write_prompts
+from paco_trl.utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError
+from paco_trl.utils.stage_folder import StageFolder
 
 
 # The package has the function under this name
-module = importlib.import_module("paco_trl.data.building.write_prompts")
+module = importlib.import_module("paco_trl.dataset_building.write_prompts")
 
 
 KEY = "key-that-nobody-may-see"

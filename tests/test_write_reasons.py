@@ -18,15 +18,15 @@ from PIL import Image as Pillow
 from chat_server import ChatServer, answer
 from judge_server import pictures_of
 from paco_trl.data import check_pair_columns, criterion_question, decision_of, theme_question, validate_pairs
-from paco_trl.data.building.categories import DIMENSIONS
-from paco_trl.data.building.chat import ChatEndpoint, EndpointUnavailableError
-from paco_trl.data.building.stage_folder import StageFolder
-from paco_trl.data.building.write_reasons import VISIBLE_ATTRIBUTES, check_reasons, write_reasons
 from paco_trl.data.pairs import make_pair, pair_features
+from paco_trl.dataset_building.categories import DIMENSIONS
+from paco_trl.dataset_building.write_reasons import VISIBLE_ATTRIBUTES, check_reasons, write_reasons
+from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
+from paco_trl.utils.stage_folder import StageFolder
 
 
 # The package has the function under this name
-module = importlib.import_module("paco_trl.data.building.write_reasons")
+module = importlib.import_module("paco_trl.dataset_building.write_reasons")
 
 
 COLOURS = ["red", "green", "blue", "yellow", "purple", "orange"]

@@ -27,13 +27,13 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import TrlParser
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer
+from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
+from ..checkpointing.export import save_adapter, save_transformer
 from ..data import split_grid
 from ..hub.account import check_base_model, check_repository
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
-from ..trainer.checkpoints import checkpoints_of, find_checkpoint
-from ..trainer.export import save_adapter, save_transformer
-from ..trainer.prompt_rows import PromptRows
-from ..trainer.reward_calls import check_required, check_reward_functions, check_reward_weights
+from ..rewards.reward_calls import check_required, check_reward_functions, check_reward_weights
+from ..rollout.prompt_rows import PromptRows
 from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
 from .report import COLOURS, FAILED, OK, SKIPPED, WARNING, Row, coloured, report
 from .script_arguments import (

@@ -26,11 +26,11 @@ from transformers.utils import cached_file
 from trl import TrlParser
 
 from ..cards import ImageModelCard, JudgeCard, LoRA, render_card
+from ..checkpointing.checkpoints import checkpoints_of
+from ..checkpointing.export import save_transformer
 from ..hub.licenses import base_license
 from ..rewards.paco_reward import has_processor, load_judge_adapter, safetensors_of
-from ..trainer.checkpoints import checkpoints_of
-from ..trainer.export import save_transformer
-from ..trainer.loading import load_transformer_adapter
+from ..rollout.loading import load_transformer_adapter
 from ..utils.names import check_adapter_base
 from .main import name_first
 from .push import find_saved_model

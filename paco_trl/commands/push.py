@@ -10,10 +10,10 @@ from huggingface_hub import HfApi
 from trl import TrlParser
 
 from ..cards.rendering import renamed
+from ..checkpointing.checkpoints import RUN_FILE, checkpoints_of, incomplete_files
 from ..hub.account import prepare_repository
 from ..hub.files import published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
-from ..trainer.checkpoints import RUN_FILE, checkpoints_of, incomplete_files
 from .main import name_first
 
 

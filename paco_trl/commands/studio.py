@@ -17,7 +17,7 @@ from torch import nn
 from .. import PaCoGRPOTrainer
 from ..rollout import EncodedImage, RecordedStep, SDESettings, replay
 from ..rollout.noise import keyed_generator
-from ..trainer.prompt_encoder import Encoded
+from ..rollout.prompt_encoder import Encoded
 
 
 class Drawing(NamedTuple):

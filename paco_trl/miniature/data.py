@@ -84,7 +84,7 @@ def make_true_rankings(panels: "Dataset", prompts: "Dataset", per_prompt: int = 
 
     Args:
         panels ([`~datasets.Dataset`]):
-            Panels of drawn sets, from [`~paco_trl.data.building.cut_panels`].
+            Panels of drawn sets, from [`~paco_trl.dataset_building.cut_panels`].
         prompts ([`~datasets.Dataset`]):
             Their prompts.
         per_prompt (`int`, *optional*, defaults to `8`):

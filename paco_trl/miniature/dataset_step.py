@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..data.building import (
+from ..dataset_building import (
     StageFolder,
     annotation_files,
     build_pairs,
@@ -34,7 +34,7 @@ def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings)
     Draws sets of each prompt with the untrained generator, and pairs their panels.
 
     Nobody looks at a picture: a panel of the same set is taken for more consistent than one of another set
-    ([`~paco_trl.data.building.rank_automatically`]). That is right only as often as the generator is consistent, and
+    ([`~paco_trl.dataset_building.rank_automatically`]). That is right only as often as the generator is consistent, and
     the report says how often that is.
 
     Args:

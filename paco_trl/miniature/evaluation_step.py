@@ -11,9 +11,9 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from ..data import split_grid
-from ..data.building import StageFolder, draw_grids
-from ..evaluation.generation.drawing import load_system
-from ..evaluation.generation.statistics import Unit, cell, difference
+from ..dataset_building import StageFolder, draw_grids
+from ..image_benchmarks.drawing import load_system
+from ..image_benchmarks.statistics import Unit, cell, difference
 from .models import toy_flux_path
 from .settings import MiniatureSettings
 from .truth import SetTruth, judge_set, read_panels

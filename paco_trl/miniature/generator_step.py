@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from peft import LoraConfig
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer
+from ..checkpointing.checkpoints import checkpoints_of
 from ..rewards import ClipTReward, ConsistencyReward
-from ..trainer.checkpoints import checkpoints_of
 from .models import toy_clip_path, toy_flux_path
 from .progress import show_figures
 from .settings import MiniatureSettings

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 
-from ..data.building.stage_folder import write_atomically
 from ..hub.files import PIPELINE_ADAPTER
+from ..utils.stage_folder import write_atomically
 from .settings import ADAPTER
 
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.building import StageFolder
-from ..data.building.stage_folder import write_atomically
+from ..dataset_building import StageFolder
+from ..utils.stage_folder import write_atomically
 from .data import make_prompts
 from .settings import ADAPTER, MiniatureSettings
 

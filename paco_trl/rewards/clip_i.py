@@ -97,6 +97,6 @@ class ClipIReward(PairSimilarityReward):
         dtype: torch.dtype | None = None,
         batch_size: int = 32,
     ):
-        from ..evaluation.baselines import ClipIScorer
+        from .baselines import ClipIScorer
 
         super().__init__(ClipIScorer(model, device, dtype, batch_size))

@@ -41,6 +41,6 @@ class DreamSimReward(PairSimilarityReward):
         batch_size: int = 32,
         trust_remote_code: bool = False,
     ):
-        from ..evaluation.baselines import DreamSimScorer
+        from .baselines import DreamSimScorer
 
         super().__init__(DreamSimScorer(model, preprocess, device, batch_size, trust_remote_code))

@@ -17,16 +17,16 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from ..evaluation import bootstrap_interval, grid_artifact_score
+from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
 from ..rewards import aggregate_rewards
-from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
-from .prompt_rows import PromptRows
-from .reward_calls import RewardError
+from ..rewards.reward_calls import RewardError
+from ..rollout.prompt_rows import PromptRows
 
 
 if TYPE_CHECKING:
+    from ..rewards.scorer import RewardScorer
     from .paco_grpo_config import PaCoGRPOConfig
     from .paco_grpo_trainer import PaCoGRPOTrainer
-    from .scoring import RewardScorer
 
 
 @dataclass

@@ -29,9 +29,31 @@ from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity
 
 from ..cards import render_model_card
+from ..checkpointing.checkpoint_files import EMA_WEIGHTS, POLICY_WEIGHTS, check_weights, load_rollout, write_checkpoint
+from ..checkpointing.checkpoints import (
+    check_output_folder,
+    check_resumed_run,
+    clear_staging,
+    dataset_digest,
+    find_checkpoint,
+)
+from ..checkpointing.ema import EMA
+from ..checkpointing.export import save_trained
+from ..checkpointing.weights import all_gradients_needed, gather_whole, load_whole, shares, swapped, zero_stage_of
 from ..data.columns import check_is_dataset
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
+from ..plots.contact_sheet import MAX_PROMPTS, TRACKERS_WITH_PICTURES, start_trackers
+from ..plots.curves import CurvesCallback
+from ..plots.scored_sheets import ScoredImages, save_scored_sheet
 from ..rewards import aggregate_rewards
+from ..rewards.reward_calls import (
+    RewardError,
+    check_columns,
+    check_required,
+    check_reward_functions,
+    check_reward_weights,
+)
+from ..rewards.scorer import RewardScorer
 from ..rollout import (
     EncodedImage,
     PipelinePolicy,
@@ -42,21 +64,20 @@ from ..rollout import (
     family_of,
     replay,
 )
+from ..rollout.loading import (
+    adapter_digest,
+    adapter_is_new,
+    base_model_name,
+    check_peft_config,
+    load_pipeline,
+    prepare_transformer,
+)
+from ..rollout.prompt_encoder import Encoded, PromptEncoder
+from ..rollout.prompt_rows import PromptRows
 from ..utils.deepspeed import partition
 from ..utils.paper import PAPER
 from ..utils.random_state import kept_random_state
 from .advantages import group_advantages
-from .checkpoint_files import EMA_WEIGHTS, POLICY_WEIGHTS, check_weights, load_rollout, write_checkpoint
-from .checkpoints import (
-    check_output_folder,
-    check_resumed_run,
-    clear_staging,
-    dataset_digest,
-    find_checkpoint,
-)
-from .contact_sheet import MAX_PROMPTS, TRACKERS_WITH_PICTURES, start_trackers
-from .curves import CurvesCallback
-from .ema import EMA
 from .evaluator import (
     Evaluation,
     baseline_key,
@@ -67,28 +88,13 @@ from .evaluator import (
     load_baseline,
     save_baseline,
 )
-from .export import save_trained
-from .loading import (
-    adapter_digest,
-    adapter_is_new,
-    base_model_name,
-    check_peft_config,
-    load_pipeline,
-    prepare_transformer,
-)
 from .losses import clipped_surrogate, gaussian_kl, guard_gradient_weight, guarded_surrogate
 from .paco_grpo_config import PaCoGRPOConfig
-from .prompt_encoder import Encoded, PromptEncoder
-from .prompt_rows import PromptRows
 from .publishing import PushesToHub
 from .refusals import refuse_methods
-from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
-from .scored_sheets import ScoredImages, save_scored_sheet
-from .scoring import RewardScorer
 from .step_statistics import StepStatistics
 from .training_clock import TrainingClock
 from .transfer_report import report_resolution_transfer
-from .weights import all_gradients_needed, gather_whole, load_whole, shares, swapped, zero_stage_of
 
 
 logger = get_logger(__name__)

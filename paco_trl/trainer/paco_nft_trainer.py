@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from ..checkpointing.ema import EMA
+from ..checkpointing.weights import swapped, zero_stage_of
 from ..rollout import EncodedImage, Family, RecordedStep, calls_at, keyed_generator, predict
 from ..utils.paper import PAPER
-from .ema import EMA
 from .losses import add_flow_noise, nft_loss, nft_old_policy_decay, nft_reward_probability, velocity_error
 from .paco_grpo_trainer import PaCoGRPOTrainer
 from .paco_nft_config import PaCoNFTConfig
-from .weights import swapped, zero_stage_of
 
 
 OLD_POLICY_WEIGHTS = "old_policy.safetensors"

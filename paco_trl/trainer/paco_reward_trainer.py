@@ -28,15 +28,17 @@ from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from ..cards import render_reward_model_card
+from ..checkpointing.weights import gather_whole, shares, zero_stage_of
 from ..data import check_pair_columns, is_label_only
 from ..data.pairs import content_text, iter_texts
 from ..evaluation import auroc, expected_calibration_error
 from ..hub.files import JUDGE_ADAPTER
+from ..plots.contact_sheet import send_to_trackers
+from ..plots.reward_report import draw_calibration, draw_wrong_pairs
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image, patch_size_of
 from ..utils.paper import PAPER
-from .contact_sheet import send_to_trackers
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
 from .pair_collator import (
@@ -49,9 +51,7 @@ from .pair_collator import (
 )
 from .publishing import PushesToHub
 from .refusals import refuse_methods
-from .reward_report import draw_calibration, draw_wrong_pairs
 from .training_clock import TrainingClock
-from .weights import gather_whole, shares, zero_stage_of
 
 
 logger = get_logger(__name__)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained in the formats that users load: an adapter in PEFT's and diffusers', or a whole transformer."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict
+from torch import nn
+
+from ..cards import latest_pictures, render_model_card
+from ..hub.files import PICTURES
+
+
+if TYPE_CHECKING:
+    from ..trainer.paco_grpo_trainer import PaCoGRPOTrainer
+
+# Prefix that PeftModel puts in front of the transformer's own names
+_PEFT_PREFIX = "base_model.model."
+
+
+def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """
+    Saves an adapter so that both ways of loading give the same image.
+
+    `PeftModel.from_pretrained(pipe.transformer, folder)` reads `adapter_model.safetensors`,
+    `pipe.load_lora_weights(folder)` reads `pytorch_lora_weights.safetensors`. In the latter the scale of each layer,
+    `lora_alpha / r`, is multiplied into its up matrix: ComfyUI and others read no metadata and scale by 1.
+
+    Args:
+        model ([`~peft.PeftModel`]):
+            Model with the adapter.
+        pipeline ([`~diffusers.DiffusionPipeline`]):
+            Its pipeline, for the family's LoRA format.
+        state_dict (`dict[str, torch.Tensor]`):
+            Trained weights by name, whole, from [`~paco_trl.checkpointing.weights.gather_whole`].
+        folder (`str` or `Path`):
+            Where to save.
+    """
+    # `save_embedding_layers="auto"` would ask the Hub for the base model's vocabulary
+    model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
+    lora = get_peft_model_state_dict(model, state_dict=state_dict, save_embedding_layers=False)
+    adapter = model.active_adapter
+    scales = {name: layer.scaling[adapter] for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    layers = {}
+    for name, tensor in lora.items():
+        layer, is_up, _ = name.partition(".lora_B.")
+        if is_up:
+            tensor = (tensor.float() * scales[layer]).to(tensor.dtype)
+        layers[name.removeprefix(_PEFT_PREFIX)] = tensor
+    config = model.peft_config[adapter]
+    metadata = config.to_dict() | {
+        "lora_alpha": config.r,
+        "alpha_pattern": dict(config.rank_pattern),
+        "use_rslora": False,
+        "base_model_name_or_path": None,  # for PEFT's file only; it may be a folder of this machine
+    }
+    pipeline.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
+
+
+def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """
+    Saves a whole trained transformer in diffusers' format, in the folder `transformer`.
+
+    `FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")` reads it, for the pipeline's
+    `transformer=`. The weights are float32, as they were trained.
+
+    Args:
+        transformer (`nn.Module`):
+            Transformer, for its config.
+        state_dict (`dict[str, torch.Tensor]`):
+            Trained weights by name, whole, from [`~paco_trl.checkpointing.weights.gather_whole`]. Buffers and whatever else
+            the transformer holds are added from it.
+        folder (`str` or `Path`):
+            Where to save.
+    """
+    folder = Path(folder) / "transformer"
+    folder.mkdir(parents=True, exist_ok=True)
+    transformer.save_config(folder)
+    # diffusers adds where the model was loaded from, which may be a folder of this machine
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config.pop("_name_or_path", None)
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    buffers = {name: value for name, value in transformer.state_dict().items() if name not in state_dict}
+    save_torch_state_dict(
+        {**buffers, **state_dict}, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
+    )
+
+
+def save_trained(
+    trainer: "PaCoGRPOTrainer", state_dict: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True
+) -> None:
+    """
+    Saves what a trainer has trained, with its card and the latest pictures. For the main process.
+
+    Args:
+        trainer ([`PaCoGRPOTrainer`]):
+            Trainer.
+        state_dict (`dict[str, torch.Tensor]`):
+            Trained weights by name, whole.
+        folder (`str` or `Path`):
+            Where to save.
+        use_ema (`bool`, *optional*, defaults to `True`):
+            Whether the weights are their average, where there is one; the card says so.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(trainer.model, PeftModel):
+        save_adapter(trainer.model, trainer.pipeline, state_dict, folder)
+    else:
+        save_transformer(trainer.model, state_dict, folder)
+    pictures = latest_pictures(trainer, use_ema)
+    for name in PICTURES:
+        if name not in pictures:
+            if (folder / name).exists():  # of an earlier state
+                (folder / name).unlink()
+        elif pictures[name].resolve() != (folder / name).resolve():
+            shutil.copy(pictures[name], folder / name)
+    render_model_card(trainer, use_ema=use_ema).save(folder / "README.md")

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Annotators that are no people: the construction of the grids itself, and a judge."""
+
+import itertools
+import json
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from ..data.rankings import default_question
+from ..utils.stage_folder import read_lines, write_atomically
+from .annotations import (
+    AUTOMATIC,
+    annotation_files,
+    append_annotation,
+    check_annotator,
+    digests_by_instance,
+    read_annotations,
+)
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from ..rewards import Judge
+
+
+logger = logging.getLogger(__name__)
+
+
+def construction_ranks(reference_seed: int, candidate_seeds: list[int]) -> tuple[int, ...]:
+    """
+    Rank candidates by how they were made: one of the reference's own grid is more consistent with it than the others.
+
+    The panels of a grid are drawn together, in one image; those of two grids have only the prompt in common. Among
+    themselves the others are tied.
+
+    Args:
+        reference_seed (`int`):
+            Seed of the reference's grid.
+        candidate_seeds (`list[int]`):
+            Seeds of the candidates' grids.
+
+    Returns:
+        `tuple[int, ...]`: 1 for candidates of the reference's grid, 2 for the others.
+    """
+    return tuple(1 if seed == reference_seed else 2 for seed in candidate_seeds)
+
+
+def rank_automatically(instances: "Dataset", panels: "Dataset", folder: str | Path) -> int:
+    """
+    Rank all instances by construction (see [`construction_ranks`]), as the annotator `automatic`.
+
+    Args:
+        instances ([`~datasets.Dataset`]):
+            The ranking instances.
+        panels ([`~datasets.Dataset`]):
+            The panels, with `id` and `seed`.
+        folder (`str` or `Path`):
+            Folder of the annotations. An earlier `automatic.jsonl` there is replaced.
+
+    Returns:
+        `int`: number of annotations.
+    """
+    seeds = dict(zip(panels["id"][:], panels["seed"][:], strict=True))
+    digests, lines = digests_by_instance(instances), []
+    for instance in tqdm(instances.with_format(None), desc="Ranking by construction", unit="instance"):
+        ranks = construction_ranks(seeds[instance["reference"]], [seeds[name] for name in instance["candidates"]])
+        record = {"annotator": AUTOMATIC, "instance": instance["id"], "ranks": list(ranks)}
+        lines.append(json.dumps(record | digests.get(instance["id"], {})))
+    write_atomically(Path(folder) / f"{AUTOMATIC}.jsonl", "".join(f"{line}\n" for line in lines))
+    return len(lines)
+
+
+def ranks_of_scores(scores: list[float]) -> tuple[int, ...]:
+    """
+    Rank candidates by scores: 1 for the highest, equal scores tied.
+
+    Args:
+        scores (`list[float]`):
+            Score of each candidate.
+
+    Returns:
+        `tuple[int, ...]`: the ranks: one more than the number of candidates with a higher score.
+    """
+    return tuple(1 + sum(other > score for other in scores) for score in scores)
+
+
+def judge_annotator_name(name: str) -> str:
+    """
+    Give the name under which a judge annotates.
+
+    Args:
+        name (`str`):
+            Name of its model: a Hub id, a folder.
+
+    Returns:
+        `str`: the last part of it, as a name of an annotator.
+    """
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name.rstrip("/")).name)[:40].strip(".-") or "judge"
+
+
+def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None) -> dict[str, str]:
+    """
+    Tell who annotated: people, a judge, or the construction.
+
+    Args:
+        folder (`str` or `Path`):
+            Folder of the annotations.
+        annotators (`Sequence[str]`, *optional*):
+            Names of those to tell of; all when left out.
+
+    Returns:
+        `dict[str, str]`: `"people"`, `"judge"` (its annotations have scores) or `"automatic"`, by name; empty if nobody
+        has annotated yet.
+    """
+    if not any(Path(folder).glob("*.jsonl")):
+        return {}
+    kinds = {}
+    for path in annotation_files(folder, annotators):
+        has_scores = any("scores" in record for _, record in read_lines(path))
+        kinds[path.stem] = AUTOMATIC if path.stem == AUTOMATIC else "judge" if has_scores else "people"
+    return kinds
+
+
+def _done_by_judge(folder: str | Path, annotator: str, judge: str, instances: "Dataset") -> set[str]:
+    """Instances that a judge has ranked already, if it is this one that has the name."""
+    file = Path(folder) / f"{annotator}.jsonl"
+    if annotator == AUTOMATIC:
+        raise ValueError(f"{AUTOMATIC!r} is the name of rankings by construction. Give another `annotator`.")
+    if not file.exists():
+        return set()
+    others = sorted({str(record.get("judge", "a person")) for _, record in read_lines(file)} - {judge})
+    if others:
+        raise ValueError(
+            f"The annotator {annotator!r} is {others[0]!r} already, not {judge!r}: {file} has its rankings. Give another "
+            "`annotator`, or move the file away."
+        )
+    return {annotation.instance for annotation in read_annotations([file], instances)}
+
+
+def rank_with_judge(
+    instances: "Dataset",
+    panels: "Dataset",
+    prompts: "Dataset",
+    judge: "Judge",
+    annotator: str,
+    folder: str | Path,
+) -> dict[str, int]:
+    """
+    Let a judge rank the instances: by P(Yes) that the reference and the candidate are consistent.
+
+    The judge is asked about each reference and candidate, the reference first, with the instances of a prompt in one
+    call: one in the process then encodes each panel once. Annotations are saved after each prompt, so that a run that
+    was stopped goes on where it was; what the judge could not answer is left out, counted, and asked again by the next
+    run.
+
+    Args:
+        instances ([`~datasets.Dataset`]):
+            The ranking instances.
+        panels ([`~datasets.Dataset`]):
+            The panels.
+        prompts ([`~datasets.Dataset`]):
+            The prompts; the judge is asked about their theme.
+        judge ([`~paco_trl.rewards.Judge`]):
+            The judge: [`~paco_trl.PaCoReward`] in the process, or [`~paco_trl.rewards.ServedJudge`] on a server.
+        annotator (`str`):
+            Name under which it annotates.
+        folder (`str` or `Path`):
+            Folder of the annotations.
+
+    Returns:
+        `dict[str, int]`: `ranked` (now), `found` (done by an earlier run), `unanswered`.
+
+    Raises:
+        ValueError: If an instance has a prompt that is not there, or the name is none.
+        JudgeUnavailableError: If the judge cannot be asked at all. What it answered before is saved.
+    """
+    from datasets import Image
+
+    done = _done_by_judge(folder, check_annotator(annotator), judge.name, instances)
+    digests = digests_by_instance(instances)
+    rows = [row for row in instances.with_format(None) if row["id"] not in done]
+
+    # Paths, or bytes where the panels came from the Hub: both are what a judge takes
+    columns = panels.cast_column("image", Image(decode=False)).select_columns(["id", "image"])
+    row_of = {name: row for row, name in enumerate(columns["id"][:])}
+    questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
+    unknown = next((row for row in rows if row["prompt_id"] not in questions), None)
+    if unknown is not None:
+        raise ValueError(
+            f"The instance {unknown['id']!r} is of the prompt {unknown['prompt_id']!r}, which is not among the "
+            f"{len(questions)} prompts. Give the prompts that the grids were drawn with."
+        )
+
+    def source(panel: str) -> Any:
+        image = columns[row_of[panel]]["image"]
+        return image["path"] if image["bytes"] is None else image["bytes"]
+
+    unanswered = 0
+    with tqdm(total=len(instances), initial=len(done), desc=f"Ranking by {annotator}", unit="instance") as bar:
+        for prompt_id, group in itertools.groupby(rows, key=lambda row: row["prompt_id"]):
+            of_prompt = list(group)
+            images = {name: source(name) for row in of_prompt for name in (row["reference"], *row["candidates"])}
+            pairs = [(images[row["reference"]], images[name]) for row in of_prompt for name in row["candidates"]]
+            scores = iter(judge.score(pairs, [questions[prompt_id]] * len(pairs)))
+            for row in of_prompt:
+                own = [next(scores) for _ in row["candidates"]]
+                if any(score is None for score in own):
+                    unanswered += 1
+                    continue
+                record = {"annotator": annotator, "instance": row["id"], "ranks": list(ranks_of_scores(own))}
+                append_annotation(folder, record | {"scores": own, "judge": judge.name} | digests.get(row["id"], {}))
+            bar.update(len(of_prompt))
+    if unanswered:
+        logger.warning(
+            f"{annotator} left {unanswered} of {len(rows)} instances unanswered: they are not ranked. Run this stage "
+            "again to ask for them once more."
+        )
+    return {"ranked": len(rows) - unanswered, "found": len(done), "unanswered": unanswered}

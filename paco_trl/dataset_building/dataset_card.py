@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The card of a built dataset: what is in it, how it was made, how to load it. It fills itself in from the data."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..data.columns import list_lengths
+from ..data.pairs import content_text, decision_of, is_label_only
+from ..data.questions import theme_question
+from ..hub.licenses import License
+from ..utils.names import public_name
+from ..utils.paper import PAPER
+from .annotators import AUTOMATIC, judge_annotator_name
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from huggingface_hub import DatasetCard
+    from PIL import Image
+
+
+TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
+
+# Upper ends of the Hub's size categories
+_SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M")]
+
+# What the card tells in words or tables of its own, so that it is not among the other figures of a stage
+_TOLD = {
+    "prompts": {"language", "model", "source"},
+    "grids": {"model"},
+    "ranking": {"annotators", "by", "excluded", "judges", "kendalls_w", "pairwise_agreement"},
+    "pairs": {"held_out_rankings", "splits"},
+    "reasons": {"keys", "model"},
+}
+
+# Columns beside those of the formats, with what they are
+_PAIR_COLUMNS = {
+    "id": "",
+    "group": " (the prompt)",
+    "category": "",
+    "dimensions": "",
+    "panels": " (ids of the two images)",
+    "sha256": " (digests of the pixels)",
+    "votes": " (for `yes` and for `no`)",
+}
+_RANKING_COLUMNS = {"id": "", "group": " (the prompt)", "theme": "", "criteria": ""}
+
+# A path in the middle of a text, such as that of an error
+_LOCAL_PATH = re.compile(r"(?<![\w:/])(?:~|[A-Za-z]:)?(?:[\\/][\w.~-]+){2,}")
+
+# Pixels of the sample pictures
+_THUMBNAIL = 176
+_GAP = 8
+_LINE = 20
+
+
+def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
+    """
+    Count what is in a split of pairs.
+
+    Args:
+        pairs ([`~datasets.Dataset`]):
+            The pairs. Images are not read.
+        num_images (`int`):
+            Number of its different images.
+
+    Returns:
+        `dict`: `rows`, `consistent`, `inconsistent`, `with_reasons`, `columns`, `images`, `prompts` (`None` if unknown),
+        and the numbers of pairs by `categories` and by `dimensions`, empty if unknown.
+    """
+    columns = pairs.with_format(None)
+    completions = columns["completion"][:]
+    consistent = sum(decision_of(completion) == "Yes" for completion in completions)
+    categories = columns["category"][:] if "category" in pairs.column_names else []
+    dimensions = columns["dimensions"][:] if "dimensions" in pairs.column_names else []
+    return {
+        "rows": len(pairs),
+        "consistent": consistent,
+        "inconsistent": len(pairs) - consistent,
+        "with_reasons": sum(not is_label_only(completion) for completion in completions),
+        "columns": pairs.column_names,
+        "images": num_images,
+        "prompts": len(set(columns["group"][:])) if "group" in pairs.column_names else None,
+        "categories": Counter(name for name in categories if name),
+        "dimensions": Counter(name for names in dimensions for name in names or []),
+    }
+
+
+def describe_rankings(rankings: "Dataset", num_images: int) -> dict[str, Any]:
+    """
+    Count what is in rankings.
+
+    Args:
+        rankings ([`~datasets.Dataset`]):
+            The rankings. Images are not read.
+        num_images (`int`):
+            Number of its different images.
+
+    Returns:
+        `dict`: `rows`, `fewest` and `most` candidates, `columns`, `images`, and `prompts` (`None` if unknown).
+    """
+    counts = list_lengths(rankings, "candidates")
+    return {
+        "rows": len(rankings),
+        "fewest": int(counts.min()),
+        "most": int(counts.max()),
+        "columns": rankings.column_names,
+        "images": num_images,
+        "prompts": len(set(rankings["group"][:])) if "group" in rankings.column_names else None,
+    }
+
+
+def dataset_card(
+    splits: Mapping[str, Mapping[str, Any]],
+    rankings: Mapping[str, Any] | None,
+    repo_id: str,
+    report: Mapping[str, Mapping[str, Any]],
+    license: License,
+    generator: str | None = None,
+    is_generators_license: bool = False,
+    pretty_name: str | None = None,
+    pictures: Sequence[str] = (),
+) -> "DatasetCard":
+    """
+    Render the card of a dataset. A section appears only when there is something to put in it.
+
+    Args:
+        splits (`Mapping[str, Mapping]`):
+            [`describe_pairs`] of each split.
+        rankings (`Mapping`, *optional*):
+            [`describe_rankings`] of the rankings.
+        repo_id (`str`):
+            Repository on the Hub.
+        report (`Mapping[str, Mapping]`):
+            What the stages report, see [`publish_dataset`].
+        license ([`License`]):
+            Licence of the dataset.
+        generator (`str`, *optional*):
+            Model that drew the images: Hub id or folder.
+        is_generators_license (`bool`, *optional*, defaults to `False`):
+            Whether the licence is the one that the generator's card names.
+        pretty_name (`str`, *optional*):
+            Title. The name of the repository when left out.
+        pictures (`Sequence[str]`, *optional*):
+            Those of `"pairs.png"` and `"rankings.png"` that are in `assets/`.
+
+    Returns:
+        [`~huggingface_hub.DatasetCard`]: the card, without the metadata that [`~datasets.DatasetDict.push_to_hub`]
+        writes.
+    """
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    total = sum(split["rows"] for split in splits.values()) + (rankings["rows"] if rankings else 0)
+    report = {stage: dict(values) for stage, values in report.items() if values}
+    ranking, prompts = report.get("ranking", {}), report.get("prompts", {})
+    title = pretty_name or repo_id.split("/")[-1]
+    card_data = DatasetCardData(
+        language=prompts.get("language"),
+        license=license.identifier,
+        license_name=license.name,
+        license_link=license.link,
+        pretty_name=title,
+        size_categories=next((name for end, name in _SIZES if total < end), "n>10M"),
+        tags=TAGS,
+        task_categories=["image-text-to-text"],
+    )
+    with as_file(files("paco_trl") / "templates" / "paco_dataset_card.md.jinja") as template:
+        card = DatasetCard.from_template(
+            card_data,
+            template_path=str(template),
+            title=_cell(title),
+            repo_id=repo_id,
+            splits=splits,
+            rankings=rankings,
+            pairs_table=_pairs_table(splits),
+            rankings_table=_rankings_table(rankings) if rankings else "",
+            name_tables=[*_name_tables(splits)],
+            has_reasons=any(split["with_reasons"] for split in splits.values()),
+            split_by_prompt=len(splits) > 1 and all(split["prompts"] for split in splits.values()),
+            pictures=pictures,
+            generator=_link(generator) if generator else None,
+            licence=license,
+            is_generators_license=is_generators_license,
+            models={stage: public_name(values["model"]) for stage, values in report.items() if values.get("model")},
+            prompt_source=public_name(prompts["source"]) if prompts.get("source") else None,
+            stages={stage: _facts(values, _TOLD.get(stage, set())) for stage, values in report.items()},
+            by=list(ranking.get("by") or []),
+            judge=", ".join(map(public_name, ranking.get("judges") or [])) or None,
+            num_excluded=len(ranking.get("excluded") or []),
+            agreement=_agreement(ranking),
+            annotators_table=_annotators_table(ranking),
+            num_annotators=len(ranking.get("annotators", {})),
+            extra_columns={
+                "pairs": _columns(next(iter(splits.values()))["columns"], _PAIR_COLUMNS),
+                "rankings": _columns(rankings["columns"], _RANKING_COLUMNS) if rankings else "",
+            },
+            paper=PAPER,
+        )
+    card.text = re.sub(r"\n{3,}", "\n\n", card.text)
+    return card
+
+
+def _cell(value: Any) -> str:
+    """A value for a table or a line: no line breaks, no bars."""
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def _link(generator: str) -> str:
+    """A model with its page, if others can see it."""
+    name = public_name(generator)
+    return f"[{name}](https://huggingface.co/{name})" if name == generator else name
+
+
+def _table(columns: Mapping[str, Sequence[Any]]) -> str:
+    """A table of those columns that have values."""
+    kept = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    rows = [kept, ["---"] * len(kept), *zip(*kept.values(), strict=True)]
+    return "\n".join(f"| {' | '.join('-' if cell is None else _cell(cell) for cell in row)} |" for row in rows)
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.1f} %"
+
+
+def _pairs_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
+    def of_class(name: str) -> list[str]:
+        return [f"{split[name]} ({_percent(split[name] / split['rows'])})" for split in splits.values()]
+
+    def counts(name: str) -> list[int | None]:
+        return [split[name] for split in splits.values()]
+
+    return _table(
+        {
+            "pairs": list(splits),
+            "rows": counts("rows"),
+            "consistent": of_class("consistent"),
+            "inconsistent": of_class("inconsistent"),
+            "prompts": counts("prompts"),
+            "images": counts("images"),
+            "with reasons": [number or None for number in counts("with_reasons")],
+        }
+    )
+
+
+def _rankings_table(rankings: Mapping[str, Any]) -> str:
+    fewest, most = rankings["fewest"], rankings["most"]
+    return _table(
+        {
+            "rankings": ["test"],
+            "rows": [rankings["rows"]],
+            "candidates of each": [fewest if fewest == most else f"{fewest} to {most}"],
+            "prompts": [rankings["prompts"]],
+            "images": [rankings["images"]],
+        }
+    )
+
+
+def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Tables of categories and of dimensions, the most frequent first, where they are known."""
+    for label, key in (("category", "categories"), ("dimension of consistency", "dimensions")):
+        names = [name for name, _ in sum((split[key] for split in splits.values()), Counter()).most_common()]
+        if names:
+            counts = {f"pairs ({split})": [found[key][name] for name in names] for split, found in splits.items()}
+            yield _table({label: names, **counts})
+
+
+def _columns(names: Sequence[str], known: Mapping[str, str]) -> str:
+    return ", ".join(f"`{name}`{known[name]}" for name in known if name in names)
+
+
+def _agreement(ranking: Mapping[str, Any]) -> list[str]:
+    concordance, share = ranking.get("kendalls_w"), ranking.get("pairwise_agreement")
+    lines = []
+    if concordance is not None:
+        lines.append(
+            "Kendall's W, mean over the instances that several annotators ranked: "
+            f"{concordance:.3f} (1: all give the same order)"
+        )
+    if share is not None:
+        lines.append(f"two annotators put two candidates in the same order: {_percent(share)} (chance: 50 %)")
+    return lines
+
+
+def _annotators_table(ranking: Mapping[str, Any]) -> str:
+    """
+    Figures of each annotator, if there is anything to compare them with. People are numbered: their names are nobody's
+    business.
+    """
+    annotators = ranking.get("annotators", {})
+    shares = ("agreement_with_others", "gold_agreement")
+    if all(found[name] is None for found in annotators.values() for name in shares):
+        return ""
+    judges = [judge_annotator_name(judge) for judge in ranking.get("judges") or []]
+    people = [name for name in annotators if name not in (AUTOMATIC, *judges)]
+    return _table(
+        {
+            "annotator": [
+                f"person {people.index(name) + 1}" if name in people else public_name(name) for name in annotators
+            ],
+            "ranked": [found["ranked"] for found in annotators.values()],
+            "skipped": [found["skipped"] for found in annotators.values()],
+            "as the majority of the others": [
+                _percent(found["agreement_with_others"]) for found in annotators.values()
+            ],
+            "as the gold answers": [_percent(found["gold_agreement"]) for found in annotators.values()],
+        }
+    )
+
+
+def _words(value: Any) -> str:
+    """A text of a report, without paths of this machine."""
+    return _cell(_LOCAL_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], public_name(str(value))))
+
+
+def _value(value: Any) -> str:
+    """A figure of a report in words; empty if there is nothing to say."""
+    if value is None or isinstance(value, float) and math.isnan(value):
+        return ""
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):  # a digest of inputs
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        said = {_words(name).replace("_", " "): _value(one) for name, one in value.items()}
+        return ", ".join(f"{name} {one}" for name, one in said.items() if one)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(filter(None, map(_value, value))) if len(value) <= 16 else f"{len(value)} values"
+    return _words(value)
+
+
+def _facts(values: Mapping[str, Any], told: set[str]) -> str:
+    """What a stage reports and the card does not tell elsewhere, a line each."""
+    said = {_words(name).replace("_", " "): _value(value) for name, value in values.items() if name not in told}
+    return "".join(f"- {name}: {value}\n" for name, value in said.items() if value) + "\n"
+
+
+def _theme_of(question: str) -> str:
+    before, after = theme_question("\0").split("\0")
+    return question.removeprefix(before).removesuffix(after)
+
+
+def _spread(rows: Sequence[int], chosen: int) -> list[int]:
+    """Some at equal distances: what is next to one another is often alike."""
+    chosen = min(len(rows), chosen)
+    return [rows[place * len(rows) // chosen] for place in range(chosen)]
+
+
+def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image.Image":
+    """
+    Draw some pairs: a consistent one at the left, an inconsistent one (of the same prompt if it has one) at the right.
+
+    Args:
+        pairs ([`~datasets.Dataset`]):
+            The pairs.
+        path (`str` or `Path`):
+            PNG file.
+        max_rows (`int`, *optional*, defaults to `5`):
+            Number of pairs of each kind at most.
+
+    Returns:
+        `PIL.Image.Image`: the picture.
+    """
+    columns = pairs.with_format(None)
+    labels = [decision_of(completion) for completion in columns["completion"][:]]
+    groups = columns["group"][:] if "group" in pairs.column_names else [None] * len(pairs)
+    rows_of = {name: [row for row, label in enumerate(labels) if label == name] for name in ("Yes", "No")}
+    negative_of = {groups[row]: row for row in reversed(rows_of["No"])}
+    matched = [row for row in rows_of["Yes"] if groups[row] in negative_of]
+    of_each = {groups[row]: row for row in reversed(matched)}
+    left = _spread(sorted(of_each.values()) or rows_of["Yes"], max_rows)
+    right = [negative_of[groups[row]] for row in left] if of_each else _spread(rows_of["No"], max_rows)
+    rows = []
+    for number in range(max(len(left), len(right))):
+        blocks, titles = [], []
+        for chosen, caption in ((left, "consistent"), (right, "inconsistent")):
+            if number < len(chosen):
+                pair = pairs[chosen[number]]
+                blocks.append([(image, caption) for image in pair["images"]])
+                titles.append(_theme_of(content_text(pair["prompt"][-1]["content"])))
+        rows.append((" / ".join(dict.fromkeys(titles)), blocks))
+    return _draw(rows, path)
+
+
+def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4, max_candidates: int = 6) -> "Image.Image":
+    """
+    Draw some rankings: the reference at the left, then the candidates, the most consistent first.
+
+    Args:
+        rankings ([`~datasets.Dataset`]):
+            The rankings.
+        path (`str` or `Path`):
+            PNG file.
+        max_rows (`int`, *optional*, defaults to `4`):
+            Number of rankings at most.
+        max_candidates (`int`, *optional*, defaults to `6`):
+            Number of candidates of each at most, the best ones.
+
+    Returns:
+        `PIL.Image.Image`: the picture.
+    """
+    rows = []
+    for number in _spread(range(len(rankings)), max_rows):
+        row = rankings[number]
+        order = row["ranking"][:max_candidates]
+        candidates = [(row["candidates"][index], f"rank {rank}") for rank, index in enumerate(order, start=1)]
+        rows.append((row.get("theme") or row["prompt"], [[(row["reference"], "reference")], candidates]))
+    return _draw(rows, path)
+
+
+def _draw(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> "Image.Image":
+    """Draw rows of blocks of images with captions, a title above each row. Without matplotlib, which takes seconds."""
+    from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+    from ..utils.images import to_rgb
+
+    def width_of(blocks: list[list[Any]]) -> int:
+        return sum(len(block) * (_THUMBNAIL + _GAP) + 2 * _GAP for block in blocks)
+
+    font, title_font = ImageFont.load_default(13), ImageFont.load_default(14)
+    height = _THUMBNAIL + 2 * _LINE + 2 * _GAP  # of a row
+    size = (max(width_of(blocks) for _, blocks in rows), len(rows) * height + _GAP)
+    sheet = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (title, blocks) in enumerate(rows):
+        top, left = number * height + _GAP, _GAP
+        text = _cell(title)
+        while len(text) > 1 and draw.textlength(text, title_font) > size[0] - 2 * _GAP:
+            text = text[:-2].rstrip() + "…"
+        draw.text((left, top), text, "black", title_font)
+        for block in blocks:
+            for image, caption in block:
+                shown = ImageOps.contain(to_rgb(image, "An image of the sample"), (_THUMBNAIL, _THUMBNAIL))
+                place = (left + (_THUMBNAIL - shown.width) // 2, top + _LINE + (_THUMBNAIL - shown.height) // 2)
+                sheet.paste(shown, place)
+                middle = left + _THUMBNAIL // 2
+                draw.text((middle, top + _LINE + _THUMBNAIL + 2), caption, "#444444", font, anchor="ma")
+                left += _THUMBNAIL + _GAP
+            left += 2 * _GAP
+    sheet.save(path)
+    return sheet

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diversification: the k of n prompts that stand best for all of them, and of which no two are nearly the same."""
+
+import heapq
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..data.columns import check_is_dataset
+from .text_embeddings import embed_and_count
+
+
+if TYPE_CHECKING:
+    import numpy as np
+    import scipy.sparse as sp
+    import torch
+    from datasets import Dataset
+
+
+# Similarities are whole ten-thousandths: sums of them do not depend on the order, nor on the last bits of a product,
+# which are others with another number of threads
+_SCALE = 10_000
+# Elements of a block of the similarity matrix: 64 MiB
+_BLOCK_ELEMENTS = 2**24
+_RANDOM_SEED = 0
+
+
+class Diversified(NamedTuple):
+    """
+    What was selected, and how well it stands for the rest.
+
+    Attributes:
+        indices (`np.ndarray`):
+            Rows that were selected, in the order of selection: the first m are the selection of m.
+        coverage (`float`):
+            Share of all rows with a selected one at `coverage_threshold` or more.
+        coverage_of_first (`float`):
+            The same for the first rows, as many.
+        coverage_of_random (`float`):
+            The same for random rows, as many, from a fixed seed.
+        num_duplicates (`int`):
+            Rows left out because a selected one is at `duplicate_threshold` or more.
+        mean_similarity (`float`):
+            Similarity of a row to the selected one nearest to it, mean over all rows.
+        min_similarity (`float`):
+            The same for the row that is farthest from all selected ones.
+    """
+
+    indices: "np.ndarray"
+    coverage: float
+    coverage_of_first: float
+    coverage_of_random: float
+    num_duplicates: int
+    mean_similarity: float
+    min_similarity: float
+
+
+def diversify(
+    embeddings: "np.ndarray",
+    num_selected: int,
+    duplicate_threshold: float = 0.95,
+    num_neighbors: int = 32,
+    coverage_threshold: float = 0.8,
+) -> Diversified:
+    """
+    Select rows that cover all others, no two of them near-duplicates.
+
+    1. Graph: each row is linked with itself (similarity 1) and with the `num_neighbors` rows most similar to it; links go
+       both ways.
+    2. Greedy facility location on the graph: the next row is the one with the largest sum, over the rows i linked with
+       it, of max(0, similarity - best_i), where best_i is the largest similarity of i to a selected row, linked or not (at
+       least 0). Ties go to the lower row.
+    3. After each selection all rows, not only linked ones, with a similarity to it of at least `duplicate_threshold` are
+       taken out.
+
+    The paper says "graph-based diversification on text embeddings" and no more; this is our reading of it. The result
+    depends on the embeddings alone: there is no seed, and similarities are rounded to four decimals.
+
+    Memory is that of the embeddings, of a block of 64 MiB of similarities, and of the graph (about 50 bytes a link), see
+    benchmarks/diversify.json.
+
+    Args:
+        embeddings (`np.ndarray` of shape (n, d)):
+            Unit vectors, float32.
+        num_selected (`int`):
+            Rows to select.
+        duplicate_threshold (`float`, *optional*, defaults to `0.95`):
+            Cosine similarity from which on two rows are near-duplicates, in (0, 1].
+        num_neighbors (`int`, *optional*, defaults to `32`):
+            Links that each row asks for.
+        coverage_threshold (`float`, *optional*, defaults to `0.8`):
+            Cosine similarity from which on a selected row stands for another.
+
+    Returns:
+        [`Diversified`]: the rows, and how well they stand for all.
+
+    Raises:
+        ValueError: If an argument is out of its range, or there are fewer rows than asked for that are no
+            near-duplicates.
+    """
+    import numpy as np
+
+    embeddings = _checked(embeddings, num_selected, duplicate_threshold, num_neighbors)
+    total = len(embeddings)
+    graph = _neighbor_graph(embeddings, min(num_neighbors, total - 1))
+    threshold = math.ceil(duplicate_threshold * _SCALE - 1e-6)
+
+    nearest = np.full(total, -_SCALE, dtype=np.int32)  # (n,) similarity to the selected row nearest to each
+    is_open = np.ones(total, dtype=bool)  # (n,)
+    selected: list[int] = []
+
+    def gain(row: int) -> int:
+        links = slice(graph.indptr[row], graph.indptr[row + 1])
+        best = np.maximum(nearest[graph.indices[links]], 0)
+        return int(np.maximum(graph.data[links] - best, 0).sum())
+
+    # Gains only shrink as rows are selected. So one that is still the largest after it was computed anew is the largest
+    # of all, and few are computed anew ("lazy greedy"). Equal gains come in the order of the rows.
+    heap = [(-gain(row), row) for row in range(total)]
+    heapq.heapify(heap)
+    while len(selected) < num_selected:
+        if not heap:
+            raise ValueError(
+                f"{num_selected} of {total} rows are to be selected, but after {len(selected)} of them every other one "
+                f"has a similarity of at least {duplicate_threshold} (`duplicate_threshold`) to one of these. Select at "
+                f"most {len(selected)}, raise the threshold, or give more rows that differ."
+            )
+        _, row = heapq.heappop(heap)
+        if not is_open[row]:
+            continue
+        current = (-gain(row), row)
+        if heap and current > heap[0]:
+            heapq.heappush(heap, current)
+            continue
+        selected.append(row)
+        similarities = _rounded(embeddings @ embeddings[row])  # (n,)
+        similarities[row] = _SCALE
+        np.maximum(nearest, similarities.astype(np.int32), out=nearest)
+        is_open &= similarities < threshold
+
+    def coverage(of: "np.ndarray") -> float:
+        return float((of >= math.ceil(coverage_threshold * _SCALE - 1e-6)).mean())
+
+    chosen = np.random.default_rng(_RANDOM_SEED).permutation(total)[:num_selected]
+    return Diversified(
+        indices=np.array(selected),
+        coverage=coverage(nearest),
+        coverage_of_first=coverage(_nearest(embeddings, np.arange(num_selected))),
+        coverage_of_random=coverage(_nearest(embeddings, chosen)),
+        num_duplicates=int(total - is_open.sum()) - len(selected),
+        mean_similarity=float(nearest.mean()) / _SCALE,
+        min_similarity=int(nearest.min()) / _SCALE,
+    )
+
+
+def diversify_prompts(
+    dataset: "Dataset",
+    model: str | Path,
+    num_selected: int,
+    duplicate_threshold: float = 0.95,
+    num_neighbors: int = 32,
+    coverage_threshold: float = 0.8,
+    batch_size: int = 64,
+    device: "str | torch.device | None" = None,
+) -> "tuple[Dataset, dict[str, Any]]":
+    """
+    Select image-set prompts that cover all others, no two of them near-duplicates. See [`diversify`].
+
+    What is embedded is the theme and the texts of the panels, without the markers of the panels. A CLIP reads 77 tokens
+    of it, which is the theme and little more; a sentence-embedding model reads all.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Image-set prompts.
+        model (`str` or `Path`):
+            Model of [`embed_texts`].
+        num_selected (`int`):
+            Prompts to select.
+        duplicate_threshold (`float`, *optional*, defaults to `0.95`):
+            As in [`diversify`].
+        num_neighbors (`int`, *optional*, defaults to `32`):
+            As in [`diversify`].
+        coverage_threshold (`float`, *optional*, defaults to `0.8`):
+            As in [`diversify`].
+        batch_size (`int`, *optional*, defaults to `64`):
+            Texts per forward pass.
+        device (`str` or `torch.device`, *optional*):
+            Device to embed on.
+
+    Returns:
+        `tuple[Dataset, dict]`: the selected rows, in the order of selection, and a report.
+
+    Raises:
+        ValueError: As [`embed_texts`] and [`diversify`].
+    """
+    from ..data.image_sets import check_image_set_columns
+
+    check_is_dataset(dataset, "dataset")
+    check_image_set_columns(dataset)
+    if not 1 <= num_selected <= len(dataset):  # before anything is embedded
+        raise ValueError(_out_of_range(num_selected, len(dataset)))
+    names = [name for name in ("theme", "prompt", "panels") if name in dataset.column_names]
+    columns = dataset.with_format(None).select_columns(names)[:]
+    themes = columns.get("theme") or [None] * len(dataset)
+    texts = [
+        " ".join([theme, *panels]) if theme else prompt
+        for theme, prompt, panels in zip(themes, columns["prompt"], columns["panels"], strict=True)
+    ]
+    embeddings, cut = embed_and_count(model, texts, batch_size, device)
+    result = diversify(embeddings, num_selected, duplicate_threshold, num_neighbors, coverage_threshold)
+    report = {
+        "prompts": len(dataset),
+        "selected": num_selected,
+        "model": str(model),
+        "texts cut": cut,
+        "duplicate threshold": duplicate_threshold,
+        "near-duplicates left out": result.num_duplicates,
+        "coverage threshold": coverage_threshold,
+        "coverage": round(result.coverage, 4),
+        "coverage of the first": round(result.coverage_of_first, 4),
+        "coverage of random ones": round(result.coverage_of_random, 4),
+        "mean similarity to the nearest selected": round(result.mean_similarity, 4),
+        "smallest similarity to the nearest selected": round(result.min_similarity, 4),
+    }
+    return dataset.select(result.indices.tolist()), report
+
+
+def _out_of_range(num_selected: int, total: int) -> str:
+    return f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}."
+
+
+def _checked(
+    embeddings: "np.ndarray", num_selected: int, duplicate_threshold: float, num_neighbors: int
+) -> "np.ndarray":
+    import numpy as np
+
+    if embeddings.ndim != 2:
+        raise ValueError(f"`embeddings` has the shape {embeddings.shape}, but must be (n, d).")
+    embeddings = np.ascontiguousarray(embeddings, dtype=np.float32)  # no copy if it is so already
+    if not 1 <= num_selected <= len(embeddings):
+        raise ValueError(_out_of_range(num_selected, len(embeddings)))
+    if not 0 < duplicate_threshold <= 1:
+        raise ValueError(f"`duplicate_threshold` is {duplicate_threshold}, but must be in (0, 1].")
+    if num_neighbors < 1:
+        raise ValueError(f"`num_neighbors` is {num_neighbors}, but must be at least 1.")
+    squares = np.einsum("nd,nd->n", embeddings, embeddings)  # (n,)
+    wrong = ~(np.abs(squares - 1) < 1e-3)  # turned around, so that NaN is wrong
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise ValueError(
+            f"Row {row} of `embeddings` has the length {math.sqrt(squares[row]):.4g}, but must have the length 1. Divide "
+            "each row by its length."
+        )
+    return embeddings
+
+
+def _rounded(similarities: "np.ndarray") -> "np.ndarray":
+    """Ten-thousandths, in place. Still float32, which holds whole numbers up to 16 million exactly."""
+    import numpy as np
+
+    similarities *= _SCALE
+    return np.rint(similarities, out=similarities)
+
+
+def _blocks(embeddings: "np.ndarray", columns: int):
+    size = max(1, _BLOCK_ELEMENTS // columns)
+    return ((start, embeddings[start : start + size]) for start in range(0, len(embeddings), size))
+
+
+def _neighbor_graph(embeddings: "np.ndarray", num_neighbors: int) -> "sp.csr_matrix":
+    """Similarities of linked rows, in ten-thousandths; positive ones only, others add nothing to any gain."""
+    import numpy as np
+    import scipy.sparse as sp
+    import torch
+    from tqdm.auto import tqdm
+
+    total = len(embeddings)
+    neighbors = np.zeros((total, num_neighbors + 1), dtype=np.int32)  # (n, k + 1)
+    values = np.zeros((total, num_neighbors + 1), dtype=np.int32)  # (n, k + 1)
+    with tqdm(total=total, desc="Linking prompts") as bar:
+        for start, block in _blocks(embeddings, total):
+            similarities = _rounded(block @ embeddings.T)  # (B, n)
+            own = np.arange(start, start + len(block))
+            # Before all others, even before copies of it
+            similarities[np.arange(len(block)), own] = 2 * _SCALE
+            # Each row's smallest similarity of a link. Faster than numpy's partition, and without a copy of the block
+            bounds = torch.from_numpy(similarities).topk(num_neighbors + 1, dim=1).values[:, -1].numpy()  # (B,)
+            for offset, (row, bound) in enumerate(zip(similarities, bounds, strict=True)):
+                above = np.flatnonzero(row >= bound)
+                # Of those at the bound, the first ones
+                above = above[np.argsort(-row[above], kind="stable")][: num_neighbors + 1]
+                neighbors[start + offset] = above
+                values[start + offset] = row[above]
+            values[own, 0] = _SCALE
+            bar.update(len(block))
+    links = np.arange(0, neighbors.size + 1, num_neighbors + 1)
+    graph = sp.csr_matrix((np.maximum(values, 0).ravel(), neighbors.ravel(), links), shape=(total, total))
+    graph = graph.maximum(graph.T).tocsr()
+    graph.eliminate_zeros()
+    return graph
+
+
+def _nearest(embeddings: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
+    """Similarity of each row to the nearest of some rows, in ten-thousandths."""
+    import numpy as np
+
+    chosen = embeddings[rows]  # (k, d)
+    nearest = [_rounded(block @ chosen.T).max(axis=1) for _, block in _blocks(embeddings, len(rows))]
+    result = np.concatenate(nearest)  # (n,)
+    result[rows] = _SCALE
+    return result

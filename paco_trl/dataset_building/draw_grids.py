@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 2: a diffusers pipeline draws each prompt with each seed, a grid of panels every time."""
+
+import inspect
+import io
+import logging
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm.auto import tqdm
+
+from ..data.image_sets import check_image_set_columns
+from ..utils.stage_folder import StageFolder, file_name, write_atomically
+
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+    from diffusers import DiffusionPipeline
+    from PIL.Image import Image
+
+
+logger = logging.getLogger(__name__)
+
+_CALL = ("prompt", "height", "width", "num_images_per_prompt", "generator")
+_LARGEST_SEED = 2**63 - 1  # of a column of int64
+
+
+class GridBatch(NamedTuple):
+    """
+    What one call of the pipeline draws: each of its prompts with each of its seeds.
+
+    Attributes:
+        rows (`list[int]`):
+            Rows of the prompts.
+        seeds (`list[int]`):
+            Seeds.
+        height (`int`):
+            Height of an image in pixels.
+        width (`int`):
+            Width of an image in pixels.
+    """
+
+    rows: list[int]
+    seeds: list[int]
+    height: int
+    width: int
+
+
+def load_pipeline(model: str, dtype: "torch.dtype", device: "torch.device | str | None" = None) -> "DiffusionPipeline":
+    """
+    Load any diffusers pipeline, to draw with it. Weights are read from safetensors, and no code of the model is run.
+
+    Args:
+        model (`str`):
+            Hub id or folder.
+        dtype (`torch.dtype`):
+            Compute dtype.
+        device (`torch.device` or `str`, *optional*):
+            Device. The one of this process when left out (see [`~accelerate.PartialState`]).
+
+    Returns:
+        [`~diffusers.DiffusionPipeline`]: with its progress bar switched off.
+    """
+    from accelerate import PartialState
+    from diffusers import DiffusionPipeline
+
+    # Not the loader of the trainer, which refuses what cannot be trained
+    pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(PartialState().device if device is None else device)
+
+
+def plan_batches(sizes: Sequence[tuple[int, int]], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
+    """
+    Lay out the calls that draw all prompts with all seeds.
+
+    The plan follows from the arguments alone. What an image is to the last bit depends on what is drawn in the same
+    call, so that a run that was stopped, or that runs on other processes, has to make the same calls.
+
+    Args:
+        sizes (`Sequence[tuple[int, int]]`):
+            Height and width of each prompt's images in pixels.
+        seeds (`Sequence[int]`):
+            Seeds.
+        batch_size (`int`):
+            Images of a call at most: the seeds of one prompt, or several prompts of one size where all seeds of each
+            fit.
+
+    Returns:
+        `list[GridBatch]`: the calls. Together they have each prompt with each seed once.
+    """
+    chunks = [list(seeds[start : start + batch_size]) for start in range(0, len(seeds), batch_size)]
+    step = max(batch_size // len(seeds), 1)
+    rows_of: dict[tuple[int, int], list[int]] = {}
+    for row, size in enumerate(sizes):
+        rows_of.setdefault(size, []).append(row)
+    return [
+        GridBatch(rows[start : start + step], chunk, *size)
+        for size, rows in rows_of.items()
+        for start in range(0, len(rows), step)
+        for chunk in chunks
+    ]
+
+
+def draw_grids(
+    pipeline: "DiffusionPipeline",
+    prompts: "Dataset",
+    folder: StageFolder,
+    seeds: Sequence[int] = (0, 1, 2, 3),
+    batch_size: int = 1,
+    height: int | None = None,
+    width: int | None = None,
+    **call_arguments: Any,
+) -> "Dataset":
+    """
+    Draw each prompt with each seed, on one process or several (`accelerate launch`).
+
+    An image begins with the noise of its seed, drawn on the CPU, so that a seed gives the same noise on any device. A
+    file that is there is kept; a call is made again if one of its images is missing or cannot be read. Calls that are
+    to be made are dealt out to the processes in turn.
+
+    Args:
+        pipeline ([`~diffusers.DiffusionPipeline`]):
+            Any pipeline that draws images of a given size from text.
+        prompts ([`~datasets.Dataset`]):
+            Image-set prompts with `id`.
+        folder ([`StageFolder`]):
+            Folder of the stage. Its settings should have all that the images depend on.
+        seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2, 3)`):
+            Seeds that each prompt is drawn with.
+        batch_size (`int`, *optional*, defaults to `1`):
+            Images of a call at most (see [`plan_batches`]). With the number of seeds or a multiple of it, a prompt is
+            encoded once; with less, once for each call.
+        height (`int`, *optional*):
+            Height of the images in pixels. That of the prompt's row when left out.
+        width (`int`, *optional*):
+            Width of the images in pixels. That of the prompt's row when left out.
+        **call_arguments:
+            Further arguments of the pipeline's call, such as `num_inference_steps`, `guidance_scale` or
+            `negative_prompt`.
+
+    Returns:
+        [`~datasets.Dataset`]: the grids in the order of the prompts, then of the seeds: `id`
+        (`"<prompt id>/<seed>"`), `prompt_id`, `seed`, `rows`, `cols` and `image`, a path. The folder has it too, with a
+        report and `sample.png`, a picture of some of them.
+
+    Raises:
+        ValueError: Before anything is drawn: the prompts are no image-set prompts, have no ids or the same one twice; a
+            seed is given twice or is no seed; a size is missing, does not fit the pipeline or does not divide into the
+            panels; the pipeline takes no prompt, size or seeds. Afterwards: an image has another size than asked for.
+    """
+    from accelerate import PartialState
+
+    ids = _check_ids(prompts)
+    seeds = _check_seeds(seeds)
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size!r}. It must be an int of at least 1.")
+    _check_call(pipeline)
+    sizes = _sizes(prompts, ids, height, width, _size_multiple(pipeline))
+
+    state = PartialState()
+    batches = plan_batches(sizes, seeds, batch_size)
+    paths = [{(row, seed): _path(folder, ids[row], seed) for row in b.rows for seed in b.seeds} for b in batches]
+    texts = prompts.with_format(None).select_columns("prompt")[:]["prompt"]
+
+    def read(number: int, place: tuple[int, int]) -> "Image | None":
+        return read_picture(paths[number][place], (batches[number].width, batches[number].height))
+
+    def draw(number: int) -> dict[tuple[int, int], "Image"]:
+        return _draw(pipeline, texts, ids, batches[number], call_arguments)
+
+    flat = draw_missing(paths, read, draw, "Drawing grids")
+
+    dataset = _make_dataset(prompts, ids, seeds, folder)
+    if state.is_main_process:
+        flat_ids = [f"{ids[row]}/{seed}" for row, seed in sorted(flat, key=lambda f: (f[0], seeds.index(f[1])))]
+        warn_of_flat(flat_ids, len(dataset), "grids")
+        _finish(dataset, prompts, seeds, sizes, flat_ids, folder)
+    state.wait_for_everyone()
+    return dataset
+
+
+def draw_missing(
+    calls: Sequence[Mapping[Any, Path]],
+    read: Callable[[int, Any], "Image | None"],
+    draw: Callable[[int], Mapping[Any, "Image"]],
+    description: str,
+) -> list[Any]:
+    """
+    Make the calls of a pipeline whose pictures are not all on the disk, dealt out to the processes in turn.
+
+    Args:
+        calls (`Sequence[Mapping[Any, Path]]`):
+            For each call the files that come of it, by what they show (`place`). The same on every process; a call's
+            pictures do not depend on other calls.
+        read (`Callable`):
+            Number of a call and a place -> the picture, `None` if it is to be drawn.
+        draw (`Callable`):
+            Number of a call -> its pictures, by place. Those that are there already are not written again.
+        description (`str`):
+            What the progress bar says.
+
+    Returns:
+        `list`: the places whose pictures are one flat colour; the same on every process, in no order.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
+    # Each process reads its share of what is there. All of them then deal out the same list of calls
+    state = PartialState()
+    flat, missing = [], []
+    for number in range(state.process_index, len(calls), state.num_processes):
+        for place in calls[number]:
+            image = read(number, place)
+            if image is None:
+                missing.append((number, place))
+            elif is_flat(image):
+                flat.append(place)
+    missing = sorted(gather_object(missing))
+    places_of: dict[int, list[Any]] = {}
+    for number, place in missing:
+        places_of.setdefault(number, []).append(place)
+
+    waiting = [calls[number][place] for number, place in missing]
+    total = sum(map(len, calls))
+    is_quiet = not state.is_main_process
+    with tqdm(total=total, initial=total - len(waiting), desc=description, unit="image", disable=is_quiet) as bar:
+        for number in list(places_of)[state.process_index :: state.num_processes]:
+            images = draw(number)
+            for place in places_of[number]:
+                write_atomically(calls[number][place], to_png(images[place]))
+                if is_flat(images[place]):
+                    flat.append(place)
+            if not is_quiet:  # what other processes drew counts too
+                still = [path for path in waiting if not path.exists()]
+                bar.update(len(waiting) - len(still))
+                waiting = still
+        flat = gather_object(flat)  # all processes are done
+        bar.update(len(waiting))
+    return flat
+
+
+def warn_of_flat(names: list[str], total: int, what: str) -> None:
+    """
+    Warn of pictures that are one flat colour, if there are any.
+
+    Args:
+        names (`list[str]`):
+            Their names.
+        total (`int`):
+            Number of all pictures.
+        what (`str`):
+            What they are, in the plural.
+    """
+    if names:
+        logger.warning(
+            f"{len(names)} of {total} {what} are one flat colour, as a safety checker or numbers that are not finite "
+            f"(try another `dtype`) leave them: {', '.join(names[:20])}{', ...' * (len(names) > 20)}. Leave their "
+            "prompts out, or draw them with another seed."
+        )
+
+
+def read_picture(path: Path, size: tuple[int, int] | None = None) -> "Image | None":
+    """
+    Read a picture if it is there and whole. A file that is something else is removed, so that it is drawn again.
+
+    Args:
+        path (`Path`):
+            The file.
+        size (`tuple[int, int]`, *optional*):
+            Width and height that it must have. Any when left out.
+
+    Returns:
+        `PIL.Image.Image` or `None`: the picture, with its pixels.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            if size is not None and image.size != size:
+                width, height = size
+                raise ValueError(f"it has {image.height}x{image.width} pixels instead of {height}x{width}")
+            return image
+    except FileNotFoundError:
+        return None
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises the first two
+        logger.warning(f"{path} cannot be used ({error}): it is drawn again.")
+        path.unlink()
+        return None
+
+
+def to_png(image: "Image") -> bytes:
+    """
+    Encode a picture.
+
+    Args:
+        image (`PIL.Image.Image`):
+            The picture.
+
+    Returns:
+        `bytes`: a PNG.
+    """
+    buffer = io.BytesIO()
+    # For pictures of this kind three times as fast as the default, and as small
+    image.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
+    return buffer.getvalue()
+
+
+def is_flat(image: "Image") -> bool:
+    """
+    Tell whether a picture is one flat colour.
+
+    Args:
+        image (`PIL.Image.Image`):
+            The picture.
+
+    Returns:
+        `bool`.
+    """
+    extrema = image.getextrema()
+    bands = extrema if isinstance(extrema[0], tuple) else [extrema]
+    return all(low == high for low, high in bands)
+
+
+def _check_ids(prompts: "Dataset") -> list[str]:
+    check_image_set_columns(prompts)
+    if "id" not in prompts.column_names:
+        raise ValueError(
+            f"The prompts have no column `id`, only {prompts.column_names}. Grids are named by the ids of their "
+            "prompts: add one that is different for each."
+        )
+    ids = prompts.with_format(None).select_columns("id")[:]["id"]
+    rows: dict[str, int] = {}
+    for row, name in enumerate(ids):
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"The `id` of row {row} of the prompts is {name!r}. It must be a text that is not empty.")
+        if name in rows:
+            raise ValueError(
+                f"Rows {rows[name]} and {row} of the prompts have the same `id` {name!r}, so that one's grids would "
+                "overwrite the other's. Give each prompt an id of its own."
+            )
+        rows[name] = row
+    return ids
+
+
+def _check_seeds(seeds: Sequence[int]) -> list[int]:
+    seeds = list(seeds)
+    if not seeds:
+        raise ValueError("`seeds` is empty. Give at least one seed; pairing needs two.")
+    for place, seed in enumerate(seeds):
+        if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
+            raise ValueError(f"`seeds[{place}]` is {seed!r}. A seed must be an int from 0 to {_LARGEST_SEED}.")
+        if seed in seeds[:place]:
+            raise ValueError(f"`seeds` has {seed} twice, which would draw the same images again. Remove one of them.")
+    return seeds
+
+
+def _check_call(pipeline: "DiffusionPipeline") -> None:
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    missing = [f"`{name}`" for name in _CALL if name not in parameters]
+    if missing:
+        raise ValueError(
+            f"The call of {type(pipeline).__name__} takes no {', '.join(missing)}, so it cannot draw grids of a given "
+            "size with given seeds. Choose a pipeline that draws images from text."
+        )
+
+
+def _size_multiple(pipeline: "DiffusionPipeline") -> int:
+    """What sizes have to be multiples of, as far as the pipeline tells; a size that it changes is seen after drawing."""
+    from ..rollout.families import FAMILIES
+
+    page = FAMILIES.get(type(pipeline).__name__)
+    if page is not None:
+        return page().size_multiple(pipeline)
+    # With the patches of a transformer in it, in most; `vae_scale_factor` of the pipeline is without them
+    processor = getattr(pipeline, "image_processor", None)
+    return processor.config.vae_scale_factor if processor is not None else getattr(pipeline, "vae_scale_factor", 1)
+
+
+def _sizes(
+    prompts: "Dataset", ids: list[str], height: int | None, width: int | None, multiple: int
+) -> list[tuple[int, int]]:
+    from ..rollout.resolution import check_inference_size
+
+    columns = prompts.with_format(None).select_columns(
+        [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
+    )[:]
+    own = {
+        "height": [height] * len(ids) if height is not None else columns.get("height", [None] * len(ids)),
+        "width": [width] * len(ids) if width is not None else columns.get("width", [None] * len(ids)),
+    }
+    sizes = list(zip(own["height"], own["width"], strict=True))
+    for row, (size, rows, cols) in enumerate(zip(sizes, columns["rows"], columns["cols"], strict=True)):
+        where = f"row {row} of the prompts (id {ids[row]!r})"
+        for name, value in zip(("height", "width"), size, strict=True):
+            if type(value) is not int:
+                raise ValueError(
+                    f"The {name} of {where} is {value!r}. Give the column `{name}` in pixels, or `{name}` for all rows."
+                )
+        check_inference_size(*size, rows, cols, multiple, where)
+    return sizes
+
+
+def _path(folder: StageFolder, prompt_id: str, seed: int) -> Path:
+    return folder.images / file_name(prompt_id) / f"{seed}.png"
+
+
+def _draw(
+    pipeline: "DiffusionPipeline",
+    texts: list[str],
+    ids: list[str],
+    batch: GridBatch,
+    call_arguments: dict[str, Any],
+) -> dict[tuple[int, int], "Image"]:
+    """Call the pipeline once; the images by row and seed."""
+    import torch
+    from PIL import Image
+
+    arguments = dict(call_arguments)
+    if isinstance(arguments.get("negative_prompt"), str):  # some pipelines do not repeat it themselves
+        arguments["negative_prompt"] = [arguments["negative_prompt"]] * len(batch.rows)
+    places = [(row, seed) for row in batch.rows for seed in batch.seeds]
+    images = pipeline(
+        prompt=[texts[row] for row in batch.rows],
+        height=batch.height,
+        width=batch.width,
+        num_images_per_prompt=len(batch.seeds),
+        generator=[torch.Generator().manual_seed(seed) for _, seed in places],
+        **arguments,
+    ).images
+    if len(images) != len(places) or not all(isinstance(image, Image.Image) for image in images):
+        raise ValueError(
+            f"{type(pipeline).__name__} returned {len(images)} of {type(images[0]).__name__} for {len(batch.rows)} "
+            f"prompt(s) with {len(batch.seeds)} seed(s) each, but {len(places)} PIL images are needed. Choose another "
+            "pipeline, or leave out the call argument that changes its output."
+        )
+    for (row, seed), image in zip(places, images, strict=True):
+        if image.size != (batch.width, batch.height):
+            raise ValueError(
+                f"{type(pipeline).__name__} drew the grid '{ids[row]}/{seed}' with {image.height}x{image.width} pixels "
+                f"(height x width) instead of {batch.height}x{batch.width}, so its panels would be cut in wrong "
+                "places. Ask for a size that the pipeline draws as it is."
+            )
+    return dict(zip(places, images, strict=True))
+
+
+def _make_dataset(prompts: "Dataset", ids: list[str], seeds: list[int], folder: StageFolder) -> "Dataset":
+    from datasets import Dataset, Features, Image, Value
+
+    layouts = prompts.with_format(None).select_columns(["rows", "cols"])[:]
+    rows = [
+        {
+            "id": f"{name}/{seed}",
+            "prompt_id": name,
+            "seed": seed,
+            "rows": layouts["rows"][row],
+            "cols": layouts["cols"][row],
+            "image": str(_path(folder, name, seed)),
+        }
+        for row, name in enumerate(ids)
+        for seed in seeds
+    ]
+    integer, text = Value("int64"), Value("string")
+    kinds = {"id": text, "prompt_id": text, "seed": integer, "rows": integer, "cols": integer, "image": Image()}
+    return Dataset.from_list(rows, features=Features(kinds))
+
+
+def _finish(
+    dataset: "Dataset",
+    prompts: "Dataset",
+    seeds: list[int],
+    sizes: list[tuple[int, int]],
+    flat: list[str],
+    folder: StageFolder,
+) -> None:
+    from .sample_sheet import grids_sheet
+
+    counts: dict[str, int] = {}
+    for height, width in sizes:
+        counts[f"{height}x{width}"] = counts.get(f"{height}x{width}", 0) + len(seeds)
+    grids_sheet(dataset, prompts, folder.path / "sample.png")
+    report = {
+        "prompts": len(prompts),
+        "seeds": seeds,
+        "grids": len(dataset),
+        "grids by size (height x width)": counts,
+        "flat grids": flat,
+    }
+    folder.finish(dataset, report)

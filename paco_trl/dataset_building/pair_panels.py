@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 3: cut grids into panels, and pair panels to ranking instances.
+
+An image is on the disk once. Instances name panels by their ids, and rankings name the files of the panels.
+"""
+
+import hashlib
+import io
+import multiprocessing
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm.auto import tqdm
+
+from ..data.columns import check_is_dataset, shorten
+from ..data.grids import panel_size, split_grid
+from ..data.image_sets import _criteria_list
+from ..data.rankings import _ranking_features
+from ..utils.stage_folder import StageFolder, file_name, write_atomically
+from .annotations import instance_digest
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+_JOURNAL = "panels"
+
+
+class _Grid(NamedTuple):
+    """A row of the grids, without its pixels."""
+
+    id: str
+    prompt_id: str
+    seed: int
+    rows: int
+    cols: int
+    path: str
+
+
+def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "Dataset":
+    """
+    Cut grids into their panels, and save each of them once.
+
+    What was cut when a run was stopped is not cut again. Panels keep the mode of their grid; palettes are resolved.
+
+    Args:
+        grids ([`~datasets.Dataset`]):
+            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. All prompts must have the
+            same seeds.
+        folder ([`StageFolder`]):
+            Folder of the stage. Its settings should have a digest of the grids.
+        num_workers (`int`, *optional*, defaults to `1`):
+            Number of processes that cut. With more than one, the script that calls this must have an
+            `if __name__ == "__main__":`, since each process imports it.
+
+    Returns:
+        [`~datasets.Dataset`]: the panels in the order of the grids, then row by row from the upper left: `id`
+        (`"<prompt id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and
+        `image`, a path. The folder has it too, with a report.
+
+    Raises:
+        ValueError: Before anything is cut, with the grid or prompt: a grid is there twice, has no file, is no image, or
+            does not divide into its panels; the grids of a prompt have different layouts; a prompt lacks a seed that
+            another one has. While cutting: a file is not whole.
+    """
+    if type(num_workers) is not int or num_workers < 1:
+        raise ValueError(f"`num_workers` is {num_workers!r}. It must be an int of at least 1.")
+    rows = _read_grids(grids)
+    _check_seeds([(grid.prompt_id, grid.seed) for grid in rows], "grids")
+    _check_layouts(rows)
+    for grid in tqdm(rows, desc="Checking grids", unit="grid"):
+        _check_file(grid)
+
+    journal = folder.journal(_JOURNAL)
+    hashes = {record["grid"]: record["sha256"] for record in journal.records}
+    todo = [
+        (grid, _panel_paths(folder, grid))
+        for grid in rows
+        if grid.id not in hashes or not all(Path(path).is_file() for path in _panel_paths(folder, grid))
+    ]
+    with (
+        _mapping(num_workers, len(todo)) as run,
+        tqdm(total=len(rows), initial=len(rows) - len(todo), desc="Cutting panels", unit="grid") as bar,
+    ):
+        for name, sha256 in run(_cut, todo):
+            journal.append({"grid": name, "sha256": sha256})
+            hashes[name] = sha256
+            bar.update()
+
+    dataset = _panels_dataset(
+        {
+            "id": f"{grid.id}/{position}",
+            "prompt_id": grid.prompt_id,
+            "seed": grid.seed,
+            "position": position,
+            "sha256": hashes[grid.id][position],
+            "image": path,
+        }
+        for grid in rows
+        for position, path in enumerate(_panel_paths(folder, grid))
+    )
+    report = {
+        "prompts": len({grid.prompt_id for grid in rows}),
+        "seeds": list(dict.fromkeys(grid.seed for grid in rows)),
+        "grids": len(rows),
+        "panels": len(dataset),
+        "panels that are equal to an earlier one": len(dataset) - len(set(dataset["sha256"])),
+    }
+    folder.finish(dataset, report)
+    return dataset
+
+
+def pixels_sha256(image: Any) -> str:
+    """
+    Give the digest of what an image shows, whatever file it is in.
+
+    Args:
+        image (`PIL.Image.Image`):
+            Image.
+
+    Returns:
+        `str`: SHA-256 of width, height, mode and pixels, as 64 hexadecimal digits.
+    """
+    head = f"{image.width}x{image.height} {image.mode}\n".encode()
+    return hashlib.sha256(head + image.tobytes()).hexdigest()
+
+
+def _read_grids(grids: "Dataset") -> list[_Grid]:
+    check_is_dataset(grids, "grids")
+    columns = _columns(grids, [*_Grid._fields[:-1], "image"], "grids")
+    rows = [_Grid(*values) for values in zip(*columns.values(), strict=True)]
+    seen = set()
+    for number, grid in enumerate(rows):
+        if grid.id != f"{grid.prompt_id}/{grid.seed}":
+            raise ValueError(
+                f"Row {number} of the grids has the id {grid.id!r}, but it is of the prompt {grid.prompt_id!r} and the "
+                f"seed {grid.seed}. Name it '{grid.prompt_id}/{grid.seed}'."
+            )
+        if grid.id in seen:
+            raise ValueError(f"The grid {grid.id!r} is there twice. Remove one of the two rows.")
+        seen.add(grid.id)
+    return rows
+
+
+def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[Any]]:
+    """Whole columns as Python values, a column `image` as paths."""
+    from datasets import Image
+
+    missing = [name for name in names if name not in dataset.column_names]
+    if missing:
+        raise ValueError(
+            f"The {what} have no column {', '.join(map(repr, missing))}, only {dataset.column_names}. Give the dataset "
+            "that the stage before made."
+        )
+    dataset = dataset.with_format(None).select_columns(names)
+    if "image" not in names:
+        return dataset[:]
+    columns = dataset.cast_column("image", Image(decode=False))[:]
+    for row, image in enumerate(columns["image"]):
+        if image is None or image["path"] is None or image["bytes"] is not None:
+            raise ValueError(
+                f"Row {row} of the {what} ({columns[names[0]][row]!r}) has no image given by its path. Its image must "
+                "be a file on this machine, so that it is there once and not in every dataset that refers to it."
+            )
+    return columns | {"image": [image["path"] for image in columns["image"]]}
+
+
+def _check_seeds(pairs: Iterable[tuple[str, int]], what: str) -> dict[str, list[int]]:
+    """
+    The seeds of each prompt, in the order in which they come.
+
+    Every prompt must have every seed that any prompt has: those of a prompt that was drawn with other seeds are missing
+    too.
+    """
+    seeds_of: dict[str, dict[int, None]] = {}
+    for prompt_id, seed in pairs:
+        seeds_of.setdefault(prompt_id, {})[seed] = None
+    everywhere = dict.fromkeys(seed for seeds in seeds_of.values() for seed in seeds)
+    for prompt_id, seeds in seeds_of.items():
+        missing = [seed for seed in everywhere if seed not in seeds]
+        if missing:
+            raise ValueError(
+                f"The {what} of the prompt {prompt_id!r} have the seeds {list(seeds)}, but {missing} are missing, which "
+                "other prompts have. Candidates are compared over the same seeds: draw the missing grids, or leave the "
+                "prompt out."
+            )
+    return {prompt_id: list(seeds) for prompt_id, seeds in seeds_of.items()}
+
+
+def _check_layouts(rows: list[_Grid]) -> None:
+    first_of: dict[str, _Grid] = {}
+    for grid in rows:
+        first = first_of.setdefault(grid.prompt_id, grid)
+        if (grid.rows, grid.cols) != (first.rows, first.cols):
+            raise ValueError(
+                f"The grid {grid.id!r} has {grid.rows}x{grid.cols} panels (rows x cols), but {first.id!r} of the same "
+                f"prompt {first.rows}x{first.cols}, so its panels have no common positions. Draw one of them again."
+            )
+
+
+def _check_file(grid: _Grid) -> None:
+    from PIL import Image
+
+    with _named(grid), Image.open(grid.path) as image:  # reads its header
+        panel_size(image.height, image.width, grid.rows, grid.cols)
+
+
+@contextmanager
+def _named(grid: _Grid) -> Iterator[None]:
+    """Errors say which grid they are of."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"The grid {grid.id!r} has no file at {grid.path}. Run the stage that draws grids again, which draws what "
+            "is missing."
+        ) from error
+    except (OSError, SyntaxError) as error:  # what Pillow raises
+        raise ValueError(
+            f"The grid {grid.id!r} cannot be read: {error} ({grid.path}). Run the stage that draws grids again, which "
+            "replaces broken files."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"The grid {grid.id!r} ({grid.path}): {error}") from error
+
+
+def _panel_paths(folder: StageFolder, grid: _Grid) -> list[str]:
+    of_prompt = folder.images / file_name(grid.prompt_id)
+    return [str(of_prompt / f"{grid.seed}-{position}.png") for position in range(grid.rows * grid.cols)]
+
+
+@contextmanager
+def _mapping(num_workers: int, count: int) -> Iterator[Any]:
+    """A function that maps in order: in this process, or on several."""
+    num_workers = min(num_workers, count)
+    if num_workers <= 1:
+        yield map
+        return
+    # Spawned: a copy of a process in which torch has threads may hang
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_with_parent) as pool:
+        yield pool.map
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent is killed would wait for work for ever."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _cut(task: tuple[_Grid, list[str]]) -> tuple[str, list[str]]:
+    """Cut and save the panels of one grid; its id and the digests of the panels."""
+    from PIL import Image
+
+    grid, paths = task
+    with _named(grid), Image.open(grid.path) as image:
+        image.load()
+        if image.mode == "P":  # the pixels would say nothing without the palette
+            image = image.convert()
+        panels = split_grid(image, grid.rows, grid.cols)
+    for panel, path in zip(panels, paths, strict=True):
+        buffer = io.BytesIO()
+        # For pictures of this kind three times as fast as the default, and as small
+        panel.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
+        write_atomically(path, buffer.getvalue())
+    return grid.id, [pixels_sha256(panel) for panel in panels]
+
+
+def _panels_dataset(rows: Iterable[dict[str, Any]]) -> "Dataset":
+    from datasets import Dataset, Features, Image, Value
+
+    integer, text = Value("int64"), Value("string")
+    kinds = {"id": text, "prompt_id": text, "seed": integer, "position": integer, "sha256": text, "image": Image()}
+    return Dataset.from_list(list(rows), features=Features(kinds))
+
+
+def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = None, seed: int = 0) -> "Dataset":
+    """
+    Make the ranking instances of the panels.
+
+    The reference is any panel. Its candidates are the panels at one other position, of all grids of the prompt, so
+    that one of them is from the reference's own grid. A prompt with `P` panels and `S` seeds has `S * P * (P - 1)`
+    instances with `S` candidates each: 48 for 2 x 2 panels and 4 seeds.
+
+    Args:
+        panels ([`~datasets.Dataset`]):
+            The panels: `id`, `prompt_id`, `seed`, `position`, `sha256`. Images are not read.
+        max_instances_per_prompt (`int`, *optional*):
+            Instances of a prompt at most. Which ones follows from `seed` and their ids: prompts do not change the
+            choice of one another, and a larger number keeps those of a smaller one. All when left out.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the choice.
+
+    Returns:
+        [`~datasets.Dataset`]: by prompt, seed, position and other position: `id`
+        (`"<prompt id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids of
+        panels, in the order of the seeds) and `digest` (of their images).
+
+    Raises:
+        ValueError: There are fewer than two seeds, or a prompt has one panel alone, lacks a seed that another one has,
+            or has a grid with other positions.
+    """
+    from datasets import Dataset, Features, List, Value
+
+    check_is_dataset(panels, "panels")
+    if max_instances_per_prompt is not None and (
+        type(max_instances_per_prompt) is not int or max_instances_per_prompt < 1
+    ):
+        raise ValueError(
+            f"`max_instances_per_prompt` is {max_instances_per_prompt!r}. It must be an int of at least 1, or None "
+            "for all."
+        )
+    columns = _columns(panels, ["id", "prompt_id", "seed", "position"], "panels")
+    sha_of = dict(zip(columns["id"], _columns(panels, ["sha256"], "panels")["sha256"], strict=True))
+    seeds_of = _check_seeds(zip(columns["prompt_id"], columns["seed"], strict=True), "panels")
+    panel_of = _panels_by_place(columns)
+    rows: list[dict[str, Any]] = []
+    for prompt_id, seeds in seeds_of.items():
+        positions = _check_positions(prompt_id, seeds, panel_of[prompt_id])
+        instances = [
+            {
+                "id": f"{prompt_id}/{own}/{position}/{other}",
+                "prompt_id": prompt_id,
+                "reference": panel_of[prompt_id][own, position],
+                "candidates": [panel_of[prompt_id][each, other] for each in seeds],
+            }
+            for own in seeds
+            for position in positions
+            for other in positions
+            if other != position
+        ]
+        if max_instances_per_prompt is not None:
+            chosen = set(
+                sorted((i["id"] for i in instances), key=lambda name: _lot(name, seed))[:max_instances_per_prompt]
+            )
+            instances = [instance for instance in instances if instance["id"] in chosen]
+        rows += instances
+    for row in rows:
+        row["digest"] = instance_digest(sha_of[row["reference"]], [sha_of[name] for name in row["candidates"]])
+    text = Value("string")
+    kinds = {"id": text, "prompt_id": text, "reference": text, "candidates": List(text), "digest": text}
+    return Dataset.from_list(rows, features=Features(kinds))
+
+
+def _panels_by_place(columns: Mapping[str, list[Any]]) -> dict[str, dict[tuple[int, int], str]]:
+    """Ids of the panels by prompt, then by seed and position."""
+    panel_of: dict[str, dict[tuple[int, int], str]] = {}
+    for name, prompt_id, seed, position in zip(*columns.values(), strict=True):
+        places = panel_of.setdefault(prompt_id, {})
+        if (seed, position) in places:
+            raise ValueError(
+                f"The panels {places[seed, position]!r} and {name!r} are both at position {position} of the grid with "
+                f"seed {seed} of the prompt {prompt_id!r}. Remove one of them."
+            )
+        places[seed, position] = name
+    return panel_of
+
+
+def _check_positions(prompt_id: str, seeds: list[int], places: Mapping[tuple[int, int], str]) -> range:
+    if len(seeds) < 2:
+        raise ValueError(
+            f"The prompt {prompt_id!r} has the seeds {seeds} alone, so that an instance would have {len(seeds)} "
+            "candidate, and nothing to rank. Draw its grids with at least two seeds."
+        )
+    positions = range(max(position for _, position in places) + 1)
+    if len(positions) == 1:
+        raise ValueError(
+            f"The grids of the prompt {prompt_id!r} have one panel, which has none to be compared with. Leave the "
+            "prompt out, or draw it with a layout of at least two panels."
+        )
+    for seed in seeds:
+        missing = [position for position in positions if (seed, position) not in places]
+        if missing:
+            raise ValueError(
+                f"The grid with seed {seed} of the prompt {prompt_id!r} has no panels at the positions {missing}, of "
+                f"{len(positions)}. All grids of a prompt need the same layout, with all of its panels."
+            )
+    return positions
+
+
+def _lot(name: str, seed: int) -> bytes:
+    """What a name draws: uniformly distributed, the same at any time and among any others."""
+    return hashlib.sha256(f"{seed}\n{name}".encode()).digest()
+
+
+def instances_to_rankings(
+    instances: "Dataset", panels: "Dataset", prompts: "Dataset", rankings: Mapping[str, Sequence[int]]
+) -> "Dataset":
+    """
+    Give ranked instances in the rankings format (see [`check_ranking_columns`]).
+
+    Args:
+        instances ([`~datasets.Dataset`]):
+            The ranking instances.
+        panels ([`~datasets.Dataset`]):
+            The panels, given by path. The images of the rankings are these paths: no image is copied.
+        prompts ([`~datasets.Dataset`]):
+            The prompts, with `id` and, where known, `theme` and `criteria`.
+        rankings (`Mapping[str, Sequence[int]]`):
+            By the id of an instance, the indices of its candidates, best first. Instances without one are left out.
+
+    Returns:
+        [`~datasets.Dataset`]: in the order of the instances: `id`, `group` (the id of the prompt), `prompt`,
+        `criteria`, `reference`, `candidates`, `ranking` and, where the prompts have it, `theme`.
+
+    Raises:
+        ValueError: There are no rankings; or one, with its id, is of an instance that does not exist, does not name
+            each candidate once, or is of a panel or prompt that is not there.
+    """
+    from datasets import Dataset, Features, Value
+
+    if not rankings:
+        raise ValueError("There are no rankings. Rank instances first: by people, a judge, or automatically.")
+    instances = instances.with_format(None)
+    unknown = set(rankings).difference(instances["id"])
+    if unknown:
+        raise ValueError(
+            f"{len(unknown)} of {len(rankings)} rankings are of instances that do not exist; the first is "
+            f"{min(unknown)!r}. Give the instances that were ranked."
+        )
+    panel_columns = _columns(panels, ["id", "image"], "panels")
+    paths = dict(zip(panel_columns["id"], panel_columns["image"], strict=True))
+    names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
+    prompt_of = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}
+
+    features = _ranking_features()
+    if "theme" in names:
+        features = Features({**features, "theme": Value("string")})
+    columns: dict[str, list[Any]] = {name: [] for name in features}
+    for instance in instances:
+        if instance["id"] not in rankings:
+            continue
+        row = _ranked(instance, list(rankings[instance["id"]]), paths, prompt_of)
+        for name, values in columns.items():
+            values.append(row[name])
+    return Dataset.from_dict(columns, features=features)
+
+
+def _ranked(
+    instance: Mapping[str, Any], ranking: list[int], paths: Mapping[str, str], prompt_of: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    is_order = all(type(index) is int for index in ranking)
+    if not is_order or sorted(ranking) != list(range(len(instance["candidates"]))):
+        raise ValueError(
+            f"The ranking of the instance {instance['id']!r} is {shorten(ranking)}, but it has "
+            f"{len(instance['candidates'])} candidates. Name each index from 0 once, the best candidate first."
+        )
+    for name in (instance["reference"], *instance["candidates"]):
+        if name not in paths:
+            raise ValueError(
+                f"The instance {instance['id']!r} has the panel {name!r}, which is not among the panels. Give the "
+                "panels that the instances were made of."
+            )
+    if instance["prompt_id"] not in prompt_of:
+        raise ValueError(
+            f"The instance {instance['id']!r} is of the prompt {instance['prompt_id']!r}, which is not among the "
+            "prompts. Give the prompts that the grids were drawn from."
+        )
+    prompt = prompt_of[instance["prompt_id"]]
+    return {
+        "id": instance["id"],
+        "group": instance["prompt_id"],
+        "prompt": prompt["prompt"],
+        "theme": prompt.get("theme"),
+        "criteria": _criteria_list(prompt.get("criteria")),
+        "reference": paths[instance["reference"]],
+        "candidates": [paths[name] for name in instance["candidates"]],
+        "ranking": ranking,
+    }

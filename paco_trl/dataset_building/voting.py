@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The majority of several annotators, pair by pair of candidates.
+
+The paper takes the majority of the annotators and discards ties (Sec. 3.1 of https://arxiv.org/abs/2512.04784). It does
+not say how votes on orders are counted; here each pair of candidates of an instance is a vote of its own.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Vote(NamedTuple):
+    """
+    What the annotators of one instance say together.
+
+    Attributes:
+        relation (`tuple[tuple[int, ...], ...]`):
+            `relation[i][j]` is 1 if the majority puts candidate i before candidate j, -1 if behind it, and 0 if as many
+            put it before as behind it (those who tie the two do not vote).
+        ranking (`list[int]` or `None`):
+            The candidates, best first, if the majority puts all of them in one order.
+        best (`int` or `None`):
+            The candidate that the majority puts before each other one.
+        worst (`list[int]`):
+            The candidates that the majority puts before no other one, and behind at least one.
+    """
+
+    relation: tuple[tuple[int, ...], ...]
+    ranking: list[int] | None
+    best: int | None
+    worst: list[int]
+
+    @property
+    def num_ties(self) -> int:
+        """Pairs of candidates without a majority."""
+        return sum(row[index + 1 :].count(0) for index, row in enumerate(self.relation))
+
+    @property
+    def is_circular(self) -> bool:
+        """Whether every pair has a majority, and yet there is no order (A before B before C before A)."""
+        return self.num_ties == 0 and self.ranking is None
+
+
+def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
+    """
+    Count the votes on one instance.
+
+    Args:
+        ranks (`Sequence[Sequence[int]]`):
+            For each annotator the rank of each candidate, 1 for the best, equal ranks for a tie.
+
+    Returns:
+        [`Vote`].
+
+    Raises:
+        ValueError: If there is no annotator, or the annotators rank different numbers of candidates.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.dataset_building import majority_vote
+
+    >>> majority_vote([[1, 2, 3], [1, 3, 2], [2, 1, 3]]).ranking
+    [0, 1, 2]
+    ```
+    """
+    if not ranks or len({len(one) for one in ranks}) != 1:
+        raise ValueError(
+            f"The annotators rank {[len(one) for one in ranks]} candidates. There must be at least one annotator, and "
+            "all must rank the same candidates."
+        )
+    candidates = range(len(ranks[0]))
+    # The sign of (annotators who put i before j) - (annotators who put j before i)
+    margins = [[sum((one[i] < one[j]) - (one[i] > one[j]) for one in ranks) for j in candidates] for i in candidates]
+    relation = tuple(tuple((margin > 0) - (margin < 0) for margin in row) for row in margins)
+    wins = [row.count(1) for row in relation]
+    # An order of n candidates has those who win n - 1, n - 2, ..., 0 times; no other relation has
+    is_order = sorted(wins) == list(candidates)
+    return Vote(
+        relation,
+        sorted(candidates, key=lambda index: -wins[index]) if is_order else None,
+        next((index for index in candidates if wins[index] == len(wins) - 1), None),
+        [index for index in candidates if wins[index] == 0 and -1 in relation[index]],
+    )

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasons for labelled pairs, from a served model that sees the images and is told the label."""
+
+import base64
+import functools
+import hashlib
+import io
+import logging
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..data.columns import shorten
+from ..data.pairs import check_pair_columns, content_text, decision_of, pair_features
+from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.stage_folder import Journal, StageFolder
+from .categories import DIMENSIONS
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+logger = logging.getLogger(__name__)
+
+# What one can see, by kind. Reasons that name nothing of it could be those of any pair.
+VISIBLE_ATTRIBUTES = {
+    "colour": (
+        "colour color colours colors coloured colored palette hue hues tone tones tint shade shades saturation red orange "
+        "yellow green blue purple violet pink brown black white grey gray beige gold golden silver teal turquoise navy "
+        "cream crimson scarlet maroon olive cyan magenta ochre amber monochrome pastel"
+    ),
+    "shape": (
+        "shape shapes shaped silhouette silhouettes outline outlines contour contours form forms geometry proportion "
+        "proportions size sizes circle circles circular round square squares triangle triangles triangular oval "
+        "rectangle rectangular curve curves curved angular edge edges"
+    ),
+    "line": "line lines linework stroke strokes brushstroke brushstrokes brushwork hatching sketch ink lettering serif",
+    "texture": (
+        "texture textures textured pattern patterns grain grainy material materials fabric wood wooden metal metallic "
+        "stone glass leather fur brick paper canvas stripes striped dots spotted"
+    ),
+    "lighting": (
+        "light lights lighting lit shadow shadows shading highlight highlights glow glowing brightness contrast sunlight "
+        "daylight backlit bright dim dark"
+    ),
+    "style": (
+        "watercolor watercolour oil gouache acrylic pencil charcoal photograph photographic photorealistic cartoon anime "
+        "illustration painting painted drawing drawn rendering rendered render"
+    ),
+    "hair": "hair haircut hairstyle hairline bangs fringe braid braids ponytail bun curls curly beard moustache mustache",
+    "face": (
+        "face faces facial eye eyes eyebrow eyebrows nose mouth lips chin jaw cheek cheeks forehead ear ears skin freckles "
+        "wrinkles expression smile"
+    ),
+    "body": "body build height posture pose poses gesture stance arm arms hand hands leg legs head tail wing wings paw paws",
+    "clothing": (
+        "clothing clothes outfit outfits costume dress shirt jacket coat trousers pants skirt hat cap scarf shoes boots "
+        "uniform apron glasses helmet gloves collar sleeve sleeves belt bag backpack necklace earrings"
+    ),
+    "scene": (
+        "background backgrounds foreground backdrop scenery setting landscape room wall walls floor window windows sky "
+        "furniture composition framing perspective viewpoint angle camera"
+    ),
+}
+
+NO_LABEL = "does not begin with the label"
+TWO_LABELS = "says Yes or No twice"
+LENGTH = "another length"
+NOTHING_VISIBLE = "names nothing that one can see"
+GIVEN = "speaks of a given answer"
+CONTROL_TOKEN = "a control token"
+
+_VISIBLE = re.compile(rf"\b(?:{'|'.join(' '.join(VISIBLE_ATTRIBUTES.values()).split())})\b", re.IGNORECASE)
+# A label may also be seen in a picture, on a bottle: "the label on", "the label reads" are let through
+_GIVEN = re.compile(
+    r"\bground[\s-]truths?\b"
+    r"|\bthe\s+labels?\b(?!\s+(?:on|of|reads?|text|design|colou?rs?|shape)\b)"
+    r"|\b(?:given|provided|known|correct|expected|assigned|stated|supplied|true)\s+(?:label|answer|decision|verdict|conclusion)\b"
+    r"|\bas\s+(?:was\s+|were\s+)?(?:given|stated|provided|labell?ed|instructed|told|requested|indicated\s+by\s+the)\b"
+    r"|\b(?:I|we)\s+(?:was|were|am|are|have\s+been)\s+(?:told|given|instructed|asked)\b"
+    r"|\b(?:are|is|was|were|been)\s+labell?ed\s+(?:as\s+)?(?:consistent|inconsistent|yes|no)\b"
+    r"|\b(?:annotators?|annotations?)\b|\bpeople\s+(?:who\s+compared|decided|have\s+decided)\b",
+    re.IGNORECASE,
+)
+_CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
+
+# Answers after which it is clear that there will be no usable one
+_ONLY_NONSENSE = 24
+# Pixels of a patch of Qwen2-VL and Qwen2.5-VL, as `load_image` takes it: the model then sees the pixels that training sees
+_PATCH_SIZE = 14
+# Tokens of a word, at the most usual: room for a little more than the longest answer, so that too long ones are known
+_TOKENS_PER_WORD = 3
+
+
+class _Question(NamedTuple):
+    """What is asked about a pair; its images are read when it is asked."""
+
+    id: str
+    images: list[dict[str, Any]]
+    prompt: str
+    decision: str
+    dimensions: list[str]
+
+
+def write_reasons(
+    pairs: "Dataset",
+    endpoint: ChatEndpoint,
+    folder: StageFolder,
+    max_attempts: int = 3,
+    min_words: int = 15,
+    max_words: int = 200,
+    seed: int = 0,
+    temperature: float = 1.0,
+) -> "Dataset":
+    """
+    Have a vision-language model write the reasons for the label of each pair.
+
+    The model gets both images, the question, the label and the dimensions of the pair. Its answer must begin with the
+    label ("Yes." or "No."), name something that one can see (a word of `VISIBLE_ATTRIBUTES`), have a number of words in
+    the range, and not betray that the label was given. What fails is asked for again with another seed; after
+    `max_attempts` the pair is left out and counted. Each answer is written to the journal of the folder as it comes, so
+    that a stage which was stopped asks nothing twice.
+
+    Images are sent as PNG, with the pixels that the trainer sees. Each is encoded when it is needed, and the last ones
+    are kept: pairs of the same prompt should stand together.
+
+    Args:
+        pairs ([`~datasets.Dataset`]):
+            Pairs with a column `id` and, where known, `dimensions` (all of them otherwise). Reasons that are there
+            already are replaced.
+        endpoint ([`ChatEndpoint`]):
+            The model.
+        folder ([`StageFolder`]):
+            Folder of the stage. Its settings name the model, the pairs and the other arguments.
+        max_attempts (`int`, *optional*, defaults to `3`):
+            How often a pair is asked about.
+        min_words (`int`, *optional*, defaults to `15`):
+            Fewest words of the reasons.
+        max_words (`int`, *optional*, defaults to `200`):
+            Most words of the reasons.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed from which that of each request follows.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of the sampling.
+
+    Returns:
+        [`~datasets.Dataset`]: the pairs that have reasons, in their order, with the same columns and completions
+        `"Yes. <reasons>"`; also saved in the folder with a report of what was left out.
+
+    Raises:
+        ValueError: If the pairs are not in order, an image cannot be read, an argument is out of its range, or nothing
+            that the model says can be used; the error has an example.
+        EndpointUnavailableError: If the endpoint cannot be asked. What came until then is kept.
+    """
+    if folder.is_done:
+        return folder.load()
+    if max_attempts < 1 or not 1 <= min_words <= max_words:
+        raise ValueError(
+            f"`max_attempts` is {max_attempts}, `min_words` {min_words} and `max_words` {max_words}, but attempts must be "
+            "at least 1, and words at least 1 and in order."
+        )
+    ids = _checked_ids(pairs)
+    check = functools.partial(check_reasons, min_words=min_words, max_words=max_words)
+    journal = folder.journal("reasons")
+    replies: dict[str, list[Reply]] = {}
+    for record in journal.records:
+        replies.setdefault(record["id"], []).append(Reply(*record["reply"]))
+
+    rows = _questions(pairs, ids)
+    labels = dict(zip(ids, (row.decision for row in _questions(pairs, ids, with_images=False)), strict=True))
+
+    def is_settled(name: str) -> bool:
+        of_pair = replies.get(name, [])
+        return len(of_pair) >= max_attempts or any(_problem(reply, labels[name], check) is None for reply in of_pair)
+
+    def request(question: _Question, encode: Callable[[str, Any], str]) -> ChatRequest:
+        key = f"{seed}/{question.id}/{len(replies.get(question.id, []))}"
+        return ChatRequest(
+            messages=_messages(
+                question, [encode(question.id, image) for image in question.images], min_words, max_words
+            ),
+            seed=random.Random(key).getrandbits(31),
+            max_tokens=_TOKENS_PER_WORD * max_words,
+            temperature=temperature,
+        )
+
+    _ask(endpoint, rows, labels, replies, is_settled, request, check, journal)
+
+    kept, completions = [], []
+    rejected: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
+    for row, name in enumerate(ids):
+        problems = [_problem(reply, labels[name], check) for reply in replies[name]]
+        rejected.update(problem for problem in problems if problem is not None)
+        if problems[-1] is not None:
+            dropped[problems[-1]] += 1
+            continue
+        kept.append(row)
+        completions.append([{"role": "assistant", "content": replies[name][-1].text.strip()}])
+    if not kept:
+        raise ValueError(_only_nonsense(endpoint, replies, labels, check, journal))
+    report = {
+        "pairs": len(ids),
+        "with reasons": len(kept),
+        "requests": sum(map(len, replies.values())),
+        "rejected": dict(rejected.most_common()),
+        "left out": dict(dropped.most_common()),
+    }
+    if dropped:
+        logger.warning(
+            f"{len(kept)} of {len(ids)} pairs have reasons. Left out after {max_attempts} attempts: "
+            f"{'; '.join(f'{count} x {cause}' for cause, count in dropped.most_common())}."
+        )
+    folder.finish(_with_completions(pairs, kept, completions), report)
+    return folder.load()
+
+
+def check_reasons(answer: str, decision: str, min_words: int = 15, max_words: int = 200) -> str | None:
+    """
+    Check the reasons for a label.
+
+    Args:
+        answer (`str`):
+            The whole answer.
+        decision (`str`):
+            The label, `"Yes"` or `"No"`.
+        min_words (`int`, *optional*, defaults to `15`):
+            Fewest words of the reasons.
+        max_words (`int`, *optional*, defaults to `200`):
+            Most words of the reasons.
+
+    Returns:
+        `str` or `None`: what is wrong with them, in a few words; `None` if nothing is.
+    """
+    label, _, reasons = answer.strip().partition(".")
+    if label != decision or not reasons[:1].isspace():
+        return NO_LABEL
+    reasons = reasons.strip()
+    if re.match(r"\W*(?:yes|no)\b", reasons, re.IGNORECASE):
+        return TWO_LABELS
+    if _CONTROL_TOKEN.search(reasons):
+        return CONTROL_TOKEN
+    if not min_words <= len(reasons.split()) <= max_words:
+        return LENGTH
+    if _GIVEN.search(reasons):
+        return GIVEN
+    if not _VISIBLE.search(reasons):
+        return NOTHING_VISIBLE
+    return None
+
+
+def _problem(reply: Reply, decision: str, check: Callable[[str, str], str | None]) -> str | None:
+    # Without what the server says in each case, so that equal causes are counted together
+    return reply.problem.partition(" (")[0] if reply.text is None else check(reply.text, decision)
+
+
+def _checked_ids(pairs: "Dataset") -> list[str]:
+    check_pair_columns(pairs, "pairs")
+    if "id" not in pairs.column_names:
+        raise ValueError(f"`pairs` has no column `id`, by which answers are kept, only {pairs.column_names}. Add one.")
+    ids = pairs.with_format(None)["id"][:]
+    repeated = next((name for name, count in Counter(ids).items() if count > 1 or not isinstance(name, str)), None)
+    if repeated is not None:
+        raise ValueError(
+            f"The `id` {repeated!r} of `pairs` is there twice, or no text. Each pair needs one of its own."
+        )
+    return ids
+
+
+def _questions(pairs: "Dataset", ids: Sequence[str], with_images: bool = True) -> Iterator[_Question]:
+    columns = ["prompt", "completion", *(["dimensions"] if "dimensions" in pairs.column_names else [])]
+    columns += ["images"] if with_images else []
+    # As Arrow tables, which have the images as they are stored, paths or bytes: only those that are asked about are
+    # opened
+    tables = pairs.with_format("arrow").select_columns(columns).iter(batch_size=32)
+    for name, row in zip(ids, (row for table in tables for row in table.to_pylist()), strict=True):
+        dimensions = row.get("dimensions") or list(DIMENSIONS)
+        unknown = [dimension for dimension in dimensions if dimension not in DIMENSIONS]
+        if unknown:
+            raise ValueError(f"Pair {name!r} has the dimensions {unknown}, but there are only {list(DIMENSIONS)}.")
+        prompt = content_text(row["prompt"][-1]["content"])
+        yield _Question(name, row.get("images", []), prompt, decision_of(row["completion"]), dimensions)
+
+
+def _ask(
+    endpoint: ChatEndpoint,
+    rows: Iterator[_Question],
+    labels: Mapping[str, str],
+    replies: dict[str, list[Reply]],
+    is_settled: Callable[[str], bool],
+    request: Callable[[_Question, Callable], ChatRequest],
+    check: Callable[[str, str], str | None],
+    journal: Journal,
+) -> None:
+    """Ask about all pairs that are not settled, and put what comes into the journal and into `replies`."""
+    from tqdm.auto import tqdm
+
+    waiting = [name for name in labels if not is_settled(name)]
+    if not waiting:
+        return
+    endpoint.check()
+    is_waiting = set(waiting)
+    questions = (row for row in rows if row.id in is_waiting)
+    # Enough for the pairs under way and those of the same prompt: a failed pair is asked about again at once, while its
+    # images are still there. About 1 MB each
+    encode = _encoder(4 * endpoint.max_concurrency + 32)
+    count = sum(map(len, replies.values()))
+    usable = any(
+        _problem(reply, labels[name], check) is None for name, of_pair in replies.items() for reply in of_pair
+    )
+    bar = tqdm(total=len(labels), initial=len(labels) - len(waiting), desc="Writing reasons")
+    with endpoint.asking() as asking, bar:
+        while True:
+            if not usable and count >= _ONLY_NONSENSE:
+                raise ValueError(_only_nonsense(endpoint, replies, labels, check, journal))
+            while asking.has_room and (question := next(questions, None)) is not None:
+                asking.start(question, request(question, encode))
+            if not asking.under_way:
+                return
+            question, reply = asking.next()
+            journal.append({"id": question.id, "reply": list(reply)})
+            replies.setdefault(question.id, []).append(reply)
+            count += 1
+            if is_settled(question.id):
+                usable = usable or _problem(reply, question.decision, check) is None
+                bar.update()
+            else:
+                asking.start(question, request(question, encode))
+
+
+def _only_nonsense(
+    endpoint: ChatEndpoint,
+    replies: Mapping[str, list[Reply]],
+    labels: Mapping[str, str],
+    check: Callable[[str, str], str | None],
+    journal: Journal,
+) -> str:
+    problems = Counter(
+        _problem(reply, labels[name], check) for name, of_pair in replies.items() for reply in of_pair
+    ).most_common()
+    # The first pair of the dataset that was answered, whichever answer came first.
+    name = next(name for name in labels if name in replies)
+    reply = replies[name][0]
+    said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
+    return (
+        f"None of {sum(count for _, count in problems)} answers of {endpoint.name} can be used as reasons "
+        f"({'; '.join(f'{count} x {problem}' for problem, count in problems)}). About pair {name!r} it {said}. A model is "
+        "needed that sees images and follows instructions; one that thinks aloud must have that turned off. Then delete "
+        f"{journal.path}, or give another folder."
+    )
+
+
+def _messages(question: _Question, images: list[str], min_words: int, max_words: int) -> list[dict[str, Any]]:
+    verdict = "consistent" if question.decision == "Yes" else "not consistent"
+    dimensions = "\n".join(f"- {name}: {DIMENSIONS[name]}" for name in question.dimensions)
+    fewest, most = min(2 * min_words, max_words), max(3 * max_words // 4, min_words)
+    text = f"""\
+You compare two images. A question was asked about them:
+
+{question.prompt}
+
+People who compared them carefully decided: {question.decision} (the images are {verdict}). Write the answer that such a
+person gives. What counts here:
+{dimensions}
+
+- Begin with "{question.decision}." and then give the reasons, as plain sentences without headings or lists.
+- Name what is seen in the images: colours, shapes, lines, texture, light, hair, face, clothing, pose, background.
+- {"Say what stays the same, and that what differs does not break it." if question.decision == "Yes" else "Say what differs although it should not."}
+- Write as one who sees the images for the first time and decides alone. Do not speak of a label, of a given answer or of
+  other people.
+- {fewest} to {most} words in English."""
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
+
+
+def _encoder(size: int) -> Callable[[str, Mapping[str, Any]], str]:
+    """Make a function that gives an image as a data URL, and keeps the last ones."""
+    kept: dict[str, str] = {}
+
+    def encode(pair: str, image: Mapping[str, Any]) -> str:
+        # Not here, where `write_reasons` does not need them before the first image
+        from ..utils.images import load_image
+
+        content = image.get("bytes")
+        key = image["path"] if content is None else hashlib.sha256(content).hexdigest()
+        url = kept.pop(key, None)
+        if url is None:
+            file = io.BytesIO()
+            # Higher levels of compression take longer than they save in sending
+            load_image(image, _PATCH_SIZE, f"An image of pair {pair!r}").save(file, "PNG", compress_level=1)
+            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+            while len(kept) >= size:
+                del kept[next(iter(kept))]
+        kept[key] = url  # now the last one
+        return url
+
+    return encode
+
+
+def _with_completions(pairs: "Dataset", kept: list[int], completions: list[Any]) -> "Dataset":
+    """Select rows and replace their completions. Images are neither decoded nor, if given by path, read."""
+    from datasets import Dataset, Features, concatenate_datasets
+
+    features = Features({"completion": pair_features()["completion"]})
+    written = Dataset.from_dict({"completion": completions}, features=features)
+    others = pairs.with_format(None).select(kept).remove_columns("completion")
+    return concatenate_datasets([others, written], axis=1).select_columns(pairs.column_names)

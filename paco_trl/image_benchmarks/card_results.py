@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of an evaluation in the card of the model that was evaluated."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.repocard_data import eval_results_to_model_index
+from huggingface_hub.utils import yaml_dump
+
+from ..utils.names import public_name
+from ..utils.stage_folder import write_atomically
+from .report_markdown import markdown_table, markdown_text
+from .report_numbers import benchmark_name, cell_text, protocol_of, public_results, row_label, system_name, verdict
+from .report_sentences import alerts, facts, leakage_line, published_lines
+from .report_tables import ReportTable, scored_by
+
+
+_SHOWN_KINDS = ("dimension", "group", "average")
+
+# Sections that the results stand before, the first that there is
+_NEXT_HEADING = re.compile(r"^## (?:Training|Adapter|Limits|Licence|License|Citation)\b", re.MULTILINE)
+_TOP_LEVEL_KEY = re.compile(r"^(?![\s#-])", re.MULTILINE)
+
+
+def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
+    """
+    Puts the results of the tuned system into its model card: into the metadata, which the Hub shows beside the card, and
+    into a section for each table, with the system that it is compared with and with what the numbers depend on.
+
+    Results of the same benchmark and judge that are there are replaced. Everything else remains as it is, to the letter.
+
+    Args:
+        card_path (`str` or `Path`):
+            `README.md` of the tuned model, or the folder that has it.
+        results (`dict`):
+            Results of [`t2is_results`] or [`gedit_results`], in which one system has the role `"tuned"`.
+
+    Returns:
+        `Path`: the card.
+
+    Raises:
+        FileNotFoundError: If there is no card.
+        ValueError: If no system is the tuned one, or the card's `model-index` cannot be read.
+
+    Example:
+
+    ```python
+    >>> add_results_to_card("paco-flux", results)
+    PosixPath('paco-flux/README.md')
+    ```
+    """
+    card_path = check_card(card_path)
+    results = public_results(results)
+    roles = [system["role"] for system in results["systems"]]
+    if "tuned" not in roles:
+        raise ValueError(
+            f"The results are of {', '.join(map(repr, roles))}, and no system has the role 'tuned': a card tells of its "
+            "own model only. Score the tuned model, and give its card."
+        )
+    text, found, metadata, body = _read(card_path)
+    line_break = "\r\n" if "\r\n" in text else "\n"
+    metadata = _with_results(metadata, body, card_path, results, line_break)
+    for table in results["tables"]:
+        body = _with_section(body, results, table, line_break)
+    before, after = (found[1], found[3]) if found else (f"---{line_break}", f"{line_break}---{line_break * 2}")
+    changed = before + metadata + after + body
+    ModelCard(changed)  # raises if the Hub could not read it
+    write_atomically(card_path, changed.encode("utf-8"))
+    return card_path
+
+
+def check_card(card_path: str | Path) -> Path:
+    """
+    Checks that results can be added to a model card, before hours are spent on them.
+
+    Args:
+        card_path (`str` or `Path`):
+            `README.md` of the tuned model, or the folder that has it.
+
+    Returns:
+        `Path`: the card.
+
+    Raises:
+        FileNotFoundError: If there is no card.
+        ValueError: If the card's `model-index` cannot be read.
+
+    Example:
+
+    ```python
+    >>> check_card("paco-flux")
+    PosixPath('paco-flux/README.md')
+    ```
+    """
+    card_path = Path(card_path)
+    if card_path.is_dir():
+        card_path = card_path / "README.md"
+    if not card_path.is_file():
+        raise FileNotFoundError(
+            f"There is no model card {card_path}, so that the results have nowhere to go. Give the folder of the tuned "
+            "model, whose README.md the training writes, or save the model again."
+        )
+    _, _, metadata, body = _read(card_path)
+    _model_index(metadata, body, card_path)
+    return card_path
+
+
+def _read(card_path: Path) -> tuple[str, re.Match | None, str, str]:
+    """A card, where its metadata is, the metadata, and the text below it."""
+    # Bytes, as `read_text` would change the ends of the lines
+    text = card_path.read_bytes().decode("utf-8")
+    found = REGEX_YAML_BLOCK.search(text)
+    return text, found, found[2] if found else "", text[found.end() :] if found else text
+
+
+def card_eval_results(results: dict[str, Any], task_type: str) -> list[EvalResult]:
+    """
+    Gives the values of the tuned system for the metadata of its card.
+
+    Args:
+        results (`dict`):
+            Results.
+        task_type (`str`):
+            Task, as the Hub names it.
+
+    Returns:
+        `list[EvalResult]`: one for each dimension, group mean and average that has a value. The configuration of the
+        dataset is the judge or scorer, and the published protocol, so that values by two of them stay apart.
+    """
+    place = [system["role"] for system in results["systems"]].index("tuned")
+    dataset = public_name(results["dataset"] or results["benchmark"])
+    entries: dict[tuple[str, str], EvalResult] = {}
+    for table in results["tables"]:
+        for row in table["rows"]:
+            mean = row["cells"][place]["mean"]
+            if row["kind"] not in _SHOWN_KINDS or mean is None:
+                continue
+            scorer = _scorer_of(row, table, results)
+            entries[row["metric"], scorer] = EvalResult(
+                task_type=task_type,
+                dataset_type=dataset if "/" in dataset else results["benchmark"],
+                dataset_name=results["benchmark"],
+                dataset_config=scorer,
+                dataset_args={"num_prompts": results["num_prompts"], "seeds": results["seeds"]},
+                metric_type=row["metric"],
+                metric_value=round(mean, 4),
+                metric_name=f"{row_label(row, results)}, {scorer}",
+            )
+    return list(entries.values())
+
+
+def _scorer_of(row: dict[str, Any], table: dict[str, Any], results: dict[str, Any]) -> str:
+    """By what a metric was scored, such as `judge Qwen2.5-VL-7B-Instruct`."""
+    scorer = scored_by(row["metric"], table["title"], results)
+    if not (scorer.startswith(("judge ", "scorer ")) or "judge: " in scorer):
+        # The only judge is not in the title of a language
+        scorer = f"{scorer}, judge {' and '.join(results['scorers']['consistency'])}"
+    return scorer + (", published protocol" if protocol_of(results) == "published" else "")
+
+
+def _with_results(metadata: str, body: str, card_path: Path, results: dict[str, Any], line_break: str) -> str:
+    """The metadata with the results. Only the lines of `model-index` change: YAML written anew loses its comments."""
+    values, model, kept_under = _model_index(metadata, body, card_path)
+    task = values.get("pipeline_tag") or (
+        "image-to-image" if results["benchmark"] == "GEdit-Bench" else "text-to-image"
+    )
+    ours = card_eval_results(results, task)
+    replaced = {(one.dataset_name, one.dataset_config) for one in ours}
+    entries = [entry for entry, under in zip(model["results"], kept_under, strict=True) if under not in replaced]
+    entries += eval_results_to_model_index(model["name"], ours)[0]["results"]
+    if not entries:
+        return metadata
+    lines = yaml_dump({"model-index": [{**model, "results": entries}]}, sort_keys=False).strip("\n")
+    lines = lines.replace("\n", line_break)
+    start = re.search(r"^model-index[ \t]*:", metadata, re.MULTILINE)
+    if start is None:
+        return metadata + (line_break if metadata.strip() else "") + lines
+    end = _TOP_LEVEL_KEY.search(metadata, start.end())
+    rest = metadata[end.start() :] if end and end.start() < len(metadata) else ""
+    return metadata[: start.start()] + lines + (line_break + rest if rest else "")
+
+
+def _model_index(
+    metadata: str, body: str, card_path: Path
+) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str | None, str | None]]]:
+    """The metadata, its only model (a new one if there is none), and the dataset and configuration of each result."""
+    values = yaml.safe_load(metadata) or {}
+    try:
+        (model,) = values.get("model-index") or [{"name": _title(body, card_path), "results": []}]
+        under = [(entry["dataset"].get("name"), entry["dataset"].get("config")) for entry in model["results"]]
+        return values, model | {"name": model["name"]}, under
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"The `model-index` in the metadata of {card_path} is not what the Hub takes (one model with a name and "
+            "results, each with its dataset), so that results cannot be added to it. Correct it, or delete it."
+        ) from error
+
+
+def _title(body: str, card_path: Path) -> str:
+    title = re.search(r"^# +(.+?)\s*$", body, re.MULTILINE)
+    return title[1] if title else card_path.absolute().parent.name
+
+
+def _with_section(body: str, results: dict[str, Any], table: dict[str, Any], line_break: str) -> str:
+    """The text of the card with the section of a table: in the place of the one that is there, or a new one."""
+    name = re.sub(r"[^\w.,:-]+", " ", f"{benchmark_name(results)}, {table['title']}").replace("--", "-")
+    begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
+    section = "\n\n".join([begin, *_section(results, table), end]).replace("\n", line_break)
+    there = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", body, re.DOTALL)
+    if there:
+        return body[: there.start()] + section + body[there.end() :]
+    # What is in a code block is no heading. Blanks of the same length keep the places
+    prose = re.sub(r"^```.*?^```", lambda found: " " * len(found[0]), body, flags=re.MULTILINE | re.DOTALL)
+    heading = _NEXT_HEADING.search(prose)
+    if heading:
+        return body[: heading.start()] + section + line_break * 2 + body[heading.start() :]
+    return body.rstrip() + line_break * 2 + section + line_break
+
+
+def _section(results: dict[str, Any], table: dict[str, Any]) -> list[str]:
+    systems = results["systems"]
+    place = [system["role"] for system in systems].index("tuned")
+    is_paired = len(systems) > 1
+    columns = ["metric", *map(system_name, systems)]
+    columns += ["difference", "interval excludes 0"] if is_paired else []
+    rows = []
+    for row in table["rows"]:
+        cells = [row_label(row, results), *map(cell_text, row["cells"])]
+        if is_paired:
+            cells.append(cell_text(row["difference"], signed=True))
+            cells.append(verdict(row["difference"], row["higher_is_better"]))
+        rows.append(tuple(cells))
+    kinds = tuple(row["kind"] for row in table["rows"])
+    title = f"{benchmark_name(results)}, {re.sub('^Judge: ', 'judge ', table['title'])}"
+    shown = markdown_table(ReportTable(title, tuple(columns), tuple(rows), kinds))
+    lower = [row["label"] for row in table["rows"] if not row["higher_is_better"]]
+    said = ["In brackets: 95 % bootstrap interval over prompts."]
+    said += ["The difference is paired, tuned minus base."] if is_paired and place == 1 else []
+    said += [f"Lower is better: {', '.join(lower)}."] if lower else []
+    counts = "; ".join(f"{name}: {number}" for name, number in systems[place]["counts"].items())
+    said += [f"Counts: {counts}."] if counts else []
+    # What the alerts say is in the notes as well
+    notes = [note for note in results["notes"] if note not in alerts(results)]
+    bullets = [f"- **{markdown_text(line)}**" for line in alerts(results)]
+    bullets += [
+        f"- {markdown_text(line)}"
+        for line in (*facts(results), leakage_line(results), *published_lines(table, results), *notes)
+    ]
+    return [f"## {markdown_text(title)}", shown, markdown_text(" ".join(said)), "\n".join(bullets)]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline as it is, or with an adapter; and pictures for the benchmark's own script."""
+
+import hashlib
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..dataset_building.draw_grids import load_pipeline
+from ..utils.stage_folder import write_atomically
+from .image_sets import FoundImages
+
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+    from diffusers import DiffusionPipeline
+
+
+def load_system(
+    model: str, dtype: "torch.dtype", adapter: str | None = None, device: "torch.device | str | None" = None
+) -> "DiffusionPipeline":
+    """
+    Load a pipeline to draw with, with or without a trained adapter.
+
+    Args:
+        model (`str`):
+            Hub id or folder of a diffusers pipeline.
+        dtype (`torch.dtype`):
+            Compute dtype.
+        adapter (`str`, *optional*):
+            Hub id or folder of an adapter of its transformer, in PEFT's format (which a checkpoint of
+            [`PaCoGRPOTrainer`] has), or a diffusers LoRA.
+        device (`torch.device` or `str`, *optional*):
+            Device. The one of this process when left out.
+
+    Returns:
+        [`~diffusers.DiffusionPipeline`].
+
+    Raises:
+        ValueError: If the adapter was made for another model, does not fit, or has no safetensors.
+    """
+    from transformers.utils import cached_file
+
+    pipeline = load_pipeline(model, dtype, device)
+    if adapter is None:
+        return pipeline
+    if cached_file(adapter, "adapter_config.json", _raise_exceptions_for_missing_entries=False) is not None:
+        from ..rollout.loading import base_model_name, load_transformer_adapter, read_peft_config
+        from ..utils.names import check_adapter_base
+
+        config = read_peft_config(adapter)
+        check_adapter_base(adapter, config.base_model_name_or_path, model)
+        transformer = load_transformer_adapter(pipeline.transformer, adapter, base_model_name(pipeline))
+        pipeline.transformer = transformer.to(pipeline.transformer.device)  # in eval mode, as PEFT loads it
+    else:
+        pipeline.load_lora_weights(os.fspath(adapter), use_safetensors=True)
+        if not pipeline.get_active_adapters():
+            raise ValueError(
+                f"{adapter!r} has no LoRA for the pipeline {model!r}: nothing was loaded. Give an adapter in PEFT's format "
+                "(adapter_config.json), or a diffusers LoRA of this model."
+            )
+    return pipeline
+
+
+def adapter_weights_digest(adapter: str) -> str:
+    """
+    Tell the weights of an adapter from others under the same name, such as those of the same run some steps later.
+
+    Args:
+        adapter (`str`):
+            Hub id or folder.
+
+    Returns:
+        `str`: SHA-256 of its safetensors file, as 64 hexadecimal digits.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    from transformers.utils import cached_file
+
+    for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
+        path = cached_file(adapter, name, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            with open(path, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+    raise ValueError(
+        f"The adapter {adapter!r} has neither adapter_model.safetensors nor pytorch_lora_weights.safetensors. Other formats "
+        "are pickles, which can run code."
+    )
+
+
+def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> list[Path]:
+    """
+    Write each panel as a file with the name that the benchmark's own script looks for: `<case id>_<number>.png`, from
+    0000, and the row's `id` where there is no case id.
+
+    Args:
+        found ([`FoundImages`]):
+            Pictures, one set for each prompt.
+        benchmark ([`~datasets.Dataset`]):
+            The prompts.
+        folder (`str` or `Path`):
+            Folder for the files.
+
+    Returns:
+        `list[Path]`: the files.
+
+    Raises:
+        ValueError: If a prompt has several sets: the names have no place for a seed.
+    """
+    seeds = {one.seed for one in found.sets.values()}
+    if len(seeds) > 1:
+        raise ValueError(
+            f"There are {len(seeds)} seeds, but the names of panel files have no place for one. Draw with a single seed."
+        )
+    names = dict(zip(benchmark["id"], benchmark["id"], strict=True))
+    if "case_id" in benchmark.column_names:
+        names |= {
+            name: case for name, case in zip(benchmark["id"], benchmark["case_id"], strict=True) if case is not None
+        }
+    written = []
+    for one in found.sets.values():
+        for number, panel in enumerate(one.panels()):
+            if panel is None:
+                continue
+            path, buffer = Path(folder) / f"{names[one.prompt_id]}_{number:04}.png", io.BytesIO()
+            panel.save(buffer, "PNG", compress_level=1)
+            write_atomically(path, buffer.getvalue())
+            written.append(path)
+    return written

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edited pictures of editing prompts: drawn by a pipeline, or found in a folder that somebody else made."""
+
+import hashlib
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from ..data.columns import some_of
+from ..data.edit_prompts import check_edit_columns
+from ..data.source_images import SourceImages
+from ..dataset_building.draw_grids import draw_missing, read_picture, warn_of_flat
+from ..utils.stage_folder import StageFolder, file_name
+from .image_sets import EXTENSIONS, picture_size
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from diffusers import DiffusionPipeline
+    from PIL.Image import Image
+
+
+logger = logging.getLogger(__name__)
+
+_CALL = ("image", "prompt", "generator")
+_LARGEST_SEED = 2**63 - 1  # of a column of int64
+# Pixels of an edited image whose row names no size, where the pipeline leaves that to its caller
+_AREA = 1024 * 1024
+# The benchmark's own example puts a copy of the source beside each edit, under this name
+_SOURCE_COPY = "_SRCIMG"
+# Files from which on reading them shows a progress bar
+_MANY_FILES = 200
+
+
+@dataclass
+class FoundEdits:
+    """
+    The edited pictures of a system.
+
+    Attributes:
+        files (`dict[str, Path]`):
+            Key (see [`edit_keys`]) -> picture, in the order of the prompts.
+        digests (`dict[str, str]`):
+            Key -> SHA-256 of the picture's file, as 64 hexadecimal digits.
+        missing (`list[str]`):
+            Keys of the prompts that have no picture.
+        unknown (`list[str]`):
+            Pictures beside those that belong to no prompt, relative to the folder.
+    """
+
+    files: dict[str, Path]
+    digests: dict[str, str]
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def check_complete(self) -> None:
+        """
+        Refuse edits that are not all there.
+
+        Raises:
+            ValueError: If one is missing.
+        """
+        if self.missing:
+            raise ValueError(
+                f"{len(self.missing)} of {len(self.files) + len(self.missing)} edits are missing: "
+                f"{some_of(self.missing)}. A mean over the others would favour a system that leaves out what is hard. "
+                "Add the pictures, or count the missing ones as 0 (`missing='zero'`)."
+            )
+
+
+def edit_keys(prompts: "Dataset") -> list[str]:
+    """
+    Name each editing prompt: `"<language>/<id>"`, or the id alone where there is no column `language`. The same id in
+    two languages is two edits.
+
+    Args:
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id`.
+
+    Returns:
+        `list[str]`: in the order of the rows.
+
+    Raises:
+        ValueError: If the prompts are no editing prompts, an id or a language is no text, or two rows of one language
+            have the same id.
+    """
+    check_edit_columns(prompts, "prompts")
+    if "id" not in prompts.column_names:
+        raise ValueError(
+            f"The prompts have no column `id`, only {prompts.column_names}. Edits are named by the ids of their prompts: "
+            "add one that is different for each."
+        )
+    rows: dict[str, int] = {}
+    columns = [name for name in ("id", "language") if name in prompts.column_names]
+    for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
+        for name, value in values.items():
+            if not isinstance(value, str) or not value:
+                raise ValueError(
+                    f"The `{name}` of row {row} of the prompts is {value!r}. It must be a text that is not empty."
+                )
+        key = "/".join(values[name] for name in reversed(columns))
+        if key in rows:
+            raise ValueError(
+                f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}"
+                f"{' in the same `language`' if len(columns) == 2 else ''}, so that one's edit would overwrite the "
+                "other's. Give each prompt an id of its own."
+            )
+        rows[key] = row
+    return list(rows)
+
+
+def draw_edits(
+    pipeline: "DiffusionPipeline", prompts: "Dataset", folder: StageFolder, seed: int = 0, **call_arguments: Any
+) -> "Dataset":
+    """
+    Edit the source of each prompt once, on one process or several (`accelerate launch`).
+
+    Each image begins with the noise of the seed, drawn on the CPU, so that two models edit from the same noise, on any
+    device. A file that is there and whole is kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` where
+    there is no column `language`, with the id as [`~paco_trl.utils.stage_folder.file_name`] writes it.
+
+    The size is that of the row (`height` and `width`) or of `call_arguments`, and otherwise what the pipeline makes of
+    the source. FLUX.1-Kontext would make squares of about a megapixel of all sources: it is asked for the aspect ratio
+    of the source, with the area of its argument `max_area`.
+
+    Args:
+        pipeline ([`~diffusers.DiffusionPipeline`]):
+            Any pipeline that edits an image (`image`) as a text (`prompt`) says.
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id` and, where known, `language`.
+        folder ([`~paco_trl.dataset_building.StageFolder`]):
+            Folder of the edits. Its settings should have all that the images depend on.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the noise.
+        **call_arguments:
+            Further arguments of the pipeline's call, such as `num_inference_steps`, `guidance_scale` or
+            `true_cfg_scale`.
+
+    Returns:
+        [`~datasets.Dataset`]: the edits in the order of the prompts: `id`, `language` where the prompts have it, `seed`
+        and `image`, a path. The folder has it too, with a report.
+
+    Raises:
+        TypeError: If `prompts` is no [`~datasets.Dataset`].
+        ValueError: Before anything is drawn: the prompts are no editing prompts, or have no ids of their own; a source
+            cannot be read; `seed` is no seed; the pipeline takes no image, prompt or generator, or not so many sources.
+    """
+    from accelerate import PartialState
+
+    if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(f"`seed` is {seed!r}. It must be an int from 0 to {_LARGEST_SEED}.")
+    _check_call(pipeline, call_arguments)
+    keys = edit_keys(prompts)
+    sources = SourceImages(prompts, "the prompts")
+    _check_sources(pipeline, sources, keys)
+    names = [name for name in ("id", "language", "prompt", "height", "width") if name in prompts.column_names]
+    rows = list(prompts.with_format(None).select_columns(names))
+    paths = [{row: _path(folder.images, values)} for row, values in enumerate(rows)]
+
+    def read(number: int, place: int) -> "Image | None":
+        return read_picture(paths[number][place])
+
+    def draw(number: int) -> dict[int, "Image"]:
+        size = _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
+        arguments = {**call_arguments, **size}
+        return {number: _draw(pipeline, rows[number]["prompt"], sources.load(number), seed, arguments, keys[number])}
+
+    flat = [keys[row] for row in sorted(draw_missing(paths, read, draw, "Drawing edits"))]
+    dataset = _make_dataset(rows, [path for of_row in paths for path in of_row.values()], seed)
+    state = PartialState()
+    if state.is_main_process:
+        warn_of_flat(flat, len(keys), "edits")
+        folder.finish(dataset, {"edits": len(dataset), "seed": seed, "flat edits": flat})
+    state.wait_for_everyone()
+    return dataset
+
+
+def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
+    """
+    Find the edited picture of each prompt, by its id.
+
+    The name of a file without its extension has to be the id, letter by letter: the plain id, or as [`draw_edits`]
+    writes it. It is looked for in `<folder>/<language>/`, in `<folder>/images/<language>/` (a folder that
+    [`draw_edits`] filled) and in `<folder>/fullset/<task_type>/<language>/` (the layout of GEdit-Bench's own script),
+    or without `<language>` where the prompts have no such column. Copies of sources, `<id>_SRCIMG`, which the
+    benchmark's own example writes, are passed over.
+
+    Args:
+        folder (`str` or `Path`):
+            Folder of `.png`, `.jpg`, `.jpeg` or `.webp` files.
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id` and, where known, `language` and `task_type`.
+
+    Returns:
+        [`FoundEdits`]. Prompts without a picture, and pictures without a prompt, are named in the log too.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        ValueError: If no picture belongs to a prompt, a prompt has two, or one is no picture.
+    """
+    from accelerate import PartialState
+
+    is_main_process = PartialState().is_main_process
+    folder = Path(folder).expanduser().absolute()
+    keys = edit_keys(prompts)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder} with edits.")
+    names = [name for name in ("id", "language", "task_type") if name in prompts.column_names]
+    rows = list(prompts.with_format(None).select_columns(names))
+
+    pictures = _pictures(dict.fromkeys(place for values in rows for place in _places(folder, values)))
+    found: dict[str, list[Path]] = {key: [] for key in keys}
+    taken: set[Path] = set()
+    # A name that is the plain id of one prompt and the written id of another is that of the latter
+    for written in (True, False):
+        for key, values in zip(keys, rows, strict=True):
+            stem = file_name(values["id"]) if written else values["id"]
+            for place in _places(folder, values):
+                new = [path for path in pictures.get((place, stem), []) if path not in taken]
+                found[key] += new
+                taken.update(new)
+                taken.update(pictures.get((place, stem + _SOURCE_COPY), []))
+    for key, paths in found.items():
+        if len(paths) > 1:
+            raise ValueError(
+                f"{paths[0]} and {paths[1]} are both named as the edit of {key!r}. Keep the one that is to be scored."
+            )
+    files = {key: paths[0] for key, paths in found.items() if paths}
+    unknown = sorted(str(path.relative_to(folder)) for paths in pictures.values() for path in set(paths) - taken)
+    if not files:
+        raise ValueError(
+            f"None of the {len(unknown)} pictures that were found in {folder} belongs to a prompt"
+            + (f"; the first is {unknown[0]}" if unknown else "")
+            + f". {_looked_for(folder, rows[0])}"
+        )
+    missing = [key for key in keys if key not in files]
+    if missing and is_main_process:
+        example = _looked_for(folder, rows[keys.index(missing[0])])
+        logger.warning(f"{folder}: {len(missing)} of {len(keys)} prompts have no edit: {some_of(missing)}. {example}")
+    if unknown and is_main_process:
+        logger.warning(f"{folder}: {len(unknown)} pictures belong to no prompt: {some_of(unknown)}.")
+    is_quiet = len(files) < _MANY_FILES or not is_main_process
+    bar = tqdm(files.items(), desc="Reading edits", unit="image", disable=is_quiet)
+    return FoundEdits(files, {key: _digest(path) for key, path in bar}, missing, unknown)
+
+
+def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -> None:
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    missing = [f"`{name}`" for name in _CALL if name not in parameters]
+    if missing:
+        raise ValueError(
+            f"The call of {type(pipeline).__name__} takes no {', '.join(missing)}, so it cannot edit a given image as a "
+            "text says, from given noise. Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
+        )
+    unknown = [name for name in call_arguments if name not in parameters or name in _CALL]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in unknown)} cannot be given for the call of {type(pipeline).__name__}: it "
+            f"takes {', '.join(f'`{name}`' for name in parameters if name not in ('self', *_CALL))}."
+        )
+    if (call_arguments.get("height") is None) != (call_arguments.get("width") is None):
+        raise ValueError(
+            f"`height` is {call_arguments.get('height')} and `width` {call_arguments.get('width')}. Give both, or neither: "
+            "the size is then that of the row, or follows from its source."
+        )
+
+
+def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str]) -> None:
+    from ..rollout.families import FAMILIES
+
+    page = FAMILIES.get(type(pipeline).__name__)
+    most = page.max_images if page is not None else None
+    if most is not None and sources.max_count > most:
+        raise ValueError(
+            f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images, but "
+            f"{type(pipeline).__name__} takes at most {most}. Leave such rows out (`load_edit_prompts(..., max_images="
+            f"{most})`)."
+        )
+    for row, key in enumerate(keys):
+        for width, height in sources.sizes(row):
+            try:
+                if page is not None:
+                    page().check_image_size(width, height)
+            except ValueError as error:
+                raise ValueError(f"The prompt {key!r}: {error}") from error
+
+
+def _size_arguments(
+    pipeline: "DiffusionPipeline",
+    row: dict[str, Any],
+    sizes: list[tuple[int, int]],
+    call_arguments: dict[str, Any],
+) -> dict[str, int]:
+    """The arguments that say how large a row's image is to be, other than those that were given for all rows."""
+    from ..rollout.families import FAMILIES
+
+    height, width = (call_arguments.get(name) or row.get(name) for name in ("height", "width"))
+    if "max_area" not in inspect.signature(type(pipeline).__call__).parameters:
+        return {} if height is None or width is None else {"height": height, "width": width}
+    # The pipeline makes a size of its own of an area, by default of a megapixel, whatever height and width say
+    if height is None or width is None:
+        page = FAMILIES["FluxKontextPipeline"]()
+        height, width = page.edited_size(pipeline, sizes, call_arguments.get("max_area") or _AREA)
+    elif "max_area" in call_arguments:
+        return {"height": height, "width": width}
+    return {"height": height, "width": width, "max_area": height * width}
+
+
+def _draw(
+    pipeline: "DiffusionPipeline", prompt: str, images: list["Image"], seed: int, arguments: dict[str, Any], key: str
+) -> "Image":
+    import torch
+    from PIL import Image
+
+    drawn = pipeline(
+        image=images[0] if len(images) == 1 else images,
+        prompt=prompt,
+        generator=torch.Generator().manual_seed(seed),
+        **arguments,
+    ).images
+    if len(drawn) != 1 or not isinstance(drawn[0], Image.Image):
+        raise ValueError(
+            f"{type(pipeline).__name__} returned {len(drawn)} of {type(drawn[0]).__name__} for the edit {key!r}, but one "
+            "PIL image is needed. Leave out the call argument that changes its output."
+        )
+    return drawn[0]
+
+
+def _path(images: Path, row: dict[str, Any]) -> Path:
+    folder = images / file_name(row["language"]) if "language" in row else images
+    return folder / f"{file_name(row['id'])}.png"
+
+
+def _make_dataset(rows: list[dict[str, Any]], paths: list[Path], seed: int) -> "Dataset":
+    from datasets import Dataset, Features, Image, Value
+
+    kinds = {"id": Value("string"), "seed": Value("int64"), "image": Image()}
+    if "language" in rows[0]:
+        kinds["language"] = Value("string")
+    values = [{**row, "seed": seed, "image": str(path)} for row, path in zip(rows, paths, strict=True)]
+    return Dataset.from_list([{name: row[name] for name in kinds} for row in values], features=Features(kinds))
+
+
+def _places(folder: Path, row: dict[str, Any]) -> Iterator[Path]:
+    """The folders where the edit of a row may be."""
+    bases = [folder, folder / "images"]
+    if row.get("task_type"):
+        bases.append(folder / "fullset" / row["task_type"])
+    for base in bases:
+        yield base / row["language"] if "language" in row else base
+
+
+def _looked_for(folder: Path, row: dict[str, Any]) -> str:
+    """Where the edit of a row was looked for, and under which names."""
+    names = " or ".join(dict.fromkeys((row["id"], file_name(row["id"]))))
+    places = ", ".join(str(place) for place in _places(folder, row))
+    return (
+        f"The edit of {row['id']!r}, for example, was looked for as {names} with one of the extensions "
+        f"{', '.join(EXTENSIONS)}, directly in {places}; folders below these are not read."
+    )
+
+
+def _pictures(places: dict[Path, None]) -> dict[tuple[Path, str], list[Path]]:
+    """The pictures in some folders, by folder and name without extension."""
+    pictures: dict[tuple[Path, str], list[Path]] = {}
+    for place in places:
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            # Not one that is being written, whose name begins with a dot
+            if path.suffix.lower() in EXTENSIONS and path.is_file() and not path.name.startswith("."):
+                pictures.setdefault((place, path.stem), []).append(path)
+    return pictures
+
+
+def _digest(path: Path) -> str:
+    picture_size(path)  # what is no picture is found before a judge is asked about the others
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,619 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+GEdit-Bench (https://huggingface.co/papers/2504.17761): are instructions carried out, is the rest left alone, and is the
+picture good? Asked of a served vision-language model, see [`~paco_trl.image_benchmarks.gedit_rubric`].
+"""
+
+import base64
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm.auto import tqdm
+
+from ..data.columns import shorten, some_of
+from ..data.source_images import SourceImages
+from ..dataset_building.draw_grids import to_png
+from ..evaluation.runs import check_protocol, dataset_fingerprint
+from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.stage_folder import digest, write_atomically
+from .edit_drawing import FoundEdits, edit_keys
+from .gedit_published import (
+    PUBLISHED_ATTEMPTS,
+    open_like_source,
+    published_request,
+    read_published_answer,
+    read_published_prompts,
+)
+from .gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
+from .image_sets import open_picture
+from .score_store import ScoreStore, read_scores
+from .statistics import Unit, cell, difference
+from .t2is_results import PACKAGES, System, condition_notes
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from PIL.Image import Image
+
+
+logger = logging.getLogger(__name__)
+
+BENCHMARK = "GEdit-Bench"
+METRICS = {
+    "semantic_consistency": "Semantic consistency",
+    "perceptual_quality": "Perceptual quality",
+    "overall": "Overall",
+}
+LANGUAGES = {"en": "English", "cn": "Chinese"}
+
+# Pixels of a picture when it is sent, as the benchmark's own script resizes it
+_AREA = 512 * 512
+_MAX_TOKENS = 1024
+_MAX_ATTEMPTS = 3
+# Of the attempts after the first, which has 0: at 0 an unreadable answer would come again
+_RETRY_TEMPERATURE = 0.7
+# Answers after which it is clear that there will be no readable one
+_ONLY_NONSENSE = 24
+
+_QUESTIONS = {"semantic": SEMANTIC, "quality": QUALITY}
+
+
+class EditScore(NamedTuple):
+    """
+    Scores of an edit, each from 0 to 10.
+
+    Attributes:
+        semantic_consistency (`float`):
+            How far the instruction was carried out, or how well the rest was left alone: the lower of the two.
+        perceptual_quality (`float`):
+            How natural the picture is, or how free of flaws: the lower of the two.
+        overall (`float`):
+            Geometric mean of both.
+    """
+
+    semantic_consistency: float
+    perceptual_quality: float
+    overall: float
+
+
+class _Scored(NamedTuple):
+    """A system with the scores of each judge, by key; `None` where a judge gave no readable answer."""
+
+    system: System
+    by_judge: dict[str, dict[str, EditScore | None]]
+    settings: dict[str, dict[str, Any]]
+
+    def unanswered(self, judge: str) -> list[str]:
+        return [key for key, score in self.by_judge[judge].items() if score is None]
+
+
+def score_edits(
+    endpoint: ChatEndpoint,
+    prompts: "Dataset",
+    edits: FoundEdits,
+    folder: str | Path,
+    max_attempts: int | None = None,
+    seed: int = 0,
+    rescore_changed: bool = False,
+    protocol: str = "default",
+    gedit_repo: str | Path | None = None,
+) -> dict[str, EditScore | None]:
+    """
+    Ask a served vision-language model two questions about each edit, each with two numbers from 0 to 10: of source and
+    edit, how far the instruction was carried out and how well the rest was left alone; of the edit alone, how natural
+    and how free of flaws it is. The lower number of each pair counts, and overall their geometric mean.
+
+    With `protocol="default"`, pictures are sent with an area of 512 x 512 pixels and their own aspect ratio, the source first. A question is asked
+    at temperature 0, and if the answer cannot be read again at 0.7 with another seed. Each answer is on the disk as it
+    comes: a run that was stopped asks only what is left, on any number of processes (`accelerate launch`), which share
+    the questions. What had no readable answer is asked again in the next run, at 0.7 and with further seeds.
+
+    With `protocol="published"`, the judge is asked as the benchmark's own script asks GPT-4.1: with its prompts, the text
+    before the pictures, the edit in the size of the source, both as JPEG, at most 1,400 tokens, neither temperature nor
+    seed; and its answers are read as that script reads them. Give `input_image` as source, as the script does
+    (`load_edit_prompts(..., source_column="input_image")`). Where the script takes a random score, because it cannot read
+    a second answer, there is none; numbers outside of 0 to 10, which it takes, cannot be read; and of the two questions
+    only the one whose answer it could not read is asked again, not both. The script asks Qwen2.5-VL-72B-Instruct in
+    another way (pictures first, PNG), which is not repeated.
+
+    > [!WARNING]
+    > The default prompts are this project's own wording, and scores depend on wording and judge: they do not compare with
+    > published tables, nor do those of the published protocol by another judge than that of the table.
+
+    Args:
+        endpoint ([`~paco_trl.dataset_building.ChatEndpoint`]):
+            The judge.
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id` and one source each.
+        edits ([`FoundEdits`]):
+            The edited pictures. Prompts without one are not asked about.
+        folder (`str` or `Path`):
+            Folder of the system; the answers are put into `scores` in it.
+        max_attempts (`int`, *optional*):
+            How often a question is asked in one run. If `None`, 3, or with the published protocol 2, as its script does.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed from which that of each request follows; not for the published protocol.
+        rescore_changed (`bool`, *optional*, defaults to `False`):
+            Whether edits that have changed since they were scored are scored anew, and the scores of those that are not
+            there any more dropped. Otherwise they are an error.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"default"` or `"published"`. Scores of both stand beside one another in the folder.
+        gedit_repo (`str` or `Path`, *optional*):
+            Folder of a clone of `stepfun-ai/Step1X-Edit`, from which the published prompts are read.
+
+    Returns:
+        `dict[str, EditScore | None]`: key (see [`edit_keys`]) -> scores, `None` for an edit with an answer that could not
+        be read, which is named in the log too.
+
+    Raises:
+        EndpointUnavailableError: If the judge cannot be asked. What came until then is kept.
+        FileNotFoundError: If `gedit_repo` has no file with the prompts.
+        ValueError: If an argument is out of its range, a picture cannot be read, a picture or an instruction has changed
+            since it was scored, the folder has answers to other questions, or nothing that the judge says can be read.
+    """
+    check_protocol(protocol)
+    is_published = protocol == "published"
+    if max_attempts is None:
+        max_attempts = PUBLISHED_ATTEMPTS if is_published else _MAX_ATTEMPTS
+    if type(max_attempts) is not int or max_attempts < 1:
+        raise ValueError(f"`max_attempts` is {max_attempts!r}. It must be an int of at least 1.")
+    if is_published != (gedit_repo is not None):
+        raise ValueError(
+            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol needs the folder of a clone "
+            "of https://github.com/stepfun-ai/Step1X-Edit for its prompts, and the default one has no use for it."
+        )
+    if is_published and seed:
+        raise ValueError(f"`seed` is {seed}, but the published protocol sends none. Leave it out.")
+    questions = read_published_prompts(gedit_repo) if is_published else _QUESTIONS
+    sources = SourceImages(prompts, "the prompts")
+    if sources.max_count > 1:
+        raise ValueError(
+            f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images, but the judge compares an "
+            "edit with one. Leave such rows out (`load_edit_prompts(..., max_images=1)`)."
+        )
+    row_of = {key: row for row, key in enumerate(edit_keys(prompts))}
+    instructions = list(prompts.with_format(None)["prompt"])
+    settings = {
+        "benchmark": BENCHMARK,
+        "kind": "edits",
+        "scorer": endpoint.model,
+        "protocol": protocol,
+        "rubric": digest(list(questions.values()))[:16],
+    }
+
+    def request(name: str, attempt: int) -> ChatRequest:
+        kind, _, key = name.partition("/")
+        row = row_of[key]
+        # Not `format`, to which the braces of JSON mean something
+        question = questions[kind]
+        if kind == "semantic":
+            question = question.replace(PLACEHOLDER, instructions[row])
+        if is_published:
+            (source,) = sources.load(row, in_rgb=False)
+            edited = open_like_source(edits.files[key], source)
+            return published_request(question, [source, edited] if kind == "semantic" else [edited])
+        images = [*(sources.load(row) if kind == "semantic" else ()), open_picture(edits.files[key])]
+        content = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
+        return ChatRequest(
+            messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
+            seed=random.Random(f"{seed}/{name}/{attempt}").getrandbits(31),
+            max_tokens=_MAX_TOKENS,
+            temperature=_RETRY_TEMPERATURE if attempt else 0.0,
+        )
+
+    def read(text: str, is_again: bool) -> Sequence[float] | None:
+        return read_published_answer(text, is_again) if is_published else read_answer(text)
+
+    digests = _digests(prompts, sources, edits)
+    with ScoreStore(folder, f"{BENCHMARK} {protocol} {endpoint.model}", settings, digests, rescore_changed) as store:
+        _ask(endpoint, store, request, read, max_attempts)
+        records = store.finish()
+    scores = _edit_scores(records, edits)
+    unanswered = [key for key, score in scores.items() if score is None]
+    if unanswered and store.is_main_process:
+        logger.warning(
+            f"{endpoint.model} gave no readable answer about {len(unanswered)} of {len(scores)} edits after "
+            f"{max_attempts} attempt(s) of this run, and these have no score: {some_of(unanswered)}. What it said is in "
+            f"{store.folder}. Run the same again to ask about these alone."
+        )
+    return scores
+
+
+def gedit_results(
+    prompts: "Dataset",
+    systems: Sequence[System],
+    missing: str = "error",
+    dataset_name: str | None = None,
+    leakage: dict[str, Any] | None = None,
+    seed: int = 0,
+    source_folder: str | Path | None = None,
+    protocol: str = "default",
+) -> dict[str, Any]:
+    """
+    The figures of GEdit-Bench: for each language, over all instructions and over those with `intersection`, the mean
+    over the task types of the mean over the edits of each, with intervals, by task type, and as a paired difference of
+    two systems.
+
+    Edits without a readable answer are left out, counted and named, and a difference is over the edits that have scores
+    of both systems. The benchmark's own script also leaves missing edits out without a word, which favours a system
+    that draws only what it can: here they are an error or count 0, and are left out under the published protocol alone.
+
+    Args:
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id` and `task_type`, and optionally `language` and `intersection`.
+        systems (`Sequence[System]`):
+            One system, or two, of which the second is compared with the first. `found` has its edits ([`FoundEdits`]),
+            and `folder` the scores that [`score_edits`] put there.
+        missing (`str`, *optional*, defaults to `"error"`):
+            What missing edits are: `"error"`, or `"zero"`: 0 in all scores. With `"zero"`, the published protocol leaves
+            them out.
+        dataset_name (`str`, *optional*):
+            Name of the benchmark's data, for the report.
+        leakage (`dict[str, Any]`, *optional*):
+            From [`find_leaks`]. If `None`, the report says that it was not checked.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed that the edits were drawn with.
+        source_folder (`str` or `Path`, *optional*):
+            Folder for copies of the sources that are no files, as PNG. If `None`, the results name no file of these.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            Protocol whose scores are taken: `"default"` or `"published"`.
+
+    Returns:
+        `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
+
+    Raises:
+        ValueError: If there are more than two systems, an edit is missing, not scored or changed since, a column is
+            missing, or the systems have scores of different judges or prompts.
+    """
+    check_protocol(protocol)
+    if missing not in ("error", "zero"):
+        raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
+    if len(systems) not in (1, 2):
+        raise ValueError(f"There are {len(systems)} systems, but one is evaluated alone or two are compared.")
+    keys = edit_keys(prompts)
+    prompts = prompts.with_format(None)
+    if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
+        raise ValueError(
+            f"GEdit-Bench averages over task types, but not all prompts have a `task_type`; the columns are "
+            f"{prompts.column_names}. Convert its raw rows with `convert_gedit_bench`."
+        )
+    for system in systems:
+        if missing == "error":
+            system.found.check_complete()
+        if system.found.files.keys() | set(system.found.missing) != set(keys):
+            raise ValueError(
+                f"The edits of {system.name!r} were looked for with other prompts. Call `find_edits` with the same ones."
+            )
+    sources = SourceImages(prompts, "the prompts")
+    scored = [_scored(system, prompts, sources, protocol) for system in systems]
+    _check_comparable(scored)
+
+    names = [
+        name for name in ("id", "prompt", "task_type", "language", "intersection") if name in prompts.column_names
+    ]
+    rows = dict(zip(keys, prompts.select_columns(names), strict=True))
+    judges = list(scored[0].by_judge)
+    missing_score = 0.0 if protocol == "default" else None
+    alerts = _alerts(scored, protocol)
+    tables, breakdowns = [], []
+    for judge in judges:
+        parts = _Parts(scored, judge, seed, missing_score)
+        of_judge = f", judge: {judge}" if len(judges) > 1 else ""
+        for language in dict.fromkeys(row.get("language") for row in rows.values()):
+            spoken = {key: row for key, row in rows.items() if row.get("language") == language}
+            label = "All languages" if language is None else LANGUAGES.get(language, language)
+            title = f"{label}: all instructions{of_judge}"
+            tables.append(_table(title, spoken, parts))
+            breakdowns.append(_breakdown(f"By task type, {label}{of_judge}", title, spoken, parts))
+            subset = {key: row for key, row in spoken.items() if row.get("intersection")}
+            if subset:
+                tables.append(_table(f"{label}: intersection subset{of_judge}", subset, parts))
+    return {
+        "benchmark": BENCHMARK,
+        "protocol": protocol,
+        "dataset": dataset_name,
+        "dataset_fingerprint": dataset_fingerprint(prompts, names, [sources.column]),
+        "num_prompts": len(keys),
+        "seeds": [seed],
+        "systems": [_describe(one) for one in scored],
+        "scorers": {"consistency": judges, "alignment": None, "aesthetics": None},
+        "weights": None,
+        "tables": tables,
+        "breakdowns": breakdowns,
+        "leakage": leakage,
+        "alerts": alerts,
+        "notes": [*_notes(scored[0], leakage), *alerts],
+        "sets": [
+            {
+                "key": key,
+                "prompt_id": row["id"],
+                "prompt": row["prompt"],
+                "category": row["task_type"],
+                "subcategory": row.get("language"),
+                "source": _source_file(sources, number, source_folder),
+                "pictures": [[str(s.found.files[key])] if key in s.found.files else [] for s in systems],
+                "panels": [1, 1],
+                "scores": [_metrics_of(one.by_judge[judges[0]].get(key)) for one in scored],
+            }
+            for number, (key, row) in enumerate(rows.items())
+        ],
+        "headline": "overall",
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+
+
+# ---- Asking ----
+
+
+def _ask(
+    endpoint: ChatEndpoint,
+    store: ScoreStore,
+    request: Callable[[str, int], ChatRequest],
+    read: Callable[[str, bool], Sequence[float] | None],
+    max_attempts: int,
+) -> None:
+    """Ask this process's share of what has no answer yet."""
+    from accelerate import PartialState
+
+    earlier = _earlier_attempts(store)
+    if not store.pending:
+        return
+    endpoint.check()
+    waiting = iter(store.pending)
+    # Those of earlier runs count: their seeds would bring the same answers again
+    attempts = {name: earlier.get(name, 0) for name in store.pending}
+    most = {name: count + max_attempts for name, count in attempts.items()}
+    # Where less than all is left, there have been readable answers before
+    num_replies, is_readable = 0, len(store.pending) < len(store.digests) // PartialState().num_processes
+    description, is_quiet = f"Asking {endpoint.model} about edits", not store.is_main_process
+    bar = tqdm(total=len(store.pending), desc=description, unit="question", disable=is_quiet)
+    with endpoint.asking() as asking, bar:
+        while True:
+            while asking.has_room and (name := next(waiting, None)) is not None:
+                asking.start(name, request(name, attempts[name]))
+            if not asking.under_way:
+                break
+            name, reply = asking.next()
+            attempts[name] += 1
+            num_replies += 1
+            scores = None if reply.text is None else read(reply.text, attempts[name] > earlier.get(name, 0) + 1)
+            is_readable = is_readable or scores is not None
+            if not is_readable and num_replies >= _ONLY_NONSENSE:
+                raise ValueError(_only_nonsense(endpoint, num_replies, name, reply))
+            if scores is None and attempts[name] < most[name]:
+                asking.start(name, request(name, attempts[name]))
+                continue
+            record = {
+                "key": name,
+                "digest": store.digests[name],
+                "scores": None if scores is None else list(scores),
+                "incomplete": scores is None,
+                "attempts": attempts[name],
+                "answer": reply.text,
+                "problem": reply.problem,
+            }
+            store.append([record])
+            bar.update()
+
+
+def _earlier_attempts(store: ScoreStore) -> dict[str, int]:
+    """How often each question was asked until now, by its name."""
+    from accelerate.utils import gather_object
+
+    gather_object([None])  # nobody is making a file any more
+    attempts: dict[str, int] = {}
+    # File by file: an earlier run may have had another number of processes, and asked on another one
+    for part in store.parts():
+        for name, record in store.check([part.name]).items():
+            attempts[name] = max(record["attempts"], attempts.get(name, 0))
+    gather_object([None])  # nobody writes before all have read
+    return attempts
+
+
+def _only_nonsense(endpoint: ChatEndpoint, num_replies: int, name: str, reply: Reply) -> str:
+    said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
+    return (
+        f"None of {num_replies} answers of {endpoint.name} can be read as scores. To {name!r} it {said}. A model is needed "
+        "that sees images and follows instructions; one that thinks at length must have that turned off."
+    )
+
+
+def _data_url(image: "Image") -> str:
+    # Pillow's own filter (bicubic), which the benchmark's script uses
+    return f"data:image/png;base64,{base64.b64encode(to_png(image.resize(_sent_size(*image.size)))).decode()}"
+
+
+def _sent_size(width: int, height: int) -> tuple[int, int]:
+    """Width and height of the area at which pictures are sent, rounded down."""
+    ratio = width / height
+    return max(1, int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))
+
+
+def _digests(prompts: "Dataset", sources: SourceImages, edits: FoundEdits) -> dict[str, str]:
+    """What each question is about, by its name: `"semantic/<key>"` and `"quality/<key>"`."""
+    instructions = prompts.with_format(None)["prompt"][:]
+    seen = {
+        key: digest([edits.digests[key], *sources.digests(row), instructions[row]])
+        for row, key in enumerate(edit_keys(prompts))
+        if key in edits.files
+    }
+    # The one kind after the other, so that processes share the questions of each
+    return {f"{kind}/{key}": seen[key] for kind in _QUESTIONS for key in edits.files}
+
+
+def _edit_scores(records: Mapping[str, Mapping[str, Any]], edits: FoundEdits) -> dict[str, EditScore | None]:
+    return {
+        key: _edit_score(*(records[f"{kind}/{key}"]["scores"] for kind in ("semantic", "quality")))
+        for key in edits.files
+    }
+
+
+def _edit_score(semantic: list[float] | None, quality: list[float] | None) -> EditScore | None:
+    if semantic is None or quality is None:
+        return None
+    consistency, goodness = float(min(semantic)), float(min(quality))
+    return EditScore(consistency, goodness, overall(consistency, goodness))
+
+
+# ---- Results ----
+
+
+class _Parts(NamedTuple):
+    """The systems as one judge sees them."""
+
+    scored: list[_Scored]
+    judge: str
+    seed: int
+    missing_score: float | None
+
+    def values(self, metric: str, rows: Mapping[str, Mapping[str, Any]]) -> list[dict[Unit, float]]:
+        """A metric by unit, for each system; without the edits that have no answer."""
+        values: list[dict[Unit, float]] = [{} for _ in self.scored]
+        for (system, by_judge, _), of_system in zip(self.scored, values, strict=True):
+            for key, row in rows.items():
+                score = by_judge[self.judge].get(key)
+                if score is not None:
+                    of_system[row["id"], self.seed] = getattr(score, metric)
+                elif key not in system.found.files and self.missing_score is not None:
+                    of_system[row["id"], self.seed] = self.missing_score
+        return values
+
+
+def _scored(system: System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
+    digests = _digests(prompts, sources, system.found)
+    found = read_scores(system.folder, digests, benchmark=BENCHMARK, protocol=protocol)
+    if not found:
+        raise ValueError(
+            f"No judge has scored the edits of {system.name!r} under the protocol {protocol!r} ({system.folder}). Call "
+            "`score_edits`. Scores of an earlier version name no protocol, and are not read."
+        )
+    return _Scored(
+        system,
+        {scores.settings["scorer"]: _edit_scores(scores.records, system.found) for scores in found},
+        {scores.settings["scorer"]: scores.settings for scores in found},
+    )
+
+
+def _check_comparable(scored: list[_Scored]) -> None:
+    first, second = scored[0], scored[-1]
+    if first.by_judge.keys() != second.by_judge.keys():
+        raise ValueError(
+            f"{first.system.name!r} has scores of {', '.join(first.by_judge)} and {second.system.name!r} of "
+            f"{', '.join(second.by_judge)}. Score both with the same judges."
+        )
+    for judge in first.by_judge:
+        if first.settings[judge]["rubric"] != second.settings[judge]["rubric"]:
+            raise ValueError(
+                f"{judge} was asked with other prompts about {first.system.name!r} than about {second.system.name!r}. "
+                "Delete the scores of one of them, and score it anew."
+            )
+
+
+def _table(title: str, rows: Mapping[str, Mapping[str, Any]], parts: _Parts) -> dict[str, Any]:
+    strata = {(row["id"], parts.seed): row["task_type"] for row in rows.values()}
+    lines = []
+    for metric, label in METRICS.items():
+        values = parts.values(metric, rows)
+        cells = [cell([of_system], strata=strata) for of_system in values]
+        lines.append(
+            {
+                "metric": metric,
+                "label": label,
+                "kind": "average" if metric == "overall" else "dimension",
+                "higher_is_better": True,
+                "cells": cells,
+                "difference": difference(values[:1], values[1:], strata=strata) if len(values) == 2 else None,
+            }
+        )
+    return {"title": title, "rows": lines}
+
+
+def _breakdown(title: str, table: str, rows: Mapping[str, Mapping[str, Any]], parts: _Parts) -> dict[str, Any]:
+    lines = []
+    for task_type in sorted({row["task_type"] for row in rows.values()}):
+        of_type = {key: row for key, row in rows.items() if row["task_type"] == task_type}
+        values = {metric: parts.values(metric, of_type) for metric in METRICS}
+        lines.append(
+            {
+                "name": task_type,
+                "num_prompts": len(of_type),
+                "cells": {metric: [cell([part]) for part in of_metric] for metric, of_metric in values.items()},
+                "difference": {
+                    metric: difference(two[:1], two[1:]) for metric, two in values.items() if len(two) == 2
+                },
+            }
+        )
+    return {"title": title, "table": table, "columns": list(METRICS), "rows": lines}
+
+
+def _describe(one: _Scored) -> dict[str, Any]:
+    found = one.system.found
+    counts = {"edits": len(found.files), "missing edits": len(found.missing)}
+    for judge in one.by_judge:
+        counts[f"edits without an answer ({judge})"] = len(one.unanswered(judge))
+    counts["pictures of no prompt, left out"] = len(found.unknown)
+    return {"role": one.system.role, "name": one.system.name, "settings": one.system.settings, "counts": counts}
+
+
+def _metrics_of(score: EditScore | None) -> dict[str, float | None]:
+    return dict.fromkeys(METRICS) if score is None else score._asdict()
+
+
+def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
+    """What a reader has to know beside the headline."""
+    alerts = condition_notes([one.system for one in scored])
+    for one in scored:
+        found = one.system.found
+        if found.missing:
+            how = "count 0" if protocol == "default" else "are left out, as by the benchmark's own script"
+            alerts.append(f"{one.system.name}: {len(found.missing)} missing edits {how} ({some_of(found.missing)}).")
+        for judge in one.by_judge:
+            if unanswered := one.unanswered(judge):
+                alerts.append(
+                    f"{one.system.name}: {len(unanswered)} edits are left out, as {judge} gave no readable answer about "
+                    f"them ({some_of(unanswered)}); differences are without them too."
+                    + " The benchmark's own script gives them a random score."
+                    * (protocol == "published")
+                )
+    return alerts
+
+
+def _notes(first: _Scored, leakage: dict[str, Any] | None) -> list[str]:
+    notes = []
+    for judge, settings in first.settings.items():
+        how = (
+            "with this project's own wording of the benchmark's two questions. Scores depend on the wording and on the "
+            "judge: these do not compare with published tables."
+            if settings["protocol"] == "default"
+            else f"under the published protocol, with the benchmark's own prompts (digest {settings['rubric']}). They compare "
+            "with published tables only if the judge is that of the table."
+        )
+        notes.append(f"Scores are from 0 to 10, given by {judge} {how}")
+    notes.append(
+        "Each value is the mean over the task types of the mean over the edits of each. Overall is the geometric mean of "
+        "semantic consistency and perceptual quality of each edit, not of their means."
+    )
+    if leakage is not None:
+        notes.append(
+            "Leakage was looked for in the texts of the instructions alone, not in the source pictures: the same "
+            "instruction for another picture is another edit."
+        )
+    return notes
+
+
+def _source_file(sources: SourceImages, row: int, source_folder: str | Path | None) -> str | None:
+    """The file of a row's first source; one that is stored as bytes is written, under the digest of these."""
+    file = sources.files(row)[0]
+    if file is not None:
+        return str(file.absolute())
+    if source_folder is None:
+        return None
+    path = Path(source_folder).expanduser().absolute() / f"{sources.digests(row)[0][:32]}.png"
+    if not path.exists():
+        write_atomically(path, to_png(sources.load(row)[0]))
+    return str(path)

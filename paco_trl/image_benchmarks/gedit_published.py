@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The published protocol of GEdit-Bench: what its own script (https://github.com/stepfun-ai/Step1X-Edit) asks GPT-4.1, and how
+it reads the answers. The texts are read from a clone that the user names, and are not part of this package.
+
+Not repeated is this. Where the script cannot read a second answer it takes a random score, or asks without an end: here
+there is no score. It takes numbers outside of 0 to 10, and what an answer said before it was cut: here they cannot be read.
+It asks both questions again when it cannot read one of the answers: here that one alone.
+"""
+
+import ast
+import base64
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from ..utils.chat import ChatRequest
+from .gedit_rubric import PLACEHOLDER
+
+
+# The script's own: one try, and another one when an answer cannot be read
+PUBLISHED_ATTEMPTS = 2
+
+_PROMPTS_FILE = Path("GEdit-Bench") / "viescore" / "vie_prompts.py"
+# What each question is joined from, line by line
+_PARTS = {
+    "semantic": ("_context_no_delimit", "_prompts_0shot_two_image_edit_rule", "_prompts_0shot_tie_rule_SC"),
+    "quality": ("_context_no_delimit", "_prompts_0shot_rule_PQ"),
+}
+_DELIMITER = "||V^=^V||"
+_MAX_TOKENS = 1400
+
+
+def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
+    """Read the questions `semantic`, with `<instruction>` in it, and `quality`. The Python file is parsed and never run."""
+    path = Path(gedit_repo).expanduser() / _PROMPTS_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no file {path} with the benchmark's prompts. Give the folder of a clone: "
+            "`git clone https://github.com/stepfun-ai/Step1X-Edit`."
+        )
+    try:
+        statements = ast.parse(path.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is no Python file ({error}). Clone the benchmark's repository again.") from error
+    texts = {
+        statement.targets[0].id: statement.value.value
+        for statement in statements
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Name)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    }
+    missing = [name for names in _PARTS.values() for name in names if name not in texts]
+    if missing:
+        raise ValueError(
+            f"{path} has no text {' and '.join(dict.fromkeys(missing))}. It is of another version of the benchmark than "
+            "the one that this protocol repeats."
+        )
+    prompts = {kind: "\n".join(texts[name] for name in names) for kind, names in _PARTS.items()}
+    if PLACEHOLDER not in prompts["semantic"]:
+        raise ValueError(f"The prompt in {path} has no {PLACEHOLDER}: the judge would not know what was to be done.")
+    return prompts
+
+
+def published_request(question: str, images: Sequence[Image.Image]) -> ChatRequest:
+    """Ask as the script does: the text before the images, JPEG, neither temperature nor seed."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": question}]
+    for image in images:
+        buffer = io.BytesIO()
+        ImageOps.exif_transpose(image).convert("RGB").save(buffer, "JPEG")
+        url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    return ChatRequest([{"role": "user", "content": content}], None, _MAX_TOKENS, None)
+
+
+def open_like_source(path: Path, source: Image.Image) -> Image.Image:
+    """Read an edit as the script does: transparency is dropped, and it gets the size of the source."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB").resize(source.size)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read to its end ({error}). Replace it; what is scored already is kept."
+        ) from error
+
+
+def read_published_answer(text: str, again: bool) -> list[float] | None:
+    """Read an answer as the script does: one score or more, of which the lowest counts; `None` if it cannot read them."""
+    if text.count(_DELIMITER) == 2:
+        text = text.split(_DELIMITER)[1]
+    elif "{" in text and "}" in text:
+        text = text[text.find("{") : text.rfind("}") + 1]
+    else:
+        # The script takes a random score for what it was told twice
+        return None if again else _bare_scores(text)
+    text = text.strip().replace("\n", "")
+    score = _score_of(text)
+    if score is None:
+        return _checked(_score_of(_with_quotes(text)))
+    return _checked(score if isinstance(score, list) else [score])
+
+
+def _bare_scores(text: str) -> list[float] | None:
+    """Scores of an answer that is a number, or has a list of two."""
+    found = text[text.find("[") : text.rfind("]") + 1]
+    try:
+        return _checked(json.loads(found) if re.fullmatch(r"\[\d+, ?\d+\]", found) else [int(text)])
+    except ValueError:
+        return None
+
+
+def _score_of(text: str) -> Any:
+    try:
+        return json.loads(text)["score"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _with_quotes(text: str) -> str:
+    """Quote names and texts, and put single numbers into lists."""
+
+    def quoted(found: re.Match) -> str:
+        name, value, end = found[1], found[2].strip(), found[3]
+        if re.fullmatch(r"-?\d+(\.\d+)?", value):
+            value = f"[{value}]"
+        elif value.lower() not in ("true", "false", "null"):
+            value = f'"{value}"'
+        return f"{name}: {value}{end}"
+
+    return re.sub(r'(".*?"):(.*?)(,|})', quoted, re.sub(r"(\w+):", r'"\1":', text))
+
+
+def _checked(scores: Any) -> list[float] | None:
+    # `bool` is an `int`; NaN is in no range
+    if not isinstance(scores, list) or not scores:
+        return None
+    return scores if all(type(score) in (int, float) and 0 <= score <= 10 for score in scores) else None

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+What a judge is asked about an edit, how its answer is read, and what follows from it: the protocol of GEdit-Bench
+(https://huggingface.co/papers/2504.17761), which is that of VIEScore (https://arxiv.org/abs/2312.14867).
+
+The structure is theirs: two questions, each with two numbers from 0 to 10 and an answer in JSON. The wording is this
+project's own. Scores depend on wording and judge, so figures obtained with it do not compare with published tables; for
+those there is [`~paco_trl.image_benchmarks.gedit_published`].
+"""
+
+import json
+import math
+from typing import Any
+
+from ..data.columns import shorten
+
+
+# What stands for the instruction
+PLACEHOLDER = "<instruction>"
+
+_ANSWER = """\
+Answer with one JSON object and nothing else:
+{"reasoning": "<what you see, in at most three sentences>", "score": [<first number>, <second number>]}"""
+
+SEMANTIC = f"""\
+You rate an edit of a picture. The first image is the picture before the edit, the second image is the picture after it.
+This instruction was to be carried out:
+
+{PLACEHOLDER}
+
+Give two numbers from 0 to 10. Whole numbers are enough.
+
+First number: how far was the instruction carried out?
+ 0: nothing of what it asks for is to be seen in the second image.
+ 5: part of it was done, or the right thing was done to the wrong place or in the wrong way.
+10: everything that it asks for was done, as it says.
+
+Second number: how well was everything else left alone? Compare what the instruction does not name: people and their
+faces, objects, text, background, colours, style, framing.
+ 0: the second image is another picture.
+ 5: the picture can be recognised, but several things changed that were not to change.
+10: nothing changed but what the instruction asks for and what has to change with it.
+If the two images are the same although a change was asked for, the first number is 0.
+
+Do not rate beauty here, and rate each number without regard to the other one.
+
+{_ANSWER}"""
+
+QUALITY = f"""\
+You rate the quality of one picture that a program has made. What it was asked for is not to be judged, only what is seen.
+
+Give two numbers from 0 to 10. Whole numbers are enough.
+
+First number: how natural does the picture look?
+ 0: nothing fits together; light, shadows, sizes or perspective are impossible.
+ 5: it looks right at first sight, but some part is out of place: its light, its size, its edge, its distance.
+10: it looks like one photograph, or one drawing, in which everything belongs together.
+
+Second number: how free is it of flaws?
+ 0: large parts are blurred, distorted, noisy or torn, or bodies and objects are misshapen.
+ 5: there are flaws that one sees without searching, such as malformed hands, doubled edges, smears or broken letters.
+10: no flaw is found even when one searches.
+
+{_ANSWER}"""
+
+
+def read_answer(text: str) -> tuple[float, float] | None:
+    """
+    Read the two numbers of an answer.
+
+    Code fences and text around the JSON object are passed over. Nothing is guessed: an answer with another number of
+    scores, with words or numbers outside of 0 to 10, or with two objects that disagree is unreadable.
+
+    Args:
+        text (`str`):
+            The whole answer.
+
+    Returns:
+        `tuple[float, float]` or `None`: the scores; `None` if the answer cannot be read.
+
+    Example:
+
+    ```python
+    >>> read_answer('{"reasoning": "The hat is red.", "score": [9, 7]}')
+    (9.0, 7.0)
+    >>> read_answer("I would give it 9 of 10.")
+    ```
+    """
+    scores = {_scores_of(answer["score"]) for answer in _objects(text) if "score" in answer}
+    return scores.pop() if len(scores) == 1 else None
+
+
+def overall(consistency: float, quality: float) -> float:
+    """
+    Overall score of an edit (O): the geometric mean sqrt(SC * PQ).
+
+    Args:
+        consistency (`float`):
+            Semantic consistency, 0 to 10.
+        quality (`float`):
+            Perceptual quality, 0 to 10.
+
+    Returns:
+        `float`: 0 to 10.
+    """
+    return math.sqrt(consistency * quality)
+
+
+def _scores_of(value: Any) -> tuple[float, float] | None:
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    # `bool` is an `int`; NaN is in no range
+    if not all(type(score) in (int, float) and 0 <= score <= 10 for score in value):
+        return None
+    return float(value[0]), float(value[1])
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """The JSON objects in a text, those within others not counted."""
+    decoder = json.JSONDecoder(strict=False, object_pairs_hook=_without_repeats)  # a line may end within a text
+    objects, place = [], text.find("{")
+    while place >= 0:
+        try:
+            found, end = decoder.raw_decode(text, place)
+            objects.append(found)
+        except (ValueError, RecursionError):
+            # Something else in braces, or an object that is broken, of which no part is to be taken for the whole
+            end = _end_of_braces(text, place)
+        place = text.find("{", end)
+    return objects
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a name is there twice: {shorten([name for name, _ in pairs])}")
+    return values
+
+
+def _end_of_braces(text: str, start: int) -> int:
+    depth = 0
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return place + 1
+    return len(text)

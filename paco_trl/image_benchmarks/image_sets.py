@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of a system: which file belongs to which prompt, what is missing, and whether anything has changed."""
+
+import hashlib
+import logging
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..data.columns import some_of
+from ..data.grids import panel_size, split_grid
+from ..utils.images import to_rgb
+from ..utils.stage_folder import file_name
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from PIL.Image import Image
+
+
+logger = logging.getLogger(__name__)
+
+EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
+# A grid may be this much wider or higher than its prompt asks for, relatively: sides are rounded
+_ASPECT_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """
+    The pictures of one prompt and seed: one grid, or a file for each panel.
+
+    Attributes:
+        key (`str`):
+            `"<prompt id>/<seed>"`.
+        prompt_id (`str`), seed (`int`):
+            Prompt and seed; 0 for pictures that somebody else made.
+        rows (`int`), cols (`int`):
+            Layout.
+        files (`tuple[Path | None, ...]`):
+            One file for a grid, or one for each panel, row by row; `None` for one that is missing.
+    """
+
+    key: str
+    prompt_id: str
+    seed: int
+    rows: int
+    cols: int
+    files: tuple[Path | None, ...]
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether one file has all panels."""
+        return len(self.files) == 1
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the panels that are not there, from 0."""
+        if self.is_grid:
+            return [] if self.files[0] is not None else list(range(self.rows * self.cols))
+        return [number for number, file in enumerate(self.files) if file is None]
+
+    def panels(self) -> list["Image | None"]:
+        """
+        Read the panels.
+
+        Returns:
+            `list[PIL.Image.Image | None]`: in RGB, row by row; `None` for one that is missing.
+
+        Raises:
+            ValueError: If a file cannot be read, or a grid does not divide into its panels.
+        """
+        if not self.is_grid:
+            return [None if file is None else open_picture(file) for file in self.files]
+        if self.files[0] is None:
+            return [None] * (self.rows * self.cols)
+        image = open_picture(self.files[0])
+        try:
+            return split_grid(image, self.rows, self.cols)
+        except ValueError as error:
+            raise ValueError(f"{self.files[0]}: {error}") from error
+
+    def digest(self) -> str:
+        """SHA-256 of the files, those that are missing included, as 64 hexadecimal digits."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            part = b"missing" if file is None else hashlib.sha256(file.read_bytes()).digest()
+            digest.update(part)
+        return digest.hexdigest()
+
+
+@dataclass
+class FoundImages:
+    """
+    All pictures of a system.
+
+    Attributes:
+        sets (`dict[str, ImageSet]`):
+            Key -> set, in the order of the prompts, then of the seeds; those with missing pictures included.
+        unknown (`list[str]`):
+            Names of pictures in the folder that belong to no prompt.
+        mixed_sizes (`list[str]`):
+            Keys of the sets whose panels are files of different sizes.
+    """
+
+    sets: dict[str, ImageSet]
+    unknown: list[str] = field(default_factory=list)
+    mixed_sizes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Key -> digest of the files, as they were when it was first asked for."""
+        return {key: one.digest() for key, one in self.sets.items()}
+
+    @property
+    def missing(self) -> dict[str, list[int]]:
+        """Key -> numbers of the panels that are not there."""
+        return {key: one.missing for key, one in self.sets.items() if one.missing}
+
+    def check_complete(self) -> None:
+        """
+        Refuse pictures that are not all there.
+
+        Raises:
+            ValueError: If one is missing.
+        """
+        missing = self.missing
+        if missing:
+            some = [
+                f"{key} (all)"
+                if len(numbers) == self.sets[key].rows * self.sets[key].cols
+                else f"{key} (panel {', '.join(str(number + 1) for number in numbers)})"
+                for key, numbers in list(missing.items())[:10]
+            ]
+            raise ValueError(
+                f"{len(missing)} of {len(self.sets)} sets lack pictures: {'; '.join(some)}{'; ...' * (len(missing) > 10)}. "
+                "A mean over the others would favour a system that leaves out what is hard. Add the pictures, or count "
+                "the missing ones as 0 (`missing='zero'`)."
+            )
+
+
+def find_drawn_sets(
+    folder: str | Path,
+    benchmark: "Dataset",
+    seeds: list[int],
+    height: int | None = None,
+    width: int | None = None,
+) -> FoundImages:
+    """
+    Find the grids that [`~paco_trl.dataset_building.draw_grids`] drew.
+
+    Args:
+        folder (`str` or `Path`):
+            Folder of images, with a folder for each prompt.
+        benchmark ([`~datasets.Dataset`]):
+            Image-set prompts with `id`.
+        seeds (`list[int]`):
+            Seeds.
+        height (`int`, *optional*), width (`int`, *optional*):
+            Size in pixels that all of them were drawn with. If `None`, that of the prompt's row.
+
+    Returns:
+        [`FoundImages`].
+    """
+    sets = {}
+    for row in _layouts(benchmark):
+        for seed in seeds:
+            path = Path(folder) / file_name(row["id"]) / f"{seed}.png"
+            key = f"{row['id']}/{seed}"
+            files = (path if path.is_file() else None,)
+            sets[key] = ImageSet(key, row["id"], seed, row["rows"], row["cols"], files)
+    return _checked(FoundImages(sets), benchmark, height, width)
+
+
+def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
+    """
+    Find pictures that somebody else made: `<name>.png` is a grid, `<name>_<number>.png` a panel.
+
+    The name is the prompt's `id`, or its `case_id`, as in files for the benchmark's own script (`0001_0003_0000.png`):
+    whichever more of the files have. The numbers of the panels begin with 0 or 1, in the whole folder alike. Names are
+    compared whole: `0001_0003_0001.png` is no picture of the prompt `0001`.
+
+    Args:
+        folder (`str` or `Path`):
+            Folder of `.png`, `.jpg`, `.jpeg` or `.webp` files.
+        benchmark ([`~datasets.Dataset`]):
+            Image-set prompts with `id` and, where known, `case_id`.
+
+    Returns:
+        [`FoundImages`].
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        ValueError: If no file belongs to a prompt, a name can be read in two ways, a prompt has two pictures of one
+            panel, more pictures than panels, or a grid and panels, or a grid has another shape than its prompt asks for.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder} with pictures.")
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS and path.is_file())
+    rows = _layouts(benchmark)
+    columns = [name for name in ("id", "case_id") if name in benchmark.column_names]
+    matched = {column: _match(files, [row[column] for row in rows]) for column in columns}
+    counts = {column: len(found) for column, found in matched.items()}
+    column = max(columns, key=counts.__getitem__)
+    if not counts[column]:
+        raise ValueError(
+            f"None of the {len(files)} pictures in {folder} ({', '.join(EXTENSIONS)}, not in folders inside it) belongs to a "
+            "prompt of the benchmark: `<id>.png` is a grid "
+            f"and `<id>_<number>.png` a panel, with ids such as {rows[0]['id']!r}"
+            + (f" or {rows[0]['case_id']!r}" if rows[0].get("case_id") else "")
+            + (f"; the first file is {files[0].name!r}" if files else "")
+            + "."
+        )
+    if len(columns) == 2 and counts["id"] == counts["case_id"] and matched["id"] != matched["case_id"]:
+        raise ValueError(
+            f"The names of the pictures in {folder}, such as {files[0].name!r}, can be ids of the rows with numbers of "
+            "panels as well as case ids: rename them so that they begin with the one or the other."
+        )
+    found = matched[column]
+
+    grids: dict[str, list[Path]] = {}
+    panels: dict[str, dict[int, list[Path]]] = {}
+    for path, (name, number) in found.items():
+        if number is None:
+            grids.setdefault(name, []).append(path)
+        else:
+            panels.setdefault(name, {}).setdefault(number, []).append(path)
+    start = _first_number(panels, {row[column]: row["rows"] * row["cols"] for row in rows}, folder)
+    sets = {}
+    for row in rows:
+        key = f"{row['id']}/0"
+        of_prompt = _files_of(row, row[column], grids, panels, start)
+        sets[key] = ImageSet(key, row["id"], 0, row["rows"], row["cols"], of_prompt)
+    unknown = [path.name for path in files if path not in found]
+    if unknown and _is_main_process():
+        logger.warning(
+            f"{len(unknown)} of {len(files)} pictures in {folder} belong to no prompt of the benchmark and are left out: "
+            f"{some_of(unknown)}."
+        )
+    return _checked(FoundImages(sets, unknown), benchmark)
+
+
+def _layouts(benchmark: "Dataset") -> list[dict]:
+    names = ("id", "case_id", "rows", "cols", "height", "width")
+    plain = benchmark.with_format(None)
+    return list(plain.select_columns([name for name in names if name in benchmark.column_names]))
+
+
+def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, int | None]]:
+    """The files whose names are those of prompts: file -> (name, number of the panel or `None` for a grid)."""
+    known, found = {name for name in names if name}, {}
+    for path in files:
+        readings: list[tuple[str, int | None]] = [(path.stem, None)] if path.stem in known else []
+        head, _, tail = path.stem.rpartition("_")
+        if head in known and re.fullmatch(r"[0-9]+", tail):
+            readings.append((head, int(tail)))
+        if len(readings) == 2:
+            raise ValueError(
+                f"{path} can be the grid of {readings[0][0]!r} and panel {readings[1][1]} of {readings[1][0]!r}. Rename "
+                "the pictures, or the ids, so that none is another one with a number."
+            )
+        if readings:
+            found[path] = readings[0]
+    return found
+
+
+def _first_number(panels: dict[str, dict[int, list[Path]]], counts: dict[str, int], folder: Path) -> int:
+    """Whether the panels of a folder are numbered from 0 or from 1."""
+    if not panels or any(0 in numbers for numbers in panels.values()):
+        return 0
+    if any(counts[name] in numbers for name, numbers in panels.items()):
+        return 1
+    raise ValueError(
+        f"The pictures of panels in {folder} are numbered neither from 0 nor up to the number of panels: whether the first or "
+        "the last of each is missing cannot be told. Add one of them, an empty picture if there is no other."
+    )
+
+
+def _files_of(row: dict, name: str, grids: dict, panels: dict, start: int) -> tuple[Path | None, ...]:
+    numbered, count = panels.get(name, {}), row["rows"] * row["cols"]
+    twice = next((paths for paths in (grids.get(name, []), *numbered.values()) if len(paths) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"{twice[0].name} and {twice[1].name} in {twice[0].parent} are the same picture of {name!r} in two formats. "
+            "Keep one."
+        )
+    if grids.get(name) and numbered:
+        raise ValueError(
+            f"{grids[name][0].parent} has a grid of {name!r} and pictures of its panels, such as "
+            f"{next(iter(numbered.values()))[0].name}. Keep one kind."
+        )
+    if not numbered:
+        return (grids[name][0] if name in grids else None,)
+    beyond = sorted(number for number in numbered if not start <= number < start + count)
+    if beyond:
+        raise ValueError(
+            f"{numbered[beyond[0]][0]} has the number {beyond[0]}, but {name!r} has {count} panels, numbered from {start} "
+            "in this folder. It is of another layout, or of another prompt."
+        )
+    return tuple(numbered[number][0] if number in numbered else None for number in range(start, start + count))
+
+
+def _checked(
+    found: FoundImages, benchmark: "Dataset", height: int | None = None, width: int | None = None
+) -> FoundImages:
+    """Look at the sizes, from the headers: a wrong file is found before hours of scoring."""
+    wanted = {row["id"]: (height or row.get("height"), width or row.get("width")) for row in _layouts(benchmark)}
+    for key, one in found.sets.items():
+        sizes = {file: picture_size(file) for file in one.files if file is not None}  # (height, width)
+        if not one.is_grid:
+            if len(set(sizes.values())) > 1:
+                found.mixed_sizes.append(key)
+            continue
+        for file, size in sizes.items():
+            try:
+                panel_size(*size, one.rows, one.cols)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
+            asked = wanted[one.prompt_id]
+            if None in asked:
+                continue
+            aspect = (size[1] / size[0]) / (asked[1] / asked[0])
+            if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
+                raise ValueError(
+                    f"{file} has {size[0]}x{size[1]} pixels (height x width), but the {one.rows}x{one.cols} grid of "
+                    f"{one.prompt_id!r} is {asked[0]}x{asked[1]}: another shape, so that it would be cut in wrong places. "
+                    "Is it of another prompt or layout?"
+                )
+    if found.mixed_sizes and _is_main_process():
+        logger.warning(
+            f"The panels of {len(found.mixed_sizes)} sets have different sizes, as pictures of different prompts would: "
+            f"{some_of(found.mixed_sizes)}. They are scored as they are, each at the size of the question."
+        )
+    return found
+
+
+def _is_main_process() -> bool:
+    from accelerate import PartialState
+
+    return PartialState().is_main_process
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """
+    Read the size of a picture from its header.
+
+    Args:
+        path (`Path`):
+            File.
+
+    Returns:
+        `tuple[int, int]`: height and width in pixels.
+
+    Raises:
+        ValueError: If it is no picture.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.height, image.width
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises all three
+        raise ValueError(f"{path} is no picture that can be read ({error}). Replace it.") from error
+
+
+def open_picture(path: Path) -> "Image":
+    """
+    Read a picture to its end.
+
+    Args:
+        path (`Path`):
+            File.
+
+    Returns:
+        `PIL.Image.Image`: in RGB, transparency on white.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return to_rgb(image, str(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read to its end ({error}). Replace it; what is scored already is kept."
+        ) from error

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a report writes values, differences and names; nothing that tells of the machine leaves it."""
+
+import math
+import re
+from typing import Any
+
+from ..evaluation.runs import PROTOCOLS
+from ..utils.names import public_name
+
+
+# A path of a machine inside a text. An address has its slashes behind a colon
+_PATH_IN_TEXT = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"`,;]+/)+([^\s/'\"`,;]+)/?")
+
+
+def public_results(results: Any) -> Any:
+    """
+    Gives results as others may see them: `None` for numbers that JSON cannot hold, and names for paths of this machine.
+    Prompts stay as they are, and so do the paths of pictures.
+
+    Args:
+        results (`dict`):
+            Results, or a part of them.
+
+    Returns:
+        `dict`: a copy, with lists for tuples.
+    """
+    if isinstance(results, dict):
+        # Of a set, and of a training prompt that was found
+        kept = (
+            ("prompt", "source", "pictures")
+            if "pictures" in results
+            else ("text",)
+            if "training_row" in results
+            else ()
+        )
+        return {key: part if key in kept else public_results(part) for key, part in results.items()}
+    if isinstance(results, (list, tuple)):
+        return [public_results(part) for part in results]
+    if isinstance(results, str):
+        return public_text(results)
+    return None if isinstance(results, float) and not math.isfinite(results) else results
+
+
+def public_text(text: str) -> str:
+    """
+    Gives a text without paths of this machine: the last part of each remains.
+
+    Args:
+        text (`str`):
+            A name, a path, or a sentence.
+
+    Returns:
+        `str`.
+    """
+    if not re.search(r"\s", text) and text.startswith(("/", "~")):
+        return public_name(text)
+    return _PATH_IN_TEXT.sub(r"\1", text)
+
+
+def protocol_of(results: dict[str, Any]) -> str:
+    """Give the protocol that results were made with; an error for results of before they named it."""
+    protocol = results.get("protocol")
+    if protocol not in PROTOCOLS:
+        raise ValueError(
+            f"`protocol` of the results is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}. Results that an earlier "
+            "version wrote do not have it: run `report` again, which asks no judge."
+        )
+    return protocol
+
+
+def benchmark_name(results: dict[str, Any]) -> str:
+    """Name the benchmark, with the protocol where it is not the default."""
+    return results["benchmark"] + (", published protocol" if protocol_of(results) == "published" else "")
+
+
+def number_text(value: float | None) -> str:
+    """
+    Args:
+        value (`float`, *optional*):
+            Number.
+
+    Returns:
+        `str`: three decimals; `"n/a"` if there is no number.
+    """
+    return "n/a" if value is None or not math.isfinite(value) else f"{value:.3f}"
+
+
+def signed_text(value: float | None, decimals: int = 3) -> str:
+    """
+    Args:
+        value (`float`, *optional*):
+            Difference.
+        decimals (`int`, *optional*, defaults to `3`):
+            Number of decimals.
+
+    Returns:
+        `str`: with its sign; `"n/a"` if there is none.
+    """
+    if value is None or not math.isfinite(value):
+        return "n/a"
+    text = f"{value:+.{decimals}f}"
+    return text if float(text) else text[1:]
+
+
+def cell_text(cell: dict[str, Any] | None, signed: bool = False) -> str:
+    """
+    Args:
+        cell (`dict`, *optional*):
+            `mean` and `interval`, see [`paco_trl.image_benchmarks.statistics.cell`].
+        signed (`bool`, *optional*, defaults to `False`):
+            Whether it is a difference.
+
+    Returns:
+        `str`: the mean, and its interval in brackets where there is one.
+    """
+    if cell is None or number_text(cell["mean"]) == "n/a":
+        return "n/a"
+    numbers = [cell["mean"], *cell["interval"]]
+    # More decimals for a difference so small that an interval that excludes 0 would look as if it touched it
+    small = [abs(number) for number in numbers if number is not None and 1e-7 < abs(number) < 0.0005]
+    decimals = math.ceil(-math.log10(2 * min(small))) if small else 3
+    mean, low, high = (signed_text(number, decimals) if signed else number_text(number) for number in numbers)
+    return mean + (" (no interval)" if "n/a" in (low, high) else f" [{low}, {high}]")
+
+
+def excludes_zero(cell: dict[str, Any] | None) -> bool | None:
+    """
+    Args:
+        cell (`dict`, *optional*):
+            A difference.
+
+    Returns:
+        `bool`: whether its interval excludes 0; `None` without an interval.
+    """
+    low, high = (None, None) if cell is None else cell["interval"]
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
+        return None
+    return low > 0 or high < 0
+
+
+def verdict(cell: dict[str, Any] | None, higher_is_better: bool = True) -> str:
+    """
+    Args:
+        cell (`dict`, *optional*):
+            A difference.
+        higher_is_better (`bool`, *optional*, defaults to `True`):
+            Whether a positive one is an improvement.
+
+    Returns:
+        `str`: `"yes: better"` or `"yes: worse"` if the interval excludes 0, `"no"` if not, and `"n/a"` without one.
+    """
+    excluded = excludes_zero(cell)
+    if excluded is None:
+        return "n/a"
+    if not excluded:
+        return "no"
+    return "yes: better" if (cell["interval"][0] > 0) == higher_is_better else "yes: worse"
+
+
+def system_name(system: dict[str, Any]) -> str:
+    """
+    Args:
+        system (`dict`):
+            One of the results' systems.
+
+    Returns:
+        `str`: its name and its role.
+    """
+    return system["name"] if system["name"] == system["role"] else f"{system['name']} ({system['role']})"
+
+
+def row_label(row: dict[str, Any], results: dict[str, Any]) -> str:
+    """
+    Args:
+        row (`dict`):
+            Row of one of the results' tables.
+        results (`dict`):
+            Results.
+
+    Returns:
+        `str`: its label; that of the weighted average with the weights.
+    """
+    if row["kind"] != "average" or not results.get("weights"):
+        return row["label"]
+    return f"{row['label']} ({' + '.join(f'{weight:g} {name}' for name, weight in results['weights'].items())})"
+
+
+def find_row(table: dict[str, Any], metric: str | None) -> dict[str, Any] | None:
+    """
+    Args:
+        table (`dict`):
+            One of the results' tables.
+        metric (`str`, *optional*):
+            Name of a metric.
+
+    Returns:
+        `dict`: the row of the metric, or `None`.
+    """
+    return next((row for row in table["rows"] if row["metric"] == metric), None)
+
+
+def duplicate_metric(results: dict[str, Any]) -> str | None:
+    """
+    Args:
+        results (`dict`):
+            Results.
+
+    Returns:
+        `str`: name of the metric that says how many panels are copies of others, or `None`.
+    """
+    names = (row["metric"] for table in results["tables"] for row in table["rows"])
+    return next((name for name in names if "duplicate" in name), None)
+
+
+def in_sentence(title: str) -> str:
+    """
+    Write a title so that it can stand inside a sentence.
+
+    Args:
+        title (`str`):
+            Title.
+
+    Returns:
+        `str`.
+    """
+    return re.sub(r"^Judge: ", "judge ", title)

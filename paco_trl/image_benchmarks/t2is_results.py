@@ -1,0 +1,577 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the scores of one system or two to the figures of T2IS-Bench."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from operator import mul
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from ..data.columns import some_of
+from ..evaluation.runs import PROTOCOLS, check_protocol, dataset_fingerprint
+from .edit_drawing import FoundEdits
+from .image_sets import FoundImages
+from .score_store import Scores, read_scores
+from .scoring import COLUMNS, DUPLICATE
+from .statistics import Unit, cell, difference
+from .t2is_bench import (
+    ALIGNMENT,
+    CONSISTENCY,
+    DIMENSION_WEIGHTS,
+    WEIGHTS,
+    alignment_texts,
+    consistency_criteria,
+    dimension_score,
+    weighted_average,
+)
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+GROUPS = {"aesthetics": "Aesthetics", "alignment": "Prompt alignment", "consistency": "Visual consistency"}
+# What tells whether two systems drew under the same conditions
+CONDITIONS = ("seeds", "num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "height", "width", "dtype")  # fmt: skip
+PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")
+
+
+@dataclass
+class System:
+    """
+    What drew, or a folder of pictures.
+
+    Attributes:
+        role (`str`):
+            `"base"` or `"tuned"`; any word for a system alone.
+        name (`str`):
+            Name for reports.
+        found ([`FoundImages`] or [`FoundEdits`]):
+            Its pictures.
+        folder (`Path`):
+            Folder with its scores.
+        settings (`dict[str, Any]`):
+            How it drew, as far as known.
+    """
+
+    role: str
+    name: str
+    found: FoundImages | FoundEdits
+    folder: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+# Metric -> unit -> value, NaN where undefined
+_Metrics = dict[str, dict[Unit, float]]
+
+
+@dataclass
+class _Scored:
+    """
+    A system with its scores as values, for each protocol: those that every judge of consistency shares, and those of
+    each judge.
+
+    `gaps` are the keys of the sets with a question that has no answer, by kind, and for consistency by judge.
+    """
+
+    system: System
+    protocol: str
+    shared: dict[str, _Metrics]
+    by_judge: dict[str, dict[str, _Metrics]]
+    counts: dict[str, int]
+    scorers: dict[str, list[Scores]]
+    gaps: dict[str, list[str]]
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the scorers of a kind."""
+        return [one.settings["scorer"] for one in self.scorers.get(kind, [])]
+
+    def metrics(self, judge: str, protocol: str | None = None) -> _Metrics:
+        protocol = protocol or self.protocol
+        return {**self.shared[protocol], **self.by_judge[protocol][judge]}
+
+
+def t2is_results(
+    benchmark: "Dataset",
+    systems: Sequence[System],
+    missing: str = "error",
+    dataset_name: str | None = None,
+    leakage: dict[str, Any] | None = None,
+    protocol: str = "default",
+) -> dict[str, Any]:
+    """
+    The figures of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate, with
+    intervals, by category, and as a paired difference of two systems.
+
+    Nothing is dropped or set to 0 silently: a dimension that a prompt does not have is undefined for it, a set with a
+    question that has no answer is left out and counted, and pictures that are missing are an error or count 0. The
+    value under the published protocol stands beside ours where it is another one.
+
+    Args:
+        benchmark ([`~datasets.Dataset`]):
+            From [`load_t2is_bench`].
+        systems (`Sequence[System]`):
+            One system, or two, of which the second is compared with the first.
+        missing (`str`, *optional*, defaults to `"error"`):
+            What missing pictures are: `"error"`, or `"zero"`: a score of 0 for each of them, and for each pair with one.
+            With `"zero"`, the published protocol leaves them out.
+        dataset_name (`str`, *optional*):
+            Name of the benchmark's data, for the report.
+        leakage (`dict[str, Any]`, *optional*):
+            From [`find_leaks`]. If `None`, the report says that it was not checked.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"published"` for the arithmetic of the benchmark's own script, see [`consistency_means`] and
+            [`alignment_means`]. The scores are the same.
+
+    Returns:
+        `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
+
+    Raises:
+        ValueError: If there are more than two systems, pictures are missing, scores are incomplete, no judge of
+            consistency has scored, or two systems have other seeds or other scorers.
+    """
+    check_protocol(protocol)
+    if missing not in ("error", "zero"):
+        raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
+    if len(systems) not in (1, 2):
+        raise ValueError(f"There are {len(systems)} systems, but one is evaluated alone or two are compared.")
+    if len({Path(one.folder).resolve() for one in systems}) < len(systems):
+        raise ValueError(f"Both systems are {systems[0].folder}: a model is not compared with itself.")
+    benchmark = benchmark.with_format(None)
+    rows = {row["id"]: row for row in benchmark}
+    if missing == "error":
+        for system in systems:
+            system.found.check_complete()
+    scored = [_scored(system, rows, benchmark, protocol) for system in systems]
+    _check_comparable(scored)
+    alerts = _alerts(scored, missing)
+
+    judges = scored[0].names("consistency")
+    breakdowns = [("By category", "category"), ("By subcategory", "subcategory")]
+    results = {
+        "benchmark": "T2IS-Bench",
+        "protocol": protocol,
+        "dataset": dataset_name,
+        "dataset_fingerprint": _fingerprint(benchmark),
+        "num_prompts": len(rows),
+        "seeds": sorted({one.seed for one in systems[0].found.sets.values()}),
+        "systems": [
+            {"role": one.system.role, "name": one.system.name, "settings": one.system.settings, "counts": one.counts}
+            for one in scored
+        ],
+        "scorers": {
+            "consistency": judges,
+            "alignment": next(iter(scored[0].names("alignment")), None),
+            "aesthetics": next(iter(scored[0].names("aesthetics")), None),
+        },
+        "weights": WEIGHTS,
+        "tables": [_table(judge, scored) for judge in judges],
+        "breakdowns": [
+            _breakdown(title, column, judge, scored, rows)
+            for judge in judges
+            for title, column in breakdowns
+            if any(row.get(column) for row in rows.values())
+        ],
+        "leakage": leakage,
+        "alerts": alerts,
+        "notes": [*_notes(scored), *alerts],
+        "sets": _sets(scored, judges[0], rows),
+        "headline": "consistency",
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+    return results
+
+
+def _fingerprint(benchmark: "Dataset") -> str:
+    names = ("id", "prompt", "rows", "cols", "criteria", "alignment")
+    return dataset_fingerprint(benchmark, [name for name in names if name in benchmark.column_names], ())
+
+
+################
+# From records to values
+################
+def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protocol: str) -> _Scored:
+    by_kind: dict[str, list[Scores]] = {}
+    for scores in read_scores(system.folder, system.found.digests):
+        _check_asked(scores, benchmark, system)
+        by_kind.setdefault(scores.settings["kind"], []).append(scores)
+    if "consistency" not in by_kind:
+        raise ValueError(
+            f"No judge has scored the consistency of {system.name!r} ({system.folder}). Score it with one at least, "
+            "better with two: the reward's own family, and an independent one."
+        )
+    for kind, scores in by_kind.items():
+        if kind != "consistency" and len(scores) > 1:
+            names = [one.settings["scorer"] for one in scores]
+            raise ValueError(
+                f"{system.folder} has {kind} by {len(names)} scorers, {' and '.join(names)}, and the table has a place for "
+                "one. Move the scores of the other away."
+            )
+    sets = system.found.sets
+    counts = {
+        "sets": sum(len(one.missing) < one.rows * one.cols for one in sets.values()),
+        "missing sets": sum(len(one.missing) == one.rows * one.cols for one in sets.values()),
+        "missing panels": sum(len(one.missing) for one in sets.values()),
+        "sets whose panels have different sizes": len(system.found.mixed_sizes),
+        "pictures of no prompt, left out": len(system.found.unknown),
+    }
+    if "duplicates" in by_kind:
+        (scores,) = by_kind["duplicates"]
+        found = [similarity for record in scores.records.values() for similarity in record["scores"]]
+        counts["near-duplicate pairs of panels"] = sum(similarity >= DUPLICATE for similarity in found)
+    gaps = {kind: _gaps(by_kind[kind][0]) for kind in ("alignment", "aesthetics") if kind in by_kind}
+    gaps |= {scores.settings["scorer"]: _gaps(scores) for scores in by_kind["consistency"]}
+    counts |= {f"sets without an answer ({name})": len(keys) for name, keys in gaps.items()}
+    shared = {name: _shared_values(by_kind, sets, rows, name) for name in PROTOCOLS}
+    by_judge = {
+        name: {scores.settings["scorer"]: _judge_values(scores, sets, name) for scores in by_kind["consistency"]}
+        for name in PROTOCOLS
+    }
+    return _Scored(system, protocol, shared, by_judge, counts, by_kind, gaps)
+
+
+def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str, dict], protocol: str) -> _Metrics:
+    shared: _Metrics = {}
+    of_missing = math.nan if protocol == "published" else 0.0
+    if "alignment" in by_kind:
+        panels = _alignment_values(by_kind["alignment"][0], sets, rows, of_missing)
+        for name in ALIGNMENT:
+            shared[name] = {unit: values[name] for unit, values in panels.items()}
+    if "aesthetics" in by_kind:
+        shared["aesthetics"] = {
+            (sets[key].prompt_id, sets[key].seed, panel): (
+                of_missing if panel in sets[key].missing else math.nan if score is None else score
+            )
+            for key, record in by_kind["aesthetics"][0].records.items()
+            for panel, score in enumerate(record["scores"])
+        }
+    if "duplicates" in by_kind:
+        shared["duplicates"] = {
+            (sets[key].prompt_id, sets[key].seed, *pair): float(similarity >= DUPLICATE)
+            for key, record in by_kind["duplicates"][0].records.items()
+            for pair, similarity in zip(record["pairs"], record["scores"], strict=True)
+        }
+    return shared
+
+
+def _judge_values(scores: Scores, sets: dict, protocol: str) -> _Metrics:
+    """Score of each set in each dimension; NaN without one. With the default protocol, pairs that have a missing panel count 0."""
+    values: _Metrics = {name: {} for name in CONSISTENCY}
+    for key, record in scores.records.items():
+        panels = sets[key].rows * sets[key].cols
+        for name, of_sets in values.items():
+            score = dimension_score(record["scores"].get(name, []), panels * (panels - 1) // 2, protocol)
+            of_sets[sets[key].prompt_id, sets[key].seed] = math.nan if score is None else score
+    return values
+
+
+def _check_asked(scores: Scores, benchmark: "Dataset", system: System) -> None:
+    """Refuse scores that were asked about with another benchmark than the one of now."""
+    kind, columns = scores.settings["kind"], COLUMNS[scores.settings["kind"]]
+    lacking = [name for name in columns if name not in benchmark.column_names]
+    if lacking:
+        raise ValueError(
+            f"{kind} of {system.name!r} was scored ({system.folder}), but the benchmark has no {', '.join(lacking)} now. Load "
+            "it as it was loaded then, for alignment with the alignment file."
+        )
+    if scores.settings["benchmark"] != dataset_fingerprint(benchmark, columns, ()):
+        raise ValueError(
+            f"{kind} of {system.name!r} was scored by {scores.settings['scorer']!r} with another {columns[-1]}, or other "
+            f"prompts, than the benchmark has now ({system.folder}). Give the same data, or score anew into another folder."
+        )
+
+
+def _gaps(scores: Scores) -> list[str]:
+    return [key for key, record in scores.records.items() if record["incomplete"]]
+
+
+def _alignment_values(
+    scores: Scores, sets: dict, rows: dict[str, dict], of_missing: float
+) -> dict[Unit, dict[str, float]]:
+    values = {}
+    for key, record in scores.records.items():
+        one = sets[key]
+        for panel, (wanted, dimensions) in enumerate(
+            zip(alignment_texts(rows[one.prompt_id]), record["scores"], strict=True)
+        ):
+            of_panel = dict.fromkeys(ALIGNMENT, math.nan)
+            for name in wanted:
+                if dimensions is None:
+                    of_panel[name] = of_missing
+                elif None not in dimensions[name]:
+                    of_panel[name] = fmean(dimensions[name])
+            values[one.prompt_id, one.seed, panel] = of_panel
+    return values
+
+
+def _check_comparable(scored: list[_Scored]) -> None:
+    if len(scored) < 2:
+        return
+    first, second = scored
+    if first.system.found.sets.keys() != second.system.found.sets.keys():
+        only = sorted(first.system.found.sets.keys() ^ second.system.found.sets.keys())
+        raise ValueError(
+            f"{first.system.name!r} and {second.system.name!r} have other prompts or seeds: {some_of(only)} are of one "
+            "of them alone. Draw both with the same; pictures that somebody else made count as seed 0."
+        )
+    for kind in sorted(first.scorers.keys() | second.scorers.keys()):
+        names = [set(one.names(kind)) for one in scored]
+        if names[0] != names[1]:
+            lacking = [
+                f"{one.system.name!r} lacks {', '.join(sorted(other - own))}"
+                for one, own, other in zip(scored, names, reversed(names), strict=True)
+                if other - own
+            ]
+            raise ValueError(f"The scores of {kind} are not those of both systems: {'; '.join(lacking)}. Score both.")
+        settings = [{one.settings["scorer"]: one.settings for one in each.scorers[kind]} for each in scored]
+        for name, before in settings[0].items():
+            after = settings[1][name]
+            other = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+            if other:
+                raise ValueError(
+                    f"{kind} was scored by {name!r} in two ways: "
+                    + "; ".join(f"`{key}` is {before.get(key)!r} and {after.get(key)!r}" for key in other)
+                    + ". Score both systems in the same way."
+                )
+
+
+################
+# From values to tables
+################
+def _parts(metrics: _Metrics, name: str) -> tuple[list[dict[Unit, float]], list[float] | None] | None:
+    """What a metric is the weighted sum of: values by unit, and weights; `None` if not all of it was scored."""
+    if name == "alignment":
+        names, weights = list(ALIGNMENT), None
+    elif name == "consistency":
+        names, weights = list(CONSISTENCY), None
+    elif name == "average":
+        names, weights = list(DIMENSION_WEIGHTS), list(DIMENSION_WEIGHTS.values())
+    else:
+        names, weights = [name], None
+    if not all(part in metrics for part in names):
+        return None
+    return [metrics[part] for part in names], weights
+
+
+def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | None = None) -> tuple | None:
+    """The cells of a metric, one for each system, and that of the difference; `None` if it was not scored."""
+    found = []
+    for one in scored:
+        parts = _parts(one.metrics(judge), name)
+        if parts is None:
+            return None
+        values, weights = parts
+        if prompts is not None:
+            values = [{unit: value for unit, value in part.items() if unit[0] in prompts} for part in values]
+        found.append(values)
+    return [cell(values, weights) for values in found], difference(*found, weights) if len(found) == 2 else None
+
+
+def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
+    labels = {
+        "aesthetics": ("Aesthetics", "dimension"),
+        **{name: (title, "dimension") for name, title in ALIGNMENT.items()},
+        "alignment": ("Prompt alignment", "group"),
+        **{name: (title, "dimension") for name, title in CONSISTENCY.items()},
+        "consistency": ("Visual consistency", "group"),
+        "average": ("Weighted average", "average"),
+        "duplicates": ("Duplicate rate", "other"),
+    }
+    rows = []
+    for name, (label, kind) in labels.items():
+        found = _cells(judge, scored, name)
+        if found is None:
+            continue
+        cells, change = found
+        published = [_mean(one.metrics(judge, "published"), name) for one in scored]
+        differs = any(
+            value is not None and one["mean"] is not None and abs(value - one["mean"]) > 1e-9
+            for value, one in zip(published, cells, strict=True)
+        )
+        rows.append(
+            {
+                "metric": name,
+                "label": label,
+                "kind": kind,
+                "higher_is_better": name != "duplicates",
+                "cells": cells,
+                "difference": change,
+                "published": published if differs else None,
+            }
+        )
+    return {"title": f"Judge: {judge}", "rows": rows}
+
+
+def _mean(metrics: _Metrics, name: str) -> float | None:
+    values, weights = _parts(metrics, name)
+    defined = [[value for value in part.values() if not math.isnan(value)] for part in values]
+    weights = weights or [1 / len(values)] * len(values)
+    return sum(map(mul, weights, map(fmean, defined))) if all(defined) else None
+
+
+def _breakdown(title: str, column: str, judge: str, scored: list[_Scored], rows: dict[str, dict]) -> dict[str, Any]:
+    members: dict[str, set[str]] = {}
+    for name, row in rows.items():
+        members.setdefault(row.get(column) or "without one", set()).add(name)
+    metrics = ("consistency", "alignment", "aesthetics", "average", "duplicates")
+    columns = [name for name in metrics if _parts(scored[0].metrics(judge), name) is not None]
+    shown = []
+    for name, prompts in sorted(members.items()):
+        cells = {metric: _cells(judge, scored, metric, prompts) for metric in columns}
+        shown.append(
+            {
+                "name": name,
+                "num_prompts": len(prompts),
+                "cells": {metric: found[0] for metric, found in cells.items()},
+                "difference": {metric: found[1] for metric, found in cells.items()} if len(scored) == 2 else {},
+            }
+        )
+    return {"title": title, "table": f"Judge: {judge}", "columns": columns, "rows": shown}
+
+
+def _sets(scored: list[_Scored], judge: str, rows: dict[str, dict]) -> list[dict[str, Any]]:
+    scores = [_scores_of_sets(one, judge, rows) for one in scored]
+    sets = []
+    for key, one in scored[0].system.found.sets.items():
+        row = rows[one.prompt_id]
+        sets.append(
+            {
+                "key": key,
+                "prompt_id": one.prompt_id,
+                "prompt": row["prompt"],
+                "category": row.get("category"),
+                "subcategory": row.get("subcategory"),
+                "source": None,
+                "pictures": [
+                    [None if file is None else str(file) for file in each.system.found.sets[key].files]
+                    for each in scored
+                ],
+                "panels": [one.rows, one.cols],
+                "scores": [of_system[key] for of_system in scores],
+            }
+        )
+    return sets
+
+
+def _scores_of_sets(one: _Scored, judge: str, rows: dict[str, dict]) -> dict[str, dict[str, float | None]]:
+    """Key -> metric -> mean over the panels or pairs of the set; `None` where undefined, or where an answer lacks."""
+    values: dict[Unit, dict[str, list[float]]] = {}
+    for name, of_units in one.metrics(judge).items():
+        for unit, value in of_units.items():
+            values.setdefault(unit[:2], {}).setdefault(name, []).append(value)
+    without = {name: set(one.gaps.get(name, [])) for name in ("alignment", "aesthetics", judge)}
+    found = {}
+    for key, of_set in one.system.found.sets.items():
+        by_name = values.get((of_set.prompt_id, of_set.seed), {})
+        defined = {name: [value for value in own if not math.isnan(value)] for name, own in by_name.items()}
+        scores: dict[str, float | None] = {name: fmean(own) if own else None for name, own in defined.items()}
+        if key in without["aesthetics"]:
+            scores["aesthetics"] = None
+        if key in without["alignment"]:
+            scores |= dict.fromkeys(ALIGNMENT)
+        # Of the dimensions that this prompt has: over fewer of them it would be another figure than the other system's
+        asked = list(consistency_criteria(rows[of_set.prompt_id]))
+        scores["consistency"] = None if key in without[judge] else _mean_of(scores, asked)
+        shown = [name for name in ALIGNMENT if scores.get(name) is not None]
+        scores["alignment"] = None if key in without["alignment"] else _mean_of(scores, shown)
+        has_all = all(scores.get(name) is not None for name in DIMENSION_WEIGHTS)
+        scores["average"] = weighted_average(scores) if has_all else None
+        found[key] = scores
+    return found
+
+
+def _mean_of(scores: dict[str, float | None], names: list[str]) -> float | None:
+    values = [scores.get(name) for name in names]
+    return fmean(values) if values and None not in values else None
+
+
+################
+# Words
+################
+def condition_notes(systems: Sequence[System]) -> list[str]:
+    """
+    Say whether two systems drew under the same conditions.
+
+    Args:
+        systems (`Sequence[System]`):
+            One or two.
+
+    Returns:
+        `list[str]`: sentences; none for one system, or for two that did.
+    """
+    if len(systems) < 2:
+        return []
+    notes, settings = [], [one.settings for one in systems]
+    other = [
+        f"{name} {settings[0].get(name)!r} and {settings[1].get(name)!r}"
+        for name in CONDITIONS
+        if all(settings) and settings[0].get(name) != settings[1].get(name)
+    ]
+    if other:
+        notes.append(f"The two systems drew under different conditions: {'; '.join(other)}.")
+    if not all(settings):
+        unknown = " and ".join(repr(one.name) for one in systems if not one.settings)
+        notes.append(f"How {unknown} drew is not known: the difference may come from other settings.")
+    return notes
+
+
+def _alerts(scored: list[_Scored], missing: str) -> list[str]:
+    """What a reader has to know beside the headline."""
+    alerts = condition_notes([one.system for one in scored])
+    for one in scored:
+        lacking = one.system.found.missing
+        if missing == "zero" and lacking:
+            panels = f"{one.counts['missing panels']} panels of {one.system.name!r} are missing and"
+            alerts.append(
+                f"{panels} left out, as by the benchmark's own script: {some_of(list(lacking))}."
+                if one.protocol == "published"
+                else f"{panels} count 0, and so does each pair that has one: {some_of(list(lacking))}."
+            )
+        if one.system.found.mixed_sizes:
+            alerts.append(
+                f"The panels of {len(one.system.found.mixed_sizes)} sets of {one.system.name!r} have different sizes, as "
+                f"pictures of different prompts would: {some_of(one.system.found.mixed_sizes)}."
+            )
+        for name, keys in one.gaps.items():
+            if keys:
+                takes_rest = one.protocol == "published" and name in one.by_judge["published"]
+                then = "their other answers count" if takes_rest else "they are left out of what it is about"
+                alerts.append(
+                    f"{len(keys)} sets of {one.system.name!r} have a question without an answer ({name}), and {then}: "
+                    f"{some_of(keys)}."
+                )
+    return alerts
+
+
+def _notes(scored: list[_Scored]) -> list[str]:
+    first = scored[0]
+    notes = []
+    for kind, what in (("alignment", "Prompt alignment"), ("aesthetics", "Aesthetics")):
+        if kind not in first.scorers:
+            notes.append(f"{what} was not scored, and so the weighted average is not computed.")
+    if "alignment" in first.scorers:
+        notes.append(
+            f"Prompt alignment is P(Yes) / (P(Yes) + P(No)) of {first.names('alignment')[0]} for the question of VQAScore; the "
+            "benchmark takes P(Yes) of CLIP-FlanT5-XXL."
+        )
+    if "aesthetics" in first.scorers:
+        notes.append(
+            f"Aesthetics are those of {first.names('aesthetics')[0]}. Which scorer the published figures are of is not known: "
+            "do not compare them."
+        )
+    if "duplicates" not in first.scorers:
+        notes.append("The duplicate rate was not computed: a gain in consistency may be one in copies.")
+    else:
+        notes.append(
+            f"The duplicate rate is the share of pairs of panels with a `panel_similarity` of {DUPLICATE} or more; "
+            "consistency alone rewards copies."
+        )
+    if len(first.names("consistency")) == 1:
+        notes.append(
+            "One judge has scored consistency. A model that was trained against a judge of the same family can be right "
+            "for it and for no other: score with an independent one as well."
+        )
+    return notes

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of an evaluated judge: how far its probabilities can be believed, and where it is most wrong."""
+
+import io
+import textwrap
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+from transformers import ProcessorMixin
+
+from ..evaluation import calibration_bins
+from ..trainer.pair_collator import PairRows
+from ..utils.images import load_image, patch_size_of
+from .contact_sheet import thumbnail
+
+
+# Pairs on a sheet, two beside one another
+MAX_PAIRS = 8
+
+_CONSISTENT, _INCONSISTENT = "#1f77b4", "#d65f5f"
+
+
+def draw_calibration(p_yes: np.ndarray, is_yes: np.ndarray, title: str, ece: float) -> Image.Image:
+    """
+    Draws the share of consistent pairs over P(Yes), and how many pairs of either kind got which score.
+
+    Args:
+        p_yes (`np.ndarray` of shape `(N,)`):
+            Scores.
+        is_yes (`np.ndarray` of shape `(N,)`):
+            1 for consistent pairs, 0 for others.
+        title (`str`):
+            Title.
+        ece (`float`):
+            Expected calibration error, shown in the picture.
+
+    Returns:
+        `PIL.Image.Image`.
+    """
+    bins = calibration_bins(p_yes, is_yes)
+    figure = _figure(4.6, 5.4)
+    reliability, histogram = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1], "hspace": 0.08})
+    figure.subplots_adjust(left=0.14, right=0.97, bottom=0.09, top=0.94)
+    reliability.plot([0, 1], [0, 1], color="0.7", linestyle="--", linewidth=1, label="calibrated")
+    filled = [index for index, count in enumerate(bins["count"]) if count > 0]
+    reliability.plot(
+        [bins["mean_score"][index] for index in filled],
+        [bins["share_consistent"][index] for index in filled],
+        "o-",
+        color="0.15",
+        markersize=4,
+        label=f"judge, ECE {ece:.3f}",
+    )
+    reliability.set_ylabel("share of consistent pairs")
+    reliability.set_ylim(-0.03, 1.03)
+    reliability.legend(loc="upper left", fontsize=8, frameon=False)
+    reliability.set_title(title, fontsize=9, loc="left")
+    edges = np.linspace(0, 1, 21)
+    histogram.hist(p_yes[is_yes == 1], bins=edges, color=_CONSISTENT, alpha=0.6, label="consistent")
+    histogram.hist(p_yes[is_yes == 0], bins=edges, color=_INCONSISTENT, alpha=0.6, label="inconsistent")
+    histogram.margins(y=0.4)  # room for the legend
+    histogram.set_xlabel("P(Yes)")
+    histogram.set_ylabel("pairs")
+    histogram.set_xlim(-0.02, 1.02)
+    histogram.legend(loc="upper center", fontsize=7, frameon=False, ncols=2)
+    return _rendered(figure)
+
+
+def draw_wrong_pairs(
+    rows: np.ndarray, p_yes: np.ndarray, is_yes: np.ndarray, dataset: PairRows, processor: ProcessorMixin, title: str
+) -> Image.Image:
+    """
+    Draws the pairs whose score is furthest from their label, at most `MAX_PAIRS`.
+
+    Args:
+        rows (`np.ndarray` of shape `(N,)`):
+            Rows of the dataset.
+        p_yes (`np.ndarray` of shape `(N,)`), is_yes (`np.ndarray` of shape `(N,)`):
+            Their scores and labels.
+        dataset ([`PairRows`]):
+            The pairs.
+        processor ([`~transformers.ProcessorMixin`]):
+            Processor, through which the judge sees images.
+        title (`str`):
+            Title of the sheet.
+
+    Returns:
+        `PIL.Image.Image`.
+    """
+    errors = np.abs(p_yes - is_yes)
+    worst = np.argsort(-errors, kind="stable")[:MAX_PAIRS]
+    num_wrong = int(((p_yes > 0.5) != (is_yes == 1)).sum())
+    lines = -(-len(worst) // 2)
+    figure = _figure(8.8, 2.95 * lines + 0.4)
+    figure.suptitle(
+        f"{title}: pairs with the largest errors; {num_wrong} of {len(rows)} are decided wrongly", fontsize=9, x=0.01,
+        ha="left", y=1 - 0.08 / figure.get_figheight(), va="top",
+    )  # fmt: skip
+    grid = figure.add_gridspec(
+        lines, 2, wspace=0.06, hspace=0.02, left=0.01, right=0.99, bottom=0.01, top=1 - 0.4 / figure.get_figheight()
+    )
+    for place, index in enumerate(worst):
+        row = dataset[int(rows[index])]
+        cell = grid[place // 2, place % 2].subgridspec(2, 2, height_ratios=[2.0, 0.75], wspace=0.03, hspace=0.02)
+        for side, image in enumerate(row["images"]):
+            axes = figure.add_subplot(cell[0, side])
+            where = f"Image {side + 1} of row {rows[index]}"
+            opened = thumbnail(load_image(image, patch_size_of(processor), where))
+            axes.imshow(opened, interpolation="nearest" if opened.width < 128 else "antialiased")
+            axes.set_axis_off()
+        says, label = ("Yes" if p_yes[index] > 0.5 else "No"), ("Yes" if is_yes[index] == 1 else "No")
+        caption = figure.add_subplot(cell[1, :])
+        caption.set_axis_off()
+        caption.text(
+            0.0, 1.0, f"row {rows[index]}: says {says}, P(Yes) = {p_yes[index]:.3f}; labelled {label}", fontsize=7.5,
+            color="black" if says == label else _INCONSISTENT, weight="bold", va="top",
+        )  # fmt: skip
+        question = textwrap.shorten(_text(row["prompt"][-1]["content"]), 230, placeholder=" …")
+        question = textwrap.fill(question, 82).replace("$", r"\$")  # matplotlib reads what is between two as a formula
+        caption.text(0.0, 0.74, question, fontsize=6, color="0.3", va="top")
+    return _rendered(figure)
+
+
+def _text(content: str | list[dict]) -> str:
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"] for part in content if part.get("type") == "text")
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _rendered(figure: Figure) -> Image.Image:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    with Image.open(buffer) as picture:
+        return picture.convert("RGB")

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a dataset as a trainer draws them: layout, sizes, source images."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from PIL import Image
+
+from ..data import SourceImages, check_edit_columns, check_image_set_columns, has_source_images, panel_size
+from . import Family
+from .resolution import check_inference_size, training_size
+
+
+if TYPE_CHECKING:
+    from ..trainer.paco_grpo_config import PaCoGRPOConfig
+
+
+@dataclass(frozen=True)
+class Condition:
+    """
+    What an image is drawn from. Rows with the same condition are encoded once.
+
+    Attributes:
+        prompt (`str`):
+            Prompt, or negative prompt.
+        images (`tuple[str, ...]`):
+            Digests of the source images.
+        scale (`float`):
+            Factor per side at which source images are read; 1 without any.
+    """
+
+    prompt: str
+    images: tuple[str, ...] = ()
+    scale: float = 1.0
+
+
+class PromptRows:
+    """
+    Rows of image-set or editing prompts.
+
+    Everything that can be checked without the model is checked when it is made; sizes come with
+    [`PromptRows.measure`].
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Image-set prompts, or editing prompts with source images in the column `image` or `images`.
+        args ([`PaCoGRPOConfig`]):
+            Settings, for rows without a size of their own.
+        where (`str`):
+            What the dataset is, for messages ("the dataset").
+
+    Raises:
+        ValueError: a row that cannot be drawn, by number.
+    """
+
+    def __init__(self, dataset: Dataset, args: "PaCoGRPOConfig", where: str):
+        self.dataset, self.args, self.where = dataset, args, where
+        self.sources: SourceImages | None = None
+        if has_source_images(dataset):
+            check_edit_columns(dataset, where)
+            self.sources = SourceImages(dataset, where)
+        else:
+            check_image_set_columns(dataset)
+        self.prompts: list[str] = list(dataset["prompt"])
+        self.layouts = list(zip(self._column("rows", 1), self._column("cols", 1), strict=True))
+        self.own_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
+        for number, ((rows, cols), (height, width)) in enumerate(zip(self.layouts, self.own_sizes, strict=True)):
+            if self.sources is not None and (height is None or width is None):
+                continue  # it follows from the source image
+            try:
+                panel_size(height or args.height, width or args.width, rows, cols)
+            except ValueError as error:
+                raise ValueError(f"Row {number} of {where}: {error}") from error
+        self.inference_sizes: list[tuple[int, int]] = []
+        self.training_sizes: list[tuple[int, int]] = []
+        self._without_images = dataset
+        if self.sources is not None:
+            self._without_images = dataset.remove_columns(self.sources.column)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def measure(self, pipeline, family: Family) -> "PromptRows":
+        """
+        Finds the size of each row, and checks it against the pipeline's needs.
+
+        A row's own `height` and `width` are its inference size. Without them an edited image has the aspect ratio of
+        its source, and any other the size of the settings.
+
+        Args:
+            pipeline ([`~diffusers.DiffusionPipeline`]):
+                Pipeline.
+            family ([`Family`]):
+                Page of its family.
+
+        Returns:
+            [`PromptRows`]: itself, with `inference_sizes` and `training_sizes`: height and width of each row.
+
+        Raises:
+            ValueError: with the row: a size that does not work and the nearest ones that do, or source images that the
+                pipeline does not take, or cannot do without.
+        """
+        self._check_source_images(pipeline, family)
+        args, multiple = self.args, family.size_multiple(pipeline)
+        self.inference_sizes = []
+        for number, ((rows, cols), (height, width)) in enumerate(zip(self.layouts, self.own_sizes, strict=True)):
+            if self.sources is not None and (height is None or width is None):
+                edited = family.edited_size(pipeline, self.sources.sizes(number), args.height * args.width)
+                # To what the panels of an edited set need too
+                height, width = (
+                    max(1, round(size / step)) * step
+                    for size, step in zip(edited, (math.lcm(multiple, rows), math.lcm(multiple, cols)), strict=True)
+                )
+            height, width = height or args.height, width or args.width
+            check_inference_size(height, width, rows, cols, multiple, f"row {number} of {self.where}")
+            self.inference_sizes.append((height, width))
+        self.training_sizes = [
+            training_size(*size, *layout, args.resolution_scale, multiple)
+            for size, layout in zip(self.inference_sizes, self.layouts, strict=True)
+        ]
+        return self
+
+    def row(self, number: int) -> dict[str, Any]:
+        """A row as rewards get it: with a layout, and with its source images decoded, in RGB."""
+        row = dict(self._without_images[number])
+        rows, cols = self.layouts[number]
+        row |= {"rows": rows, "cols": cols}
+        if self.sources is not None:
+            images = self.sources.load(number)
+            row[self.sources.column] = images[0] if self.sources.column == "image" else images
+        return row
+
+    def images_in(self, row: dict[str, Any]) -> list[Image.Image]:
+        """Source images of a row from [`PromptRows.row`]; none where the dataset has none."""
+        if self.sources is None:
+            return []
+        return [row["image"]] if self.sources.column == "image" else row["images"]
+
+    def images(self, number: int) -> list[Image.Image]:
+        """Source images of a row, decoded, in RGB; none where the dataset has none."""
+        return [] if self.sources is None else self.sources.load(number)
+
+    def condition(self, number: int, scale: float) -> Condition:
+        """
+        What a row's images are drawn from.
+
+        Args:
+            number (`int`):
+                Number of the row.
+            scale (`float`):
+                Factor per side at which its source images are read.
+
+        Returns:
+            [`Condition`].
+        """
+        if self.sources is None:
+            return Condition(self.prompts[number])
+        return Condition(self.prompts[number], self.sources.digests(number), scale)
+
+    @contextmanager
+    def named(self, number: int) -> Iterator[None]:
+        """Errors of what is done with a row say which it is."""
+        try:
+            yield
+        except ValueError as error:
+            name = f"Row {number} of {self.where}"
+            if str(error).startswith(name):
+                raise
+            raise ValueError(f"{name}: {error}") from error
+
+    def content(self, number: int) -> dict[str, Any]:
+        """A row for a digest: pictures as digests of their files."""
+        row = dict(self._without_images[number])
+        return row if self.sources is None else row | {self.sources.column: self.sources.digests(number)}
+
+    def _column(self, name: str, default: Any = None) -> list:
+        values = self.dataset[name] if name in self.dataset.column_names else [None] * len(self.dataset)
+        return [default if value is None else value for value in values]
+
+    def _check_source_images(self, pipeline, family: Family) -> None:
+        name = type(pipeline).__name__
+        if self.sources is None:
+            if family.needs_images:
+                raise ValueError(
+                    f"{name} edits images, but {self.where} has no source images. Add them in a column `image` (or "
+                    "`images`, for several), or choose a pipeline that draws from text."
+                )
+            return
+        if self.sources.max_count > family.max_images:
+            taken = f"at most {family.max_images}" if family.max_images else "none"
+            raise ValueError(
+                f"Row {self.sources.row_with_most} of {self.where} has {self.sources.max_count} source image(s), but "
+                f"{name} takes {taken}. Leave images out, or choose another pipeline. Pictures that are for a reward "
+                "alone need another column name."
+            )
+        for number in range(len(self)):
+            with self.named(number):
+                for width, height in self.sources.sizes(number):
+                    family.check_image_size(width, height)
