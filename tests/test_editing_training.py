@@ -16,7 +16,7 @@ from peft import LoraConfig
 from PIL import Image, ImageDraw
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, tiny
-from paco_trl.cards import render_model_card
+from paco_trl.cards import render_card
 from paco_trl.plots import scored_sheets
 from paco_trl.rewards import EditReward, redness_reward
 from paco_trl.rollout import replay
@@ -504,17 +504,17 @@ class TestEvaluationAndResuming:
 
 class TestModelCard:
     def test_card(self, klein, dataset, untouched, tmp_path):
-        card = str(render_model_card(untouched))
+        card = str(render_card(untouched._model_card()))
         assert "pipeline_tag: image-to-image" in card
         assert 'against the negative prompt ""' in card
         assert "belong together" not in card and "copies of one another" not in card
         assert "change in an image what an instruction says and nothing else" in card
         assert 'pipe(image=source, prompt="Paint the car red.", guidance_scale=4.0)' in card
-        other = str(render_model_card(make(klein, dataset, tmp_path, negative_prompt='blurred "art"')))
+        other = str(render_card(make(klein, dataset, tmp_path, negative_prompt='blurred "art"')._model_card()))
         assert "negative prompt" in other and "blurred" in other
 
     def test_card_of_image_sets(self, make_trainer):
-        card = str(render_model_card(make_trainer()))
+        card = str(render_card(make_trainer()._model_card()))
         assert "pipeline_tag: text-to-image" in card
         assert "belong together" in card and "negative prompt" not in card
 

@@ -27,13 +27,10 @@ from paco_trl.cards import (
     ImageModelCard,
     JudgeCard,
     LoRA,
-    latest_pictures,
     load_reference_card,
     metadata,
     renamed,
     render_card,
-    render_model_card,
-    render_reward_model_card,
 )
 from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
 from paco_trl.commands.merge import MergeArguments, merge
@@ -41,6 +38,7 @@ from paco_trl.data import make_pair, theme_question
 from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, ServedJudge, redness_reward
 from paco_trl.tiny import build_tiny_clip
+from paco_trl.trainer.model_cards import latest_pictures
 from paco_trl.trainer.training_clock import KEY, TrainingClock, training_seconds
 
 
@@ -112,6 +110,10 @@ def make_judge(model: Path, folder: Path, eval_dataset=None, **kwargs) -> PaCoRe
     return PaCoRewardTrainer(str(model), args, colour_pairs(8), eval_dataset)
 
 
+def card_of(trainer, *args, **kwargs) -> ModelCard:
+    return render_card(trainer._model_card(*args, **kwargs))
+
+
 def text_of(trainer) -> str:
     return (Path(trainer.args.output_dir) / "README.md").read_text(encoding="utf-8")
 
@@ -164,16 +166,17 @@ class TestMetadata:
         }  # fmt: skip
 
     def test_without_an_evaluation_there_is_no_model_index(self, make_trainer, tiny_qwen, tmp_path):
-        for card in (render_model_card(make_trainer()), render_reward_model_card(make_judge(tiny_qwen, tmp_path))):
+        for trainer in (make_trainer(), make_judge(tiny_qwen, tmp_path)):
+            card = card_of(trainer)
             assert card.data.eval_results is None and "model-index" not in str(card)
             assert "## Evaluation" not in card.text
 
     def test_of_a_base_model_of_the_hub(self, make_trainer, tmp_path):
         trainer = make_trainer(hub_model_id="foxes")
-        assert render_model_card(trainer).data.license is None
+        assert card_of(trainer).data.license is None
         trainer.pipeline.register_to_config(_name_or_path=FLUX)
         trainer.hub_model_id = "user/foxes"  # as Trainer sets it when the repository is there
-        card = render_model_card(trainer, license=None, tags="mine", dataset_name="user/prompts")
+        card = card_of(trainer, license=None, tags="mine", dataset_name="user/prompts")
         data = card.data
         assert (data.base_model, data.get("base_model_relation")) == (FLUX, "adapter")
         assert (data.license, data.license_name) == ("other", "flux-1-dev-non-commercial-license")
@@ -181,7 +184,7 @@ class TestMetadata:
         assert data.datasets == ["user/prompts"] and "mine" in data.tags
         assert f'from_pretrained("{FLUX}"' in card.text and 'load_lora_weights("user/foxes")' in card.text
         assert f"]({data.license_link})" in card.text and "@misc{flux2024" in card.text
-        other = render_model_card(trainer, license="cc-by-nc-4.0").data
+        other = card_of(trainer, license="cc-by-nc-4.0").data
         assert other.license == "cc-by-nc-4.0" and other.license_name is None
 
     @pytest.mark.parametrize(
@@ -202,12 +205,12 @@ class TestMetadata:
 
     def test_dataset_that_is_named(self, make_trainer):
         trainer = make_trainer()
-        assert render_model_card(trainer).data.datasets is None
-        card = render_model_card(trainer, dataset_name="user/name")
+        assert card_of(trainer).data.datasets is None
+        card = card_of(trainer, dataset_name="user/name")
         assert card.data.datasets == ["user/name"]
         assert "[user/name](https://huggingface.co/datasets/user/name)" in card.text
         # A file of this machine is told of by its name, and is no dataset of the Hub
-        local = render_model_card(trainer, dataset_name="/home/me/prompts.jsonl")
+        local = card_of(trainer, dataset_name="/home/me/prompts.jsonl")
         assert local.data.datasets is None and "\n- prompts.jsonl\n" in local.text and "/home/me" not in str(local)
 
 
@@ -227,11 +230,11 @@ class TestDatasets:
 import json, os, shutil, sys
 from datasets import concatenate_datasets, load_dataset
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.cards import render_model_card, render_reward_model_card
-from paco_trl.cards.model_card import dataset_ids
+from paco_trl.cards import metadata
 from paco_trl.data import load_edit_prompts, load_image_set_prompts, swap_pairs, validate_pairs
 from paco_trl.data.dataset_files import load_split
 from paco_trl.rewards import redness_reward
+from paco_trl.trainer.model_cards import dataset_ids
 
 flux, qwen, folder = sys.argv[1:]
 found = {}
@@ -253,9 +256,9 @@ say("folder", load_dataset(folder + "/user___edits", split="train"))
 settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4}
 trainer = PaCoGRPOTrainer(flux, redness_reward, PaCoGRPOConfig(
     folder + "/foxes", height=64, width=64, num_generations=4, num_prompts_per_generation=4, **settings), prompts)
-found["card"] = render_model_card(trainer).data.datasets
+found["card"] = metadata(trainer._model_card()).datasets
 trainer = PaCoRewardTrainer(qwen, PaCoRewardConfig(folder + "/judge", **settings), pairs)
-found["judge's card"] = render_reward_model_card(trainer).data.datasets
+found["judge's card"] = metadata(trainer._model_card()).datasets
 # What is no longer in the cache has no name that is known: that of the rows is another one
 shutil.rmtree(os.environ["HF_HOME"] + "/hub/datasets--user--ColourPairs")
 say("forgotten", pairs)
@@ -389,7 +392,7 @@ class TestWhatItSays:
     def test_resolution_of_several_sizes(self, make_trainer, prompts):
         sizes = [64, 128] * 6
         dataset = prompts.add_column("height", sizes).add_column("width", sizes)
-        rows = settings_of(str(render_model_card(make_trainer(train_dataset=dataset))))
+        rows = settings_of(str(card_of(make_trainer(train_dataset=dataset))))
         assert rows["resolution"] == "0.5 of the inference size per side"
 
     def test_rewards_with_weights_and_models(self, trained, make_trainer, tiny_clip):
@@ -403,7 +406,7 @@ class TestWhatItSays:
         means = [f"{history[place]['rewards/clip_t/mean']:.4f}" for place in (0, -1)]
         assert table["clip_t"][2:] == means
         # Where no reward has a model, there is no column for one
-        (table,) = [table for table in tables_of(str(render_model_card(make_trainer()))) if "reward" in table]
+        (table,) = [table for table in tables_of(str(card_of(make_trainer()))) if "reward" in table]
         assert table["reward"] == ["weight"]
 
     def test_evaluation_with_interval(self, trained):
@@ -438,7 +441,7 @@ class TestWhatItSays:
             return [0.0] * len(completions)
 
         custom.model_name = "/home/me/models/own"
-        text = str(render_model_card(make_trainer(reward_funcs=[ConsistencyReward(served), custom])))
+        text = str(card_of(make_trainer(reward_funcs=[ConsistencyReward(served), custom])))
         assert "| consistency | 1 | paco-reward |" in text and "10.1.2.3" not in text
         assert "| custom | 1 | own |" in text and "/home/me" not in text
 
@@ -449,7 +452,7 @@ class TestWhatItSays:
             logged = [entry[KEY] for entry in trainer.state.log_history if KEY in entry]
             assert logged == sorted(logged) and 0 < logged[0] < logged[-1]
             assert not any(KEY in entry for entry in trainer.state.log_history if "eval_reward" in entry)
-        assert "training time" not in str(render_model_card(make_trainer()))
+        assert "training time" not in str(card_of(make_trainer()))
 
     @pytest.mark.parametrize(
         ("seconds", "said"),
@@ -476,23 +479,25 @@ class TestWhatItSays:
         resumed.train(resume_from_checkpoint=True)
         assert training_seconds(trainer.state, step=2) < training_seconds(resumed.state) < 5060
         said = "training time, with drawing, scoring, evaluation and checkpoints: 1 h 2"
-        assert said in str(render_model_card(resumed))
+        assert said in str(card_of(resumed))
         # Trained anew, it begins at 0
         resumed.train()
         assert training_seconds(resumed.state) < 60
 
     def test_raw_weights(self, trained, make_trainer):
-        text = str(render_model_card(trained))
+        text = str(card_of(trained))
         assert "## Evaluation" in text and "(evaluation.png)" in text and "not their moving average" not in text
-        raw = render_model_card(trained, use_ema=False)
+        raw = card_of(trained, use_ema=False)
         assert "| saved weights | those of the last step, not their moving average" in raw.text
         assert "## Evaluation" not in raw.text and "evaluation.png" not in raw.text
         assert raw.data.eval_results is None
-        assert set(latest_pictures(trained)) - set(latest_pictures(trained, use_ema=False)) == {"evaluation.png"}
+        assert set(latest_pictures(trained.args, 4)) - set(latest_pictures(trained.args, 4, use_ema=False)) == {
+            "evaluation.png"
+        }
         # Without an average there is nothing else that could be saved
         plain = make_trainer(ema_decay=None)
-        assert str(render_model_card(plain, use_ema=False)) == str(render_model_card(plain))
-        assert "saved weights" not in str(render_model_card(plain))
+        assert str(card_of(plain, use_ema=False)) == str(card_of(plain))
+        assert "saved weights" not in str(card_of(plain))
 
     def test_citations(self):
         def keys(base: str) -> list[str]:
@@ -689,7 +694,7 @@ class TestLicenses:
             (folder / "README.md").write_text(readme.format(link))
             license = base_license(str(folder))
             assert license[:2] == ("other", "own") and license.link.endswith(found)
-        data = render_model_card(make_trainer(model=str(folder))).data
+        data = card_of(make_trainer(model=str(folder))).data
         assert (data.license, data.base_model) == ("other", "org/base")
         for broken in (
             "---\nlicense: [a\n---\n",

@@ -752,19 +752,17 @@ class TestResumeWithOtherSettings:
         assert resumed.args.eval_on_start
 
     def test_pictures_of_steps_ahead_are_not_taken(self, make_trainer, tmp_path, prompts):
-        from paco_trl.cards import latest_pictures
-
         settings = {
             "eval_dataset": prompts.select(range(1)), "eval_strategy": "steps", "eval_steps": 2,
             "num_inference_steps_eval": 2, "log_completions": True,
         }  # fmt: skip
         longer = make_trainer(**settings, max_steps=4)
         longer.train()
-        names = {name: path.name for name, path in latest_pictures(longer).items()}
+        names = {name: path.name for name, path in longer._model_card().pictures.items()}
         assert names["contact_sheet.png"] == "round_00001.png" and names["evaluation.png"] == "eval_step_000004.png"
         shorter = make_trainer(**settings, max_steps=2)
         shorter.train()
-        names = {name: path.name for name, path in latest_pictures(shorter).items()}
+        names = {name: path.name for name, path in shorter._model_card().pictures.items()}
         assert names["contact_sheet.png"] == "round_00000.png" and names["evaluation.png"] == "eval_step_000002.png"
 
 

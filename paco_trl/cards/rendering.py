@@ -4,11 +4,14 @@
 import json
 import math
 import re
+import shutil
 from importlib.resources import as_file, files
+from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..data import theme_question
+from ..hub.files import PICTURES
 from ..utils.names import public_name
 from .citations import TRL, base_citation
 from .content import ImageModelCard, JudgeCard, Result
@@ -71,6 +74,26 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         rendered = ModelCard.from_template(metadata(card), template_path=str(path), **shown)
     rendered.text = _SPREAD.sub("\n\n", rendered.text).rstrip() + "\n"
     return rendered
+
+
+def save_card(card: ImageModelCard, folder: str | Path) -> None:
+    """
+    Saves a card as `README.md` with its pictures beside it. Pictures of an earlier card that this one lacks are removed.
+
+    Args:
+        card ([`ImageModelCard`]):
+            What it says, and where its pictures are.
+        folder (`str` or `Path`):
+            Folder, which exists.
+    """
+    folder = Path(folder)
+    for name in PICTURES:
+        source, target = card.pictures.get(name), folder / name
+        if source is None:
+            target.unlink(missing_ok=True)
+        elif source.resolve() != target.resolve():
+            shutil.copy(source, target)
+    render_card(card).save(folder / "README.md")
 
 
 def renamed(text: str, old: str, new: str) -> str:

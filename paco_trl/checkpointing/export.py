@@ -2,7 +2,6 @@
 """What is trained in the formats that users load: an adapter in PEFT's and diffusers', or a whole transformer."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
-from ..cards import latest_pictures, render_model_card
-from ..hub.files import PICTURES
+from ..cards import save_card
 
 
 if TYPE_CHECKING:
@@ -115,11 +113,4 @@ def save_trained(
         save_adapter(trainer.model, trainer.pipeline, state_dict, folder)
     else:
         save_transformer(trainer.model, state_dict, folder)
-    pictures = latest_pictures(trainer, use_ema)
-    for name in PICTURES:
-        if name not in pictures:
-            if (folder / name).exists():  # of an earlier state
-                (folder / name).unlink()
-        elif pictures[name].resolve() != (folder / name).resolve():
-            shutil.copy(pictures[name], folder / name)
-    render_model_card(trainer, use_ema=use_ema).save(folder / "README.md")
+    save_card(trainer._model_card(use_ema=use_ema), folder)

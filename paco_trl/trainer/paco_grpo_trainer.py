@@ -28,7 +28,7 @@ from trl.models.utils import add_hooks, prepare_deepspeed, remove_hooks
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity
 
-from ..cards import render_model_card
+from ..cards import ImageModelCard, render_card
 from ..checkpointing.checkpoint_files import EMA_WEIGHTS, POLICY_WEIGHTS, check_weights, load_rollout, write_checkpoint
 from ..checkpointing.checkpoints import (
     check_output_folder,
@@ -89,6 +89,7 @@ from .evaluator import (
     save_baseline,
 )
 from .losses import clipped_surrogate, gaussian_kl, guard_gradient_weight, guarded_surrogate
+from .model_cards import evaluation_rows, image_settings, latest_pictures, lora_of, pipeline_call, reward_rows
 from .paco_grpo_config import PaCoGRPOConfig
 from .publishing import PushesToHub
 from .refusals import refuse_methods
@@ -1265,8 +1266,44 @@ class PaCoGRPOTrainer(PushesToHub, GRPOTrainer):
                 Whether the card is that of the averaged weights. If `False`, of those of the last step.
         """
         if self.is_world_process_zero():
-            card = render_model_card(self, model_name, dataset_name, tags, license, use_ema)
-            card.save(Path(self.args.output_dir) / "README.md")
+            card = self._model_card(model_name, dataset_name, tags, license, use_ema)
+            render_card(card).save(Path(self.args.output_dir) / "README.md")
+
+    def _model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        license: str | None = None,
+        use_ema: bool = True,
+    ) -> ImageModelCard:
+        """Fill in the card of what was trained, as it is now: of the averaged weights, or of the last step's."""
+        args, family, prompts = self.args, self.family, self.train_rows
+        step = self.state.global_step if self.loaded_step is None else self.loaded_step
+        history = [entry for entry in self.state.log_history if entry["step"] <= step]
+        # A pipeline that was put together in memory has no name
+        base_model = self.pipeline.name_or_path or type(self.pipeline).__name__
+        is_adapter = isinstance(self.model, PeftModel)
+        rewards = (self.reward_funcs, self.reward_func_names, self.reward_weights.tolist())
+        evaluations = []
+        if use_ema or args.ema_decay is None:  # evaluations are of the average
+            datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]
+            evaluations = evaluation_rows(history, datasets, self.eval_scorer.reward_funcs, self.eval_scorer.names)
+        return ImageModelCard(
+            **self._card_fields(base_model, model_name, dataset_name, tags, license, step),
+            lora=lora_of(self.model, self.trained_from),
+            weights="adapter" if is_adapter else "transformer",
+            pipeline_class=type(self.pipeline).__name__,
+            transformer_class=type(self.policy.pipeline.transformer).__name__,
+            dtype=str(self.compute_dtype).removeprefix("torch."),
+            call=pipeline_call(family, args.guidance_scale, args.negative_prompt),
+            is_editing=prompts.sources is not None,
+            method=self._name,
+            settings=image_settings(args, prompts, self.prompt_encoder.negative_prompt, step, is_adapter, use_ema),
+            rewards=reward_rows(history, *rewards),
+            evaluations=evaluations,
+            pictures=latest_pictures(args, step, use_ema),
+        )
 
     def push_to_hub(self, *args, use_ema: bool = True, **kwargs):
         """

@@ -3,7 +3,7 @@
 
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from ..cards import ImageModelCard
 from ..checkpointing.ema import EMA
 from ..checkpointing.weights import swapped, zero_stage_of
 from ..rollout import EncodedImage, Family, RecordedStep, calls_at, keyed_generator, predict
@@ -295,3 +296,10 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             metrics["kl"] = ((kl * valid).sum() / count).item()
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
+
+    def _model_card(self, *args, **kwargs) -> ImageModelCard:
+        """Fill in the card, with times in place of stochastic steps and without a clipped ratio."""
+        card = super()._model_card(*args, **kwargs)
+        own = {"nft_beta": self.args.nft_beta, "num_trained_steps": self.args.num_trained_steps}
+        settings = replace(card.settings, **own, loss_type=None, epsilon=None)
+        return replace(card, method="DiffusionNFT", settings=settings)

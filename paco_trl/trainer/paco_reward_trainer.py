@@ -27,7 +27,7 @@ from transformers import (
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
-from ..cards import render_reward_model_card
+from ..cards import JudgeCard, render_card
 from ..checkpointing.weights import gather_whole, shares, zero_stage_of
 from ..data import check_pair_columns, is_label_only
 from ..data.pairs import content_text, iter_texts
@@ -37,9 +37,10 @@ from ..plots.contact_sheet import send_to_trackers
 from ..plots.reward_report import draw_calibration, draw_wrong_pairs
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.deepspeed import without_zero3_init
-from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image, patch_size_of
+from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image, patch_size_of, pixel_limit
 from ..utils.paper import PAPER
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
+from .model_cards import image_size, judge_settings, lora_of
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
 from .pair_collator import (
     PairCollator,
@@ -567,7 +568,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             self.processing_class.save_pretrained(folder)
             for name, picture in self.pictures.items():
                 picture.save(folder / name)
-            render_reward_model_card(self).save(folder / "README.md")
+            render_card(self._model_card()).save(folder / "README.md")
         if self.args.push_to_hub and not _internal_call:
             self._push_saved(folder)
 
@@ -592,8 +593,26 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
                 Licence. If `None`, the base model's.
         """
         if self.is_world_process_zero():
-            card = render_reward_model_card(self, model_name, dataset_name, tags, license)
-            card.save(Path(self.args.output_dir) / "README.md")
+            card = self._model_card(model_name, dataset_name, tags, license)
+            render_card(card).save(Path(self.args.output_dir) / "README.md")
+
+    def _model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        license: str | None = None,
+    ) -> JudgeCard:
+        """Fill in the card of the judge, as it is now."""
+        processor, max_pixels = self.processing_class, pixel_limit(self.processing_class)
+        return JudgeCard(
+            **self._card_fields(self.base_model_name, model_name, dataset_name, tags, license),
+            lora=lora_of(self.model),
+            image_size=image_size(processor) if max_pixels is not None else None,
+            settings=judge_settings(self.args, len(self.train_dataset), max_pixels, self.state.global_step),
+            evaluations=self.evaluations,
+            pictures=sorted(self.pictures),
+        )
 
 
 # What a training step adds up between two logs

@@ -2,6 +2,7 @@
 """How the trainers push to the Hub: with Trainer's options, checked before a model is loaded, beside training."""
 
 from pathlib import Path
+from typing import Any
 
 from accelerate.logging import get_logger
 from huggingface_hub import CommitInfo, HfApi
@@ -10,9 +11,11 @@ from transformers.trainer_utils import HubStrategy
 
 from ..hub.account import asking, check_base_model, check_private, prepare_repository
 from ..hub.files import JUDGE_ADAPTER
-from ..hub.licenses import base_license
+from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from ..utils.names import is_local, public_name
+from .model_cards import dataset_ids, hardware_of, library_versions, repo_id_of
+from .training_clock import training_seconds
 
 
 logger = get_logger(__name__)
@@ -165,6 +168,34 @@ class PushesToHub:
     def _save_with_card(self, **kwargs) -> None:
         self.save_model(_internal_call=True)
         self.create_model_card(**kwargs)
+
+    def _card_fields(
+        self,
+        base_model: str,
+        model_name: str | None,
+        dataset_name: str | None,
+        tags: str | list[str] | None,
+        license: str | None,
+        step: int | None = None,
+    ) -> dict[str, Any]:
+        """Fill in what all cards have. The Hub is asked for the licence only where the run pushes to it."""
+        pusher, repo_id = self.pusher, repo_id_of(self.args, self.hub_model_id)
+        if license is not None:
+            license = License(license)
+        else:
+            license = base_license(base_model, online=pusher is not None, token=pusher.api.token if pusher else None)
+        return {
+            "title": model_name or repo_id.split("/")[-1],
+            "repo_id": repo_id,
+            "base_model": base_model,
+            "license": license,
+            "datasets": dataset_ids(self.train_dataset, dataset_name),
+            "tags": [*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
+            "hardware": hardware_of(self.accelerator.device, self.accelerator.num_processes),
+            "seconds": training_seconds(self.state, step),
+            "versions": library_versions(),
+            "paper": self._paper,
+        }
 
     def _push_saved(self, folder: str | Path) -> None:
         """Uploads a model that was just saved."""

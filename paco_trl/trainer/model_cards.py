@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cards of trained models say, from the settings, the log and the model of a run."""
+
+import glob
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from huggingface_hub.constants import HF_HUB_CACHE
+from peft import PeftModel
+from PIL import Image
+from torch import nn
+from transformers import ProcessorMixin, TrainingArguments
+
+from ..cards import Evaluation, ImageSettings, JudgeSettings, LoRA, Reward
+from ..rollout import Family
+from ..rollout.prompt_rows import PromptRows
+from ..utils.names import public_name
+from .paco_grpo_config import PaCoGRPOConfig
+from .paco_reward_config import PaCoRewardConfig
+
+
+_LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
+
+# Where `datasets` keeps the rows of a dataset of the Hub: <user>___<name>/<configuration>/<version>/<commit>/<file>. Of
+# a folder of this machine the last is a shorter hash
+_ROWS_IN_CACHE = re.compile(r"([^/\\]+?)___[^/\\]+[/\\][^/\\]+[/\\][^/\\]+[/\\]([0-9a-f]{40})[/\\][^/\\]+$")
+
+
+# ---- Of any run ----
+
+
+def library_versions() -> dict[str, str]:
+    """Give the versions of the libraries that train."""
+    return {name: version(name) for name in _LIBRARIES}
+
+
+def repo_id_of(args: TrainingArguments, hub_model_id: str | None) -> str:
+    """Give the Hub id, with the user's name once the repository exists, or the name of the output folder."""
+    return hub_model_id or args.hub_model_id or os.path.basename(os.path.normpath(args.output_dir))
+
+
+def hardware_of(device: torch.device, processes: int) -> str:
+    """Name what a run trains on, such as `"7 x NVIDIA H100"`."""
+    if device.type == "cpu":
+        return "CPU" if processes == 1 else f"CPU, {processes} processes"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    return f"{processes} x {name}"
+
+
+def dataset_ids(dataset: Dataset, dataset_name: str | None) -> list[str]:
+    """Give the Hub ids of what a dataset is made of: the name that the user gave, or what its cache files say."""
+    if dataset_name is not None:
+        return [public_name(dataset_name)]
+    rows = (_ROWS_IN_CACHE.search(file["filename"]) for file in getattr(dataset, "cache_files", ()))
+    return sorted({name for match in rows if match and (name := _downloaded(*match.groups()))})
+
+
+def _downloaded(user: str, commit: str) -> str | None:
+    """Find the one dataset of which the Hub's cache has a commit; the cache of rows has `pa_co-dataset` for `PaCo-Dataset`."""
+    prefix = f"datasets--{user}--"
+    found = list(Path(HF_HUB_CACHE).glob(f"{glob.escape(prefix)}*/snapshots/{commit}"))
+    return f"{user}/{found[0].parts[-3].removeprefix(prefix)}" if len(found) == 1 else None
+
+
+def lora_of(model: nn.Module, continued_from: str | None = None) -> LoRA | None:
+    """Describe the adapter of a model; `None` without one."""
+    if not isinstance(model, PeftModel):
+        return None
+    config = model.peft_config[model.active_adapter]
+    layers = config.target_modules
+    # A pattern, or a long list that PEFT has made of one, says little to a reader
+    layers = sorted(layers) if isinstance(layers, (list, set, tuple)) and len(layers) <= 16 else None
+    return LoRA(config.r, config.lora_alpha, layers, continued_from)
+
+
+# ---- Of an image model ----
+
+
+def image_settings(
+    args: PaCoGRPOConfig, rows: PromptRows, negative_prompt: str | None, step: int, is_adapter: bool, use_ema: bool
+) -> ImageSettings:
+    """Describe the settings of a run that has made `step` optimizer steps."""
+    layout, saved_weights = args.round_layout, None
+    if args.ema_decay is not None:
+        saved_weights = f"moving average, decay {args.ema_decay} for each optimizer step"
+        if not use_ema:
+            saved_weights = f"those of the last step, not their {saved_weights}"
+    training_sizes, inference_sizes = set(rows.training_sizes), set(rows.inference_sizes)
+    has_one_size = len(training_sizes) == len(inference_sizes) == 1
+    is_tamed = args.multi_objective_aggregation == "log_tamed"
+    same = (
+        "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale", "sde_type",
+        "noise_level", "sde_steps", "num_sde_steps", "loss_type", "learning_rate", "weight_decay", "epsilon", "beta",
+        "advantage_clip", "multi_objective_aggregation", "seed",
+    )  # fmt: skip
+    return ImageSettings(
+        optimizer_steps=step,
+        num_prompts_per_generation=layout.num_prompts,
+        num_generations=layout.num_generations,
+        optimizer_steps_per_generation=layout.num_optimizer_steps,
+        training_size=list(*training_sizes) if has_one_size else None,
+        inference_size=list(*inference_sizes) if has_one_size else None,
+        negative_prompt=negative_prompt,
+        trained_weights=None if is_adapter else "all of the transformer",
+        saved_weights=saved_weights,
+        lr_scheduler_type=args.lr_scheduler_type.value,
+        log_tame_threshold=args.log_tame_threshold if is_tamed else None,
+        precision="bfloat16" if args.bf16 else "float32",
+        **{name: getattr(args, name) for name in same},
+    )
+
+
+def pipeline_call(family: Family, guidance_scale: float, negative_prompt: str | None) -> str:
+    """Write the arguments, beside the prompt, without which some pipelines would leave out the guidance of training."""
+    images = [Image.new("RGB", (64, 64))] * min(family.max_images, 1)
+    arguments = family.call_arguments(64, 64, guidance_scale, images)
+    kept = {name: value for name, value in arguments.items() if name.endswith(("guidance_scale", "cfg_scale"))}
+    if negative_prompt is not None:
+        kept["negative_prompt"] = negative_prompt
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in kept.items())
+
+
+def _model_of(reward: Callable) -> str | None:
+    name = getattr(reward, "model_name", None)
+    return public_name(str(name)) if name else None
+
+
+def reward_rows(
+    log_history: list[dict], functions: Sequence[Callable], names: Sequence[str], weights: Sequence[float]
+) -> list[Reward]:
+    """Describe each reward of a run, with its mean in the first and in the last round."""
+    history = [entry for entry in log_history if "reward" in entry]
+    first, last = (history[0], history[-1]) if history else ({}, {})
+    return [
+        Reward(name, weight, _model_of(function), first.get(f"rewards/{name}/mean"), last.get(f"rewards/{name}/mean"))
+        for name, weight, function in zip(names, weights, functions, strict=True)
+    ]
+
+
+def evaluation_rows(
+    log_history: list[dict], datasets: Sequence[str | None], functions: Sequence[Callable], names: Sequence[str]
+) -> list[Evaluation]:
+    """Describe the last evaluation of each dataset, a row for each reward: before, after, and the interval of the gain."""
+    rows = []
+    for dataset in datasets:
+        prefix = f"eval_{dataset}_" if dataset else "eval_"
+        entry = next((entry for entry in reversed(log_history) if f"{prefix}reward" in entry), {})
+        for name, function in zip(names, functions, strict=True):
+            key = f"{prefix}rewards/{name}/"
+            if f"{key}mean" in entry:
+                values = {
+                    field: entry.get(key + field) for field in ("mean", "baseline", "gain_ci_low", "gain_ci_high")
+                }
+                rows.append(Evaluation(name, **values, dataset=dataset, model=_model_of(function), step=entry["step"]))
+    return rows
+
+
+def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> dict[str, Path]:
+    """
+    Find the latest pictures of the weights of a step, by the names that they have beside the card.
+
+    Pictures of later steps, of an earlier run in the same folder or of before a resume, are left out, and with
+    `use_ema=False` those of evaluations, which are of the average.
+    """
+    output_dir = Path(args.output_dir)
+
+    def latest(pattern: str, steps_of_one: int, end: int) -> Path | None:
+        sheets = (output_dir / "contact_sheets").glob(pattern)
+        numbered = [(int(path.stem.rsplit("_", 1)[1]), path) for path in sheets]
+        return max(((n, path) for n, path in numbered if n * steps_of_one < end), default=(None, None))[1]
+
+    found = {"curves.png": output_dir / "curves.png"}
+    if args.log_completions:
+        steps_per_round = args.round_layout.num_optimizer_steps * args.num_iterations
+        found["contact_sheet.png"] = latest("round_*.png", steps_per_round, max(step, 1))
+        if use_ema or args.ema_decay is None:
+            found["evaluation.png"] = latest("eval*_step_*.png", 1, step + 1)
+    if args.resolution_transfer_prompts:
+        found["resolution_transfer.png"] = output_dir / "evaluation" / "resolution_transfer.png"
+    return {name: path for name, path in found.items() if path is not None and path.is_file()}
+
+
+# ---- Of a judge ----
+
+
+def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | None, step: int) -> JudgeSettings:
+    """Describe the settings of a training of a judge."""
+    same = ("first_token_weight", "loss_variant", "learning_rate", "warmup_steps", "num_train_epochs", "seed")
+    return JudgeSettings(
+        optimizer_steps=step,
+        pairs=num_pairs,
+        effective_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        lr_scheduler_type=args.lr_scheduler_type.value,
+        max_pixels=max_pixels,
+        precision="bfloat16" if args.bf16 else "float32",
+        **{name: getattr(args, name) for name in same},
+    )
+
+
+def image_size(processor: ProcessorMixin) -> dict[str, int]:
+    """Give the limits of an image in pixels, as its processor names them."""
+    return {name: limit for name, limit in dict(processor.image_processor.size).items() if limit is not None}
