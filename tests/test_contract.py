@@ -134,7 +134,7 @@ class TestLongRuns:
 
     def test_checkpoints_of_trainer(self):
         saving = inspect.getsource(Trainer._save_checkpoint)
-        # `write_checkpoint` does the same, in its own order
+        # `PaCoBaseTrainer._save_checkpoint` does the same, in its own order
         for name in (
             "_save_optimizer_and_scheduler",
             "_save_scaler",
@@ -290,15 +290,15 @@ def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatc
         max_steps=1,
     )
     seen = {}
-    finish, fill = trainer.scorer.finish, trainer._fill_buffer
+    finish, normalize = trainer.scorer.finish, paco_grpo_trainer.group_advantages
     monkeypatch.setattr(trainer.scorer, "finish", lambda *args: seen.setdefault("scores", finish(*args)))
-    monkeypatch.setattr(
-        trainer,
-        "_fill_buffer",
-        lambda assignment, records, sde, advantages, is_valid: fill(
-            assignment, records, sde, seen.setdefault("advantages", advantages), is_valid
-        ),
-    )
+
+    def keep_advantages(*args):
+        found = normalize(*args)
+        seen["advantages"] = found.values
+        return found
+
+    monkeypatch.setattr(paco_grpo_trainer, "group_advantages", keep_advantages)
     trainer.train()
     rewards = seen["scores"].rewards
     assert rewards.shape == (16, 2) and (rewards.std(dim=0) > 1e-5).all()

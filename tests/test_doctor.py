@@ -17,7 +17,7 @@ import torch
 import yaml
 from accelerate import init_empty_weights
 from diffusers import FluxTransformer2DModel
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -105,6 +105,11 @@ def examine(make_arguments):
         return {row.check: row for row in doctor.examine(make_arguments(**changes), Console(quiet=True))}
 
     return run
+
+
+def studio_of(trainer) -> doctor.Studio:
+    is_new_adapter = isinstance(trainer.model, PeftModel) and trainer.trained_from is None
+    return doctor.Studio(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter)
 
 
 def verdicts(rows: dict[str, doctor.Row]) -> dict[str, str]:
@@ -416,7 +421,7 @@ class TestAllWeights:
         trainer = make_trainer(peft_config=None, gradient_checkpointing=False)
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         patient = doctor.Patient(parse=None, temporary_dir="", args=trainer.args, trainer=trainer)
-        patient.studio = doctor.Studio(trainer)
+        patient.studio = studio_of(trainer)
         patient.studio.prepare()
 
         def check_they_are_restored():
@@ -479,7 +484,7 @@ class TestEvaluation:
         assert "Evaluation: redness_reward, judge." in rows["rewards"].finding
         assert loaded == ["redness", "panel_similarity", "judge"]
         assert trainers[0].reward_func_names == ["redness_reward", "panel_similarity_reward"]
-        assert trainers[0].eval_reward_func_names == ["redness_reward", "judge"]
+        assert trainers[0].evaluator.rewards.names == ["redness_reward", "judge"]
         is_able = False
         rows = examine(eval_split="train", eval_rewards=["redness", "judge"])
         assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "failed"}
@@ -645,11 +650,11 @@ class TestMemory:
 
     def test_the_buffer_is_what_the_policy_records(self, make_trainer):
         trainer = make_trainer(sde_steps=[0, 2])
-        studio = doctor.Studio(trainer)
+        studio = studio_of(trainer)
         studio.prepare()
         drawing = studio.draw(count=4, sde=studio.sde_settings(0.7))
         assert len(drawing.records) == 2
-        embeddings = studio.encode().place("cpu")
+        embeddings = studio.fetch().encoded[studio.number].place("cpu")
         latent = latent_elements(
             32, 32, trainer.pipeline.vae_scale_factor, trainer.pipeline.vae.config.latent_channels
         )

@@ -344,15 +344,15 @@ class TestTraining:
         trainer = make(klein, dataset, tmp_path)
         trainer.state.max_steps = 2
         buffer = trainer._generate_and_score_completions(0)
-        assert len(buffer) == 2
-        for entry in buffer:
+        assert len(buffer.entries) == 2
+        for entry in buffer.entries:
             record = entry["record"]
             own = record.sample.shape[1]
             assert len(record.calls) == 2
             for call in record.calls:
                 assert call["hidden_states"].shape[1] >= own + 64 * 64 // 16  # a token for each 4 x 4 pixels
             with torch.no_grad():
-                arguments = (trainer.model, record, trainer.family, 4.0, entry["sde"])
+                arguments = (trainer.model, record, trainer.family, 4.0, buffer.sde)
                 log_prob, _, _ = replay(*arguments)
                 assert torch.equal(log_prob, record.log_prob)
                 for call in record.calls:
@@ -489,17 +489,16 @@ class TestEvaluationAndResuming:
             trainer.train(resume_from_checkpoint=checkpoint)
 
     def test_a_baseline_of_other_sources_is_drawn_anew(self, klein, dataset, saving, uninterrupted, tmp_path):
-        key = paco_grpo_trainer.baseline_key
-        names = uninterrupted.eval_reward_func_names
-        (rows,) = uninterrupted._eval_rows
+        key = uninterrupted.evaluator.baseline_key
+        rows = uninterrupted.evaluator.rows_of(uninterrupted.eval_dataset)
         again = paco_grpo_trainer.PromptRows(saving["eval_dataset"], uninterrupted.args, "the dataset")
         again.measure(uninterrupted.pipeline, uninterrupted.family)
-        assert key(uninterrupted, names, again) == key(uninterrupted, names, rows)
+        assert key(again) == key(rows)
         others = edits(("Add a dog.", picture(96, 64, 2)), ("Make it night.", picture(64, 64, 4)))
         other_rows = paco_grpo_trainer.PromptRows(others, uninterrupted.args, "the dataset")
         other_rows.measure(uninterrupted.pipeline, uninterrupted.family)
         assert other_rows.inference_sizes == rows.inference_sizes
-        assert key(uninterrupted, names, other_rows) != key(uninterrupted, names, rows)
+        assert key(other_rows) != key(rows)
 
 
 class TestModelCard:

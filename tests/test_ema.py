@@ -123,12 +123,12 @@ class TestArithmetic:
     def test_whole_and_load_are_copies(self):
         model = nn.Linear(3, 2)
         ema = EMA(model, 0.9, zero_stage=0, offload=False)
-        whole = ema.whole()
+        whole = ema.state_dict()
         assert are_equal(whole, weights_of_module(model))
-        assert ema.whole(keep=False) == {}
+        assert ema.state_dict(keep=False) == {}
         whole["weight"].add_(1.0)
         assert not are_equal(whole, ema.average)
-        ema.load(whole)
+        ema.load_state_dict(whole)
         assert are_equal(whole, ema.average)
         whole["weight"].add_(1.0)
         assert not are_equal(whole, ema.average)
@@ -153,7 +153,7 @@ class TestArithmetic:
         with torch.no_grad():
             model.weight.add_(1.0)
         ema.step()
-        ema.load(ema.whole())
+        ema.load_state_dict(ema.state_dict())
         assert {value.device.type for value in ema.average.values()} == {"cpu" if offload else "cuda"}
         assert torch.allclose(ema.average["weight"].cuda(), before + 0.5)
         with swapped(model, ema.average, 0):
@@ -338,7 +338,7 @@ from transformers import TrainerCallback
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from paco_trl.checkpointing.weights import cut_shares, gather_whole, shares, swapped, trained_parameters, zero_stage_of
+from paco_trl.checkpointing.weights import cut_shares, gather_whole, shares, swapped, trained_parameters
 
 
 def main():
@@ -375,12 +375,12 @@ def main():
     found = {"steps": []}
 
     def whole(local):
-        return gather_whole(trainer.model, local, zero_stage_of(trainer))
+        return gather_whole(trainer.model, local, trainer.zero_stage)
 
     def read():
         """What forwards read, whole."""
         parameters = trained_parameters(trainer.model)
-        if zero_stage_of(trainer) != 3:
+        if trainer.zero_stage != 3:
             return {name: p.detach().clone() for name, p in parameters.items()}
         return whole({name: p.ds_tensor.data.detach().clone() for name, p in parameters.items()})
 
@@ -395,12 +395,12 @@ def main():
 
     class Look(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            masters.append(whole(shares(trainer.model, zero_stage_of(trainer))))
+            masters.append(whole(shares(trainer.model, trainer.zero_stage)))
 
         def on_step_end(self, args, state, control, **kwargs):
-            stage = zero_stage_of(trainer)
+            stage = trainer.zero_stage
             masters.append(whole(shares(trainer.model, stage)))
-            averages.append(trainer.ema.whole())
+            averages.append(trainer.ema.state_dict())
             own, own_gathered = read(), gathered()
             step = {"stage": stage, "gathered": len(own_gathered), "trained": len(own)}
             dtype = next(iter(own.values())).dtype
@@ -447,7 +447,7 @@ def main():
     trainer.add_callback(Evaluate())
     trainer.train()
 
-    if zero_stage_of(trainer) == 3:
+    if trainer.zero_stage == 3:
         import deepspeed
 
         # 15 weights and 5 biases over two processes: the shares are padded

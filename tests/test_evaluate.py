@@ -703,7 +703,7 @@ from peft import LoraConfig
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from paco_trl.checkpointing.weights import gather_whole, shares, zero_stage_of
+from paco_trl.checkpointing.weights import gather_whole, shares
 
 model, output, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 dataset = load_image_set_prompts(demo_prompts_path())
@@ -738,7 +738,7 @@ trainer = PaCoGRPOTrainer(
     peft_config=LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
 )
 trainer.train()
-stage = zero_stage_of(trainer)
+stage = trainer.zero_stage
 weights = gather_whole(trainer.model, shares(trainer.model, stage), stage)
 found = {
     "log": [entry for entry in trainer.state.log_history if "eval_reward" in entry],
@@ -746,7 +746,7 @@ found = {
     "best": trainer.state.best_model_checkpoint,
 }
 rank = trainer.accelerator.process_index
-torch.save({"weights": weights, "average": trainer.ema.whole()}, output / f"weights_{rank}.pt")
+torch.save({"weights": weights, "average": trainer.ema.state_dict()}, output / f"weights_{rank}.pt")
 (output / f"found_{rank}.json").write_text(json.dumps(found))
 trainer.accelerator.wait_for_everyone()
 if dist.is_initialized():

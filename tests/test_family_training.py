@@ -144,7 +144,7 @@ def draw_in_both_ways(trainer, folder, adapter) -> dict[str, np.ndarray]:
             pipeline.load_lora_weights(adapter)
         rows, family, args = trainer.train_rows, trainer.family, trainer.args
         encoded = trainer.prompt_encoder.fetch(rows, [0], args.resolution_scale)[0]
-        images = trainer._prepare_images(rows.images(0), args.resolution_scale)
+        images = trainer.sampler.fetch(rows, [0], args.resolution_scale).source_images(0)
         with family.drawing(pipeline, images):
             image = pipeline(
                 **family.batch_arguments(encoded.place("cpu")),

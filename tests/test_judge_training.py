@@ -61,10 +61,9 @@ def trainer_images(trainer) -> list[Image.Image]:
 
     trainer.policy.draw = keep
     trainer.scorer.add = lambda *args: None  # nothing is scored
-    encoded = trainer.prompt_encoder.fetch(trainer.train_rows, range(6), trainer.args.resolution_scale)
+    fetched = trainer.sampler.fetch(trainer.train_rows, range(6), trainer.args.resolution_scale)
     micro_batches = np.arange(48).reshape(6, 8)
-    sde = trainer._sde_settings(99)
-    trainer._draw_round(99, micro_batches, list(range(6)), encoded, sde)
+    trainer._generate_round(99, micro_batches, list(range(6)), fetched, trainer.schedule.sde(99))
     trainer.policy.draw = draw
     return drawn
 

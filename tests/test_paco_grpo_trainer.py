@@ -302,7 +302,7 @@ class TestSteps:
 
     def test_order_of_prompts_depends_on_the_seed_only(self, make_trainer):
         first, again, other = make_trainer(), make_trainer(), make_trainer(seed=7)
-        orders = [[trainer._rows_of_round(index).tolist() for index in range(6)] for trainer in (first, again, other)]
+        orders = [[trainer.schedule.rows(index) for index in range(6)] for trainer in (first, again, other)]
         assert orders[0] == orders[1]
         assert orders[0] != orders[2]
         for epoch in (orders[0][:3], orders[0][3:]):
@@ -343,7 +343,7 @@ class TestRewards:
         trainer = make_trainer(reward_funcs=[sometimes_none], per_device_train_batch_size=1, max_reward_failures=0.2)
         trainer._initial_global_step = 0
         trainer.state.max_steps = 2
-        buffer = trainer._generate_and_score_completions(0)
+        buffer = trainer._generate_and_score_completions(0).entries
         assert [entry["weights"].item() == 0 for entry in buffer] == left_out
         assert sum(left_out) == 2
         for entry, missing in zip(buffer, left_out, strict=True):
@@ -370,7 +370,7 @@ class TestRewards:
                 max_reward_failures=0.1,
             )
             trainer.state.max_steps = 2
-            results[function.__name__] = trainer._generate_and_score_completions(0)[0]
+            results[function.__name__] = trainer._generate_and_score_completions(0).entries[0]
         assert results["constant_or_none"]["weights"].item() == 0
         assert results["constant_or_none"]["advantages"].item() == 0
         assert results["constant_or_zero"]["advantages"].item() < -1  # what a failure taken for a number would do
@@ -464,7 +464,7 @@ class TestRewards:
         )
         trainer.state.max_steps = 2
         # With whole groups as micro-batches, the buffer is in the order in which images were scored
-        buffer = trainer._generate_and_score_completions(0)
+        buffer = trainer._generate_and_score_completions(0).entries
         advantages = torch.cat([entry["advantages"] for entry in buffer]).numpy()
 
         def share(reward):  # of the advantages' variance, within the groups

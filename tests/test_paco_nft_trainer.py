@@ -111,8 +111,8 @@ class Record(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.weights.append(weights_of(self.trainer))
         self.old.append(copies(self.trainer.old_policy.average))
-        if self.trainer._buffered_inputs is not None:
-            self.buffers[self.trainer._buffered_round] = self.trainer._buffered_inputs
+        if self.trainer.buffer is not None:
+            self.buffers[self.trainer.buffer.round_index] = self.trainer.buffer.entries
 
 
 def recorded(make_nft, **settings):
@@ -254,7 +254,7 @@ class TestLoss:
     def test_what_is_trained_follows_from_keys_alone(self, make_nft):
         """Latents, noise and times of one image, by hand from the key of the image."""
         trainer, record = recorded(make_nft)
-        rows = trainer._rows_of_round(0)
+        rows = trainer.schedule.rows(0)
         assignment = trainer.layout.assign([(32, 32)] * 4, (trainer.args.seed, 1, 0))[0]
         for position, batch in enumerate(assignment):
             steps = [entry["record"] for entry in record.buffers[0][2 * position : 2 * position + 2]]
@@ -372,7 +372,7 @@ class TestOldPolicy:
         trainer.train()
         before = weights_of(trainer)
         assert not are_equal(before, trainer.old_policy.average)
-        assert len(trainer._generate_and_score_completions(1)) == 8
+        assert len(trainer._generate_and_score_completions(1).entries) == 8
         assert are_equal(weights_of(trainer), before)
 
 

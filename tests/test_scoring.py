@@ -416,22 +416,22 @@ class TestMemory:
     def test_the_buffer_holds_one_kept_copy_of_each_prompt(self, make_trainer, offload):
         # Micro-batches of 2: two of them for each prompt
         trainer = make_trainer(offload_embeddings=offload, per_device_train_batch_size=2)
-        prompt_arguments, given, kept_storages = trainer._prompt_arguments, set(), set()
+        inputs_of, given, kept_storages = trainer.sampler.inputs, set(), set()
 
-        def on_another_device(encoded):
+        def on_another_device(fetched, numbers):
             # As on an accelerator: what the pipeline is called with is another copy than the one that is kept
-            arguments, kept = prompt_arguments(encoded)
+            arguments, kept, sources = inputs_of(fetched, numbers)
             assert offload or all(tensor.device == trainer.accelerator.device for tensor in kept.values())
             arguments = {name: tensor.clone() for name, tensor in arguments.items()}
             given.update(tensor.untyped_storage().data_ptr() for tensor in arguments.values())
             held.append(arguments)  # so that no address is used again
             kept_storages.update(tensor.untyped_storage().data_ptr() for tensor in kept.values())
-            return arguments, kept
+            return arguments, kept, sources
 
         held = []
-        trainer._prompt_arguments = on_another_device
+        trainer.sampler.inputs = on_another_device
         trainer.state.max_steps = 2
-        buffer = trainer._generate_and_score_completions(0)
+        buffer = trainer._generate_and_score_completions(0).entries
         assert len(buffer) == 8
         found = {"encoder_hidden_states": set(), "pooled_projections": set()}
         for entry in buffer:
@@ -454,9 +454,9 @@ class TestMemory:
         trainer = make_trainer(offload_embeddings=True, per_device_train_batch_size=8)  # two prompts in each
         trainer.state.max_steps = 2
         inputs = trainer._prepare_inputs(None)
-        assert inputs is not trainer._buffered_inputs[0]  # the buffer's own stays on the CPU
-        assert inputs["record"] is not trainer._buffered_inputs[0]["record"]
-        (call,), (kept,) = inputs["record"].calls, trainer._buffered_inputs[0]["record"].calls
+        assert inputs is not trainer.buffer.entries[0]  # the buffer's own stays on the CPU
+        assert inputs["record"] is not trainer.buffer.entries[0]["record"]
+        (call,), (kept,) = inputs["record"].calls, trainer.buffer.entries[0]["record"].calls
         for name, tensor in call.items():
             if isinstance(tensor, torch.Tensor):
                 assert tensor.device == trainer.accelerator.device
@@ -464,7 +464,7 @@ class TestMemory:
         plain = make_trainer(per_device_train_batch_size=8)
         plain.state.max_steps = 2
         reference = plain._prepare_inputs(None)
-        assert reference is plain._buffered_inputs[0]
+        assert reference["record"] is plain.buffer.entries[0]["record"]
         assert torch.equal(reference["record"].calls[0]["encoder_hidden_states"], call["encoder_hidden_states"])
 
     @pytest.mark.parametrize("tiling", [False, True])

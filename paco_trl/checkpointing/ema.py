@@ -41,27 +41,12 @@ class EMA:
         for name, share in shares(self.model, self.zero_stage).items():
             self.average[name].lerp_(self._place(share), 1 - self.decay)
 
-    def whole(self, keep: bool = True) -> dict[str, torch.Tensor]:
-        """
-        The whole average on the CPU. Every process calls it.
-
-        Args:
-            keep (`bool`, *optional*, defaults to `True`):
-                Whether this process keeps the result.
-
-        Returns:
-            `dict[str, torch.Tensor]`.
-        """
+    def state_dict(self, keep: bool = True) -> dict[str, torch.Tensor]:
+        """Give the whole average on the CPU, empty where it is not kept. Every process calls it."""
         return gather_whole(self.model, self.average, self.zero_stage, keep)
 
     @torch.no_grad()
-    def load(self, whole: dict[str, torch.Tensor]) -> None:
-        """
-        Replaces the average.
-
-        Args:
-            whole (`dict[str, torch.Tensor]`):
-                Whole weights, on every process.
-        """
+    def load_state_dict(self, whole: dict[str, torch.Tensor]) -> None:
+        """Replace the average by whole weights, on every process."""
         for name, share in cut_shares(self.model, whole, self.zero_stage).items():
             self.average[name].copy_(share)

@@ -3,7 +3,6 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -12,11 +11,6 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
-from ..cards import save_card
-
-
-if TYPE_CHECKING:
-    from ..trainer.paco_grpo_trainer import PaCoGRPOTrainer
 
 # Prefix that PeftModel puts in front of the transformer's own names
 _PEFT_PREFIX = "base_model.model."
@@ -91,26 +85,10 @@ def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor]
     )
 
 
-def save_trained(
-    trainer: "PaCoGRPOTrainer", state_dict: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True
-) -> None:
-    """
-    Saves what a trainer has trained, with its card and the latest pictures. For the main process.
-
-    Args:
-        trainer ([`PaCoGRPOTrainer`]):
-            Trainer.
-        state_dict (`dict[str, torch.Tensor]`):
-            Trained weights by name, whole.
-        folder (`str` or `Path`):
-            Where to save.
-        use_ema (`bool`, *optional*, defaults to `True`):
-            Whether the weights are their average, where there is one; the card says so.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(trainer.model, PeftModel):
-        save_adapter(trainer.model, trainer.pipeline, state_dict, folder)
+def save_trained(model: nn.Module, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """Save trained weights: an adapter, or the whole transformer."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if isinstance(model, PeftModel):
+        save_adapter(model, pipeline, state_dict, folder)
     else:
-        save_transformer(trainer.model, state_dict, folder)
-    save_card(trainer._model_card(use_ema=use_ema), folder)
+        save_transformer(model, state_dict, folder)

@@ -6,34 +6,24 @@ What a process holds of them is called its share: under ZeRO-3 its partition of 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import nn
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-
-def zero_stage_of(trainer: "Trainer") -> int:
+def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped: nn.Module) -> int:
     """
-    Stage of the DeepSpeed engine that holds a trainer's weights.
+    Give the stage of the DeepSpeed engine that holds a model's weights.
 
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer.
-
-    Returns:
-        `int`: 0 without DeepSpeed, and before `train()`, from whose beginning on an engine exists. An engine of stage
-        0 has float32 masters as well, whole like those of stage 1, and counts as 1.
+    0 without DeepSpeed, and before `train()`, from whose beginning on an engine wraps the model. An engine of stage 0
+    has float32 masters as well, whole like those of stage 1, and counts as 1.
     """
-    if not trainer.is_deepspeed_enabled or trainer.model_wrapped is trainer.model:
-        return 0
-    return max(trainer.accelerator.deepspeed_plugin.zero_stage, 1)
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return 0 if plugin is None or wrapped is model else max(plugin.zero_stage, 1)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

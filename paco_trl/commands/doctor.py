@@ -305,7 +305,8 @@ def check_model(patient: Patient) -> Row:
         eval_reward_funcs=patient.eval_reward_funcs,
         peft_config=get_peft_config(script_args),
     )
-    studio = Studio(trainer)
+    is_new_adapter = isinstance(trainer.model, PeftModel) and trainer.trained_from is None
+    studio = Studio(trainer.sampler, trainer.train_rows, args, is_new_adapter)
     if args.deepspeed_plugin is None:
         studio.prepare()
     patient.trainer = trainer
@@ -364,7 +365,7 @@ def check_memory(patient: Patient) -> Row:
     """Memory that a process needs, by arithmetic, against what its device has."""
     trainer, args, layout = patient.trainer, patient.args, patient.args.round_layout
     pipeline = trainer.pipeline
-    embeddings = patient.studio.encode().place("cpu")
+    embeddings = patient.studio.fetch().encoded[patient.studio.number].place("cpu")
     images = layout.micro_batches_per_process * layout.batch_size
     # A prompt's embeddings are shared by its images, unless micro-batches cross prompts; or they wait in CPU memory
     crosses_prompts = layout.num_generations % layout.batch_size != 0

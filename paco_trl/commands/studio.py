@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import diffusers
 import torch
-from peft import PeftModel
 from PIL import Image
 from torch import nn
 
-from .. import PaCoGRPOTrainer
-from ..rollout import EncodedImage, RecordedStep, SDESettings, replay
-from ..rollout.noise import keyed_generator
-from ..rollout.prompt_encoder import Encoded
+from .. import PaCoGRPOConfig
+from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
+from ..rollout.prompt_rows import PromptRows
+from ..rollout.sampler import FetchedRows, RolloutSampler
 
 
 class Drawing(NamedTuple):
@@ -30,18 +29,25 @@ class Drawing(NamedTuple):
 
 class Studio:
     """
-    The trainer, ready to draw one of its prompts as in training.
+    A sampler, ready to generate one of its prompts as in training.
 
     The prompt is the first one of the smallest training size.
 
     Args:
-        trainer ([`PaCoGRPOTrainer`]):
-            Trainer, before training.
+        sampler ([`~paco_trl.rollout.sampler.RolloutSampler`]):
+            Sampler of a trainer, before training.
+        rows ([`~paco_trl.rollout.prompt_rows.PromptRows`]):
+            Training prompts.
+        args ([`PaCoGRPOConfig`]):
+            Settings.
+        is_new_adapter (`bool`):
+            Whether an adapter is trained that changes nothing yet.
     """
 
-    def __init__(self, trainer: PaCoGRPOTrainer):
-        self.trainer, self.args, self.pipeline = trainer, trainer.args, trainer.pipeline
-        self.rows = trainer.train_rows
+    def __init__(self, sampler: RolloutSampler, rows: PromptRows, args: PaCoGRPOConfig, is_new_adapter: bool):
+        self.sampler, self.rows, self.args = sampler, rows, args
+        self.policy, self.pipeline, self.family = sampler.policy, sampler.policy.pipeline, sampler.policy.family
+        self.is_new_adapter = is_new_adapter
         self.sizes = Counter(self.rows.training_sizes)
         self.height, self.width = min(self.sizes, key=math.prod)
         self.number = self.rows.training_sizes.index((self.height, self.width))
@@ -49,33 +55,23 @@ class Studio:
 
     def prepare(self) -> None:
         """Wraps the model as training does: train mode, checkpointing, autocast, DDP."""
-        self.trainer.model.train()
+        self.policy.model.train()
         if self.args.activation_checkpointing:
-            self.trainer.model.activation_checkpointing_enable()
-        self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
+            self.policy.model.activation_checkpointing_enable()
+        self.model = self.sampler.accelerator.prepare_model(self.policy.model)
 
-    def encode(self) -> Encoded:
-        """Encodes the prompt and its source images, the first time."""
+    def fetch(self) -> FetchedRows:
+        """Encode the prompt and its source images, the first time."""
         scale = self.args.resolution_scale
-        self.trainer.prompt_encoder.encode(self.rows, [self.number], scale)
-        return self.trainer.prompt_encoder.fetch(self.rows, [self.number], scale)[self.number]
+        self.sampler.encode(self.rows, [self.number], scale)
+        return self.sampler.fetch(self.rows, [self.number], scale)
 
     def draw(self, count: int = 1, sde: SDESettings | None = None) -> Drawing:
-        """Draws images of the prompt with the policy."""
+        """Generate images of the prompt with the policy."""
 
-        def with_policy(
-            prompt_arguments: dict, sources: list[EncodedImage], noise_keys: list
-        ) -> tuple[list[Image.Image], list[RecordedStep]]:
-            return self.trainer.policy.draw(
-                prompt_arguments,
-                self.height,
-                self.width,
-                self.args.num_inference_steps,
-                self.args.guidance_scale,
-                noise_keys,
-                sde,
-                sources=sources,
-            )
+        def with_policy(fetched: FetchedRows, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
+            size, steps = (self.height, self.width), self.args.num_inference_steps
+            return self.sampler.generate(fetched, [self.number] * count, noise_keys, size, steps, sde=sde)
 
         return self._draw(count, with_policy)
 
@@ -96,21 +92,19 @@ class Studio:
             self.pipeline.name_or_path, subfolder="scheduler", **where
         )
 
-        def with_own_scheduler(
-            prompt_arguments: dict, sources: list[EncodedImage], noise_keys: list
-        ) -> tuple[list[Image.Image], list]:
-            family, images = self.trainer.family, [source.image for source in sources]
-            with family.drawing(self.pipeline, images):
+        def with_own_scheduler(fetched: FetchedRows, noise_keys: list) -> tuple[list[Image.Image], list]:
+            arguments, _, sources = self.sampler.inputs(fetched, [self.number])
+            images = [source.image for source in sources]
+            with self.family.drawing(self.pipeline, images):
                 drawn = self.pipeline(
-                    **family.batch_arguments(prompt_arguments),
-                    **family.call_arguments(self.height, self.width, self.args.guidance_scale, images),
+                    **self.family.batch_arguments(arguments),
+                    **self.family.call_arguments(self.height, self.width, self.args.guidance_scale, images),
                     num_inference_steps=self.args.num_inference_steps,
                     generator=[keyed_generator(*key, 0) for key in noise_keys],
                 ).images
             return drawn, []
 
-        is_new_adapter = isinstance(self.trainer.model, PeftModel) and self.trainer.trained_from is None
-        adapter_off = self.trainer.model.disable_adapter() if is_new_adapter else nullcontext()
+        adapter_off = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
         with self._component("scheduler", own), adapter_off:
             return self._draw(1, with_own_scheduler)
 
@@ -126,21 +120,15 @@ class Studio:
     def replay(self, record: RecordedStep) -> torch.Tensor:
         """Log-probability of a recorded step, with gradient, as in the training step."""
         sde = self.sde_settings(self.args.noise_level)
-        with self.trainer.compute_loss_context_manager():
-            log_prob, _, _ = replay(self.model, record, self.trainer.family, self.args.guidance_scale, sde)
+        log_prob, _, _ = replay(self.model, record, self.family, self.args.guidance_scale, sde)
         return log_prob  # (B,)
 
     def _draw(self, count: int, call: Callable) -> Drawing:
         # The same noise in every drawing; generations beyond the first are further images of the group
         noise_keys = [(self.args.seed, generation) for generation in range(count)]
-        encoded = self.encode()
-        # What is not public: arguments as in training, the VAE on the device, and the autocast of training
-        prompt_arguments, _ = self.trainer._prompt_arguments([encoded] * count)  # (B, ...)
-        sources = self.trainer._encoded_images(
-            self.trainer._prepare_images(self.rows.images_in(self.row), self.args.resolution_scale), encoded
-        )
-        with self.trainer._rollout_components(), _last_sample(self.pipeline.scheduler) as samples:
-            images, records = call(prompt_arguments, sources, noise_keys)
+        fetched = self.fetch()
+        with self.sampler.ready(), _last_sample(self.pipeline.scheduler) as samples:
+            images, records = call(fetched, noise_keys)
         return Drawing(images, samples[0].float(), records)
 
     @contextmanager

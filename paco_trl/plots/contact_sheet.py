@@ -4,7 +4,6 @@
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from accelerate.logging import get_logger
@@ -14,12 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from PIL import Image, ImageOps
-from transformers import TrainerCallback, is_trackio_available, is_wandb_available
+from torch import nn
+from transformers import TrainerCallback, TrainerState, TrainingArguments, is_trackio_available, is_wandb_available
 from transformers.integrations import TensorBoardCallback
 
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 logger = get_logger(__name__)
 
@@ -250,21 +247,29 @@ def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[T
         trackio.log({name: trackio.Image(np.asarray(sheet)), "train/global_step": step})
 
 
-def start_trackers(trainer: "Trainer") -> None:
+def start_trackers(
+    callbacks: list[TrainerCallback], args: TrainingArguments, state: TrainerState, model: nn.Module
+) -> None:
     """
-    Starts the trackers that a trainer reports to, where they are not running.
+    Start the trackers that a run reports to, where they are not running.
 
     They start when training begins and stop when it ends: an evaluation before or after it would lose its pictures,
     and trackio raises.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer.
     """
-    for callback in trainer.callback_handler.callbacks:
+    for callback in callbacks:
         name = type(callback).__name__
         if name in ("TrackioCallback", "WandbCallback") and not callback._initialized:
-            callback.setup(trainer.args, trainer.state, trainer.model)
+            callback.setup(args, state, model)
         elif isinstance(callback, TensorBoardCallback) and callback.tb_writer is None:
-            if trainer.state.is_world_process_zero:
-                callback._init_summary_writer(trainer.args)
+            if state.is_world_process_zero:
+                callback._init_summary_writer(args)
+
+
+def warn_of_blind_trackers(report_to: list[str]) -> None:
+    """Warn of trackers that get no contact sheets."""
+    unseen = sorted(set(report_to) - set(TRACKERS_WITH_PICTURES))
+    if unseen:
+        logger.warning(
+            f"Contact sheets are not sent to {', '.join(unseen)}, only to {', '.join(TRACKERS_WITH_PICTURES)}; they "
+            "are saved in `output_dir/contact_sheets` as well. To remove this warning, set `log_completions=False`."
+        )

@@ -2,6 +2,7 @@
 """From a Hub id, a folder or a pipeline to a frozen pipeline with a trainable adapter, or a trainable transformer."""
 
 import copy
+import inspect
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from transformers.utils import cached_file
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.names import check_adapter_base
-from . import Family, check_flow_matching, family_of
+from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
 
 
 # Settings of an adapter that is two matrices and a scale for each layer. The rest of PEFT's are for variants, such as
@@ -338,6 +339,58 @@ def prepare_transformer(
     # diffusers' name for it is another than the one Trainer calls
     model.activation_checkpointing_enable = enable_checkpointing
     return model
+
+
+def make_policy(
+    pipeline: DiffusionPipeline,
+    family: Family,
+    peft_config: LoraConfig | str | None,
+    dtype: torch.dtype,
+    is_deepspeed: bool,
+    with_reference: bool,
+) -> tuple[PipelinePolicy, nn.Module | None]:
+    """
+    Make a pipeline the policy that is trained.
+
+    Args:
+        pipeline ([`~diffusers.DiffusionPipeline`]):
+            Pipeline from [`load_pipeline`].
+        family ([`Family`]):
+            Page of its family.
+        peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
+            As in [`prepare_transformer`].
+        dtype (`torch.dtype`):
+            Compute dtype.
+        is_deepspeed (`bool`):
+            Whether DeepSpeed trains it, which switches autocast off.
+        with_reference (`bool`):
+            Whether a KL divergence is measured.
+
+    Returns:
+        `tuple[PipelinePolicy, nn.Module | None]`: the policy, and the copy that the divergence is measured from, where
+        there is no adapter to switch off.
+    """
+    reference = None
+    if peft_config is None and with_reference:
+        reference = copy.deepcopy(pipeline.transformer)
+        if reference.dtype != dtype:
+            reference.to(dtype)
+    signature = inspect.signature(pipeline.transformer.forward)
+    # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
+    model = prepare_transformer(pipeline, family, peft_config, autocast_adapter_dtype=not is_deepspeed)
+    policy = PipelinePolicy(pipeline, family, model, signature)
+    if dtype != torch.float32:
+        # The pipeline's latents are float32. Autocast takes care of the transformer, but not under DeepSpeed; and
+        # nothing does for the VAE.
+        if is_deepspeed:
+            cast_floating_inputs(model, dtype)
+        for name in ("post_quant_conv", "decoder"):
+            module = getattr(pipeline.vae, name, None)
+            if module is not None:
+                cast_floating_inputs(module, dtype)
+    if reference is not None and is_deepspeed:
+        cast_floating_inputs(reference, dtype)
+    return policy, reference
 
 
 def _exclude(config: LoraConfig, layers: list[str]) -> None:

@@ -9,6 +9,10 @@ import numpy as np
 import torch
 
 
+# What a random stream is for: the second word of its key, so that no two purposes share numbers
+STREAMS = {"prompts": 0, "batches": 1, "sde steps": 2, "training": 3, "evaluation": 4}
+
+
 def keyed_generator(*key: int) -> torch.Generator:
     """
     A CPU generator whose state depends on nothing but the key.

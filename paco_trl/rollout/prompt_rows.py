@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from datasets import Dataset
 from PIL import Image
@@ -15,8 +15,12 @@ from . import Family
 from .resolution import check_inference_size, training_size
 
 
-if TYPE_CHECKING:
-    from ..trainer.paco_grpo_config import PaCoGRPOConfig
+class Sizes(Protocol):
+    """What rows without a size of their own take from the settings."""
+
+    height: int
+    width: int
+    resolution_scale: float
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class PromptRows:
     Args:
         dataset ([`~datasets.Dataset`]):
             Image-set prompts, or editing prompts with source images in the column `image` or `images`.
-        args ([`PaCoGRPOConfig`]):
+        args ([`~paco_trl.PaCoGRPOConfig`]):
             Settings, for rows without a size of their own.
         where (`str`):
             What the dataset is, for messages ("the dataset").
@@ -57,7 +61,7 @@ class PromptRows:
         ValueError: a row that cannot be drawn, by number.
     """
 
-    def __init__(self, dataset: Dataset, args: "PaCoGRPOConfig", where: str):
+    def __init__(self, dataset: Dataset, args: Sizes, where: str):
         self.dataset, self.args, self.where = dataset, args, where
         self.sources: SourceImages | None = None
         if has_source_images(dataset):
@@ -143,6 +147,12 @@ class PromptRows:
     def images(self, number: int) -> list[Image.Image]:
         """Source images of a row, decoded, in RGB; none where the dataset has none."""
         return [] if self.sources is None else self.sources.load(number)
+
+    def first_images(self, numbers: list[int], count: int) -> dict[int, list[Image.Image]] | None:
+        """Source images of the first of some rows, by place; `None` where the dataset has none."""
+        if self.sources is None:
+            return None
+        return {place: self.sources.load(number) for place, number in enumerate(numbers[:count])}
 
     def condition(self, number: int, scale: float) -> Condition:
         """

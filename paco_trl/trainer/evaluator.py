@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation: the prompts drawn at full resolution, with the trained weights and without them."""
+"""Evaluation: prompts generated at full resolution and scored, with the trained weights and without them."""
 
 import hashlib
 import json
 import math
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset
 from PIL import Image
 from tqdm.auto import tqdm
+from transformers import TrainerState
 
+from ..data.columns import check_is_dataset
 from ..evaluation import bootstrap_interval, grid_artifact_score
 from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
-from ..rewards import aggregate_rewards
-from ..rewards.reward_calls import RewardError
+from ..plots.scored_sheets import ScoredImages
+from ..rewards.reward_set import RewardSet
+from ..rewards.scorer import RewardScorer
+from ..rollout.noise import STREAMS
 from ..rollout.prompt_rows import PromptRows
-
-
-if TYPE_CHECKING:
-    from ..rewards.scorer import RewardScorer
-    from .paco_grpo_config import PaCoGRPOConfig
-    from .paco_grpo_trainer import PaCoGRPOTrainer
+from ..rollout.sampler import RolloutSampler
+from ..utils.random_state import kept_random_state
+from .paco_grpo_config import PaCoGRPOConfig
 
 
 @dataclass
@@ -57,89 +60,199 @@ class Evaluation:
     pictures: dict[int, Image.Image] = field(default_factory=dict)
 
 
-def draw_evaluation(
-    trainer: "PaCoGRPOTrainer",
-    scorer: "RewardScorer",
-    weights: torch.Tensor,
-    rows: PromptRows,
-    description: str,
-    row_numbers: list[int] | None = None,
-    at_training_size: bool = False,
-) -> Evaluation:
+class Evaluator:
     """
-    Draws and scores prompts by the pipeline's ODE, with the model as it is now. Every process calls it.
-
-    The noise of an image is a function of the seed, its row and its number: the same in every evaluation of a run.
+    Generates prompts with the model as it is, scores them, and remembers how the untrained model did.
 
     Args:
-        trainer ([`PaCoGRPOTrainer`]):
-            Trainer.
-        scorer ([`RewardScorer`]):
+        sampler ([`RolloutSampler`]):
+            Sampler of the model that is evaluated.
+        rewards ([`RewardSet`]):
             Rewards.
-        weights (`torch.Tensor` of shape `(rewards,)`):
-            Their weights in the total.
-        rows ([`PromptRows`]):
-            Rows of the dataset.
-        description (`str`):
-            Title of the progress bar.
-        row_numbers (`list[int]`, *optional*):
-            Numbers of the rows to draw. If `None`, all.
-        at_training_size (`bool`, *optional*, defaults to `False`):
-            Whether they are drawn at the size they are trained at, not at their inference size.
-
-    Returns:
-        [`Evaluation`].
+        scorer ([`RewardScorer`]):
+            Scorer of these rewards.
+        args ([`PaCoGRPOConfig`]):
+            Settings.
+        rows (`list[PromptRows]`, *optional*):
+            Rows that were read already.
+        subject (`list`, *optional*):
+            What else a baseline depends on: the model.
     """
-    args, accelerator, generations = trainer.args, trainer.accelerator, trainer.args.num_generations_eval
-    row_numbers = list(range(len(rows))) if row_numbers is None else row_numbers
-    sizes = rows.training_sizes if at_training_size else rows.inference_sizes
-    scale = args.resolution_scale if at_training_size else 1.0
-    trainer.prompt_encoder.encode(rows, row_numbers, scale)
 
-    # Each process draws the same number of images, as ZeRO-3 needs; what was added for that is not counted
-    processes = accelerator.num_processes
-    total = len(row_numbers) * generations
-    padded = (np.arange(-(-total // processes) * processes) % total).reshape(-1, processes)
-    mine, artifacts, pictures = [], [], []
-    scorer.start()
-    with trainer._rollout_components():
-        for numbers in tqdm(
-            padded.tolist(), desc=description, disable=args.disable_tqdm or not accelerator.is_main_process
-        ):
-            fetched = [row_numbers[number // generations] for number in numbers]
-            encoded = trainer.prompt_encoder.fetch(rows, fetched, scale)
-            number = numbers[accelerator.process_index]
-            place, generation = divmod(number, generations)
-            row_number = row_numbers[place]
-            row = rows.row(row_number)
-            images, _ = trainer.policy.draw(
-                trainer._prompt_arguments([encoded[row_number]])[0],
-                *sizes[row_number],
-                args.num_inference_steps_eval,
-                args.guidance_scale,
-                noise_keys=[trainer._noise_key("evaluation", 0, place, generation)],
-                sources=trainer._encoded_images(
-                    trainer._prepare_images(rows.images_in(row), scale), encoded[row_number]
-                ),
-            )
-            scorer.add([row], images, trainer.state)
-            artifacts.append(_grid_artifact(images[0], trainer.size_multiple, row))
-            if place < MAX_PROMPTS and generation < MAX_IMAGES:
-                pictures.append((number, thumbnail(images[0])))
-            mine.append(number)
-    order = padded.T.reshape(-1)  # process by process
-    scores = scorer.finish(order, trainer.state)
-    _, first = np.unique(order, return_index=True)
-    gathered = accelerator.gather(torch.tensor(artifacts, dtype=torch.float64, device=accelerator.device)).cpu()
-    summed, _ = aggregate_rewards(scores.rewards, weights, "sum_then_normalize")
-    return Evaluation(
-        scores.rewards,
-        summed,
-        gathered[torch.from_numpy(first)],
-        scores.extra,
-        scores.metrics,
-        dict(gather_object(pictures)) if accelerator.num_processes > 1 else dict(pictures),
-    )
+    def __init__(
+        self,
+        sampler: RolloutSampler,
+        rewards: RewardSet,
+        scorer: RewardScorer,
+        args: PaCoGRPOConfig,
+        rows: list[PromptRows] = (),
+        subject: list[str] = (),
+    ):
+        self.sampler, self.rewards, self.scorer, self.args = sampler, rewards, scorer, args
+        self.subject = list(subject)
+        self._rows = list(rows)
+        self._baselines: dict[str, Evaluation] = {}
+
+    def rows_of(self, dataset: Dataset) -> PromptRows:
+        """Read a dataset's rows, once where it is the trainer's own."""
+        check_is_dataset(dataset, "eval_dataset")
+        known = (rows for rows in self._rows if rows.dataset is dataset)
+        rows = next(known, None) or PromptRows(dataset, self.args, "the evaluation dataset")
+        return rows.measure(self.sampler.policy.pipeline, self.sampler.policy.family)
+
+    def evaluate(self, rows: PromptRows, description: str, state: TrainerState) -> Evaluation:
+        """Generate and score all rows at their inference size. Every process calls it."""
+        evaluation = self.generate(rows, description, state, list(range(len(rows))), rows.inference_sizes)
+        # Here, so that a baseline that could not be scored is neither kept nor compared with
+        self.rewards.check_scored(evaluation.rewards, self.args.max_excluded_images)
+        return evaluation
+
+    def generate(
+        self,
+        rows: PromptRows,
+        description: str,
+        state: TrainerState,
+        numbers: list[int],
+        sizes: list[tuple[int, int]],
+        scale: float = 1.0,
+    ) -> Evaluation:
+        """
+        Generate and score rows by the pipeline's ODE. Every process calls it.
+
+        The noise of an image is a function of the seed, its row and its number: the same in every evaluation of a run.
+
+        Args:
+            rows ([`PromptRows`]):
+                Rows of the dataset.
+            description (`str`):
+                Title of the progress bar.
+            state ([`~transformers.TrainerState`]):
+                State of the run.
+            numbers (`list[int]`):
+                Numbers of the rows to generate.
+            sizes (`list[tuple[int, int]]`):
+                Height and width of every row of the dataset.
+            scale (`float`, *optional*, defaults to `1.0`):
+                Factor per side at which source images are read.
+
+        Returns:
+            [`Evaluation`].
+        """
+        args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
+        generations, period = args.num_generations_eval, sampler.policy.family.size_multiple(sampler.policy.pipeline)
+        sampler.encode(rows, numbers, scale)
+
+        # Each process generates the same number of images, as ZeRO-3 needs; what was added for that is not counted
+        processes = accelerator.num_processes
+        total = len(numbers) * generations
+        padded = (np.arange(-(-total // processes) * processes) % total).reshape(-1, processes)
+        artifacts, pictures = [], []
+        self.scorer.start()
+        with sampler.ready():
+            for images_of_all in tqdm(
+                padded.tolist(), desc=description, disable=args.disable_tqdm or not accelerator.is_main_process
+            ):
+                fetched = sampler.fetch(rows, [numbers[image // generations] for image in images_of_all], scale)
+                image = images_of_all[accelerator.process_index]
+                place, generation = divmod(image, generations)
+                row = fetched.read(numbers[place])
+                images, _ = sampler.generate(
+                    fetched,
+                    [numbers[place]],
+                    [(args.seed, STREAMS["evaluation"], 0, place, generation)],
+                    sizes[numbers[place]],
+                    args.num_inference_steps_eval,
+                )
+                self.scorer.add([row], images, state)
+                artifacts.append(_grid_artifact(images[0], period, row))
+                if place < MAX_PROMPTS and generation < MAX_IMAGES:
+                    pictures.append((image, thumbnail(images[0])))
+        order = padded.T.reshape(-1)  # process by process
+        scores = self.scorer.finish(order, state)
+        _, first = np.unique(order, return_index=True)
+        gathered = accelerator.gather(torch.tensor(artifacts, dtype=torch.float64, device=accelerator.device)).cpu()
+        return Evaluation(
+            scores.rewards,
+            self.rewards.total(scores.rewards),
+            gathered[torch.from_numpy(first)],
+            scores.extra,
+            scores.metrics,
+            dict(gather_object(pictures)) if processes > 1 else dict(pictures),
+        )
+
+    def baseline(
+        self,
+        rows: PromptRows,
+        name: str,
+        state: TrainerState,
+        untrained: Callable[[], AbstractContextManager | None],
+        may_load: bool,
+    ) -> tuple[Evaluation | None, bool]:
+        """
+        Evaluate the model without training, once in a run. Every process calls it.
+
+        Args:
+            rows ([`PromptRows`]):
+                Rows.
+            name (`str`):
+                Name of the evaluation, for the folder in which it is kept.
+            state ([`~transformers.TrainerState`]):
+                State of the run.
+            untrained (`Callable`):
+                Gives the context in which the model is untrained, or `None` if there is none anymore.
+            may_load (`bool`):
+                Whether to look in the folder. Of another run nothing is taken: its rewards may have been others of the
+                same names.
+
+        Returns:
+            `tuple[Evaluation | None, bool]`: the baseline, and whether it was generated by this call.
+        """
+        key = self.baseline_key(rows)
+        if key in self._baselines:
+            return self._baselines[key], False
+        folder = Path(self.args.output_dir) / "evaluation" / f"{name}_baseline"
+        baseline = load_baseline(folder, key) if may_load else None
+        is_new = baseline is None
+        if is_new:
+            weights = untrained()
+            if weights is None:
+                return None, False
+            # As if nothing had been generated: a resumed run finds the baseline in the folder
+            with weights, kept_random_state(self.sampler.accelerator.device):
+                baseline = self.evaluate(rows, "Generating the baseline", state)
+            if self.sampler.accelerator.is_main_process:
+                save_baseline(folder, key, baseline)
+        self._baselines[key] = baseline
+        return baseline, is_new
+
+    def shown(self, evaluation: Evaluation) -> ScoredImages:
+        """Give the images of a sheet."""
+        return ScoredImages(
+            evaluation.pictures,
+            self.args.num_generations_eval,
+            self.rewards.names,
+            evaluation.rewards,
+            evaluation.extra,
+        )
+
+    def baseline_key(self, rows: PromptRows) -> str:
+        """Digest all that a baseline depends on."""
+        args = self.args
+        settings = [
+            self.subject[0],
+            self.rewards.names,
+            self.rewards.weights.tolist(),
+            args.seed,
+            args.num_generations_eval,
+            args.num_inference_steps_eval,
+            args.guidance_scale,
+            args.negative_prompt,
+            args.vae_tiling,
+            *self.subject[1:],
+            rows.inference_sizes,
+            [rows.content(number) for number in range(len(rows))],  # rewards read any of their columns
+        ]
+        return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]
 
 
 def _grid_artifact(image: Image.Image, period: int, row: dict) -> float:
@@ -148,58 +261,6 @@ def _grid_artifact(image: Image.Image, period: int, row: dict) -> float:
     except ValueError:  # panels of less than two patches show no grid
         return math.nan
     return score if math.isfinite(score) else math.nan  # an image of nothing but lines has no mean to be part of
-
-
-def check_best_metric(args: "PaCoGRPOConfig", eval_dataset) -> None:
-    """
-    Checks that the metric by which checkpoints are compared will exist, before a model is loaded.
-
-    Args:
-        args ([`PaCoGRPOConfig`]):
-            Settings.
-        eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
-            Evaluation data.
-
-    Raises:
-        ValueError: with several evaluation datasets, the metric of none of them is named.
-    """
-    if not (args.load_best_model_at_end or args.save_strategy == "best") or not isinstance(eval_dataset, dict):
-        return
-    name = args.metric_for_best_model.removeprefix("eval_")
-    if not any(name.startswith(f"{dataset}_") for dataset in eval_dataset):
-        metrics = ", ".join(f"'{dataset}_{name}'" for dataset in eval_dataset)
-        raise ValueError(
-            f"`metric_for_best_model` is '{args.metric_for_best_model}', but there are {len(eval_dataset)} evaluation "
-            f"datasets, and each has its own. Choose one of {metrics}."
-        )
-
-
-def check_scored(evaluation: Evaluation, names: list[str], is_needed: torch.Tensor, ceiling: float) -> None:
-    """
-    Stops where too much of an evaluation could not be scored: a mean of the rest would pass for the model's.
-
-    Args:
-        evaluation ([`Evaluation`]):
-            Evaluation.
-        names (`list[str]`):
-            Names of the rewards.
-        is_needed (`torch.Tensor` of shape `(rewards,)`, bool):
-            Which rewards an image must have: those that are required and have a weight.
-        ceiling (`float`):
-            Largest share of images without one of these (`max_excluded_images`).
-
-    Raises:
-        RewardError: there are more, or all are.
-    """
-    missing = torch.isnan(evaluation.rewards[:, is_needed]).any(dim=1)
-    if not missing.all() and missing.float().mean().item() <= ceiling:
-        return
-    counts = zip(names, torch.isnan(evaluation.rewards).sum(dim=0).tolist(), strict=True)
-    raise RewardError(
-        f"{missing.sum().item()} of {len(missing)} evaluation images could not be scored, more than "
-        f"`max_excluded_images` = {ceiling:g} allows. Images without a value (None), by reward: "
-        f"{', '.join(f'{name} {count}' for name, count in counts)}. Look at why None is returned."
-    )
 
 
 def evaluation_metrics(
@@ -256,39 +317,6 @@ def _add_mean(
     low, high = bootstrap_interval(values.tolist(), groups=[number // generations for number in range(len(values))])
     if not math.isnan(low):
         metrics[f"{interval}_low"], metrics[f"{interval}_high"] = low, high
-
-
-def baseline_key(trainer: "PaCoGRPOTrainer", names: list[str], rows: PromptRows) -> str:
-    """
-    A digest of all that a baseline depends on: with another one it is drawn anew.
-
-    Args:
-        trainer ([`PaCoGRPOTrainer`]):
-            Trainer.
-        names (`list[str]`):
-            Names of the rewards.
-        rows ([`PromptRows`]):
-            Rows of the dataset.
-
-    Returns:
-        `str`.
-    """
-    args = trainer.args
-    settings = [
-        trainer.base_model,
-        names,
-        trainer.eval_reward_weights.tolist(),
-        args.seed,
-        args.num_generations_eval,
-        args.num_inference_steps_eval,
-        args.guidance_scale,
-        args.negative_prompt,
-        args.vae_tiling,
-        str(trainer.compute_dtype),
-        rows.inference_sizes,
-        [rows.content(number) for number in range(len(rows))],  # rewards read any of their columns
-    ]
-    return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]
 
 
 def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:

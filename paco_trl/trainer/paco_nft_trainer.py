@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """DiffusionNFT: the velocity is trained on noised images that were drawn and scored, without stochastic steps."""
 
+import functools
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ..cards import ImageModelCard
 from ..checkpointing.ema import EMA
-from ..checkpointing.weights import swapped, zero_stage_of
-from ..rollout import EncodedImage, Family, RecordedStep, calls_at, keyed_generator, predict
+from ..checkpointing.weights import swapped
+from ..rollout import Family, RecordedStep, SDESettings, calls_at, keyed_generator, predict
+from ..rollout.sampler import FetchedRows
 from ..utils.paper import PAPER
 from .losses import add_flow_noise, nft_loss, nft_old_policy_decay, nft_reward_probability, velocity_error
 from .paco_grpo_trainer import PaCoGRPOTrainer
@@ -51,14 +51,45 @@ class NoisedStep(RecordedStep):
     old_velocity: torch.Tensor | None = None
 
 
-class _OldPolicyCallback(TrainerCallback):
-    """Tells the trainer that an optimizer step is complete: before a checkpoint of it is written."""
+class VelocityStatistics:
+    """What the micro-steps of an optimizer step say about the velocity, gathered once."""
 
-    def __init__(self, trainer: "PaCoNFTTrainer"):
-        self.trainer = trainer
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self._rows: list[torch.Tensor] = []
 
-    def on_step_end(self, args, state, control, **kwargs):
-        self.trainer._follow_policy()
+    def clear(self) -> None:
+        """Forget what was collected."""
+        self._rows = []
+
+    def add(self, velocity: torch.Tensor, old_velocity: torch.Tensor, kl: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add a micro-step; an image of weight 0 is not counted."""
+        deviation = velocity_error(velocity.detach().float(), old_velocity)
+        size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
+        self._rows.append(torch.stack([deviation, size, kl.detach(), (weights > 0).float()], dim=1))  # (B, 4)
+
+    def finish(self, step: int, has_reference: bool) -> dict[str, float]:
+        """Gather the optimizer step's statistics and begin the next. Every process calls it."""
+        rows = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and times, 4)
+        self.clear()
+        if not torch.isfinite(rows).all():
+            raise RuntimeError(
+                f"The velocity is not finite at optimizer step {step}. The weights or the latents have overflowed; "
+                "lower `learning_rate`, or train in float32."
+            )
+        deviation, size, kl, valid = rows.T
+        if step == 0 and deviation.sum() > _TOLERANCE**2 * size.sum():
+            share = (deviation.sum() / size.sum()).sqrt().item()
+            raise RuntimeError(
+                f"Before the first update the trained velocity must be the old one, but they differ by {share:.1%} of "
+                "it. The model draws with other numbers than it is trained with: look for dropout, for layers that "
+                "behave differently with gradients, for a compiled forward."
+            )
+        count = valid.sum().clamp(min=1)
+        metrics = {"velocity_deviation": ((deviation * valid).sum() / count).item()}
+        if has_reference:
+            metrics["kl"] = ((kl * valid).sum() / count).item()
+        return metrics
 
 
 class PaCoNFTTrainer(PaCoGRPOTrainer):
@@ -114,6 +145,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             """)
         + PAPER["citation"],  # of rounds, resolution and log-taming
     }
+    _config_class = PaCoNFTConfig
     _record_class = NoisedStep
 
     def __init__(
@@ -128,10 +160,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         peft_config: LoraConfig | str | None = None,
     ):
-        if args is None:
-            name = model if isinstance(model, str) else model.name_or_path or type(model).__name__
-            args = PaCoNFTConfig(f"{Path(name).name}-{self._name}")
-        if not isinstance(args, PaCoNFTConfig):
+        if args is not None and not isinstance(args, PaCoNFTConfig):
             raise TypeError(f"`args` must be a `PaCoNFTConfig`, got {type(args).__name__}.")
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers, peft_config
@@ -142,72 +171,59 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
                 "another time, which the noised images of DiffusionNFT need. Add `call_at` to the family's page, or "
                 "train with `PaCoGRPOTrainer`."
             )
-        self.old_policy: EMA | None = None  # from the beginning of `train()`
-        self._rows: list[torch.Tensor] = []  # of the micro-steps of an optimizer step
-        self.add_callback(_OldPolicyCallback(self))
+        self.statistics = VelocityStatistics(self.accelerator)
 
-    def _course(self, args: PaCoNFTConfig) -> dict:
-        own = {f.name: getattr(args, f.name) for f in fields(PaCoNFTConfig) if f.name in PaCoNFTConfig.__annotations__}
-        return super()._course(args) | own
+    # ---- Sampling, by an old policy ----
 
-    # ---- The old policy ----
+    @property
+    def old_policy(self) -> EMA | None:
+        """The weights that generate; from the beginning of `train()`."""
+        return self.averages.get(OLD_POLICY_WEIGHTS)
+
+    def _average_decays(self) -> dict[str, float]:
+        # Under its own decay it would be an average like the one that is saved; the decay is set with each update
+        return {OLD_POLICY_WEIGHTS: 0.0, **super()._average_decays()}
 
     def _begin_run(self) -> None:
-        # Under its own decay it would be an average like the one that is saved; the decay is set with each update
-        self.old_policy = EMA(self.model, 0.0, zero_stage_of(self), self.args.ema_offload)
-        if self._resumed_from is not None:
-            path = self._resumed_from / OLD_POLICY_WEIGHTS
-            if not path.exists():
-                raise ValueError(
-                    f"'{self._resumed_from}' has no {OLD_POLICY_WEIGHTS}: it is not a checkpoint of {type(self).__name__}, "
-                    "and the weights that draw are not in it. To go on with its adapter, pass the folder as "
-                    "`peft_config` and set another `output_dir`."
-                )
-            self.old_policy.load(load_file(path))
+        checkpoint = self._resumed_from
+        if checkpoint is not None and not (checkpoint / OLD_POLICY_WEIGHTS).exists():
+            raise ValueError(
+                f"'{checkpoint}' has no {OLD_POLICY_WEIGHTS}: it is not a checkpoint of {type(self).__name__}, "
+                "and the weights that draw are not in it. To go on with its adapter, pass the folder as "
+                "`peft_config` and set another `output_dir`."
+            )
         super()._begin_run()
 
-    def _follow_policy(self) -> None:
+    def _end_step(self) -> None:
         """old <- decay * old + (1 - decay) * weights, at the end of each round."""
-        if self.state.global_step % self._steps_per_round == 0:
+        if self.state.global_step % self.schedule.optimizer_steps_per_round == 0:
             args = self.args
             self.old_policy.decay = nft_old_policy_decay(
                 self.state.global_step, args.old_policy_decay_rate, args.old_policy_max_decay
             )
             self.old_policy.step()
 
-    def _save_further_weights(self, folder: Path) -> None:
-        whole = self.old_policy.whole(keep=self.args.should_save)
-        if self.args.should_save:
-            save_file(whole, folder / OLD_POLICY_WEIGHTS)
+    def _generate_round(self, *args, **kwargs) -> tuple[list[Image.Image], list[list[NoisedStep]]]:
+        with swapped(self.model, self.old_policy.average, self.zero_stage):
+            return super()._generate_round(*args, **kwargs)
 
-    # ---- Rollout ----
-
-    def _sde_settings(self, round_index: int) -> None:
-        """There are no stochastic steps."""
-
-    def _draw_round(self, *args, **kwargs) -> tuple[list[Image.Image], list[list[NoisedStep]]]:
-        with swapped(self.model, self.old_policy.average, zero_stage_of(self)):
-            return super()._draw_round(*args, **kwargs)
-
-    def _draw_micro_batch(
-        self,
-        arguments: dict[str, torch.Tensor],
-        size: tuple[int, int],
-        noise_keys: list[tuple[int, ...]],
-        sde: None,
-        sources: list[EncodedImage],
+    def _generate_micro_batch(
+        self, fetched: FetchedRows, rows: list[int], noise_keys: list[tuple[int, ...]], sde: SDESettings
     ) -> tuple[list[Image.Image], list[NoisedStep]]:
-        """Draws a micro-batch and noises it: an entry for each time, with the old velocity there."""
-        args = self.args
-        images, (last,) = self.policy.draw(
-            arguments,
-            *size,
-            args.num_inference_steps,
-            args.guidance_scale,
-            noise_keys=noise_keys,
+        """Generate a micro-batch without stochastic steps and noise it: an entry for each time."""
+        return self.sampler.generate(
+            fetched,
+            rows,
+            noise_keys,
+            self.train_rows.training_sizes[rows[0]],
+            self.args.num_inference_steps,
+            finish=functools.partial(self._noise, noise_keys),
             record_last_step=True,
-            sources=sources,
         )
+
+    def _noise(self, noise_keys: list[tuple[int, ...]], records: list[RecordedStep]) -> list[NoisedStep]:
+        """Noise images to times of the schedule, with the velocity of the weights that have generated them."""
+        args, (last,) = self.args, records
         latents = last.prev_sample  # (B, ...)
         # A schedule depends on the size. Its last step is left out: in the published code too
         schedule = torch.tensor([self.policy.scheduler.sigmas_of(i)[0] for i in range(args.num_inference_steps - 1)])
@@ -226,14 +242,9 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
                 old_velocity = predict(self.model, calls, self.family, args.guidance_scale, noised.sample)
             record = {f.name: getattr(last, f.name) for f in fields(last)} | {"calls": calls}
             steps.append(NoisedStep(**record, times=sigma, target=noised.target, old_velocity=old_velocity))
-        return images, steps
+        return steps
 
     # ---- Loss ----
-
-    def get_train_dataloader(self) -> DataLoader:
-        """As in [`PaCoGRPOTrainer`]; what an earlier `train()` left behind is not this one's."""
-        self._rows = []
-        return super().get_train_dataloader()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
@@ -261,41 +272,11 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         if reference_velocity is not None:
             kl = velocity_error(velocity.float(), reference_velocity)
             loss = loss + self.beta * kl
-        old_velocity = record.old_velocity.float()
-        deviation = velocity_error(velocity.detach().float(), old_velocity)
-        size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
-        self._rows.append(torch.stack([deviation, size, kl.detach(), (weights > 0).float()], dim=1))  # (B, 4)
+        self.statistics.add(velocity, record.old_velocity.float(), kl, weights)
         if self.accelerator.sync_gradients:
-            self._finish_step()
+            metrics = self.statistics.finish(self.state.global_step, self.beta > 0)
+            self._log_step({**metrics, "old_policy_decay": self.old_policy.decay})
         return (loss * weights).sum() * self.accelerator.num_processes
-
-    def _finish_step(self) -> None:
-        """Gathers what the micro-steps of an optimizer step say, and logs it. Every process calls it."""
-        rows, self._rows = self.accelerator.gather(torch.cat(self._rows)).cpu(), []  # (images and times, 4)
-        step = self.state.global_step
-        if not torch.isfinite(rows).all():
-            raise RuntimeError(
-                f"The velocity is not finite at optimizer step {step}. The weights or the latents have overflowed; "
-                "lower `learning_rate`, or train in float32."
-            )
-        deviation, size, kl, valid = rows.T
-        if step == 0 and deviation.sum() > _TOLERANCE**2 * size.sum():
-            share = (deviation.sum() / size.sum()).sqrt().item()
-            raise RuntimeError(
-                f"Before the first update the trained velocity must be the old one, but they differ by {share:.1%} of "
-                "it. The model draws with other numbers than it is trained with: look for dropout, for layers that "
-                "behave differently with gradients, for a compiled forward."
-            )
-        count = valid.sum().clamp(min=1)
-        metrics = {
-            **self._round_metrics,
-            "velocity_deviation": ((deviation * valid).sum() / count).item(),
-            "old_policy_decay": self.old_policy.decay,
-        }
-        if self.beta > 0:
-            metrics["kl"] = ((kl * valid).sum() / count).item()
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
 
     def _model_card(self, *args, **kwargs) -> ImageModelCard:
         """Fill in the card, with times in place of stochastic steps and without a clipped ratio."""

@@ -559,7 +559,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
                 Folder. If `None`, `args.output_dir`.
         """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        zero_stage = zero_stage_of(self)
+        zero_stage = zero_stage_of(self.accelerator, self.model, self.model_wrapped)
         state_dict = gather_whole(self.model, shares(self.model, zero_stage), zero_stage, keep=self.args.should_save)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)

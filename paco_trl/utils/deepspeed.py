@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
+from trl.models.utils import add_hooks, remove_hooks
 
 
 @contextmanager
@@ -67,3 +68,19 @@ def partition(model: nn.Module, device: torch.device, dtype: torch.dtype, config
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+
+
+@contextmanager
+def gathered_weights(model: nn.Module, engine: nn.Module) -> Iterator[None]:
+    """Gather a model's weights for many forwards, and keep its ZeRO-3 engine from dividing them meanwhile."""
+    if engine is model:  # before training there is no engine
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        remove_hooks(engine)
+        try:
+            yield
+        finally:
+            add_hooks(engine)

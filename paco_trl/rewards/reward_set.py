@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rewards of a run or of its evaluation, with their weights: checked, aggregated, held to ceilings, described."""
+
+from collections.abc import Callable
+
+import torch
+from datasets import Dataset
+
+from .aggregation import AggregationDetails, aggregate_rewards
+from .reward_calls import (
+    RewardError,
+    check_columns,
+    check_required,
+    check_reward_functions,
+    check_reward_weights,
+)
+
+
+class RewardSet:
+    """
+    Rewards with their weights.
+
+    Args:
+        reward_funcs (`Callable` or `list[Callable]`):
+            Rewards as the user gives them.
+        weights (`list[float]`, *optional*):
+            A weight for each; 1 if `None`.
+        required (`list[bool]`, *optional*):
+            Whether an image needs each; all if `None`.
+        method (`str`, *optional*, defaults to `"sum_then_normalize"`):
+            Aggregation, see [`aggregate_rewards`].
+        threshold (`float` or `str`, *optional*, defaults to `"mean"`):
+            Threshold of log-taming.
+
+    Raises:
+        TypeError: a reward cannot be called.
+        ValueError: names, weights or requirements that cannot work.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: Callable | list[Callable],
+        weights: list[float] | None = None,
+        required: list[bool] | None = None,
+        method: str = "sum_then_normalize",
+        threshold: float | str = "mean",
+    ):
+        self.given = reward_funcs
+        self.functions, self.names = check_reward_functions(reward_funcs)
+        self.weights = check_reward_weights(weights, self.names, method)
+        self.required = check_required(required, self.names, self.weights)
+        self.method, self.threshold = method, threshold
+        # An image without one of these is not scored
+        self.is_needed = torch.tensor(self.required) & (self.weights != 0)  # (K,)
+
+    def check_dataset(self, dataset: Dataset, where: str) -> None:
+        """Check that a dataset has the columns and panels that the rewards say they need."""
+        check_columns(self.given, dataset, where)
+
+    def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
+        """Aggregate `(images, K)` rewards to `(images,)`, NaN where an image is not scored."""
+        return aggregate_rewards(rewards, self.weights, self.method, self.threshold, num_generations, self.required)
+
+    def total(self, rewards: torch.Tensor, num_generations: int | None = None) -> torch.Tensor:
+        """Sum the weighted rewards whatever the aggregation, as TRL's `reward`: taming would make it jump."""
+        # Groups stand in for optional rewards; without them an image that lacks one has no sum
+        required = None if num_generations is None else self.required
+        return aggregate_rewards(
+            rewards, self.weights, "sum_then_normalize", num_generations=num_generations, required=required
+        )[0]
+
+    def describe_missing(self, rewards: torch.Tensor) -> str:
+        """Count the images without a value, by reward."""
+        counts = zip(self.names, torch.isnan(rewards).sum(dim=0).tolist(), strict=True)
+        return f"Images without a value (None), by reward: {', '.join(f'{name} {count}' for name, count in counts)}."
+
+    def check_failures(self, rewards: torch.Tensor, ceiling: float, where: str) -> None:
+        """Stop a run in which a required reward fails too often: it is not what the run is meant to learn from."""
+        shares = torch.isnan(rewards).float().mean(dim=0).tolist()
+        for name, share, is_needed in zip(self.names, shares, self.is_needed.tolist(), strict=True):
+            if is_needed and share > ceiling:
+                raise RewardError(
+                    f"In {where} the required reward '{name}' gave no value (None) for {share:.1%} of "
+                    f"{len(rewards)} images; the ceiling is `max_reward_failures` = {ceiling:g}. Look at why, in the "
+                    "warnings above; to go on nevertheless, raise the ceiling or make the reward optional "
+                    "(`reward_required`)."
+                )
+
+    def check_excluded(
+        self,
+        rewards: torch.Tensor,
+        is_valid: torch.Tensor,
+        num_generations: int,
+        max_images: float,
+        max_groups: float,
+        where: str,
+    ) -> None:
+        """Stop a run in which too much could not be scored: it would train on what is left by chance."""
+        groups = is_valid.view(-1, num_generations).any(dim=1)
+        images_lost, groups_lost = 1 - is_valid.float().mean().item(), 1 - groups.float().mean().item()
+        if is_valid.any() and images_lost <= max_images and groups_lost <= max_groups:
+            return
+        raise RewardError(
+            f"In {where} {(~is_valid).sum().item()} of {len(is_valid)} images ({images_lost:.0%}) are "
+            f"excluded and {(~groups).sum().item()} of {len(groups)} prompts ({groups_lost:.0%}) have fewer than two "
+            f"scored images. The ceilings are `max_excluded_images` = {max_images:g} and "
+            f"`max_excluded_groups` = {max_groups:g}. {self.describe_missing(rewards)} Look at why None is returned; to "
+            "go on nevertheless, raise the ceilings."
+        )
+
+    def check_scored(self, rewards: torch.Tensor, ceiling: float) -> None:
+        """Stop where too much of an evaluation could not be scored: a mean of the rest would pass for the model's."""
+        missing = torch.isnan(rewards[:, self.is_needed]).any(dim=1)
+        if not missing.all() and missing.float().mean().item() <= ceiling:
+            return
+        raise RewardError(
+            f"{missing.sum().item()} of {len(missing)} evaluation images could not be scored, more than "
+            f"`max_excluded_images` = {ceiling:g} allows. {self.describe_missing(rewards)} Look at why None is returned."
+        )
+
+    def metrics(self, rewards: torch.Tensor, details: AggregationDetails, num_generations: int) -> dict[str, float]:
+        """Describe the rewards that could be computed; what cannot be said is left out."""
+        metrics = {}
+
+        def add_statistics(mean_name: str, std_name: str, values: torch.Tensor) -> None:
+            values = values[~torch.isnan(values)]
+            if len(values):
+                metrics[mean_name] = values.mean().item()
+            if len(values) > 1:
+                metrics[std_name] = values.std().item()
+
+        for name, values in zip(self.names, rewards.T, strict=True):
+            add_statistics(f"rewards/{name}/mean", f"rewards/{name}/std", values)
+            metrics[f"rewards/{name}/failure_rate"] = torch.isnan(values).float().mean().item()
+        add_statistics("reward", "reward_std", self.total(rewards, num_generations))
+        # Each mean in units of the first one's
+        first = metrics.get(f"rewards/{self.names[0]}/mean")
+        for name in self.names[1:]:
+            if first and f"rewards/{name}/mean" in metrics:
+                metrics[f"rewards/{name}/ratio"] = metrics[f"rewards/{name}/mean"] / first
+        for name, h, tamed, share in zip(
+            self.names, details.coefficient_of_variation, details.tamed, details.share, strict=True
+        ):
+            if h is not None:  # undefined for a reward whose mean is not positive
+                metrics[f"rewards/{name}/h"] = h
+            metrics[f"rewards/{name}/tamed"] = float(tamed)
+            if share is not None:  # undefined where no reward differs within a group
+                metrics[f"rewards/{name}/share"] = share
+        return metrics

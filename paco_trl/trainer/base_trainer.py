@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run around the method: where it begins and resumes, what its checkpoints hold, what it publishes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate.logging import get_logger
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+
+from ..cards import ImageModelCard, render_card, save_card  # save_card
+from ..checkpointing.checkpoint_files import (
+    EMA_WEIGHTS,
+    POLICY_WEIGHTS,
+    STATE,
+    check_weights,
+    drop_old_checkpoints,
+    load_round,
+    round_file,
+    staged_checkpoint,
+)
+from ..checkpointing.checkpoints import (
+    check_output_folder,
+    check_resumed_run,
+    clear_staging,
+    find_checkpoint,
+    read_run,
+)
+from ..checkpointing.ema import EMA
+from ..checkpointing.export import save_trained
+from ..checkpointing.weights import gather_whole, load_whole, shares, zero_stage_of
+from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
+from ..plots.curves import CurvesCallback
+from ..rewards.reward_calls import RewardError
+from ..rollout import RecordedStep
+from ..rollout.loading import base_model_name
+from ..utils.deepspeed import partition
+from ..utils.random_state import kept_random_state
+from .evaluator import Evaluator
+from .model_cards import evaluation_rows, image_settings, latest_pictures, lora_of, pipeline_call, reward_rows
+from .paco_grpo_config import PaCoGRPOConfig
+from .publishing import PushesToHub
+from .round_buffer import RoundBuffer
+from .run_settings import AFTER_GENERATION, adjustable_settings, run_identity
+from .training_clock import TrainingClock
+from .transfer_report import report_resolution_transfer
+
+
+logger = get_logger(__name__)
+
+
+class RunCallback(TrainerCallback):
+    """Calls functions at events of the training loop."""
+
+    def __init__(self, **functions: Callable[[], None]):
+        for event, function in functions.items():
+            setattr(self, event, lambda *args, function=function, **kwargs: function())
+
+
+class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
+    """
+    What [`PaCoGRPOTrainer`] is made of beside its method: a run that resumes exactly, with checkpoints that are complete
+    or not there.
+    """
+
+    _record_class = RecordedStep  # what an entry of the buffer holds, for the checkpoint
+    loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
+    _resumed_from: Path | None = None
+    _saved_step: int | None = None  # of the last checkpoint of this `train()`
+
+    # ---- Where it begins, resumes and stops ----
+
+    def _open_run(
+        self, args: PaCoGRPOConfig, model: str | DiffusionPipeline, peft_config: LoraConfig | str | None
+    ) -> None:
+        """Find out which run this is, and check the output folder and the Hub, before a model is loaded."""
+        self.base_model = base_model_name(model)
+        self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
+        self.averages: dict[str, EMA] = {}  # by the file that keeps each; from the beginning of `train()`
+        self._identity = run_identity(args, self.base_model, peft_config, self.train_rows)
+        self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
+        if self._checked is not None:
+            self._check_resumed_run(self._checked, args)
+        else:
+            check_output_folder(args.output_dir, self._identity)
+        self.published_files = TRANSFORMER if peft_config is None else PIPELINE_ADAPTER
+        self._base_model_source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
+        if args.push_to_hub:
+            self._prepare_hub(args)
+
+    def _add_callbacks(self) -> None:
+        self.add_callback(
+            RunCallback(
+                on_train_begin=self._begin_run, on_optimizer_step=self._follow_weights, on_step_end=self._end_step
+            )
+        )
+        self.add_callback(TrainingClock())
+        self.add_callback(CurvesCallback(self.args.plot_curves))
+
+    @property
+    def _is_zero3(self) -> bool:
+        return self.is_deepspeed_enabled and self.accelerator.deepspeed_plugin.zero_stage == 3
+
+    @property
+    def zero_stage(self) -> int:
+        """Stage of the DeepSpeed engine that holds the weights; 0 without one, and before `train()` makes it."""
+        return zero_stage_of(self.accelerator, self.model, self.model_wrapped)
+
+    @property
+    def ema(self) -> EMA | None:
+        """The average of the trained weights."""
+        return self.averages.get(EMA_WEIGHTS)
+
+    def _check_resumed_run(self, checkpoint: Path, args: PaCoGRPOConfig) -> None:
+        settings = adjustable_settings(args, self.rewards)
+        check_resumed_run(checkpoint, self._identity, settings, args.world_size, args.deepspeed_plugin is not None)
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        """
+        Trains; see [`~transformers.Trainer.train`].
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                A checkpoint's folder, or `True` for the latest complete one of the output folder. The run goes on
+                exactly as it would have.
+            trial (*optional*), ignore_keys_for_eval (`list[str]`, *optional*):
+                As in [`~transformers.Trainer.train`].
+
+        Returns:
+            [`~transformers.trainer_utils.TrainOutput`].
+
+        Raises:
+            ValueError: the checkpoint is incomplete or of another run, or the output folder has another run's.
+        """
+        args = self.args
+        checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
+        if checkpoint is None:
+            check_output_folder(args.output_dir, self._identity, adjustable_settings(args, self.rewards))
+        elif checkpoint != self._checked:
+            self._check_resumed_run(checkpoint, args)
+        if checkpoint is not None:
+            check_weights(self.model, checkpoint)
+        if args.should_save:
+            clear_staging(args.output_dir)
+        self._resumed_from, self._saved_step, self.loaded_step = checkpoint, None, None
+        eval_on_start = args.eval_on_start
+        args.eval_on_start = eval_on_start and checkpoint is None  # a resumed run had its start
+        if self._is_zero3:
+            engine = self.accelerator.deepspeed_plugin.deepspeed_config
+            partition(self.model, self.accelerator.device, self.compute_dtype, engine)
+        try:
+            return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+        except RewardError as error:
+            # A judge that is down is no reason to lose what was trained. On every process, see `RewardScorer`.
+            raise RewardError(f"{error} {self._keep_trained_steps()}") from error
+        finally:
+            args.eval_on_start = eval_on_start
+
+    def _begin_run(self) -> None:
+        """What needs the weights in their place: called when training begins, before the first step."""
+        checkpoint, args = self._resumed_from, self.args
+        self.averages = {}
+        for file, decay in self._average_decays().items():
+            self.averages[file] = EMA(self.model, decay, self.zero_stage, args.ema_offload)
+            if checkpoint is not None and (checkpoint / file).exists():
+                self.averages[file].load_state_dict(load_file(checkpoint / file))
+        if checkpoint is not None:
+            self._load_round(checkpoint)
+        elif args.resolution_transfer_prompts:
+            self.model.eval()
+            evaluator = Evaluator(self.sampler, self.rewards, self.scorer, args)
+            report_resolution_transfer(evaluator, self.train_rows, self.state)
+            self.model.train()
+        if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
+            # Now, because afterwards the untrained weights are gone; an evaluation on start generates it itself
+            datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+            self.model.eval()
+            for name, dataset in datasets.items():
+                self._baseline(self.evaluator.rows_of(dataset), f"eval_{name}" if name else "eval")
+            self.model.train()
+        if checkpoint is not None and self._is_evaluation_due():
+            with kept_random_state(self.accelerator.device):
+                self._determine_best_metric(self._evaluate(None, None), None)
+
+    def _average_decays(self) -> dict[str, float]:
+        """Averages of the weights that a run keeps, by the file that holds each."""
+        return {} if self.args.ema_decay is None else {EMA_WEIGHTS: self.args.ema_decay}
+
+    def _follow_weights(self) -> None:
+        """After each update of the weights."""
+        if self.ema is not None:
+            self.ema.step()
+
+    def _end_step(self) -> None:
+        """After each optimizer step, before a checkpoint of it is written."""
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """As in Trainer, which makes a step too many when a run is resumed that was killed after its last one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _is_evaluation_due(self) -> bool:
+        """Whether the evaluation of the step that a checkpoint was made at is missing: a judge was down."""
+        args, step = self.args, self.state.global_step
+        if args.eval_strategy != "steps" or step <= args.eval_delay or step % self.state.eval_steps != 0:
+            return False
+        entries = [entry for entry in self.state.log_history if entry["step"] == step]
+        return not any(name.startswith("eval_") for entry in entries for name in entry)
+
+    def _keep_trained_steps(self) -> str:
+        """Save a checkpoint of the steps that were made, if there is none yet, and say how to go on."""
+        step = self.state.global_step
+        if step == 0:
+            return "Nothing was trained yet: start the run again when the reward works."
+        folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        # A folder of that name may be an earlier run's
+        if self._saved_step != step and self._resumed_from != folder:
+            self._save_checkpoint(self.model, trial=None)
+        return f"The {step} steps before it are in '{folder}': go on with `resume_from_checkpoint=True`."
+
+    # ---- Checkpoints ----
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Write a checkpoint beside the others; it appears when it is complete."""
+        args, state = self.args, self.state
+        run = {
+            "identity": self._identity,
+            "course": adjustable_settings(args, self.rewards),
+            "num_processes": self.accelerator.num_processes,
+            "is_deepspeed": self.is_deepspeed_enabled,
+            "is_round_pending": self.is_round_pending,
+        }
+        with staged_checkpoint(args.output_dir, state.global_step, self.accelerator, args.should_save, run) as staged:
+            staged.write(self._write_weights)
+            staged.write(self._write_state)
+        if args.should_save:
+            drop_old_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint)
+        self._saved_step = state.global_step
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+
+    def _write_weights(self, folder: Path) -> None:
+        keep = self.args.should_save
+        # Everything is gathered before anything is written
+        files = {file: average.state_dict(keep) for file, average in self.averages.items()}
+        if self.zero_stage == 0 or self.ema is None:  # DeepSpeed's own files hold the weights otherwise
+            files[POLICY_WEIGHTS] = gather_whole(
+                self.model, shares(self.model, self.zero_stage), self.zero_stage, keep
+            )
+        if keep:
+            # What users load, and what training goes on with
+            self._save_trained(files[POLICY_WEIGHTS if self.ema is None else EMA_WEIGHTS], folder)
+            for file, weights in files.items():
+                save_file(weights, folder / file)
+
+    def _write_state(self, folder: Path) -> None:
+        args, state = self.args, self.state
+        self._save_optimizer_and_scheduler(str(folder))
+        self._save_scaler(str(folder))
+        self._save_rng_state(str(folder))
+        if self.is_round_pending:
+            torch.save(self.buffer.state_dict(), round_file(folder, self.accelerator.process_index))
+        # On every process: each loads the best checkpoint's weights in the end
+        if best := state.best_global_step:
+            checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{best}"
+            if best == state.global_step or checkpoint.is_dir():
+                state.best_model_checkpoint = str(checkpoint)
+        if not args.should_save:
+            return
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, saved = type(callback).__name__, callback.state()
+                if isinstance(state.stateful_callbacks[name], list):
+                    state.stateful_callbacks[name].append(saved)
+                else:
+                    state.stateful_callbacks[name] = saved
+        state.save_to_json(str(folder / STATE))
+
+    def _load_round(self, checkpoint: Path) -> None:
+        """Put back a round that was not used up, if it is there and was divided over as many processes."""
+        index, run = self.accelerator.process_index, read_run(checkpoint)
+        if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
+            return
+        settings = adjustable_settings(self.args, self.rewards)
+        changed = [
+            name for name in settings
+            if name not in AFTER_GENERATION and run["course"].get(name) != settings[name]
+        ]  # fmt: skip
+        if changed:
+            logger.warning(
+                f"'{checkpoint}' lies in the middle of a round that was drawn with other values of "
+                f"{', '.join(changed)}: it is drawn again."
+            )
+            return
+        device, is_offloaded = self.accelerator.device, self.args.offload_embeddings
+        state = load_round(checkpoint, index, device, is_offloaded)
+        sde = self.schedule.sde(state["round"])
+        self.buffer = RoundBuffer.from_state_dict(state, self._record_class, sde, device, is_offloaded)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        """Load the trained weights themselves; what a checkpoint exports is their average."""
+        load_whole(self.model, load_file(Path(resume_from_checkpoint) / POLICY_WEIGHTS), zero_stage=0)
+
+    def _load_best_model(self) -> None:
+        """Make the best checkpoint's weights, as they were evaluated, the trained ones."""
+        best = Path(self.state.best_model_checkpoint)
+        whole = load_file(best / (EMA_WEIGHTS if (best / EMA_WEIGHTS).exists() else POLICY_WEIGHTS))
+        load_whole(self.model, whole, self.zero_stage)
+        if self.ema is not None:
+            self.ema.load_state_dict(whole)
+        self.loaded_step = self.state.best_global_step
+
+    # ---- What was trained: files, card, Hub ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, use_ema: bool = True) -> None:
+        """
+        Saves what was trained, with its card and pictures; with `push_to_hub` it is uploaded as well. Every process
+        calls it.
+
+        It is the average of the weights (`ema_decay`), as evaluated: an adapter in PEFT's and diffusers' formats, or
+        the whole transformer in diffusers'.
+
+        Args:
+            output_dir (`str`, *optional*):
+                Folder. If `None`, `args.output_dir`.
+            use_ema (`bool`, *optional*, defaults to `True`):
+                Whether to save the average. If `False`, the weights of the last step.
+        """
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        keep = self.args.should_save
+        if self.ema is not None and use_ema:
+            whole = self.ema.state_dict(keep)
+        else:
+            whole = gather_whole(self.model, shares(self.model, self.zero_stage), self.zero_stage, keep)
+        if keep:
+            self._save_trained(whole, folder, use_ema)
+        if self.args.push_to_hub and not _internal_call:
+            self._push_saved(folder)
+
+    def _save_trained(self, whole: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True) -> None:
+        save_trained(self.model, self.pipeline, whole, folder)
+        save_card(self._model_card(use_ema=use_ema), folder)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        license: str | None = None,
+        use_ema: bool = True,
+    ) -> None:
+        """
+        Writes the model card into `args.output_dir`.
+
+        Args:
+            model_name (`str`, *optional*):
+                Title of the card. If `None`, the name of the Hub repository or of the output folder.
+            dataset_name (`str`, *optional*):
+                Hub id of the dataset. If `None`, that which the dataset was loaded from.
+            tags (`str` or `list[str]`, *optional*):
+                Further tags.
+            license (`str`, *optional*):
+                Licence. If `None`, the base model's.
+            use_ema (`bool`, *optional*, defaults to `True`):
+                Whether the card is that of the averaged weights. If `False`, of those of the last step.
+        """
+        if self.is_world_process_zero():
+            card = self._model_card(model_name, dataset_name, tags, license, use_ema)
+            render_card(card).save(Path(self.args.output_dir) / "README.md")
+
+    def _model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        license: str | None = None,
+        use_ema: bool = True,
+    ) -> ImageModelCard:
+        """Fill in the card of what was trained, as it is now: of the averaged weights, or of the last step's."""
+        args, family, prompts = self.args, self.family, self.train_rows
+        step = self.state.global_step if self.loaded_step is None else self.loaded_step
+        history = [entry for entry in self.state.log_history if entry["step"] <= step]
+        # A pipeline that was put together in memory has no name
+        base_model = self.pipeline.name_or_path or type(self.pipeline).__name__
+        is_adapter = isinstance(self.model, PeftModel)
+        rewards = (self.reward_funcs, self.reward_func_names, self.reward_weights.tolist())
+        evaluations = []
+        if use_ema or args.ema_decay is None:  # evaluations are of the average
+            datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]
+            evaluations = evaluation_rows(
+                history, datasets, self.evaluator.rewards.functions, self.evaluator.rewards.names
+            )
+        return ImageModelCard(
+            **self._card_fields(base_model, model_name, dataset_name, tags, license, step),
+            lora=lora_of(self.model, self.trained_from),
+            weights="adapter" if is_adapter else "transformer",
+            pipeline_class=type(self.pipeline).__name__,
+            transformer_class=type(self.policy.pipeline.transformer).__name__,
+            dtype=str(self.compute_dtype).removeprefix("torch."),
+            call=pipeline_call(family, args.guidance_scale, args.negative_prompt),
+            is_editing=prompts.sources is not None,
+            method=self._name,
+            settings=image_settings(args, prompts, self.prompt_encoder.negative_prompt, step, is_adapter, use_ema),
+            rewards=reward_rows(history, *rewards),
+            evaluations=evaluations,
+            pictures=latest_pictures(args, step, use_ema),
+        )
+
+    def push_to_hub(self, *args, use_ema: bool = True, **kwargs):
+        """
+        Saves what was trained to `args.output_dir` and uploads it; see [`~transformers.Trainer.push_to_hub`].
+
+        Args:
+            *args:
+                As there.
+            use_ema (`bool`, *optional*, defaults to `True`):
+                Whether it is the average of the weights. If `False`, those of the last step.
+            **kwargs:
+                As there, or arguments of `create_model_card`.
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`] on the main process; a `Future` of it with `blocking=False`.
+        """
+        return super().push_to_hub(*args, use_ema=use_ema, **kwargs)
+
+    def _save_with_card(self, use_ema: bool, **kwargs) -> None:
+        self.save_model(_internal_call=True, use_ema=use_ema)
+        self.create_model_card(use_ema=use_ema, **kwargs)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot work is found out as early as possible: from data and settings, then from the pipeline."""
+
+from datasets import Dataset
+
+from ..data.columns import check_is_dataset
+from ..rewards.reward_set import RewardSet
+from ..rollout import Family
+from ..rollout.prompt_rows import PromptRows
+from .paco_grpo_config import PaCoGRPOConfig
+
+
+def check_train_dataset(dataset: Dataset | None, args: PaCoGRPOConfig, rewards: RewardSet) -> PromptRows:
+    """Read the training prompts, and check that they fill a round and have what the rewards need."""
+    check_is_dataset(dataset, "train_dataset")
+    rows, layout = PromptRows(dataset, args, "the dataset"), args.round_layout
+    if len(dataset) < layout.num_prompts:
+        raise ValueError(
+            f"The dataset has {len(dataset)} prompts, but a round takes {layout.num_prompts} different ones. "
+            f"Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts. (A round: "
+            f"{layout.describe()})"
+        )
+    rewards.check_dataset(dataset, "the dataset")
+    return rows
+
+
+def check_eval_datasets(
+    eval_dataset: Dataset | dict[str, Dataset] | None, args: PaCoGRPOConfig, rewards: RewardSet
+) -> list[PromptRows]:
+    """Read the evaluation prompts, and check that what the settings say about evaluations can be done."""
+    datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
+    datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+    if not datasets and (args.eval_strategy != "no" or args.eval_on_start):
+        raise ValueError(
+            f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}, but there "
+            "is no `eval_dataset` to evaluate on. Pass one, or switch them off."
+        )
+    compares = args.load_best_model_at_end or args.save_strategy == "best"
+    if compares and isinstance(eval_dataset, dict):
+        metric = args.metric_for_best_model.removeprefix("eval_")
+        if not any(metric.startswith(f"{dataset}_") for dataset in eval_dataset):
+            metrics = ", ".join(f"'{dataset}_{metric}'" for dataset in eval_dataset)
+            raise ValueError(
+                f"`metric_for_best_model` is '{args.metric_for_best_model}', but there are {len(eval_dataset)} evaluation "
+                f"datasets, and each has its own. Choose one of {metrics}."
+            )
+    rows = []
+    for name, dataset in datasets.items():
+        check_is_dataset(dataset, "eval_dataset" if dataset is eval_dataset else f"eval_dataset[{name!r}]")
+        rows.append(PromptRows(dataset, args, f"the dataset '{name}'"))
+        rewards.check_dataset(dataset, f"the dataset '{name}'")
+    return rows
+
+
+def check_model_settings(
+    args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows, negative_prompt: str | None
+) -> None:
+    """Check the settings against the pipeline and the sizes that rows have with it."""
+    name, batch_size = type(pipeline).__name__, args.per_device_train_batch_size
+    if args.detach_unconditional and negative_prompt is None:
+        raise ValueError(
+            f"`detach_unconditional` is for true guidance, but {name} makes no unconditional "
+            f"prediction of its own at `guidance_scale` = {args.guidance_scale}: it would be ignored. Leave it out."
+        )
+    most = family.max_batch_size
+    if most is not None and batch_size > most:
+        raise ValueError(
+            f"`per_device_train_batch_size` is {batch_size}, but {type(family).__name__} draws at most {most} with "
+            f"{name} in one call. Set `per_device_train_batch_size={most}`."
+        )
+    # A micro-batch holds images of several prompts only where they are generated in one call of the pipeline
+    if args.num_generations % batch_size == 0:
+        return
+    sizes = set(rows.training_sizes)
+    if len(sizes) > 1:
+        reason = f"The dataset has images of {len(sizes)} training sizes ({sorted(sizes)})"
+    elif rows.sources is not None:
+        reason = "Each prompt has source images of its own"
+    elif not family.has_fixed_length:
+        reason = f"{name} encodes each prompt to a length of its own"
+    else:
+        return
+    raise ValueError(
+        f"{reason}, so a micro-batch must not cross prompts: `per_device_train_batch_size` "
+        f"({batch_size}) must divide `num_generations` ({args.num_generations})."
+    )
+
+
+def check_one_gpu(args: PaCoGRPOConfig) -> None:
+    """Refuse several GPUs in one process."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to a single process, which Trainer would use with `nn.DataParallel`. "
+            "Start the run with `accelerate launch`, or make one GPU visible with `CUDA_VISIBLE_DEVICES`."
+        )
+
+
+def check_evaluation_is_possible(eval_dataset: Dataset | None, is_engine_missing: bool) -> None:
+    """Refuse an evaluation without prompts, or before DeepSpeed has placed the model."""
+    if eval_dataset is None:
+        raise ValueError("`evaluate()` needs an `eval_dataset`: pass it to the trainer or to this call.")
+    if is_engine_missing:
+        raise RuntimeError(
+            "`evaluate()` was called before `train()`, but DeepSpeed places the model on the accelerator only when "
+            "training begins. To evaluate the untrained model, set `eval_on_start=True`."
+        )

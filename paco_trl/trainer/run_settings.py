@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a run this run: settings that a checkpoint must share, and those that may change with a warning."""
+
+import dataclasses
+from typing import Any
+
+from peft import LoraConfig
+
+from ..checkpointing.checkpoints import dataset_digest
+from ..rewards.reward_set import RewardSet
+from ..rollout.loading import adapter_digest
+from ..rollout.prompt_rows import PromptRows
+from .paco_grpo_config import PaCoGRPOConfig
+
+
+# Restored with the optimizer's state, so that other values would have no effect
+_OPTIMIZER = (
+    "learning_rate", "lr_scheduler_type", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon",
+)  # fmt: skip
+
+_ADJUSTABLE = (
+    "seed", "per_device_train_batch_size", "height", "width", "resolution_scale", "num_inference_steps",
+    "guidance_scale", "negative_prompt", "detach_unconditional", "sde_type", "sde_steps", "num_sde_steps",
+    "noise_level", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay", "multi_objective_aggregation",
+    "log_tame_threshold", "scale_rewards", "advantage_clip", "shuffle_dataset", "bf16", "max_grad_norm",
+    "warmup_steps",
+)  # fmt: skip
+
+# Settings that a round which has been generated and scored does not depend on
+AFTER_GENERATION = ("epsilon", "epsilon_high", "beta", "ema_decay", "max_grad_norm", "max_steps", "warmup_steps")
+
+
+def run_identity(
+    args: PaCoGRPOConfig, base_model: str, peft_config: LoraConfig | str | None, rows: PromptRows
+) -> dict[str, Any]:
+    """Give what a checkpoint and the run that continues it must share."""
+    return {
+        "base_model": base_model,
+        "adapter": adapter_digest(peft_config),
+        "dataset_size": len(rows),
+        "dataset": dataset_digest(rows.dataset, rows.sources),
+        # Which round a step belongs to
+        "optimizer_steps_per_generation": args.round_layout.num_optimizer_steps,
+        "num_iterations": args.num_iterations,
+        **{name: str(getattr(args, name)) for name in _OPTIMIZER},
+    }
+
+
+def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardSet) -> dict[str, Any]:
+    """Give what decides how a run continues: with other values it does, but not as it would have."""
+    layout = args.round_layout
+    of_other_trainers = {f.name for f in dataclasses.fields(args)} - {
+        f.name for f in dataclasses.fields(PaCoGRPOConfig)
+    }
+    return {
+        "num_prompts_per_generation": layout.num_prompts,
+        "num_generations": layout.num_generations,
+        **{name: getattr(args, name) for name in _ADJUSTABLE},
+        # A schedule that ends depends on where
+        "max_steps": None if args.lr_scheduler_type == "constant" else args.max_steps,
+        "rewards": rewards.names,
+        "reward_weights": rewards.weights.tolist(),
+        "reward_required": rewards.required,
+        **{name: getattr(args, name) for name in sorted(of_other_trainers)},
+    }
