@@ -59,8 +59,10 @@ from grpo_step import Stopwatch, machine, peak_memory, reset_peak_memory
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout.prompt_encoder import Encoded, PromptEncoder
+from paco_trl.rollout.sampler import FetchedRows
 from paco_trl.tiny import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 from paco_trl.tiny.flux import build_vae
+from paco_trl.trainer.round_buffer import RoundBuffer
 
 
 SHIPPED, AGAIN, OWN_SIZE = "as shipped", "encoded again", "pipeline's own size"
@@ -404,6 +406,7 @@ class EditingTrainer(PaCoGRPOTrainer):
         self._current: Round | None = None
         self._weights: list[torch.Tensor] | None = None
         super().__init__(**kwargs)
+        self._own_inputs, self.sampler.inputs = self.sampler.inputs, self._inputs
         self.train_rows.images = functools.cache(self.train_rows.images)  # reading files is not in question
         transformer = self.accelerator.unwrap_model(self.model).get_base_model()
         transformer.register_forward_pre_hook(self._count_forward, with_kwargs=True)
@@ -425,7 +428,7 @@ class EditingTrainer(PaCoGRPOTrainer):
     def _trained_weights(self) -> list[torch.Tensor]:
         return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def _generate_and_score_completions(self, round_index: int) -> list[dict]:
+    def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         self._current = Round(self.plan[round_index])
         is_again = self._current.recipe == AGAIN
         # The same weights at the beginning of each round
@@ -435,7 +438,7 @@ class EditingTrainer(PaCoGRPOTrainer):
             weights.copy_(saved)
         self.optimizer.state.clear()
         # As the only round of a run: nothing is encoded yet
-        self.prompt_encoder = NothingEncoded(self) if is_again else MeasuredEncoder(self)
+        self.sampler.prompt_encoder = NothingEncoded(self) if is_again else MeasuredEncoder(self)
         self._encoded_for_max_steps = None
         for name in (*self.family.text_encoders, "vae"):
             getattr(self.pipeline, name).to(self.accelerator.device if is_again else "cpu")
@@ -447,28 +450,26 @@ class EditingTrainer(PaCoGRPOTrainer):
             # With the same number, that is with the same noise, in the same order
             return super()._generate_and_score_completions(0)
 
-    def _draw_round(self, round_index, micro_batches, row_numbers, encoded, sde):
-        self._number_of = {id(each): number for number, each in encoded.items()}
+    def _generate_round(self, *args):
         with self.watch.section(DRAWING):
-            images, records = super()._draw_round(round_index, micro_batches, row_numbers, encoded, sde)
+            images, records = super()._generate_round(*args)
         with self.watch.section("digests"):
             latents = [record.prev_sample for recorded in records for record in recorded]
             pixels = [torch.from_numpy(np.array(image)) for image in images]
             self._current.images = digest([*pixels, *latents])
         return images, records
 
-    def _prompt_arguments(self, encoded: list[Encoded]):
+    def _inputs(self, fetched: FetchedRows, numbers: list[int]):
         if self._current.recipe == AGAIN:
-            first = encoded[0]  # the images of a micro-batch are of one prompt
-            number = self._number_of[id(first)]
+            number = numbers[0]  # the images of a micro-batch are of one prompt
             encoder = MeasuredEncoder(self, is_resident=True)
             # Outside the autocast of drawing, as what is encoded before it
             with torch.autocast(self.accelerator.device.type, enabled=False):
                 encoder.encode(self.train_rows, [number], SCALE)
-            fresh = encoder.fetch(self.train_rows, [number], SCALE)[number]
+            fresh, first = encoder.fetch(self.train_rows, [number], SCALE)[number], fetched.encoded[number]
             first.prompt, first.negative_prompt = fresh.prompt, fresh.negative_prompt
             first.image_latents = fresh.image_latents
-        return super()._prompt_arguments(encoded)
+        return self._own_inputs(fetched, numbers)
 
     def training_step(self, *args, **kwargs):
         with self.watch.section(TRAINING):

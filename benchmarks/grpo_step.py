@@ -41,8 +41,9 @@ from paco_trl.data import demo_prompts_path
 from paco_trl.plots.curves import CurvesCallback
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import replay
-from paco_trl.rollout.prompt_encoder import Encoded
+from paco_trl.rollout.sampler import FetchedRows
 from paco_trl.tiny import build_tiny_flux
+from paco_trl.trainer.round_buffer import RoundBuffer
 
 
 # Dense bf16 of the data sheets, https://www.nvidia.com/en-us/data-center/h200/ (H100 SXM: the same)
@@ -271,6 +272,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         self.phase, self.encode_seconds = "rollout", []
         self._current: Round | None = None
         super().__init__(**kwargs)
+        self._own_inputs, self.sampler.inputs = self.sampler.inputs, self._inputs
         transformer = self.accelerator.unwrap_model(self.model).get_base_model()
         transformer.register_forward_pre_hook(self._count_forward, with_kwargs=True)
         self._time_module(transformer, "transformer")
@@ -316,23 +318,23 @@ class MeasuredTrainer(PaCoGRPOTrainer):
 
     # ---- A round ----
 
-    def _encode_prompts_of_run(self, first_round: int) -> None:
-        # Once in a run, in the first round, which is not measured: timed for each prompt
-        if self._encoded_for_max_steps is None:
-            encode_prompt = self.family.encode_prompt
+    def _time_first_encode(self) -> None:
+        """Time each prompt. They are encoded once in a run, in the first round, which is not measured."""
+        encode_prompt = self.family.encode_prompt
 
-            def timed(*args, **kwargs):
-                started = self.watch.now()
-                encoded = encode_prompt(*args, **kwargs)
-                self.encode_seconds.append(self.watch.now() - started)
-                return encoded
+        def timed(*args, **kwargs):
+            started = self.watch.now()
+            encoded = encode_prompt(*args, **kwargs)
+            self.encode_seconds.append(self.watch.now() - started)
+            return encoded
 
-            self.family.encode_prompt = timed
-            super()._encode_prompts_of_run(first_round)
-            self.family.encode_prompt = encode_prompt
+        self.family.encode_prompt = timed
 
-    def _generate_and_score_completions(self, round_index: int) -> list[dict]:
+    def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         self.end_round()
+        vars(self.family).pop("encode_prompt", None)
+        if self._encoded_for_max_steps is None:
+            self._time_first_encode()
         self._current = Round(*self.plan[round_index], self.layout.num_prompts)
         self.is_published = self._current.recipe == "published"
         for name in self.family.text_encoders:
@@ -342,7 +344,10 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         self.watch.is_synchronised = self._current.is_synchronised
         self.watch.begin()
         with self.watch.section("scoring: advantages, metrics, buffer"):
-            return super()._generate_and_score_completions(round_index)
+            buffer = super()._generate_and_score_completions(round_index)
+        for index, entry in enumerate(buffer.entries):
+            entry["prompts"] = self._prompts_drawn[index // self.layout.num_trained_steps]
+        return buffer
 
     def end_round(self) -> None:
         if self._current is None:
@@ -355,13 +360,12 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         done.memory_peak = peak_memory(self.watch.device)
         self.rounds.append(done)
 
-    def _draw_round(self, round_index, micro_batches, row_numbers, encoded, sde):
+    def _generate_round(self, *args):
         self.phase, started = "rollout", self.watch.now()
-        self._text_of = {id(each): self.train_rows.prompts[number] for number, each in encoded.items()}
         with self.watch.section("rollout: recording, prompts, moving the VAE"):
-            drawn = super()._draw_round(round_index, micro_batches, row_numbers, encoded, sde)
+            generated = super()._generate_round(*args)
         self._rollout_seconds = self.watch.now() - started  # ends with images on the CPU: nothing is pending
-        return drawn
+        return generated
 
     def _save_sheet(self, *args, **kwargs) -> None:
         with self.watch.section("scoring: contact sheet"):
@@ -378,18 +382,13 @@ class MeasuredTrainer(PaCoGRPOTrainer):
             encoded = self.family.encode_prompt(self.pipeline, prompts, self.accelerator.device)
         return {name: tensor.float() for name, tensor in encoded.items()}
 
-    def _prompt_arguments(self, encoded: list[Encoded]):
-        prompts = [self._text_of[id(each)] for each in encoded]
+    def _inputs(self, fetched: FetchedRows, numbers: list[int]):
+        prompts = [self.train_rows.prompts[number] for number in numbers]
         self._prompts_drawn.append(prompts)
         if not self.is_published:
-            return super()._prompt_arguments(encoded)
+            return self._own_inputs(fetched, numbers)
         arguments = self._encode(prompts)
-        return arguments, arguments
-
-    def _fill_buffer(self, *args, **kwargs) -> list[dict]:
-        buffer = super()._fill_buffer(*args, **kwargs)
-        steps = self.layout.num_trained_steps
-        return [{**entry, "prompts": self._prompts_drawn[index // steps]} for index, entry in enumerate(buffer)]
+        return arguments, arguments, []
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         arguments = (inputs["record"], self.family, self.args.guidance_scale, inputs["sde"])

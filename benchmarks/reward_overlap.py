@@ -43,6 +43,7 @@ from paco_trl.rewards import ConsistencyReward, ServedJudge
 from paco_trl.rewards.reward_calls import check_reward_functions
 from paco_trl.rewards.scorer import RewardScorer
 from paco_trl.tiny import build_tiny_flux, build_tiny_qwen2_5_vl
+from paco_trl.trainer.round_buffer import RoundBuffer
 
 
 LATENCIES = (0.25, 0.5, 0.9, 2.0)  # multiples of a micro-batch's rollout
@@ -157,7 +158,7 @@ class OverlapTrainer(PaCoGRPOTrainer):
     def __init__(self, plan: list[tuple[str, float]], server: Server, judge: ServedJudge, **kwargs):
         super().__init__(reward_funcs=instant_reward, **kwargs)
         self.plan, self.server, self.judge, self.rounds = plan, server, judge, []
-        self.reward_func_names = ["consistency"]
+        self.rewards.names = self.reward_func_names = ["consistency"]
         rewards = {
             "instant": instant_reward,
             "served": ConsistencyReward(judge),
@@ -177,7 +178,7 @@ class OverlapTrainer(PaCoGRPOTrainer):
 
         return recorded
 
-    def _generate_and_score_completions(self, round_index: int) -> list[dict]:
+    def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         kind, multiple = self.plan[round_index]
         self.scorer, self.drawn = self.scorers[kind], []
         latency = multiple * self._micro_batch_seconds
@@ -186,7 +187,7 @@ class OverlapTrainer(PaCoGRPOTrainer):
         buffer = super()._generate_and_score_completions(round_index)
         spent = {name: seconds - before[name] for name, seconds in clocks().items()}
         questions = self.server.restart_count(latency)
-        metrics, count = self._round_metrics, len(self.drawn)
+        metrics, count = buffer.metrics, len(self.drawn)
         expected = 0 if kind == "instant" else PAIRS * self.layout.num_images
         if questions != expected or metrics["rewards/consistency/failure_rate"] > 0:
             raise SystemExit(f"A round of {kind}: {questions} questions instead of {expected}, or without answers.")
