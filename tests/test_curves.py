@@ -5,6 +5,7 @@ import csv
 import logging
 import math
 import os
+import tempfile
 
 import numpy as np
 import pytest
@@ -462,18 +463,26 @@ class TestCallback:
         tops = [panel(figure, "Seconds").patches[-1].get_data().values[0] for figure in drawn]
         assert tops == [17, 14 / 4 + 3]
 
-    def test_a_full_disk_is_warned_of_once_and_does_not_stop_the_run(self, run, caplog):
+    def test_a_full_disk_is_warned_of_once_and_does_not_stop_the_run(self, run, monkeypatch, caplog):
         if not os.path.exists("/dev/full"):
             pytest.skip("/dev/full is where writing fails for lack of space")
         entries = [short_entry(step) for step in (1, 2, 3)]
-        run.png.parent.mkdir()
-        os.symlink("/dev/full", f"{run.png}.part")
-        with caplog.at_level(logging.WARNING):
+        make_file = tempfile.mkstemp
+
+        def no_room_for_the_picture(prefix, **kwargs):
+            descriptor, path = make_file(prefix=prefix, **kwargs)
+            if "curves.png" not in prefix:
+                return descriptor, path
+            os.close(descriptor)
+            return os.open("/dev/full", os.O_WRONLY), path
+
+        with monkeypatch.context() as full_disk, caplog.at_level(logging.WARNING):
+            full_disk.setattr(tempfile, "mkstemp", no_room_for_the_picture)
             run.log(entries[:1])
             assert not run.png.exists()
-            os.symlink("/dev/full", f"{run.png}.part")  # the first one was removed
             run.end(entries)
         assert not run.png.exists() and len(run.table()) == 1
+        assert os.listdir(run.png.parent) == ["curves.csv"]  # nothing half-written stays
         (message,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "curves" in r.name]
         assert str(run.png) in message and "No space left on device" in message
         run.end(entries)  # there is room again

@@ -5,20 +5,14 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from accelerate.logging import get_logger
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from PIL import Image, ImageOps
-from torch import nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments, is_trackio_available, is_wandb_available
-from transformers.integrations import TensorBoardCallback
 
+from ..utils.stage_folder import write_atomically
+from .figures import new_figure, open_png, png_bytes
 
-logger = get_logger(__name__)
 
 # A sheet shows this much of a round, whatever its size
 MAX_PROMPTS = 8
@@ -32,50 +26,29 @@ LABEL_FONT = FontProperties(size=7, weight="bold")
 # Beside sources, the title of a row is an instruction, which is longer than a prompt's beginning: it has this many lines
 TITLE_LINES = 3
 
-TRACKERS_WITH_PICTURES = ("tensorboard", "wandb", "trackio")
-
 
 @dataclass
 class SheetImage:
-    """
-    One image of a contact sheet.
+    """One image of a contact sheet, a thumbnail."""
 
-    Attributes:
-        prompt (`int`):
-            Position of the prompt in the round: the row of the sheet.
-        generation (`int`):
-            Which of the prompt's images it is: the column.
-        image (`PIL.Image.Image`):
-            Thumbnail.
-        prompt_text (`str`):
-            Title of the row.
-        caption (`str`):
-            Scores, below the image.
-        series (`int`, *optional*, defaults to `0`):
-            Place of the image's row among the rows of its prompt: 0 for the images before training and 1 for those
-            after, to show one above the other.
-        series_name (`str`, *optional*, defaults to `""`):
-            Label at the left of the row, such as `"base model"` or `"step 120"`. The same for all images of a row.
-    """
-
-    prompt: int
-    generation: int
+    prompt: int  # its position in the round: the row of the sheet
+    generation: int  # which of the prompt's images it is: the column
     image: Image.Image
-    prompt_text: str
-    caption: str = ""
-    series: int = 0
-    series_name: str = ""
+    prompt_text: str  # title of the row
+    caption: str = ""  # scores, below the image
+    series: int = 0  # place of its row among those of the prompt: 0 before training, 1 after it
+    series_name: str = ""  # label at the left of the row; the same for all images of a row
 
 
 def thumbnail(image: Image.Image) -> Image.Image:
-    """A copy of the image, at most `THUMBNAIL` pixels wide and high; small images stay as they are."""
+    """Copy an image, at most `THUMBNAIL` pixels wide and high; small images stay as they are."""
     copy = image.copy()
     copy.thumbnail((THUMBNAIL, THUMBNAIL))
     return copy
 
 
 def _composite(pictures: list[Image.Image], aspect: float) -> Image.Image:
-    """One picture of several, in the arrangement that shows them largest in a box of an aspect (height / width)."""
+    """Paste several pictures into one, in the arrangement that shows them largest in a box of an aspect (height / width)."""
     if len(pictures) == 1:
         return pictures[0]
     side = max(max(picture.size) for picture in pictures)
@@ -119,24 +92,11 @@ def save_contact_sheet(
     sources: dict[int, list[Image.Image]] | None = None,
 ) -> Image.Image:
     """
-    Draws a contact sheet and saves it.
+    Draw a contact sheet and save it as a PNG file.
 
     Each prompt has a row of images for each of its series, in their order, below one title. Where images name their
-    series, a margin at the left has the names. Sources stand in a column at the left of all that, those of a prompt
-    in the middle of its rows.
-
-    Args:
-        images (`list[SheetImage]`):
-            Images, in any order.
-        title (`str`):
-            Title of the sheet.
-        path (`str` or `Path`):
-            PNG file.
-        sources (`dict[int, list[PIL.Image.Image]]`, *optional*):
-            Thumbnails of the images that a prompt edits, by the position of the prompt in the round. RGB.
-
-    Returns:
-        `PIL.Image.Image`: the sheet.
+    series, a margin at the left has the names. Thumbnails of the images that a prompt edits (RGB, by the position of the
+    prompt) stand in a column at the left of all that, in the middle of the prompt's rows.
     """
     rows = sorted({(image.prompt, image.series) for image in images})
     columns = max(image.generation for image in images) + 1
@@ -177,8 +137,7 @@ def save_contact_sheet(
             for number in own:
                 heights[number] += max(missing, 0.0) / len(own)
     left = source_column + margin
-    figure = Figure(figsize=(width + left, sum(heights) + 0.5 + below), dpi=110, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width + left, sum(heights) + 0.5 + below)
     total, height = figure.get_size_inches()
     edge = 0.02 * width / total  # where the title and the sources begin
     grid = figure.add_gridspec(
@@ -211,65 +170,6 @@ def save_contact_sheet(
             titled.add(image.prompt)
             text = textwrap.shorten(image.prompt_text, title_letters, placeholder=" …")
             axes.set_title(text, fontsize=7, loc="left", pad=3, parse_math=False)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    with Image.open(path) as sheet:
-        return sheet.convert("RGB")
-
-
-def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[TrainerCallback]) -> None:
-    """
-    Sends a contact sheet to the trackers that a run reports to and that show pictures.
-
-    Args:
-        sheet (`PIL.Image.Image`):
-            Sheet.
-        name (`str`):
-            Name in the tracker.
-        step (`int`):
-            Optimizer step.
-        callbacks (`list[TrainerCallback]`):
-            Callbacks of the trainer, among them those of its trackers.
-    """
-    names = {type(callback).__name__ for callback in callbacks}
-    for callback in callbacks:
-        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            callback.tb_writer.add_image(name, np.asarray(sheet), step, dataformats="HWC")
-    if "WandbCallback" in names and is_wandb_available():
-        import wandb
-
-        if wandb.run is not None:
-            wandb.log({name: wandb.Image(sheet), "train/global_step": step})
-    if "TrackioCallback" in names and is_trackio_available():
-        import trackio
-
-        trackio.log({name: trackio.Image(np.asarray(sheet)), "train/global_step": step})
-
-
-def start_trackers(
-    callbacks: list[TrainerCallback], args: TrainingArguments, state: TrainerState, model: nn.Module
-) -> None:
-    """
-    Start the trackers that a run reports to, where they are not running.
-
-    They start when training begins and stop when it ends: an evaluation before or after it would lose its pictures,
-    and trackio raises.
-    """
-    for callback in callbacks:
-        name = type(callback).__name__
-        if name in ("TrackioCallback", "WandbCallback") and not callback._initialized:
-            callback.setup(args, state, model)
-        elif isinstance(callback, TensorBoardCallback) and callback.tb_writer is None:
-            if state.is_world_process_zero:
-                callback._init_summary_writer(args)
-
-
-def warn_of_blind_trackers(report_to: list[str]) -> None:
-    """Warn of trackers that get no contact sheets."""
-    unseen = sorted(set(report_to) - set(TRACKERS_WITH_PICTURES))
-    if unseen:
-        logger.warning(
-            f"Contact sheets are not sent to {', '.join(unseen)}, only to {', '.join(TRACKERS_WITH_PICTURES)}; they "
-            "are saved in `output_dir/contact_sheets` as well. To remove this warning, set `log_completions=False`."
-        )
+    data = png_bytes(figure)
+    write_atomically(path, data)
+    return open_png(data)

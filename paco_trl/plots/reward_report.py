@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of an evaluated judge: how far its probabilities can be believed, and where it is most wrong."""
 
-import io
 import textwrap
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from PIL import Image
+from torch.utils.data import Dataset
 from transformers import ProcessorMixin
 
+from ..data.pairs import content_text
 from ..evaluation import calibration_bins
-from ..trainer.pair_collator import PairRows
 from ..utils.images import load_image, patch_size_of
 from .contact_sheet import thumbnail
+from .figures import new_figure, open_png, png_bytes
 
 
 # Pairs on a sheet, two beside one another
@@ -23,24 +22,9 @@ _CONSISTENT, _INCONSISTENT = "#1f77b4", "#d65f5f"
 
 
 def draw_calibration(p_yes: np.ndarray, is_yes: np.ndarray, title: str, ece: float) -> Image.Image:
-    """
-    Draws the share of consistent pairs over P(Yes), and how many pairs of either kind got which score.
-
-    Args:
-        p_yes (`np.ndarray` of shape `(N,)`):
-            Scores.
-        is_yes (`np.ndarray` of shape `(N,)`):
-            1 for consistent pairs, 0 for others.
-        title (`str`):
-            Title.
-        ece (`float`):
-            Expected calibration error, shown in the picture.
-
-    Returns:
-        `PIL.Image.Image`.
-    """
+    """Draw the share of consistent pairs over P(Yes), and how many pairs of either kind got which score."""
     bins = calibration_bins(p_yes, is_yes)
-    figure = _figure(4.6, 5.4)
+    figure = new_figure(4.6, 5.4)
     reliability, histogram = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1], "hspace": 0.08})
     figure.subplots_adjust(left=0.14, right=0.97, bottom=0.09, top=0.94)
     reliability.plot([0, 1], [0, 1], color="0.7", linestyle="--", linewidth=1, label="calibrated")
@@ -65,35 +49,22 @@ def draw_calibration(p_yes: np.ndarray, is_yes: np.ndarray, title: str, ece: flo
     histogram.set_ylabel("pairs")
     histogram.set_xlim(-0.02, 1.02)
     histogram.legend(loc="upper center", fontsize=7, frameon=False, ncols=2)
-    return _rendered(figure)
+    return open_png(png_bytes(figure))
 
 
 def draw_wrong_pairs(
-    rows: np.ndarray, p_yes: np.ndarray, is_yes: np.ndarray, dataset: PairRows, processor: ProcessorMixin, title: str
+    rows: np.ndarray, p_yes: np.ndarray, is_yes: np.ndarray, dataset: Dataset, processor: ProcessorMixin, title: str
 ) -> Image.Image:
     """
-    Draws the pairs whose score is furthest from their label, at most `MAX_PAIRS`.
+    Draw the pairs whose score is furthest from their label, at most `MAX_PAIRS`.
 
-    Args:
-        rows (`np.ndarray` of shape `(N,)`):
-            Rows of the dataset.
-        p_yes (`np.ndarray` of shape `(N,)`), is_yes (`np.ndarray` of shape `(N,)`):
-            Their scores and labels.
-        dataset ([`PairRows`]):
-            The pairs.
-        processor ([`~transformers.ProcessorMixin`]):
-            Processor, through which the judge sees images.
-        title (`str`):
-            Title of the sheet.
-
-    Returns:
-        `PIL.Image.Image`.
+    `rows`, `p_yes` and `is_yes` are of shape `(N,)`; the dataset gives the stored images and the question of each row.
     """
     errors = np.abs(p_yes - is_yes)
     worst = np.argsort(-errors, kind="stable")[:MAX_PAIRS]
     num_wrong = int(((p_yes > 0.5) != (is_yes == 1)).sum())
     lines = -(-len(worst) // 2)
-    figure = _figure(8.8, 2.95 * lines + 0.4)
+    figure = new_figure(8.8, 2.95 * lines + 0.4)
     figure.suptitle(
         f"{title}: pairs with the largest errors; {num_wrong} of {len(rows)} are decided wrongly", fontsize=9, x=0.01,
         ha="left", y=1 - 0.08 / figure.get_figheight(), va="top",
@@ -117,26 +88,13 @@ def draw_wrong_pairs(
             0.0, 1.0, f"row {rows[index]}: says {says}, P(Yes) = {p_yes[index]:.3f}; labelled {label}", fontsize=7.5,
             color="black" if says == label else _INCONSISTENT, weight="bold", va="top",
         )  # fmt: skip
-        question = textwrap.shorten(_text(row["prompt"][-1]["content"]), 230, placeholder=" …")
+        question = textwrap.shorten(content_text(row["prompt"][-1]["content"]), 230, placeholder=" …")
         question = textwrap.fill(question, 82).replace("$", r"\$")  # matplotlib reads what is between two as a formula
         caption.text(0.0, 0.74, question, fontsize=6, color="0.3", va="top")
-    return _rendered(figure)
+    return open_png(png_bytes(figure))
 
 
 def _text(content: str | list[dict]) -> str:
     if isinstance(content, str):
         return content
     return " ".join(part["text"] for part in content if part.get("type") == "text")
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _rendered(figure: Figure) -> Image.Image:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    with Image.open(buffer) as picture:
-        return picture.convert("RGB")

@@ -12,56 +12,26 @@ from PIL import Image
 from transformers import TrainerCallback
 
 from ..utils.images import to_rgb
-from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, SheetImage, save_contact_sheet, send_to_trackers, thumbnail
+from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, SheetImage, save_contact_sheet, thumbnail
+from .trackers import send_to_trackers
 
 
 @dataclass
 class ScoredImages:
-    """
-    Images with their scores.
+    """Images with their scores, prompt-major."""
 
-    Attributes:
-        pictures (`dict[int, PIL.Image.Image]`):
-            Thumbnails of those that a sheet shows, by number; prompt-major.
-        num_generations (`int`):
-            Images of each prompt.
-        reward_names (`list[str]`):
-            Names of the rewards.
-        rewards (`torch.Tensor` of shape `(images, rewards)`):
-            Rewards, NaN where missing.
-        extra (`dict[str, list]`):
-            Further columns, a value for each image.
-        advantages (`torch.Tensor` of shape `(images,)`, *optional*):
-            Advantages, of a training round.
-    """
-
-    pictures: dict[int, Image.Image]
+    pictures: dict[int, Image.Image]  # thumbnails of those that a sheet shows, by number
     num_generations: int
     reward_names: list[str]
-    rewards: torch.Tensor
-    extra: dict[str, list]
-    advantages: torch.Tensor | None = None
+    rewards: torch.Tensor  # (images, rewards), NaN where missing
+    extra: dict[str, list]  # further columns, a value for each image
+    advantages: torch.Tensor | None = None  # (images,), of a training round
 
     @classmethod
     def collect(
         cls, accelerator: Accelerator, numbers: list[int], images: list[Image.Image], num_generations: int, *scores
     ) -> "ScoredImages":
-        """
-        Collects the pictures of the first prompts from all processes. Every process calls it.
-
-        Args:
-            accelerator ([`~accelerate.Accelerator`]):
-                Accelerator of the run.
-            numbers (`list[int]`), images (`list[PIL.Image.Image]`):
-                Images of this process and their numbers in the round.
-            num_generations (`int`):
-                Images of each prompt.
-            *scores:
-                The other attributes, in order.
-
-        Returns:
-            [`ScoredImages`].
-        """
+        """Collect the pictures of the first prompts from all processes; `scores` are the other attributes, in order."""
         mine = []
         for number, image in zip(numbers, images, strict=True):
             prompt, generation = divmod(number, num_generations)
@@ -70,16 +40,7 @@ class ScoredImages:
         return cls(dict(gather_object(mine)), num_generations, *scores)
 
     def scores(self, number: int) -> dict[str, float | None]:
-        """
-        Scores of an image by name.
-
-        Args:
-            number (`int`):
-                Number of the image.
-
-        Returns:
-            `dict[str, float | None]`: `None` where a reward is missing.
-        """
+        """Give the scores of an image by name; `None` where a reward is missing."""
         values = self.rewards[number].tolist()
         scores = {
             name: None if value != value else round(value, 6)  # NaN is missing
@@ -89,7 +50,8 @@ class ScoredImages:
             scores["advantage"] = round(self.advantages[number].item(), 6)
         return scores
 
-    def _caption(self, number: int) -> str:
+    def caption(self, number: int) -> str:
+        """Write the scores of an image, a line for each."""
         scores = self.scores(number).items()
         return "\n".join(f"{name} {'none' if value is None else f'{value:.3f}'}" for name, value in scores)
 
@@ -101,7 +63,7 @@ def _sheet_images(prompts: list[str], shown: ScoredImages, before: ScoredImages 
             continue
         for number, picture in scored.pictures.items():
             prompt, generation = divmod(number, scored.num_generations)
-            image = SheetImage(prompt, generation, picture, prompts[prompt], scored._caption(number))
+            image = SheetImage(prompt, generation, picture, prompts[prompt], scored.caption(number))
             if before is not None and scored.num_generations > 1:
                 image.series, image.series_name = series, name
             elif before is not None:  # of one image a prompt, before and after are beside one another
@@ -123,30 +85,10 @@ def save_scored_sheet(
     sources: dict[int, list[Image.Image]] | None = None,
 ) -> None:
     """
-    Saves `<name>.png` with the pictures and `<name>.jsonl` with the scores of all images, and sends the sheet to the
-    trackers. For the main process.
+    Save `<name>.png` with pictures and `<name>.jsonl` with the scores of all images, and send the sheet to the trackers.
 
-    Args:
-        folder (`Path`):
-            Where to save.
-        name (`str`):
-            Name of the files.
-        title (`str`):
-            Title of the sheet.
-        prompts (`list[str]`):
-            Prompts.
-        shown ([`ScoredImages`]):
-            Images.
-        before ([`ScoredImages`], *optional*):
-            The same ones without training: shown above them, and in the columns `<score>_before`.
-        tracker_name (`str`):
-            Name of the sheet in the trackers.
-        step (`int`):
-            Optimizer step.
-        callbacks (`list[~transformers.TrainerCallback]`):
-            Callbacks of the trainer, among them those of its trackers.
-        sources (`dict[int, list[PIL.Image.Image]]`, *optional*):
-            Images that a prompt edits, by the number of the prompt: at the left of its row.
+    Images of `before`, the same ones without training, are above those that are shown, and in columns `<score>_before`.
+    `sources` are the images that a prompt edits, by the number of the prompt. For the main process.
     """
     images = _sheet_images(prompts, shown, before)
     thumbnails = {}

@@ -33,8 +33,8 @@ from ..data import check_pair_columns, is_label_only
 from ..data.pairs import content_text, iter_texts
 from ..evaluation import auroc, expected_calibration_error
 from ..hub.files import JUDGE_ADAPTER
-from ..plots.contact_sheet import send_to_trackers
 from ..plots.reward_report import draw_calibration, draw_wrong_pairs
+from ..plots.trackers import send_to_trackers
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image, patch_size_of, pixel_limit
