@@ -1577,7 +1577,7 @@ class TestBadInput:
             make_reward_trainer(continued(), peft_config=LoraConfig(r=3))
 
     def test_a_text_model(self, make_reward_trainer, tiny_qwen):
-        from paco_trl.trainer.paco_reward_trainer import language_model_targets
+        from paco_trl.trainer.judge_model import language_model_targets
 
         model = base_of(tiny_qwen)
         assert language_model_targets(model).startswith(r"model\.language_model\..*\.(")

@@ -51,15 +51,6 @@ _OF_BASES = {
 
 
 def base_citation(base: str) -> str | None:
-    """
-    Gives the citation of a base model.
-
-    Args:
-        base (`str`):
-            Hub id or folder.
-
-    Returns:
-        `str`: BibTeX; `None` for a model that this package does not know.
-    """
+    """Give the BibTeX entry of a base model, of which the Hub id or folder is known; `None` for an unknown one."""
     name = public_name(base).lower()
     return next((citation for part, citation in _OF_BASES.items() if part.lower() in name), None)

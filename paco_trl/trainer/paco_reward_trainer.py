@@ -2,11 +2,7 @@
 """PaCo-Reward: fine-tuning of a vision-language model to say whether two images are consistent, and why."""
 
 import copy
-import functools
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +12,6 @@ from peft import LoraConfig, PeftModel
 from PIL import Image
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
     AutoProcessor,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -29,27 +23,20 @@ from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from ..cards import JudgeCard, render_card
 from ..checkpointing.weights import gather_whole, shares, zero_stage_of
-from ..data import check_pair_columns, is_label_only
-from ..data.pairs import content_text, iter_texts
-from ..evaluation import auroc, expected_calibration_error
+from ..data import check_pair_columns
 from ..hub.files import JUDGE_ADAPTER
 from ..plots.reward_report import draw_calibration, draw_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
-from ..utils.deepspeed import without_zero3_init
-from ..utils.images import check_text, find_control_tokens, limit_pixels, load_image, patch_size_of, pixel_limit
+from ..utils.images import limit_pixels, pixel_limit
 from ..utils.paper import PAPER
-from .first_token_loss import first_token_weights, num_loss_items, token_weights
+from .first_token_loss import first_token_weights, num_loss_items
+from .judge_metrics import Decisions, decision_sums, evaluation_metrics, training_metrics
+from .judge_model import complete_peft_config, cut_graph_behind_tower
 from .model_cards import image_size, judge_settings, lora_of
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
-from .pair_collator import (
-    PairCollator,
-    PairRows,
-    PairSampler,
-    check_first_token,
-    check_lengths,
-    check_lengths_are_known,
-)
+from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths
+from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
 from .publishing import PushesToHub
 from .refusals import refuse_methods
 from .training_clock import TrainingClock
@@ -63,30 +50,6 @@ REFUSED_METHODS = dict.fromkeys(
     ("call_model_init", "hyperparameter_search"),
     "the trainer takes a model, not a `model_init`; make a trainer, in a process of its own, for each setting",
 )
-
-
-class Decisions(NamedTuple):
-    """
-    What a judge says of a batch of pairs. Every entry is a detached `torch.Tensor` of shape `(B,)`, float32.
-
-    Attributes:
-        p_yes:
-            P(Yes) / (P(Yes) + P(No)).
-        is_yes:
-            1 where the completion says Yes.
-        decision_loss:
-            -log p of the decision token, among the whole vocabulary.
-        reasoning_loss:
-            Sum of -log p over the other tokens of the completion.
-        num_reasoning:
-            Number of these.
-    """
-
-    p_yes: torch.Tensor
-    is_yes: torch.Tensor
-    decision_loss: torch.Tensor
-    reasoning_loss: torch.Tensor
-    num_reasoning: torch.Tensor
 
 
 class _EvaluateAtTheEnd(TrainerCallback):
@@ -178,8 +141,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         elif not isinstance(args, PaCoRewardConfig):
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
         check_pair_columns(train_dataset, "train_dataset")
-        self._check_label_only(train_dataset, args)
-        eval_datasets = {} if eval_dataset is None else _by_name(eval_dataset)
+        check_label_only(train_dataset, args)
+        eval_datasets = {} if eval_dataset is None else datasets_by_name(eval_dataset)
         for key, dataset in eval_datasets.items():
             check_pair_columns(dataset, key)
         self._base_model_source = name
@@ -207,14 +170,15 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         decision_ids = decision_token_ids(tokenizer)
         if args.max_pixels is not None:
             limit_pixels(processing_class, args.max_pixels)
-        if args.train_sampling_strategy == "group_by_length" and not _has_lengths(train_dataset, args):
+        if args.train_sampling_strategy == "group_by_length" and not has_lengths(train_dataset, args):
             check_lengths_are_known(processing_class)
         for key, dataset in [("train_dataset", train_dataset), *eval_datasets.items()]:
-            _check_rows(dataset, key, processing_class, args.max_length)
+            check_rows(dataset, key, processing_class, args.max_length)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         if not isinstance(model, PeftModel):
-            peft_config = _complete_peft_config(peft_config, model, args)
+            revision = init_kwargs.get("revision")
+            peft_config = complete_peft_config(peft_config, model, revision, args.trust_remote_code)
 
         # 3. SFTTrainer loads the model, wraps it, and gives it the fused head
         super().__init__(
@@ -264,7 +228,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         self.evaluations: dict[str, dict] = {}  # the last one on each dataset: its metrics, step and number of pairs
         self.pictures: dict[str, Image.Image] = {}
         self.decision_ids = decision_ids
-        self._sums: torch.Tensor | None = None  # of the training steps since the last log, see `_SUMMED`
+        self._sums: torch.Tensor | None = None  # of the training steps since the last log, see `decision_sums`
         self._evaluated: list[torch.Tensor] = []
         self._is_evaluating = False
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
@@ -272,25 +236,9 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         self.add_callback(TrainingClock())
         if self.eval_dataset is not None:
             self.add_callback(_EvaluateAtTheEnd())
-        _cut_graph_behind_tower(self._inner_model())
+        cut_graph_behind_tower(self._inner_model())
         # The fused head gives the log-probability of the label alone. The other answer's takes the hidden state.
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
-
-    def _check_label_only(self, dataset: Dataset, args: PaCoRewardConfig) -> None:
-        if args.first_token_weight in (None, 1):
-            return
-        rows = [row for row, _, completion in iter_texts(dataset) if is_label_only(completion)]
-        if not rows:
-            return
-        found = f"{len(rows)} of {len(dataset)} completions are a label without reasons, the first in row {rows[0]}"
-        if args.loss_variant != "paper":
-            # It would give their terminators, which the chat template adds, nearly all of the weight
-            raise ValueError(
-                f"{found}, for which `loss_variant={args.loss_variant!r}` has no sensible loss. Take "
-                '`loss_variant="paper"`, `first_token_weight=1` or None, or leave such rows out with `dataset.filter` and '
-                "`paco_trl.data.is_label_only`."
-            )
-        logger.warning(f"{found}: their loss is -log p(y_0), that of n = 1.")
 
     def _inner_model(self) -> PreTrainedModel:
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
@@ -306,7 +254,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         args = self.args
         if args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
-        if _has_lengths(self.train_dataset, args):
+        if has_lengths(self.train_dataset, args):
             lengths = self.train_dataset[args.length_column_name][:]
         else:
             lengths = self.data_collator.lengths(self.train_dataset, "train_dataset")
@@ -369,7 +317,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
 
         decisions = self._decide(hidden_state[:, :-1].detach(), inputs["labels"][:, 1:], outputs)
         if self.model.training:
-            sums = _sums(decisions, outputs, inputs["attention_mask"])
+            sums = decision_sums(decisions, outputs, inputs["attention_mask"])
             self._sums = sums if self._sums is None else self._sums + sums
         else:
             self._evaluated.append(torch.stack([rows.to(mask.device).float(), *decisions]))
@@ -402,27 +350,11 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of the decisions since the last log. Every process calls it."""
         if not self._is_evaluating and self._sums is not None:
-            sums = self.accelerator.reduce(self._sums, "sum").tolist()
+            metrics, num_tokens = training_metrics(self.accelerator.reduce(self._sums, "sum"))
             self._sums = None
-            logs.update(self._training_metrics(dict(zip(_SUMMED, sums, strict=True))))
+            self._total_train_tokens += num_tokens
+            logs.update(metrics, num_tokens=self._total_train_tokens)
         super().log(logs, start_time)
-
-    def _training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        self._total_train_tokens += int(sums["attended"])
-        tokens = sums["pairs"] + sums["num_reasoning"]
-        metrics = {
-            "decision_loss": (sums["decision_loss"], sums["pairs"]),
-            "reasoning_loss": (sums["reasoning_loss"], sums["num_reasoning"]),
-            "decision_accuracy": (sums["correct"], sums["pairs"]),
-            "p_yes/consistent": (sums["p_yes_consistent"], sums["consistent"]),
-            "p_yes/inconsistent": (sums["p_yes_inconsistent"], sums["pairs"] - sums["consistent"]),
-            "entropy": (sums["entropy"], tokens),
-            "mean_token_accuracy": (sums["top1"], tokens),
-        }
-        # A mean over nothing is left out
-        metrics = {name: total / count for name, (total, count) in metrics.items() if count > 0}
-        padding = 1 - sums["attended"] / sums["positions"]
-        return {**metrics, "padding": padding, "num_tokens": self._total_train_tokens}
 
     def evaluate(
         self,
@@ -450,9 +382,9 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             raise ValueError("There is nothing to evaluate on: give the trainer or `evaluate` an `eval_dataset`.")
         was_evaluating = self._is_evaluating  # of several datasets, each is a call of its own inside of this one
         if eval_dataset is not None and not was_evaluating:
-            for name, dataset in _by_name(eval_dataset).items():
+            for name, dataset in datasets_by_name(eval_dataset).items():
                 check_pair_columns(dataset, name)
-                _check_rows(dataset, name, self.processing_class, self.args.max_length)
+                check_rows(dataset, name, self.processing_class, self.args.max_length)
         self._is_evaluating = True
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -478,38 +410,12 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         first = first[rows >= 0]
         rows = rows[rows >= 0].astype(int)
         decisions = Decisions(*evaluated[first, 1:].T)
-        metrics = self._evaluation_metrics(decisions)
+        metrics = evaluation_metrics(decisions, self.args.first_token_weight, self.args.loss_variant)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         self.evaluations[metric_key_prefix] = {"step": self.state.global_step, "pairs": len(rows), **metrics}
         if self.is_world_process_zero():
             self._draw(rows, decisions, dataloader.dataset, metric_key_prefix)
         return output
-
-    def _evaluation_metrics(self, decisions: Decisions) -> dict[str, float]:
-        p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
-        args, length = self.args, num_reasoning + 1
-        first, others = token_weights(length, args.first_token_weight, args.loss_variant)
-        by_completion = args.first_token_weight is not None and args.loss_variant == "paper"
-        num_items = len(length) if by_completion else length.sum().item()
-        metrics = {
-            "loss": (first * decision_loss + others * reasoning_loss).sum().item() / num_items,
-            "decision_loss": decision_loss.mean().item(),
-            "decision_accuracy": ((p_yes > 0.5) == (is_yes == 1)).double().mean().item(),
-            "ece": expected_calibration_error(p_yes.numpy(), is_yes.numpy()),
-        }
-        if num_reasoning.sum() > 0:
-            metrics["reasoning_loss"] = (reasoning_loss.sum() / num_reasoning.sum()).item()
-        for name, of_kind in (("consistent", is_yes == 1), ("inconsistent", is_yes == 0)):
-            if of_kind.any():
-                metrics[f"p_yes/{name}"] = p_yes[of_kind].mean().item()
-        if 0 < is_yes.sum() < len(is_yes):
-            metrics["auroc"] = auroc(p_yes.numpy(), is_yes.numpy())
-        else:
-            logger.warning(
-                f"All {len(is_yes)} evaluation pairs have the same answer, so that AUROC is not defined; it is left "
-                "out. Evaluate on consistent and inconsistent pairs."
-            )
-        return metrics
 
     def _draw(self, rows: np.ndarray, decisions: Decisions, dataset: PairRows, name: str) -> None:
         folder = Path(self.args.output_dir) / "evaluation"
@@ -613,142 +519,3 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             evaluations=self.evaluations,
             pictures=sorted(self.pictures),
         )
-
-
-# What a training step adds up between two logs
-_SUMMED = (
-    "pairs",
-    "decision_loss",
-    "reasoning_loss",
-    "num_reasoning",
-    "correct",
-    "consistent",
-    "p_yes_consistent",
-    "p_yes_inconsistent",
-    "entropy",
-    "top1",
-    "attended",
-    "positions",
-)
-
-
-def _sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> torch.Tensor:
-    """The sums of [`_SUMMED`] over a batch: a tensor, so that nothing waits for the accelerator between two logs."""
-    p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
-    return torch.stack(
-        [
-            torch.ones_like(p_yes).sum(),
-            decision_loss.sum(),
-            reasoning_loss.sum(),
-            num_reasoning.sum(),
-            ((p_yes > 0.5) == (is_yes == 1)).float().sum(),
-            is_yes.sum(),
-            (p_yes * is_yes).sum(),
-            (p_yes * (1 - is_yes)).sum(),
-            outputs.entropy.detach().float().sum(),
-            outputs.is_top1.float().sum(),
-            attention_mask.float().sum().to(p_yes.device),
-            torch.tensor(float(attention_mask.numel()), device=p_yes.device),
-        ]
-    )
-
-
-def _by_name(eval_dataset: Dataset | dict[str, Dataset]) -> dict[str, Dataset]:
-    if not isinstance(eval_dataset, dict):
-        return {"eval_dataset": eval_dataset}
-    if not eval_dataset:
-        raise ValueError(
-            "`eval_dataset` is an empty dictionary, so there is nothing to evaluate on. Put a dataset into it, or leave "
-            "it out."
-        )
-    return eval_dataset
-
-
-def _has_lengths(dataset: Dataset, args: PaCoRewardConfig) -> bool:
-    return args.length_column_name in dataset.column_names
-
-
-def _check_rows(dataset: Dataset, name: str, processor: ProcessorMixin, max_length: int | None) -> None:
-    """What the collator would find row by row, as far as it can be known without decoding all images."""
-    for place, image in zip(("First", "Second"), PairRows(dataset)[0]["images"], strict=True):
-        # SFTTrainer decodes this row of the training set
-        load_image(image, patch_size_of(processor), f"{place} image of row 0 of `{name}`")
-    control_tokens = find_control_tokens(processor)
-    decision_ids = decision_token_ids(processor.tokenizer)
-    for row, prompt, completion in iter_texts(dataset):
-        for turn in [*prompt, *completion]:
-            check_text(content_text(turn["content"]) or "", control_tokens, f"Row {row} of `{name}`")
-        (turn,) = completion
-        tokens = processor.tokenizer.encode(content_text(turn["content"]), add_special_tokens=False)
-        check_first_token(tokens[0], decision_ids, processor, f"row {row} of `{name}`")
-    if max_length is not None:
-        check_lengths(dataset, name, processor, max_length)
-
-
-def language_model_targets(model: PreTrainedModel) -> str:
-    """
-    Pattern of all linear layers of a vision-language model's language model, for `LoraConfig.target_modules`.
-
-    The vision tower, the projector and the head are left out (paper: LoRA on the language model, the rest frozen).
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model; its weights are not looked at.
-
-    Returns:
-        `str`: regular expression.
-
-    Raises:
-        ValueError: the model does not say which part is its language model.
-    """
-    decoder = model.get_decoder()
-    names = [name for name, module in model.named_modules() if module is decoder]
-    if not names or not names[0]:
-        raise ValueError(
-            f"{type(model).__name__} does not say which part of it is the language model. Name the layers to train in "
-            "`peft_config`, as `LoraConfig(target_modules=...)`."
-        )
-    layers = {name.split(".")[-1] for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
-    return rf"{re.escape(names[0])}\..*\.({'|'.join(sorted(layers))})"
-
-
-def _cut_graph_behind_tower(model: PreTrainedModel) -> None:
-    """Compute the vision tower without a graph as long as nothing in it trains."""
-    tower = model.get_encoder("image")
-    if model.get_decoder() not in tower.modules():  # else the model does not say which part is its tower
-        forward = tower.forward
-        tower.forward = functools.update_wrapper(functools.partial(_forward_tower, tower, forward), forward)
-
-
-def _forward_tower(tower: nn.Module, forward: Callable, *args, **kwargs):
-    # With gradient checkpointing, transformers makes the tower's patches require gradients
-    # (`enable_input_require_grads`), so that frozen blocks would be computed again and differentiated for nothing
-    trains = any(parameter.requires_grad for parameter in tower.parameters())
-    with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-
-
-def _complete_peft_config(
-    peft_config: LoraConfig | None, model: str | PreTrainedModel, args: PaCoRewardConfig
-) -> LoraConfig:
-    if peft_config is None:
-        peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
-    if not isinstance(peft_config, LoraConfig):
-        raise TypeError(
-            f"`peft_config` is a {type(peft_config).__name__}; a judge is trained as a LoRA adapter: give a "
-            "`LoraConfig`, or None for the paper's."
-        )
-    peft_config = copy.deepcopy(peft_config)
-    peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
-    if peft_config.target_modules is None:
-        if isinstance(model, str):
-            # Its layers' names are needed before SFTTrainer loads it: built without weights
-            config = AutoConfig.from_pretrained(
-                model,
-                revision=args.model_init_kwargs.get("revision"),
-                trust_remote_code=args.trust_remote_code,
-            )
-            with without_zero3_init(), torch.device("meta"):
-                model = AutoModelForImageTextToText.from_config(config, trust_remote_code=args.trust_remote_code)
-        peft_config.target_modules = language_model_targets(model)
-    return peft_config

@@ -27,14 +27,10 @@ TOKEN_TENSORS = {"input_ids", "attention_mask", "labels", "token_type_ids", "mm_
 
 class PairRows(torch.utils.data.Dataset):
     """
-    Rows of a dataset of pairs with their numbers and with images that are not decoded yet.
+    Number the rows of a dataset of pairs, with images that are not decoded yet.
 
     Decoding is left to the collator, which can say which row and file it was. Rows are read as Arrow: casting the
     column to undecoded images would copy the whole dataset into the cache.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Pairs.
     """
 
     def __init__(self, dataset: Dataset):
@@ -52,29 +48,16 @@ class PairRows(torch.utils.data.Dataset):
 @dataclass
 class PairCollator(DataCollatorForVisionLanguageModeling):
     """
-    TRL's collator for vision-language models, for pairs: it opens the images as the judge does, and checks the result.
+    Collate pairs as TRL does for vision-language models, with images opened as the judge does, and check the result.
 
-    Adds `rows`, the numbers of the rows, to the batch. Padding is on the right.
-
-    Args:
-        decision_ids (`tuple[int, int]`):
-            Token ids of Yes and No.
-        cut_at (`int`, *optional*):
-            Length at which a sequence is cut, if what is cut are reasons.
-        decision_only (`bool`, *optional*, defaults to `False`):
-            Whether everything behind the decision is left out: nothing that comes after a token changes it.
-        labels_alone (`bool`, *optional*, defaults to `False`):
-            Whether it is left out of completions that are a label without reasons: n = 1 instead of terminators.
-
-    Raises:
-        ValueError: An image cannot be read, the completion's first token is not Yes or No, or the images or the
-            decision of a row do not fit into `cut_at` tokens.
+    Adds `rows`, the numbers of the rows, to the batch. Padding is on the right. A `ValueError` names the row whose image
+    cannot be read, whose first token is not Yes or No, or whose images or decision do not fit into `cut_at` tokens.
     """
 
-    decision_ids: tuple[int, int] = ()
-    cut_at: int | None = None
-    decision_only: bool = False
-    labels_alone: bool = False
+    decision_ids: tuple[int, int] = ()  # of Yes and No
+    cut_at: int | None = None  # length at which a sequence is cut, if what is cut are reasons
+    decision_only: bool = False  # leave out everything behind the decision: nothing after a token changes it
+    labels_alone: bool = False  # leave it out of completions that are a label without reasons: n = 1, no terminators
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collates rows of [`PairRows`]."""
@@ -126,16 +109,8 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
 
 class PairSampler(LengthGroupedSampler):
     """
-    Sampler that puts pairs of equal length together, in an order that follows from the seed and the epoch alone: it is
-    that of every process, and of a run that is resumed.
-
-    Args:
-        batch_size (`int`):
-            Pairs of an optimizer step, of all processes.
-        lengths (`list[int]`):
-            Tokens of each pair.
-        seed (`int`):
-            Seed.
+    Put pairs of equal length together, in an order that follows from the seed and the epoch alone: it is that of every
+    process, and of a run that is resumed. `batch_size` counts the pairs of an optimizer step, of all processes.
     """
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int):
@@ -152,22 +127,7 @@ class PairSampler(LengthGroupedSampler):
 
 
 def check_first_token(token: int, decision_ids: tuple[int, int], processor: ProcessorMixin, where: str) -> None:
-    """
-    Check that the first token of a completion is Yes or No.
-
-    Args:
-        token (`int`):
-            The token.
-        decision_ids (`tuple[int, int]`):
-            Token ids of Yes and No.
-        processor ([`~transformers.ProcessorMixin`]):
-            Processor, for the error.
-        where (`str`):
-            Row of the completion, for the error.
-
-    Raises:
-        ValueError: If it is another token.
-    """
+    """Check that the first token of a completion is Yes or No."""
     if token not in decision_ids:
         text = processor.tokenizer.decode([token])
         raise ValueError(
@@ -191,19 +151,6 @@ def check_lengths(dataset: Dataset, name: str, processor: ProcessorMixin, max_le
 
     The sizes come from the headers of the image files, which are opened only where two of the largest images that the
     processor leaves would not fit. A processor that cannot say how many tokens an image takes is left to the collator.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Pairs.
-        name (`str`):
-            Name of the dataset in errors.
-        processor ([`~transformers.ProcessorMixin`]):
-            Processor, with its limit of pixels.
-        max_length (`int`):
-            Tokens at which a sequence is cut.
-
-    Raises:
-        ValueError: If a row does not fit, or an image file has no header that can be read.
     """
     if not hasattr(processor, "_get_num_multimodal_tokens"):
         return
@@ -220,16 +167,7 @@ def check_lengths(dataset: Dataset, name: str, processor: ProcessorMixin, max_le
 
 
 def check_lengths_are_known(processor: ProcessorMixin) -> None:
-    """
-    Check that the lengths of pairs can be counted without opening their images.
-
-    Args:
-        processor ([`~transformers.ProcessorMixin`]):
-            Processor.
-
-    Raises:
-        ValueError: If it cannot say how many tokens an image takes.
-    """
+    """Check that the lengths of pairs can be counted without opening their images."""
     if not hasattr(processor, "_get_num_multimodal_tokens"):
         raise ValueError(
             f"`train_sampling_strategy` is 'group_by_length', but a {type(processor).__name__} cannot say how many "

@@ -36,18 +36,7 @@ class TrainingClock(TrainerCallback):
 
 
 def training_seconds(state: TrainerState, step: int | None = None) -> float | None:
-    """
-    Gives the seconds of training that a run has logged.
-
-    Args:
-        state ([`~transformers.TrainerState`]):
-            State of the run.
-        step (`int`, *optional*):
-            Optimizer step up to which they are. If `None`, the last one.
-
-    Returns:
-        `float`: seconds, or `None` if nothing was trained.
-    """
+    """Give the seconds of training that a run has logged up to a step, or to the last one; `None` if nothing was trained."""
     return next(
         (
             entry[KEY]
