@@ -2,6 +2,7 @@
 """Pictures for the trackers that a run reports to."""
 
 import numpy as np
+from accelerate.logging import get_logger
 from PIL import Image
 from torch import nn
 from transformers import (
@@ -14,7 +15,9 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 
-TRACKERS_WITH_PICTURES = ("tensorboard", "wandb", "trackio")
+logger = get_logger(__name__)
+
+_WITH_PICTURES = ("tensorboard", "wandb", "trackio")
 
 
 def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[TrainerCallback]) -> None:
@@ -50,3 +53,13 @@ def start_trackers(
             callback.setup(args, state, model)
         elif isinstance(callback, TensorBoardCallback) and callback.tb_writer is None and state.is_world_process_zero:
             callback._init_summary_writer(args)
+
+
+def warn_of_blind_trackers(report_to: list[str]) -> None:
+    """Warn of trackers that get no contact sheets."""
+    unseen = sorted(set(report_to) - set(_WITH_PICTURES))
+    if unseen:
+        logger.warning(
+            f"Contact sheets are not sent to {', '.join(unseen)}, only to {', '.join(_WITH_PICTURES)}; they are saved in "
+            "`output_dir/contact_sheets` as well. To remove this warning, set `log_completions=False`."
+        )

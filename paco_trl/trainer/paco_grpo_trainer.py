@@ -23,8 +23,9 @@ from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity
 
 from ..checkpointing.weights import all_gradients_needed, shares, swapped
-from ..plots.contact_sheet import MAX_PROMPTS, start_trackers, warn_of_blind_trackers
+from ..plots.contact_sheet import MAX_PROMPTS
 from ..plots.scored_sheets import ScoredImages, save_scored_sheet
+from ..plots.trackers import start_trackers, warn_of_blind_trackers
 from ..rewards.reward_set import RewardSet
 from ..rewards.scorer import RewardScorer
 from ..rollout import RecordedStep, SDESettings, UnlistedFamily, family_of, replay
