@@ -24,7 +24,8 @@ from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, theme_question
 from paco_trl.data.questions import plain_question
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge, yes_probability
-from paco_trl.rewards.served_judge import Answer, _event_loop, _started_event_loop
+from paco_trl.rewards.served_judge import Answer
+from paco_trl.utils.chat_client import _event_loop, _started_event_loop
 from paco_trl.utils.images import load_image
 
 
@@ -696,10 +697,11 @@ class TestConnections:
     def test_a_judge_of_another_process_is_refused(self, server, make_judge, monkeypatch):
         judge = make_judge(server)
         assert judge.score([PAIR], QUESTION) == [RIGHT]
-        monkeypatch.setattr(judge, "_process", judge._process + 1)  # as after a fork
+        client = judge._client
+        monkeypatch.setattr(client, "process", client.process + 1)  # as after a fork
         with pytest.raises(RuntimeError, match="was made in another process.*Make it anew"):
             judge.score([PAIR], QUESTION)
-        judge._process -= 1
+        client.process -= 1
 
     def test_cancelled(self, server, make_judge):
         server.fault = lambda number: "hang"

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language model, or one that sees images, behind an OpenAI-compatible server."""
 
-import asyncio
 import os
 import queue
-import threading
-from collections.abc import Coroutine, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .addresses import check_base_url, is_loopback
-from .chat_requests import ServerLimits, complete_chat
+from .addresses import check_base_url
+from .chat_requests import UNREADABLE, NoAnswerError, ServerLimits
 
 
 if TYPE_CHECKING:
-    import openai
+    from openai.types.chat import ChatCompletion
+
+    from .chat_client import ChatClient
 
 
 # Refused for what the request is, not for the state of the server: too long, an image that it does not take, ...
 _REFUSALS = (400, 413, 415, 422)
-# Everyone's key for a server that wants none
-_NO_KEY = "EMPTY"
 
 
 class EndpointUnavailableError(RuntimeError):
@@ -66,8 +65,8 @@ class ChatEndpoint:
     """
     Model behind an OpenAI-compatible server: vLLM, or a service.
 
-    What may pass (no connection, a timeout, HTTP 408, 409, 429 and 5xx) is tried again by the `openai` client, which
-    waits as long as the server asks for (`Retry-After`). When that does not help, the endpoint is taken to be down.
+    What may pass (no connection, a timeout, HTTP 408, 409, 429 and 5xx) is tried again, not before the server wants to
+    be asked (`Retry-After`, up to 2 minutes). When that does not help, the endpoint is taken to be down.
 
     Args:
         base_url (`str`):
@@ -82,7 +81,7 @@ class ChatEndpoint:
         timeout (`float`, *optional*, defaults to `120.0`):
             Seconds that the server may stay silent during one request.
         max_retries (`int`, *optional*, defaults to `5`):
-            How often a request that failed is tried again, after 0.5, 1, 2, ... up to 8 seconds.
+            How often a request that failed is tried again, after random waits of at most 0.5, 1, 2, ... up to 10 seconds.
 
     Raises:
         ValueError: If an argument is out of its range, or the variable holds no key.
@@ -107,7 +106,7 @@ class ChatEndpoint:
         timeout: float = 120.0,
         max_retries: int = 5,
     ):
-        host = check_base_url(base_url, "api_key_variable")
+        check_base_url(base_url, "api_key_variable")
         if not model:
             raise ValueError("`model` is empty, but must be the name under which the server has the model.")
         for name, value, smallest in (("max_concurrency", max_concurrency, 1), ("max_retries", max_retries, 0)):
@@ -122,9 +121,8 @@ class ChatEndpoint:
         self.max_concurrency = max_concurrency
         self.timeout = timeout
         self.max_retries = max_retries
-        self._key = _NO_KEY if api_key_variable is None else _read_key(api_key_variable)
+        self._key = None if api_key_variable is None else _read_key(api_key_variable)
         self._limits = ServerLimits(self.name)
-        self._is_loopback = is_loopback(host)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
@@ -136,9 +134,13 @@ class ChatEndpoint:
         Raises:
             EndpointUnavailableError: If not, with the models that it has.
         """
-        with self.asking() as asking:
-            asking._start(None, self._check(asking._client))
-            asking.next()
+        client = self._connect()
+        try:
+            client.run(client.check())
+        except NoAnswerError as failure:
+            raise _unavailable(client, failure) from None
+        finally:
+            client.close()
 
     def ask(self, messages: list[dict[str, Any]], seed: int, max_tokens: int, temperature: float) -> str:
         """
@@ -192,200 +194,78 @@ class ChatEndpoint:
         Returns:
             [`Asking`]: a context manager.
         """
-        return Asking(self)
+        return Asking(self._connect())
 
-    # ---- On the event loop ----
+    def _connect(self) -> "ChatClient":
+        from .chat_client import ChatClient  # openai takes seconds to import
 
-    def _open_client(self) -> "openai.AsyncOpenAI":
-        import openai
-
-        client = openai.AsyncOpenAI(
-            base_url=self.base_url,
-            api_key=self._key,
-            # Here it stands above one in OPENAI_CUSTOM_HEADERS
-            default_headers={"Authorization": f"Bearer {self._key}"},
-            timeout=self.timeout,
-            max_retries=self.max_retries,
-            # A proxy that the environment names does not know this machine's own addresses
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not self._is_loopback),
-        )
-        # OPENAI_ORG_ID and OPENAI_PROJECT_ID: whose they are is nothing for other servers
-        client.organization = client.project = None
-        return client
-
-    async def _check(self, client: "openai.AsyncOpenAI") -> Reply:
-        names = await self._model_names(client)
-        if self.model not in names:
-            raise EndpointUnavailableError(self._unknown_model(names))
-        return Reply("")
-
-    async def _model_names(self, client: "openai.AsyncOpenAI") -> list[str]:
-        import openai
-
-        try:
-            page = await client.models.list()
-            return [model.id for model in page.data]
-        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            raise EndpointUnavailableError(self._refused_key(error)) from None
-        except openai.APIConnectionError as error:
-            raise EndpointUnavailableError(self._no_answer(error)) from None
-        except (openai.APIError, AttributeError, TypeError, ValueError) as error:
-            raise EndpointUnavailableError(
-                f"{self.base_url}/models gives no list of models ({self._detailed(error)}). Is it the address of an "
-                "OpenAI-compatible server? It usually ends in /v1."
-            ) from None
-
-    async def _answer(self, client: "openai.AsyncOpenAI", request: ChatRequest) -> Reply:
-        # Nothing is raised from what it comes of: the key may stand in there
-        import openai
-
-        options = {name: value for name, value in request._asdict().items() if value is not None}
-        body = {"model": self.model, **options}
-        try:
-            completion = await complete_chat(client, body, self._limits)
-            return _read(completion, body["max_tokens"])
-        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            raise EndpointUnavailableError(self._refused_key(error)) from None
-        except openai.NotFoundError as error:
-            names = await self._model_names(client)
-            if self.model not in names:
-                raise EndpointUnavailableError(self._unknown_model(names)) from None
-            raise EndpointUnavailableError(
-                f"{self.base_url} has the model {self.model!r}, but does not answer questions with it "
-                f"({self._detailed(error)}). It needs the interface for chat, /chat/completions."
-            ) from None
-        except openai.APIStatusError as error:
-            if error.status_code in _REFUSALS:
-                return Reply(None, f"refused by the server ({self._detailed(error)})")
-            raise EndpointUnavailableError(self._no_answer(error)) from None
-        except openai.APIConnectionError as error:
-            raise EndpointUnavailableError(self._no_answer(error)) from None
-        except (openai.APIError, ValueError):  # 200, and then no JSON
-            return Reply(None, "an answer that cannot be read")
-
-    # ---- Words ----
-
-    def _refused_key(self, error: Exception) -> str:
-        remedy = (
+        return ChatClient(
+            self.base_url,
+            self.model,
+            self._key,
             f"The variable {self.api_key_variable} holds another one."
             if self.api_key_variable
-            else "Name the environment variable that holds one, as `api_key_variable`."
+            else "Name the environment variable that holds one, as `api_key_variable`.",
+            EndpointUnavailableError,
+            self.max_concurrency,
+            self.timeout,
+            self.max_retries,
+            self._limits,
         )
-        return f"{self.base_url} refuses the key ({self._detailed(error)}). {remedy}"
-
-    def _no_answer(self, error: Exception) -> str:
-        return (
-            f"{self.name} does not answer ({self._detailed(error)}, tried {self.max_retries + 1} times). Start the "
-            "server, wait until it is less busy, or correct `base_url`; then run the same again: it goes on where it was."
-        )
-
-    def _unknown_model(self, names: list[str]) -> str:
-        return (
-            f"{self.base_url} has no model {self.model!r}. It has: {', '.join(names) or 'none'}. Take one of them as "
-            "`model`."
-        )
-
-    def _detailed(self, error: Exception) -> str:
-        """A failure with what the server, or the network, says of it; without the key."""
-        import openai
-
-        if isinstance(error, openai.APIStatusError):
-            kind = f"HTTP {error.status_code}"
-        elif isinstance(error, openai.APITimeoutError):
-            return f"nothing came for {self.timeout:g} seconds"
-        else:
-            kind = "no connection" if isinstance(error, openai.APIConnectionError) else type(error).__name__
-        said = str(error.__cause__ or "") if isinstance(error, openai.APIConnectionError) else str(error)
-        if self._key != _NO_KEY:
-            said = said.replace(self._key, "***")
-        # Some servers send the request back, images and all
-        return f"{kind}: {said[:300]}" if said else kind
 
 
 class Asking:
-    """
-    Questions under way at an endpoint. A context manager: what is still under way at its end is cancelled.
+    """Questions under way at an endpoint. A context manager: what is still under way at its end is cancelled."""
 
-    Args:
-        endpoint ([`ChatEndpoint`]):
-            Endpoint.
-
-    Attributes:
-        under_way (`int`):
-            Questions whose replies were not taken yet.
-    """
-
-    # Tasks on a loop, not threads: a task ends at once when it is cancelled, a thread when its server has answered. The
-    # loop has a thread of its own, so that this also runs in a notebook, which has a loop already.
-
-    def __init__(self, endpoint: ChatEndpoint):
-        self.under_way = 0
-        self._endpoint = endpoint
-        self._replies: queue.SimpleQueue[tuple[Hashable, Reply | BaseException]] = queue.SimpleQueue()
+    def __init__(self, client: "ChatClient"):
+        self.under_way: dict[
+            Future[Reply], Hashable
+        ] = {}  # questions whose replies were not taken yet, and their keys
+        self._client = client
+        self._done: queue.SimpleQueue[Future[Reply]] = queue.SimpleQueue()
 
     def __enter__(self) -> "Asking":
-        self._client = self._endpoint._open_client()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="paco-trl-chat", daemon=True)
-        self._thread.start()
         return self
 
     def __exit__(self, *_) -> None:
-        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        for question in self.under_way:
+            question.cancel()
+        self._client.close()
 
     @property
     def has_room(self) -> bool:
         """Whether fewer than `max_concurrency` questions are under way."""
-        return self.under_way < self._endpoint.max_concurrency
+        return len(self.under_way) < self._client.max_concurrency
 
     def start(self, key: Hashable, request: ChatRequest) -> None:
-        """
-        Sends a question.
-
-        Args:
-            key (`Hashable`):
-                What [`~Asking.next`] gives back with the reply.
-            request ([`ChatRequest`]):
-                The question.
-        """
-        self._start(key, self._endpoint._answer(self._client, request))
+        """Send a question; [`~Asking.next`] gives its key back with the reply."""
+        question = self._client.start(_reply(self._client, request))
+        self.under_way[question] = key
+        question.add_done_callback(self._done.put)
 
     def next(self) -> tuple[Any, Reply]:
-        """
-        Waits for the next reply.
+        """Wait for the next reply; raises `EndpointUnavailableError` if the endpoint cannot be asked at all."""
+        question = self._done.get()
+        return self.under_way.pop(question), question.result()
 
-        Returns:
-            `tuple[Hashable, Reply]`: key of a question, and what came back.
 
-        Raises:
-            EndpointUnavailableError: If the endpoint cannot be asked at all.
-        """
-        key, reply = self._replies.get()
-        self.under_way -= 1
-        if isinstance(reply, BaseException):
-            raise reply
-        return key, reply
+async def _reply(client: "ChatClient", request: ChatRequest) -> Reply:
+    body = {name: value for name, value in request._asdict().items() if value is not None}
+    try:
+        return _read(await client.complete(body), body["max_tokens"])
+    except NoAnswerError as failure:
+        if failure.status in _REFUSALS:
+            return Reply(None, f"refused by the server ({failure})")
+        if failure.reason == UNREADABLE:  # 200, and then no JSON
+            return Reply(None, "an answer that cannot be read")
+        raise _unavailable(client, failure) from None
 
-    def _start(self, key: Hashable, answer: Coroutine[Any, Any, Reply]) -> None:
-        async def put() -> None:
-            try:
-                reply: Reply | BaseException = await answer
-            except Exception as error:
-                reply = error
-            self._replies.put((key, reply))
 
-        self.under_way += 1
-        asyncio.run_coroutine_threadsafe(put(), self._loop)
-
-    async def _cancel(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.close()
+def _unavailable(client: "ChatClient", failure: NoAnswerError) -> EndpointUnavailableError:
+    return EndpointUnavailableError(
+        f"{client.name} does not answer ({failure}, tried {failure.tries} times). Start the server, wait until "
+        "it is less busy, or correct `base_url`; then run the same again: it goes on where it was."
+    )
 
 
 def _read_key(variable: str) -> str:
@@ -400,7 +280,7 @@ def _read_key(variable: str) -> str:
     return key
 
 
-def _read(completion: Any, max_tokens: int) -> Reply:
+def _read(completion: "ChatCompletion", max_tokens: int) -> Reply:
     try:
         choice = completion.choices[0]
         text = choice.message.content

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for chat completions, in the way that a server takes them."""
+"""Requests for chat completions, in the way that a server takes them, and why they got no answer."""
 
 import logging
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+# Why a request got no answer, where it is no status of HTTP
+TIMEOUT = "timeout"
+NO_CONNECTION = "no connection"
+UNREADABLE = "the answer cannot be read"
 
 _AT_MOST = r"(?:max allowed:|less than or equal to|at most|<=|between \d+ and|\[\d+,)\s*(\d+)"
 # What servers say of an option that is larger than they allow
@@ -40,6 +46,27 @@ _CONTEXT = re.compile(
 # OpenAI: "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead.", see
 # https://github.com/griptape-ai/ComfyUI-Griptape/issues/312. Many servers do not know that name.
 _OTHER_NAME = re.compile(r"use \W{0,2}max_completion_tokens", re.IGNORECASE)
+
+
+class NoAnswerError(Exception):
+    """A request that got no answer after some `tries`: the `reason` in few words, and whether it `may_pass`."""
+
+    def __init__(self, reason: str, said: str = "", status: int = 0, headers: Mapping[str, str] | None = None):
+        self.reason = reason
+        self.status = status
+        self.tries = 1
+        self.may_pass = reason in (TIMEOUT, NO_CONNECTION) or status in (408, 409, 429) or status >= 500
+        self.retry_after = _seconds((headers or {}).get("retry-after"))
+        wait = f"; it is to be asked again after {self.retry_after:g} seconds" if self.retry_after > 0 else ""
+        super().__init__(f"{reason}{f' ({said})' if said else ''}{wait}")
+
+
+def _seconds(retry_after: str | None) -> float:
+    try:
+        wanted = float(retry_after or 0)
+    except ValueError:  # a date
+        return 0.0
+    return wanted if math.isfinite(wanted) else 0.0
 
 
 @dataclass

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client of OpenAI-compatible servers: connections, retries, and what a failure is called."""
+
+import asyncio
+import functools
+import itertools
+import logging
+import math
+import os
+import random
+import re
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import openai
+
+from .addresses import check_base_url, is_loopback
+from .chat_requests import NO_CONNECTION, TIMEOUT, UNREADABLE, NoAnswerError, ServerLimits, complete_chat
+
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+
+logger = logging.getLogger(__name__)
+
+# Seconds: a server that restarts is found soon, and one that is overloaded is not asked by all at once
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
+# Before the end of a budget it is not worth to try again: the last error would be a timeout
+_LAST_WAIT = 1.0
+# The longest `Retry-After` that is followed where there is no budget
+_LONGEST_RETRY_AFTER = 120.0
+# Placeholder for servers that want no key
+_NO_KEY = "EMPTY"
+# Not the global generator: waiting must not change what a run draws
+_random = random.Random()
+
+
+class ChatClient:
+    """
+    Open connections to a model on an OpenAI-compatible server. They are used on an event loop of their own, so that any
+    thread and any other loop may ask.
+
+    What may pass is tried again, `max_retries` times or until a request has used up its budget; then a
+    [`NoAnswerError`] says why. A server that cannot be asked at all raises an `unavailable` at once.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        key: str | None,
+        key_remedy: str,
+        unavailable: type[Exception],
+        max_concurrency: int,
+        timeout: float,
+        max_retries: float = math.inf,
+        limits: ServerLimits | None = None,
+    ):
+        host = check_base_url(base_url, "api_key")
+        self.base_url = base_url
+        self.model = model
+        self.name = f"{model} at {base_url}"
+        self.key_remedy = key_remedy
+        self.unavailable = unavailable
+        self.max_concurrency = max_concurrency
+        self.timeout = timeout
+        self.max_retries = max_retries
+        self.limits = limits or ServerLimits(self.name)
+        self.slots = asyncio.Semaphore(max_concurrency)  # for those who start more requests than that
+        self.first_wait = _FIRST_WAIT
+        self.process = os.getpid()
+        self._key = key or _NO_KEY
+        self._openai = openai.AsyncOpenAI(
+            base_url=base_url,
+            api_key=self._key,
+            # Here it stands above one in OPENAI_CUSTOM_HEADERS
+            default_headers={"Authorization": f"Bearer {self._key}"},
+            max_retries=0,  # they would know nothing of a budget
+            # A proxy that the environment names does not know this machine's own addresses
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(host)),
+        )
+        # OPENAI_ORG_ID and OPENAI_PROJECT_ID: whose they are is nothing for other servers
+        self._openai.organization = self._openai.project = None
+        self._is_outage_reported = False
+
+    # ---- From any thread ----
+
+    def run(self, coroutine: Coroutine) -> Any:
+        """Run a coroutine on the client's event loop and wait for what it gives."""
+        future = self.start(coroutine)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C: what is under way is not for anyone
+            future.cancel()
+            raise
+
+    def start(self, coroutine: Coroutine) -> Future:
+        """Start a coroutine on the client's event loop."""
+        if os.getpid() != self.process:
+            coroutine.close()
+            raise RuntimeError(
+                f"{self.name} was made in another process, whose connections cannot be used in this one. Make it anew "
+                "after the fork."
+            )
+        return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.run(self._openai.close())
+
+    # ---- On the event loop ----
+
+    async def check(self, budget: float = math.inf) -> None:
+        """Check that the server has the model."""
+        try:
+            page = await self._until_answered(self._openai.models.list, budget, self.max_retries)
+            names = [model.id for model in page.data]
+        except (NoAnswerError, AttributeError, TypeError) as error:
+            failure = error if isinstance(error, NoAnswerError) else NoAnswerError(UNREADABLE)
+            if failure.may_pass:
+                raise
+            raise self.unavailable(
+                f"{self.base_url}/models gives no list of models ({failure}): {self.base_url} is not the address of an "
+                "OpenAI-compatible server, which usually ends in /v1."
+            ) from None
+        if self.model not in names:
+            raise self.unavailable(
+                f"{self.base_url} has no model {self.model!r}. It has: {', '.join(names) or 'none'}. Take one of them "
+                "as `model`."
+            )
+
+    async def complete(
+        self, body: dict[str, Any], budget: float = math.inf, max_retries: float | None = None
+    ) -> "ChatCompletion":
+        """Ask a question; `budget` are seconds for all requests and waits."""
+        body["model"] = self.model
+        max_retries = self.max_retries if max_retries is None else max_retries
+        try:
+            ask = functools.partial(complete_chat, self._openai, body, self.limits)
+            return await self._until_answered(ask, budget, max_retries)
+        except NoAnswerError as failure:
+            if failure.status != 404:
+                raise
+            await self.check(budget)
+            raise self.unavailable(
+                f"{self.base_url} has the model {self.model!r}, but does not answer questions with it ({failure}). It "
+                "needs the interface for chat, /chat/completions."
+            ) from None
+
+    async def _until_answered(self, call: Callable, budget: float, max_retries: float) -> Any:
+        """Call until there is an answer, or a failure that will not pass, or no try is left."""
+        clock = asyncio.get_running_loop().time
+        deadline, backoff, failure = clock() + budget, self.first_wait, None
+        for tries in itertools.count(1):
+            if self._openai.is_closed():
+                raise RuntimeError(f"{self.name} was closed, and cannot be asked any more. Make another.")
+            limit = max(min(self.timeout, deadline - clock()), 0.01)
+            try:
+                # openai's own timeout is of silence: an answer that trickles would outlast any budget
+                async with asyncio.timeout(None if math.isinf(budget) else limit):
+                    answer = await call(timeout=limit)
+                self._is_outage_reported = False
+                return answer
+            except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+                raise self.unavailable(
+                    f"{self.base_url} refuses the key ({self._no_answer(error)}). {self.key_remedy}"
+                ) from None
+            except (TimeoutError, openai.APIError, ValueError) as error:
+                latest = self._no_answer(error)
+            # A try that the budget cut short says nothing of the server; the failure before it does
+            if failure is None or limit == self.timeout or latest.reason != TIMEOUT:
+                failure = latest
+            failure.tries, left = tries, deadline - clock()
+            # A long wait is shortened near the end, or a question would be given up before its time
+            longest = max(left / 2, min(_LAST_WAIT, budget / 10))
+            wait = max(min(_random.uniform(backoff / 2, backoff), longest), failure.retry_after)
+            patience = _LONGEST_RETRY_AFTER if math.isinf(budget) else left
+            if not failure.may_pass or tries > max_retries or wait >= patience:
+                raise failure
+            if tries >= 4 and not self._is_outage_reported:  # by one question for all that are under way
+                self._is_outage_reported = True
+                limit = "" if math.isinf(budget) else f" for up to {left:.0f} seconds"
+                logger.warning(f"{self.name} does not answer: {failure}. Trying again{limit}.")
+            backoff = min(2 * backoff, _LONGEST_WAIT)
+            await asyncio.sleep(wait)
+
+    def _no_answer(self, error: Exception) -> NoAnswerError:
+        """A failure with what the server, or the network, says of it; without what is not for a log."""
+        # openai's timeout is one of its connection errors
+        said = str(error.__cause__ or "") if isinstance(error, openai.APIConnectionError) else str(error)
+        said = re.sub(r"data:image/\S+", "data:image/...", said)  # some servers send the request back
+        said = said.replace(self._key, "***")[:300] if self._key != _NO_KEY else said[:300]
+        if isinstance(error, openai.APIStatusError):
+            return NoAnswerError(f"HTTP {error.status_code}", said, error.status_code, error.response.headers)
+        if isinstance(error, (TimeoutError, openai.APITimeoutError)):
+            return NoAnswerError(TIMEOUT, said)
+        return NoAnswerError(NO_CONNECTION if isinstance(error, openai.APIConnectionError) else UNREADABLE, said)
+
+
+_event_loop_lock = threading.Lock()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of all clients of the process."""
+    with _event_loop_lock:  # several threads may be the first
+        return _started_event_loop(os.getpid())
+
+
+@functools.cache
+def _started_event_loop(process: int) -> asyncio.AbstractEventLoop:
+    # A forked process has none of the threads of the one it comes from
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="paco-trl-chat", daemon=True).start()
+    return loop
