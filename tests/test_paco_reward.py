@@ -442,7 +442,7 @@ class TestImagesOfACall:
         monkeypatch.setattr(judge, "_takes_encoded_images", encoded)
         images = [noise(seed) for seed in range(5)]
         pairs = [(images[0], images[1]), (images[2], images[3]), (images[0], images[4])]
-        cache = _Images(judge, pairs, [[0], [1], [2]])
+        cache = _Images(14, judge._prepare, pairs, [[0], [1], [2]])
         with patches_of(judge) as patches:
             kept = [len(cache.ready)]
             for number in range(3):

@@ -20,32 +20,14 @@ Question = tuple[Image.Image, Image.Image, str]
 
 
 def image_digest(image: Image.Image) -> str:
-    """
-    What makes two images the same: mode, size, palette, transparent colour and pixels.
-
-    Args:
-        image (`PIL.Image.Image`):
-            Image.
-
-    Returns:
-        `str`.
-    """
+    """Digest what makes two images the same: mode, size, palette, transparent color and pixels."""
     pixels = image.tobytes()  # first: it reads the file, of which the rest is known then
     description = f"{image.mode} {image.size} {image.getpalette(None)} {image.info.get('transparency')} "
     return hashlib.sha256(description.encode() + pixels).hexdigest()
 
 
 class AskedOnce:
-    """
-    A judge that remembers: a question about two images is asked once, also when it is still under way.
-
-    What is remembered by is the judge, the question, and both images with mode and size. A question that got no answer
-    is asked again the next time.
-
-    Args:
-        judge ([`Judge`]):
-            Judge.
-    """
+    """A judge that remembers: a question is asked once, also while it is under way, and again if it got no answer."""
 
     def __init__(self, judge: Judge):
         self.judge = judge
@@ -54,16 +36,7 @@ class AskedOnce:
         self._lock = threading.Lock()
 
     def ask(self, questions: list[Question]) -> tuple[list[Answer], int]:
-        """
-        Asks a judge in the process.
-
-        Args:
-            questions (`list[tuple]`):
-                First image, second image and question.
-
-        Returns:
-            `tuple[list[Answer], int]`: answer to each question, and how many of them were put to the judge.
-        """
+        """Ask a judge in the process; also gives how many of the questions were put to it."""
         answers, new = self._claim(questions)
         if new:
             with self._settled(new):
@@ -73,16 +46,7 @@ class AskedOnce:
         return [answer.result() if isinstance(answer, Future) else answer for answer in answers], len(new)
 
     async def ask_server(self, questions: list[Question]) -> tuple[list[Answer], int]:
-        """
-        Asks a served judge.
-
-        Args:
-            questions (`list[tuple]`):
-                As in [`~AskedOnce.ask`].
-
-        Returns:
-            `tuple[list[Answer], int]`: as of [`~AskedOnce.ask`].
-        """
+        """As `ask`, of a served judge."""
         answers, new = self._claim(questions)
         if new:
             with self._settled(new):

@@ -78,19 +78,7 @@ def name_image(group: ImageGroup, place: int, index: int) -> str:
 
 
 def single_images(images: list[ImageSource]) -> list[tuple[ImageSource]]:
-    """
-    Groups of one image, for questions about single images.
-
-    Args:
-        images (`list`):
-            Images.
-
-    Returns:
-        `list[tuple]`.
-
-    Raises:
-        ValueError: It is no list, but one image or path, for example.
-    """
+    """Make groups of one image, for questions about single images."""
     if not isinstance(images, (list, tuple)):
         raise ValueError(
             f"`images` is {type(images).__name__}, not a list of images. `score_images` takes several, "
@@ -100,23 +88,7 @@ def single_images(images: list[ImageSource]) -> list[tuple[ImageSource]]:
 
 
 def one_question_each(prompts: str | list[str], count: int, what: str) -> list[str]:
-    """
-    A question for each of several things.
-
-    Args:
-        prompts (`str` or `list[str]`):
-            Question for each, or one for all.
-        count (`int`):
-            Number of things.
-        what (`str`):
-            What they are, in the plural, for the error.
-
-    Returns:
-        `list[str]`.
-
-    Raises:
-        ValueError: There is another number of questions.
-    """
+    """Give each of `count` things its question, from one for each or one for all."""
     if isinstance(prompts, str):
         return [prompts] * count
     if len(prompts) != count:

@@ -21,21 +21,13 @@ _KINDS = ("refused", "unavailable", "unreadable", "undecided")
 def _kind(reason: str | None) -> str:
     if reason is None or reason in ("no score", UNDECIDED):
         return "undecided"
-    if reason in ("timeout", "no connection", "HTTP 408", "HTTP 429") or reason.startswith("HTTP 5"):
+    if reason in ("timeout", "no connection", "HTTP 408", "HTTP 409", "HTTP 429") or reason.startswith("HTTP 5"):
         return "unavailable"
     return "refused" if reason.startswith("HTTP") else "unreadable"
 
 
 class WeightedQuestion(NamedTuple):
-    """
-    Attributes:
-        first (`PIL.Image.Image`), second (`PIL.Image.Image`):
-            Images.
-        text (`str`):
-            Question.
-        weight (`float`, *optional*, defaults to `1.0`):
-            Weight of its score in the reward of the image.
-    """
+    """A question about two images, and the weight of its score in the reward."""
 
     first: Image.Image
     second: Image.Image
@@ -45,20 +37,8 @@ class WeightedQuestion(NamedTuple):
 
 class JudgedReward:
     """
-    Reward that puts questions to a judge. Subclasses say which, and what the scores make.
-
-    A reward whose judge is served is a coroutine function, one whose judge is in the process is not: the judge makes
-    its class one of two.
-
-    Args:
-        model (`str`, `Path` or [`Judge`]):
-            Judge, or what [`~paco_trl.PaCoReward.from_pretrained`] takes; with `base_url`, the name of the model on the
-            server.
-        base_url (`str`, *optional*):
-            Address of a served judge.
-        **kwargs:
-            Further arguments of [`ServedJudge`] with `base_url`, and of [`~paco_trl.PaCoReward.from_pretrained`]
-            without.
+    Reward that puts questions to a judge. Subclasses say which, and what the scores make. With a served judge it is a
+    coroutine function, with one in the process it is not.
     """
 
     __name__: str
@@ -96,15 +76,11 @@ class JudgedReward:
         Scores images.
 
         Args:
-            prompts (`list[str]`):
-                Prompts.
-            completions (`list[PIL.Image.Image]`):
-                Images.
+            prompts (`list[str]`), completions (`list[PIL.Image.Image]`), **columns:
+                Prompts, images, and columns of the dataset with an entry for each image.
             log_metric (`Callable`, *optional*):
                 The trainer's; gets how many questions an image took, and the shares of those without an answer, by
                 reason.
-            **columns:
-                The dataset's columns, one entry for each image.
 
         Returns:
             `list[float | None]`: reward of each image, `None` if a question about it has no answer. With a served
@@ -169,25 +145,7 @@ def _served(cls: type[JudgedReward]) -> type[JudgedReward]:
 
 
 def column_of(columns: dict, name: str, count: int, needed_by: str) -> list:
-    """
-    A column that a reward cannot do without.
-
-    Args:
-        columns (`dict[str, list]`):
-            Columns of the call.
-        name (`str`):
-            Name.
-        count (`int`):
-            Number of images.
-        needed_by (`str`):
-            What needs it, for the error.
-
-    Returns:
-        `list`.
-
-    Raises:
-        ValueError: If it is not there, or has another length.
-    """
+    """Get a column that a reward cannot do without, with one entry for each image."""
     column = columns.get(name)
     if column is None:
         raise ValueError(f"{needed_by} needs the column `{name}`, which the dataset does not have. Add it.")

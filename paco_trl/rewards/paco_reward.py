@@ -441,7 +441,7 @@ class PaCoReward:
         keys = [tuple(image_key(image) for image in group) for group in groups]
         order = order_for_sharing(keys, prompts)
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        images = _Images(self, groups, batches)
+        images = _Images(patch_size_of(self.processor), self._prepare, groups, batches)
         answers: list = [None] * len(groups)
         progress = tqdm(total=len(groups), desc=f"Scoring {noun}s", unit=noun, disable=not show_progress)
         # A surrounding autocast would change the scores with the place they are computed in
@@ -505,8 +505,10 @@ class PaCoReward:
         encoded = BaseModelOutputWithPooling(pooler_output=tuple(features for features, _ in images))
         return {**inputs, "mm_encoder_outputs": {"image": encoded}}
 
-    def _encode(self, images: list[Image.Image]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Features and patch grid of each image, from one forward of the vision tower."""
+    def _prepare(self, images: list[Image.Image]) -> list:
+        """Features and patch grid of each image, from one forward of the vision tower; else the images themselves."""
+        if not self._takes_encoded_images:
+            return images
         inputs = self.processor.image_processor(images, return_tensors="pt")
         grids = inputs["image_grid_thw"]  # (images, 3)
         outputs = self._network.get_image_features(
@@ -518,8 +520,15 @@ class PaCoReward:
 class _Images:
     """The distinct images of a call: each is read, and encoded, when a batch first needs it, and kept until the last."""
 
-    def __init__(self, judge: PaCoReward, groups: list[ImageGroup], batches: list[list[int]]):
-        self.judge = judge
+    def __init__(
+        self,
+        patch_size: int,
+        prepare: Callable[[list[Image.Image]], list],
+        groups: list[ImageGroup],
+        batches: list[list[int]],
+    ):
+        self.patch_size = patch_size
+        self.prepare = prepare
         self.groups = groups
         self.batches = batches
         self.ready: dict = {}
@@ -539,13 +548,9 @@ class _Images:
                 key = image_key(image)
                 keys.append(key)
                 if key not in self.ready and key not in missing:
-                    patch_size = patch_size_of(self.judge.processor)
-                    missing[key] = load_image(image, patch_size, name_image(group, place, index))
+                    missing[key] = load_image(image, self.patch_size, name_image(group, place, index))
         if missing:
-            images = list(missing.values())
-            self.ready.update(
-                zip(missing, self.judge._encode(images) if self.judge._takes_encoded_images else images, strict=True)
-            )
+            self.ready.update(zip(missing, self.prepare(list(missing.values())), strict=True))
         images = [self.ready[key] for key in keys]
         self.ready = {key: image for key, image in self.ready.items() if self.last_use[key] > number}
         return images
