@@ -25,7 +25,7 @@ from hub_server import HubServer
 from paco_trl.commands import build_arguments
 from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
 from paco_trl.dataset_building import EndpointUnavailableError
-from paco_trl.rewards import JudgeUnavailableError
+from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from planted_world import PlantedWorld
 
 
@@ -294,7 +294,7 @@ class TestRankings:
         planted("pairs", test_size=0.2, annotators=["automatic"])
         assert not (folder / "rankings" / "dataset").exists()
 
-    def test_a_served_judge(self, planted, tmp_path):
+    def test_a_served_judge(self, planted, tmp_path, monkeypatch):
         import numpy as np
 
         from judge_server import JudgeServer
@@ -312,6 +312,8 @@ class TestRankings:
             for row in pairs["train"].remove_columns("images")
         ]
         assert np.mean(right) > 0.9
+        # By default a server that may still be starting is waited for half a minute
+        monkeypatch.setattr(ServedJudge.check, "__defaults__", (0.5,))
         with pytest.raises(JudgeUnavailableError, match=re.escape(server.url)):
             script.main(["rank", "--judge", "judge", "--base_url", server.url, "--annotator", "other"])
 

@@ -330,7 +330,7 @@ class TestServed:
             ConsistencyReward(base_url=server.url)
 
     def test_a_server_that_is_down(self, server):
-        judge = ServedJudge(server.url, "judge", timeout=2.0, time_budget=2.0)
+        judge = ServedJudge(server.url, "judge", timeout=1.0, time_budget=1.0)
         reward = ConsistencyReward(judge)
         server.stop()
         with pytest.raises(JudgeUnavailableError, match=f"{server.url} has not answered"):
@@ -678,7 +678,7 @@ class TestMetrics:
         ],
     )
     def test_kinds(self, server, fault, kind):
-        judge = ServedJudge(server.url, "judge", timeout=3.0, time_budget=3.0)
+        judge = ServedJudge(server.url, "judge", timeout=1.5, time_budget=1.5)
         # A test question is answered: the server is not down
         question = lambda number: server.requests[number]["messages"][-1]["content"][-1]["text"]  # noqa: E731
         server.fault = lambda number: None if "in terms of style" in question(number) else fault

@@ -444,6 +444,7 @@ class TestArguments:
 
 
 class TestProcesses:
+    @pytest.mark.slow
     def test_the_whole_command(self, start, stand_in):
         """With the real client, and a key."""
         command = start("judge", program=["-m", "paco_trl.commands.main", "serve-reward"], key=KEY)
@@ -538,6 +539,7 @@ class TestProcesses:
         assert command.wait() == 1
         assert "The server runs, but not as a judge: it does not judge\n" in command.output
 
+    @pytest.mark.slow
     def test_is_not_ready_in_time(self, start):
         command = start("never-healthy", "--startup_timeout", "5")
         assert command.wait() == 1

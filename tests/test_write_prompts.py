@@ -166,6 +166,12 @@ def test_a_key_that_the_server_says_back_is_not_shown(server, monkeypatch):
         endpoint.check()
     text = "".join(map(str, [error.value, error.value.__cause__]))
     assert server.url in text and KEY not in text and KEY not in repr(endpoint)
+    server.models, server.models_reply = ["writer"], None
+    for status, raised in ((400, ValueError), (500, EndpointUnavailableError)):
+        server.say = lambda body, status=status: (status, f"what is {KEY}?")
+        with pytest.raises(raised, match=r"what is \*\*\*\?") as error:
+            endpoint.ask(HELLO, 0, 9, 1.0)
+        assert KEY not in str(error.value)
 
 
 def test_an_endpoint_that_cannot_be_asked(server):
@@ -191,11 +197,18 @@ def test_an_endpoint_that_cannot_be_asked(server):
 def test_what_may_pass_is_tried_again(server, fault):
     server.retry_after = "0.01"
     server.fault = lambda number: fault if number == 0 else None
-    assert endpoint_of(server, max_retries=1, timeout=2.0).ask(HELLO, 0, 9, 1.0) == "Hello, you."
+    assert endpoint_of(server, max_retries=1, timeout=1.0).ask(HELLO, 0, 9, 1.0) == "Hello, you."
     assert len(server.requests) == 2
     server.fault = lambda number: fault
     with pytest.raises(EndpointUnavailableError, match="does not answer .*tried 1 times"):
-        endpoint_of(server, timeout=0.5).ask(HELLO, 0, 9, 1.0)
+        endpoint_of(server, timeout=0.3).ask(HELLO, 0, 9, 1.0)
+
+
+def test_a_server_that_wants_to_be_left_alone_for_an_hour_is_given_up(server):
+    server.retry_after, server.fault = "3600", lambda number: "429"
+    with pytest.raises(EndpointUnavailableError, match="asked again after 3600 seconds, tried 1 times"):
+        endpoint_of(server, max_retries=3).ask(HELLO, 0, 9, 1.0)
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(

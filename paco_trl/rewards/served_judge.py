@@ -45,7 +45,10 @@ _TOP_LOGPROBS = 20
 _MAX_SCORE_ERROR = 1e-3
 # What the chat templates of many models use, Qwen's among them. A server's tokenizer is not known here.
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
-_JPEG_QUALITY = 95
+_SAVE_OPTIONS = {
+    "png": {"compress_level": 1},  # higher levels take longer than they save in sending
+    "jpeg": {"quality": 95, "subsampling": 0},
+}
 # Why there is no score although there is an answer
 UNDECIDED = "Yes or No not among the likeliest tokens"
 _NO_LOGPROBS = "no log-probabilities in the answer"
@@ -125,17 +128,10 @@ class ServedJudge:
                 f"`timeout` is {timeout} and `time_budget` {time_budget}, but they must be positive, and a question "
                 "(`time_budget`) takes at least as long as one request (`timeout`)."
             )
-        if image_format not in ("png", "jpeg"):
+        if image_format not in _SAVE_OPTIONS:
             raise ValueError(f"`image_format` is {image_format!r}, but must be 'png' or 'jpeg'.")
-        self._client = ChatClient(
-            base_url,
-            model,
-            api_key or os.environ.get("VLLM_API_KEY"),
-            "Pass `api_key`, or set VLLM_API_KEY.",
-            JudgeUnavailableError,
-            max_concurrency,
-            timeout,
-        )
+        key, remedy = api_key or os.environ.get("VLLM_API_KEY"), "Pass `api_key`, or set VLLM_API_KEY."
+        self._client = ChatClient(base_url, model, key, remedy, JudgeUnavailableError, max_concurrency, timeout)
         self.base_url = base_url
         self.model = model
         self.name = self._client.name
@@ -157,9 +153,7 @@ class ServedJudge:
 
     def check(self, time_budget: float = 30.0) -> None:
         """
-        Checks that the server is there, has the model, and that the model can be used as a judge.
-
-        One real question is asked: servers that call themselves healthy may fail at their first request.
+        Checks that the server has the model, and that it can be used as a judge, by one real question.
 
         Args:
             time_budget (`float`, *optional*, defaults to `30.0`):
@@ -173,15 +167,7 @@ class ServedJudge:
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """
-        Scores pairs of images, as [`~paco_trl.PaCoReward.score`] does.
-
-        Args:
-            images (`list[tuple]`):
-                Pairs; each image a PIL image, a path, a URL, or the bytes of an image file.
-            prompts (`str` or `list[str]`):
-                Question for each pair, or one for all.
-            symmetric (`bool`, *optional*, defaults to `False`):
-                Whether to score both orders of each pair and take the mean, at the cost of a second request.
+        Scores pairs of images. Arguments are those of [`~paco_trl.PaCoReward.score`], here and in the other methods.
 
         Returns:
             `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each pair, `None` where there is no answer; a warning
@@ -193,24 +179,12 @@ class ServedJudge:
         """
         return [answer.score for answer in self._client.run(self._answer(images, prompts, symmetric))]
 
+    async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
+        """As [`~ServedJudge.score`], for a running event loop, and with the reasons for what has no score."""
+        return await asyncio.wrap_future(self._client.start(self._answer(images, prompts, symmetric)))
+
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
-        """
-        Scores questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does.
-
-        Args:
-            images (`list`):
-                Image of each question: a PIL image, a path, a URL, or the bytes of an image file.
-            prompts (`str` or `list[str]`):
-                Question for each image, or one for all.
-
-        Returns:
-            `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each question, `None` where there is no answer; a warning
-            has the reasons.
-
-        Raises:
-            ValueError: An image that cannot be read, or not one question an image.
-            JudgeUnavailableError: As in [`~ServedJudge.score`].
-        """
+        """Scores questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does."""
         groups = single_images(images)
         return self._read_all(groups, _check_prompts(prompts, len(groups), "images"), _read_score)
 
@@ -219,16 +193,6 @@ class ServedJudge:
     ) -> list[dict[str, float] | None]:
         """
         Gives the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does.
-
-        Args:
-            images (`list[tuple]`), prompts (`str` or `list[str]`):
-                As in [`~ServedJudge.score`].
-            image_labels (`tuple[str, str]`, *optional*):
-                Text in front of the first and of the second image. If `None`, none.
-
-        Returns:
-            `list[dict[str, float] | None]`: token -> log-probability of each pair, `None` where there is no answer; a
-            warning has the reasons.
 
         Raises:
             ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`], or the server gives fewer than 20.
@@ -241,40 +205,10 @@ class ServedJudge:
             )
         return tokens
 
-    async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
-        """
-        As [`~ServedJudge.score`], for a running event loop, and with the reasons for what has no score.
-
-        Args:
-            images (`list[tuple]`), prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`):
-                As in [`~ServedJudge.score`].
-
-        Returns:
-            `list[Answer]`.
-
-        Raises:
-            ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`].
-        """
-        return await asyncio.wrap_future(self._client.start(self._answer(images, prompts, symmetric)))
-
     def explain(
         self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512
     ) -> list[str | None]:
-        """
-        Generates the answers, greedily: Yes or No, and the reasons.
-
-        Args:
-            images (`list[tuple]`), prompts (`str` or `list[str]`):
-                As in [`~ServedJudge.score`].
-            max_new_tokens (`int`, *optional*, defaults to `512`):
-                Length at which an answer is cut.
-
-        Returns:
-            `list[str | None]`: answer for each pair, `None` where there is none; a warning has the reasons.
-
-        Raises:
-            ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`].
-        """
+        """Generates the answers, greedily, as [`~paco_trl.PaCoReward.explain`] does: Yes or No, and the reasons."""
         return self._read_all(*_check_pairs(images, prompts), _read_text, max_new_tokens)
 
     def close(self) -> None:
@@ -400,11 +334,9 @@ class ServedJudge:
         """Images as data URLs, with the pixels that a judge in the process would see."""
         encoded = {}
         for key, (source, where) in sources.items():
-            image, file = load_image(source, self.patch_size, where), io.BytesIO()
-            if self.image_format == "png":
-                image.save(file, "PNG", compress_level=1)  # higher levels take longer than they save in sending
-            else:
-                image.save(file, "JPEG", quality=_JPEG_QUALITY, subsampling=0)
+            file = io.BytesIO()
+            image = load_image(source, self.patch_size, where)
+            image.save(file, self.image_format, **_SAVE_OPTIONS[self.image_format])
             encoded[key] = f"data:image/{self.image_format};base64,{base64.b64encode(file.getvalue()).decode()}"
         return encoded
 

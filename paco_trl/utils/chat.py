@@ -122,18 +122,13 @@ class ChatEndpoint:
         self.timeout = timeout
         self.max_retries = max_retries
         self._key = None if api_key_variable is None else _read_key(api_key_variable)
-        self._limits = ServerLimits(self.name)
+        self._limits = ServerLimits(self.name)  # of all connections
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
 
     def check(self) -> None:
-        """
-        Checks that the server is there and has the model.
-
-        Raises:
-            EndpointUnavailableError: If not, with the models that it has.
-        """
+        """Checks that the server is there and has the model; an `EndpointUnavailableError` has those that it has."""
         client = self._connect()
         try:
             client.run(client.check())
@@ -144,14 +139,7 @@ class ChatEndpoint:
 
     def ask(self, messages: list[dict[str, Any]], seed: int, max_tokens: int, temperature: float) -> str:
         """
-        Asks one question.
-
-        Args:
-            messages (`list[dict]`), seed (`int`), max_tokens (`int`), temperature (`float`):
-                As in [`ChatRequest`].
-
-        Returns:
-            `str`: the answer.
+        Asks one question and gives the answer. Arguments are those of [`ChatRequest`].
 
         Raises:
             ValueError: If the server refuses this request, or its answer cannot be used.
@@ -187,25 +175,20 @@ class ChatEndpoint:
                 yield asking.next()
 
     def asking(self) -> "Asking":
-        """
-        Opens connections, for questions that depend on earlier answers. [`~ChatEndpoint.ask_all`] is simpler where they
-        do not.
-
-        Returns:
-            [`Asking`]: a context manager.
-        """
+        """Opens connections, for questions that depend on earlier answers, as a context manager ([`Asking`])."""
         return Asking(self._connect())
 
     def _connect(self) -> "ChatClient":
         from .chat_client import ChatClient  # openai takes seconds to import
 
+        remedy = "Name the environment variable that holds one, as `api_key_variable`."
+        if self.api_key_variable is not None:
+            remedy = f"The variable {self.api_key_variable} holds another one."
         return ChatClient(
             self.base_url,
             self.model,
             self._key,
-            f"The variable {self.api_key_variable} holds another one."
-            if self.api_key_variable
-            else "Name the environment variable that holds one, as `api_key_variable`.",
+            remedy,
             EndpointUnavailableError,
             self.max_concurrency,
             self.timeout,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 
 from .addresses import check_base_url, is_loopback
-from .chat_requests import NO_CONNECTION, TIMEOUT, UNREADABLE, NoAnswerError, ServerLimits, complete_chat
+from .chat_requests import NO_CONNECTION, TIMEOUT, UNREADABLE, NoAnswerError, ServerLimits
 
 
 if TYPE_CHECKING:
@@ -138,8 +138,7 @@ class ChatClient:
         body["model"] = self.model
         max_retries = self.max_retries if max_retries is None else max_retries
         try:
-            ask = functools.partial(complete_chat, self._openai, body, self.limits)
-            return await self._until_answered(ask, budget, max_retries)
+            return await self._until_answered(functools.partial(self._create, body), budget, max_retries)
         except NoAnswerError as failure:
             if failure.status != 404:
                 raise
@@ -148,6 +147,15 @@ class ChatClient:
                 f"{self.base_url} has the model {self.model!r}, but does not answer questions with it ({failure}). It "
                 "needs the interface for chat, /chat/completions."
             ) from None
+
+    async def _create(self, body: dict[str, Any], timeout: float) -> "ChatCompletion":
+        while True:
+            request = self.limits.request(body)
+            try:
+                return await self._openai.chat.completions.create(**request, timeout=timeout)
+            except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+                if not self.limits.learn(str(error), request, body):
+                    raise
 
     async def _until_answered(self, call: Callable, budget: float, max_retries: float) -> Any:
         """Call until there is an answer, or a failure that will not pass, or no try is left."""

@@ -6,12 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-
-if TYPE_CHECKING:
-    import openai
-    from openai.types.chat import ChatCompletion
+from typing import Any
 
 
 logger = logging.getLogger(__name__)
@@ -77,56 +72,34 @@ class ServerLimits:
     largest: dict[str, int] = field(default_factory=dict)  # of `top_logprobs` and `max_tokens`
     length_option: str = "max_tokens"
 
-
-async def complete_chat(
-    client: "openai.AsyncOpenAI", body: dict[str, Any], limits: ServerLimits, **kwargs
-) -> "ChatCompletion":
-    """
-    Asks for a chat completion, and again with other options where the server refuses them and says what it takes.
-
-    `body` has `max_tokens`, and is changed to what was asked in the end; `limits` to what the server is known to take.
-    """
-    import openai
-
-    while True:
-        for option, largest in limits.largest.items():
-            if option in body:
-                body[option] = min(body[option], largest)
+    def request(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Make a request from a body, which has `max_tokens`; what is too large is lowered in both."""
+        for option in self.largest.keys() & body.keys():
+            body[option] = min(body[option], self.largest[option])
         request = dict(body)
-        request[limits.length_option] = request.pop("max_tokens")
-        try:
-            return await client.chat.completions.create(**request, **kwargs)
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            said = str(error)
-            # Others that are under way may be refused for what is known by now. Each round asks for less, or ends.
-            if "max_tokens" in request and _OTHER_NAME.search(said):
-                if limits.length_option == "max_tokens":
-                    limits.length_option = "max_completion_tokens"
-                    logger.info(f"{limits.name} takes `max_completion_tokens` and no `max_tokens`.")
-            elif 0 < (room := _room(said)) < body["max_tokens"]:
-                body["max_tokens"] = room  # for this question alone
-            elif (refused := _refused_option(said, body)) is not None:
-                option, largest = refused
-                if largest < limits.largest.get(option, math.inf):
-                    limits.largest[option] = largest
+        request[self.length_option] = request.pop("max_tokens")
+        return request
+
+    def learn(self, refusal: str, request: dict[str, Any], body: dict[str, Any]) -> bool:
+        """Learn from a refusal, and tell whether the server may take another request of the same body."""
+        # Others that are under way may be refused for what is known by now. Each round asks for less, or ends.
+        if "max_tokens" in request and _OTHER_NAME.search(refusal):
+            if self.length_option == "max_tokens":
+                self.length_option = "max_completion_tokens"
+                logger.info(f"{self.name} takes `max_completion_tokens` and no `max_tokens`.")
+            return True
+        found = _CONTEXT.search(refusal)
+        # SGLang wants the sum to stay below its limit
+        if found and 0 < (room := int(found[1]) - int(found[2]) - 1) < body["max_tokens"]:
+            body["max_tokens"] = room  # for this question alone
+            return True
+        for option, pattern in _REFUSALS.items():
+            found = pattern.search(refusal)
+            if found and 0 < (largest := int(found[1])) < body.get(option, 0):
+                if largest < self.largest.get(option, math.inf):
+                    self.largest[option] = largest
                     logger.warning(
-                        f"{limits.name} allows `{option}` of {largest} at most, and is asked for no more from now on."
+                        f"{self.name} allows `{option}` of {largest} at most, and is asked for no more from now on."
                     )
-            else:
-                raise
-
-
-def _room(refusal: str) -> int:
-    """Tokens that a question leaves for the answer, 0 if a refusal does not say it."""
-    found = _CONTEXT.search(refusal)
-    # SGLang wants the sum to stay below its limit
-    return int(found[1]) - int(found[2]) - 1 if found else 0
-
-
-def _refused_option(refusal: str, body: dict[str, Any]) -> tuple[str, int] | None:
-    """The option that was too large, and its largest value."""
-    for option, pattern in _REFUSALS.items():
-        found = pattern.search(refusal)
-        if found and 0 < int(found[1]) < body.get(option, 0):
-            return option, int(found[1])
-    return None
+                return True
+        return False
