@@ -5,6 +5,7 @@ import asyncio
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -38,20 +39,18 @@ class AskedOnce:
     def ask(self, questions: list[Question]) -> tuple[list[Answer], int]:
         """Ask a judge in the process; also gives how many of the questions were put to it."""
         answers, new = self._claim(questions)
-        if new:
-            with self._settled(new):
-                images, prompts = _arguments(questions, new)
-                scores = self.judge.score(images, prompts)
-                self._settle(new, [Answer(score, None if score is not None else "no score") for score in scores])
+        with self._settled(new) as found:
+            if new:
+                scores = self.judge.score(*_arguments(questions, new))
+                found += [Answer(score, None if score is not None else "no score") for score in scores]
         return [answer.result() if isinstance(answer, Future) else answer for answer in answers], len(new)
 
     async def ask_server(self, questions: list[Question]) -> tuple[list[Answer], int]:
         """As `ask`, of a served judge."""
         answers, new = self._claim(questions)
-        if new:
-            with self._settled(new):
-                images, prompts = _arguments(questions, new)
-                self._settle(new, await self.judge.answer(images, prompts))
+        with self._settled(new) as found:
+            if new:
+                found += await self.judge.answer(*_arguments(questions, new))
         return [
             await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
             for answer in answers
@@ -60,10 +59,8 @@ class AskedOnce:
     def _claim(self, questions: list[Question]) -> tuple[list[Answer | Future], dict[bytes, tuple[int, Future]]]:
         """The answer of each question, to come or there, and those that the caller has to get: key -> question."""
         digests = {id(image): image_digest(image) for first, second, _ in questions for image in (first, second)}
-        keys = [
-            _digest((self.judge.name, text, digests[id(first)], digests[id(second)]))
-            for first, second, text in questions
-        ]
+        names = [(self.judge.name, text, digests[id(first)], digests[id(second)]) for first, second, text in questions]
+        keys = [hashlib.sha256(repr(name).encode()).digest() for name in names]
         new = {}
         with self._lock:
             for index, key in enumerate(keys):
@@ -76,32 +73,27 @@ class AskedOnce:
                 self._answers.popitem(last=False)
         return answers, new
 
-    def _settle(self, new: dict[bytes, tuple[int, Future]], answers: list[Answer]) -> None:
-        for (key, (_, future)), answer in zip(new.items(), answers, strict=True):
+    @contextmanager
+    def _settled(self, new: dict[bytes, tuple[int, Future]]) -> Iterator[list[Answer]]:
+        """Others may wait for what is asked: whatever happens, they hear of it."""
+        found: list[Answer] = []
+        try:
+            yield found
+            settled = dict(zip(new, found, strict=True))
+        except BaseException as error:
+            problem = error if isinstance(error, Exception) else RuntimeError("The question was given up.")
+            for key, (_, future) in new.items():
+                with self._lock:
+                    del self._answers[key]
+                future.set_exception(problem)
+            raise
+        for key, answer in settled.items():
             with self._lock:
                 if answer.score is None:
                     del self._answers[key]
                 else:
                     self._answers[key] = answer
-            future.set_result(answer)
-
-    @contextmanager
-    def _settled(self, new: dict[bytes, tuple[int, Future]]):
-        """Others may wait for what is asked: whatever happens, they hear of it."""
-        try:
-            yield
-        except BaseException as error:
-            problem = error if isinstance(error, Exception) else RuntimeError("The question was given up.")
-            for key, (_, future) in new.items():
-                if not future.done():
-                    with self._lock:
-                        del self._answers[key]
-                    future.set_exception(problem)
-            raise
-
-
-def _digest(parts: tuple) -> bytes:
-    return hashlib.sha256(repr(parts).encode()).digest()
+            new[key][1].set_result(answer)
 
 
 def _arguments(questions: list[Question], new: dict[bytes, tuple[int, Future]]) -> tuple[list, list[str]]:
