@@ -31,7 +31,7 @@ help:
 	touch $@
 
 demo: .venv/.installed
-	@$(BIN)/paco-trl demo
+	@$(BIN)/python examples/miniature/demo.py
 
 # Two processes, each with whole files: the models that a file's tests share are built once
 test: .venv/.installed

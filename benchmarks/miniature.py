@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Claims of the PaCo-RL paper, tried on the toy models of `paco_trl.miniature`, with several seeds.
+Claims of the PaCo-RL paper, tried on the toy models of `examples/miniature`, with several seeds.
 
     python benchmarks/miniature.py --claims first_token              # about 20 minutes on one core
     python benchmarks/miniature.py --claims resolution log_tame sde  # about an hour and a half
@@ -13,6 +13,7 @@ Each run is kept in `--work_dir` and not run again; two of these commands can wo
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,17 +28,21 @@ from paco_trl import PaCoReward
 from paco_trl.data import make_pair, parse_image_set_prompt, theme_question
 from paco_trl.evaluation import evaluate_rankings
 from paco_trl.image_benchmarks.statistics import cell, difference
-from paco_trl.miniature.data import shared_properties
-from paco_trl.miniature.evaluation_step import draw_and_read
-from paco_trl.miniature.generator_step import train_generator
-from paco_trl.miniature.judge_step import train_judge
-from paco_trl.miniature.run import Miniature, read_settings
-from paco_trl.miniature.settings import MiniatureSettings
-from paco_trl.miniature.world import ACCESSORIES, COLOURS, SHAPES, Panel, draw_panel, draw_wishes, write_prompt
+
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "examples"))  # before this folder, where a module has the package's name
+
+from miniature.data import shared_properties  # noqa: E402
+from miniature.evaluation_step import draw_and_read  # noqa: E402
+from miniature.generator_step import train_generator  # noqa: E402
+from miniature.judge_step import train_judge  # noqa: E402
+from miniature.run import Miniature, read_settings  # noqa: E402
+from miniature.settings import MiniatureSettings  # noqa: E402
+from miniature.world import ACCESSORIES, COLOURS, SHAPES, Panel, draw_panel, draw_wishes, write_prompt  # noqa: E402
 
 
 SEEDS = (0, 1, 2)
-HERE = Path(__file__).parent
 
 
 # ---- (a) First-token weighting ----

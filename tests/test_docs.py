@@ -27,7 +27,16 @@ from paco_trl.rewards import ConsistencyReward, ServedJudge, panel_similarity_re
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
+        *(
+            ROOT / name
+            for name in (
+                "README.md",
+                "CONTRIBUTING.md",
+                "examples/README.md",
+                "examples/miniature/README.md",
+                "benchmarks/README.md",
+            )
+        ),
         *(ROOT / "docs").glob("*.md"),
     ]
 )

@@ -7,14 +7,14 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from miniature.data import make_prompts
+from miniature.models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path
+from miniature.truth import judge_set, read_panels
+from miniature.world import ALL_PANELS, Panel, Wish, draw_all_panels, draw_panel, write_wish
 from paco_trl import PaCoReward
 from paco_trl.data import split_grid, theme_question
 from paco_trl.dataset_building import load_pipeline
 from paco_trl.evaluation import ClipIScorer
-from paco_trl.miniature.data import make_prompts
-from paco_trl.miniature.models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path
-from paco_trl.miniature.truth import judge_set, read_panels
-from paco_trl.miniature.world import ALL_PANELS, Panel, Wish, draw_all_panels, draw_panel, write_wish
 from paco_trl.rewards import ClipTReward
 
 

@@ -20,12 +20,10 @@ import torch
 from datasets import load_from_disk
 from PIL import Image
 
-from paco_trl.checkpointing.checkpoints import checkpoints_of
-from paco_trl.dataset_building import load_pipeline
-from paco_trl.miniature.evaluation_step import compare, draw_and_read
-from paco_trl.miniature.generator_step import train_generator
-from paco_trl.miniature.models import toy_flux_path
-from paco_trl.miniature.run import (
+from miniature.evaluation_step import compare, draw_and_read
+from miniature.generator_step import train_generator
+from miniature.models import toy_flux_path
+from miniature.run import (
     STEPS,
     Miniature,
     StepError,
@@ -34,12 +32,18 @@ from paco_trl.miniature.run import (
     expected_seconds,
     read_settings,
 )
-from paco_trl.miniature.settings import SHORT, MiniatureSettings
-from paco_trl.miniature.truth import SetTruth
+from miniature.settings import SHORT, MiniatureSettings
+from miniature.truth import SetTruth
+from paco_trl.checkpointing.checkpoints import checkpoints_of
+from paco_trl.dataset_building import load_pipeline
+
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "examples" / "miniature" / "demo.py"
 
 
 def demo(folder: Path, *options: str, **kwargs) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "paco_trl.commands.main", "demo", "--output_dir", str(folder), *options]
+    command = [sys.executable, str(DEMO), "--output_dir", str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, **kwargs)
 
 
@@ -217,11 +221,9 @@ class TestRefusals:
         (folder / "report.html").mkdir()  # nothing can be written there
         with pytest.raises(StepError) as error:
             miniature.run()
-        (command,) = re.findall("`paco-trl (demo .*?)`", str(error.value))
+        (command,) = re.findall("`python (examples/miniature/demo.py .*?)`", str(error.value))
         (folder / "report.html").rmdir()
-        done = subprocess.run(
-            [sys.executable, "-m", "paco_trl.commands.main", *shlex.split(command)], capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, *shlex.split(command)], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert (folder / "report.html").is_file() and read_settings(folder) == settings
 
@@ -254,7 +256,7 @@ class TestRefusals:
         assert not (tmp_path / "out").exists()
 
     def test_help_docstring_and_defaults_agree(self):
-        from paco_trl.commands.demo import DemoArguments
+        from miniature.demo import DemoArguments
 
         text = " ".join(DemoArguments.__doc__.split())
         for name, field in DemoArguments.__dataclass_fields__.items():
@@ -264,18 +266,19 @@ class TestRefusals:
 
     def test_nothing_of_the_hub_is_imported_before_it_is_offline(self):
         code = (
-            "import sys; from paco_trl.commands import demo; "
+            "import sys; from miniature import demo; "
             "assert not {'trl', 'transformers', 'huggingface_hub'} & set(sys.modules); demo.main(['--help']); "
             "from huggingface_hub import constants; assert constants.HF_HUB_OFFLINE"
         )
         environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "examples"), environment.get("PYTHONPATH", "")])
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
 
     def test_too_little_memory(self, tmp_path, monkeypatch, capsys):
         import psutil
 
-        from paco_trl.commands import demo as module
+        from miniature import demo as module
 
         for name in ("HF_HUB_OFFLINE", "DS_ACCELERATOR"):
             monkeypatch.setenv(name, os.environ.get(name, ""))  # as it was afterwards
@@ -291,7 +294,7 @@ class TestRefusals:
 @pytest.mark.slow
 def test_ctrl_c_in_every_long_step_and_on(finished, tmp_path):
     folder = tmp_path / "out"
-    command = [sys.executable, "-m", "paco_trl.commands.main", "demo", "--output_dir", str(folder), "--short"]
+    command = [sys.executable, str(DEMO), "--output_dir", str(folder), "--short"]
     for place in ("1-dataset/grids", "2-judge", "3-generator/toy-flux-lora/contact_sheets", "4-evaluation/before"):
         # Behind this test where both want the processor: it must not end before the signal comes
         nice = ["nice", "-n", "10", *command]
@@ -302,7 +305,10 @@ def test_ctrl_c_in_every_long_step_and_on(finished, tmp_path):
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
-        assert process.returncode == 130 and f"`paco-trl demo --output_dir {folder} --short` goes on" in errors
+        assert (
+            process.returncode == 130
+            and f"`python examples/miniature/demo.py --output_dir {folder} --short` goes on" in errors
+        )
     done = demo(folder, "--short")
     assert done.returncode == 0, done.stderr
     results = [Miniature(one, SHORT).result("evaluation") for one in (folder, finished[0].folder)]

@@ -7,10 +7,9 @@ from datasets import Dataset
 from datasets import Image as DatasetImage
 from PIL import Image, ImageFilter
 
-from paco_trl.data import parse_image_set_prompt
-from paco_trl.miniature.data import make_prompts, make_true_rankings, shared_properties
-from paco_trl.miniature.truth import judge_set, read_panels
-from paco_trl.miniature.world import (
+from miniature.data import make_prompts, make_true_rankings, shared_properties
+from miniature.truth import judge_set, read_panels
+from miniature.world import (
     ALL_PANELS,
     GROUNDS,
     PLACES,
@@ -23,6 +22,7 @@ from paco_trl.miniature.world import (
     write_prompt,
     write_wish,
 )
+from paco_trl.data import parse_image_set_prompt
 
 
 SCENES = (("meadow", "left"), ("beach", "middle"), ("snow", "right"), ("night", "left"))

@@ -85,7 +85,7 @@ def test_wheel_holds_data_and_templates(tmp_path):
 
 
 def test_sources_are_in_the_house_style():
-    sources = [*(ROOT / "paco_trl").rglob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    sources = [*(ROOT / "paco_trl").rglob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
     assert len(sources) > 20
     for path in sources:
         text = path.read_text(encoding="utf-8")

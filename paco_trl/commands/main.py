@@ -8,7 +8,6 @@ from importlib import import_module
 # Command -> its module, which has a `main(arguments) -> int`, and what it does. The modules bring in torch, diffusers
 # and TRL, which take seconds: only the one that is asked for is imported.
 COMMANDS = {
-    "demo": ("paco_trl.commands.demo", "runs the whole method on toy models, offline, on the CPU"),
     "doctor": ("paco_trl.commands.doctor", "checks a model, a dataset and settings before a training run"),
     "push": ("paco_trl.commands.push", "uploads to the Hub what a run has saved, and what has not arrived"),
     "merge": ("paco_trl.commands.merge", "merges an adapter into the weights of the model below it"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Puts trained toy models into the package, small enough to come with it.
+Puts trained toy models into `examples/miniature/weights`, small enough to come with the repository.
 
-    python examples/toy/ship.py --models toy-models
+    PYTHONPATH=examples python -m miniature.pretraining.ship --models toy-models
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from diffusers import FluxPipeline
 from transformers import CLIPModel, CLIPProcessor, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
-from paco_trl.miniature.models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path
+from ..models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path
 
 
 def main() -> None:

@@ -3,14 +3,14 @@
 
 import base64
 import shutil
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 
-from ..hub.files import PIPELINE_ADAPTER
-from ..utils.stage_folder import write_atomically
+from paco_trl.hub.files import PIPELINE_ADAPTER
+from paco_trl.utils.stage_folder import write_atomically
+
 from .settings import ADAPTER
 
 
@@ -63,7 +63,7 @@ def write_report(miniature: "Miniature") -> Path:
     adapter.mkdir(exist_ok=True)
     for path in {path for pattern in PIPELINE_ADAPTER for path in generator.glob(pattern)}:
         shutil.copyfile(path, adapter / path.name)
-    text = files("paco_trl").joinpath("templates/demo_report.html.jinja").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"share": _share, "interval": _interval}
     page = environment.from_string(text).render(

@@ -2,7 +2,7 @@
 """
 Trains the toy CLIP on single panels of the planted world and captions of them.
 
-    python examples/toy/train_clip.py --output_dir toy-models
+    PYTHONPATH=examples python -m miniature.pretraining.train_clip --output_dir toy-models
 
 About three minutes on one CPU core.
 """
@@ -16,7 +16,7 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-from paco_trl.miniature.world import ALL_PANELS, Panel, Wish, draw_all_panels, write_wish
+from ..world import ALL_PANELS, Panel, Wish, draw_all_panels, write_wish
 
 
 def caption(panel: Panel, style: int) -> str:

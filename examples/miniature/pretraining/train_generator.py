@@ -3,7 +3,7 @@
 Trains the toy FLUX pipeline on sets of the planted world, by flow matching on grids with panels of 64, 32 and 16 pixels;
 the transformer and its two text encoders together.
 
-    python examples/toy/train_generator.py --output_dir toy-models
+    PYTHONPATH=examples python -m miniature.pretraining.train_generator --output_dir toy-models
 
 Needs the VAE of `train_vae.py` in the folder. About 45 minutes on one CPU core.
 
@@ -28,8 +28,9 @@ from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from paco_trl.data import split_grid
-from paco_trl.miniature.truth import judge_set, read_panels
-from paco_trl.miniature.world import ALL_PANELS, draw_all_panels, draw_careless_set, draw_wishes, write_prompt
+
+from ..truth import judge_set, read_panels
+from ..world import ALL_PANELS, draw_all_panels, draw_careless_set, draw_wishes, write_prompt
 
 
 # The more tokens, the more noise hides what a set is to be: twice the side is twice the odds of noise at the same step, as

@@ -38,7 +38,7 @@ def make_prompts(count: int, seed: int, named: bool = True, name: str = "prompt"
     """
     from datasets import Dataset
 
-    from ..data import parse_image_set_prompt
+    from paco_trl.data import parse_image_set_prompt
 
     random = np.random.default_rng(seed)
     chosen: dict[str, list[Wish]] = {}

@@ -2,7 +2,7 @@
 """
 Trains the VAE of the toy pipeline on pictures of the planted world.
 
-    python examples/toy/train_vae.py --output_dir toy-models
+    PYTHONPATH=examples python -m miniature.pretraining.train_vae --output_dir toy-models
 
 About 15 minutes on one CPU core. Eight latent channels at an eighth of the size, as narrow as keeps the eyes sharp.
 """
@@ -16,7 +16,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from tqdm import tqdm
 
-from paco_trl.miniature.world import draw_all_panels
+from ..world import draw_all_panels
 
 
 # Pixels of a panel, panels to a side, pictures in a batch: the same number of pixels in each

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig
 
-from .. import PaCoGRPOConfig, PaCoGRPOTrainer
-from ..checkpointing.checkpoints import checkpoints_of
-from ..rewards import ClipTReward, ConsistencyReward
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.checkpointing.checkpoints import checkpoints_of
+from paco_trl.rewards import ClipTReward, ConsistencyReward
+
 from .models import toy_clip_path, toy_flux_path
 from .progress import show_figures
 from .settings import MiniatureSettings

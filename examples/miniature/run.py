@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..dataset_building import StageFolder
-from ..utils.stage_folder import write_atomically
+from paco_trl.dataset_building import StageFolder
+from paco_trl.utils.stage_folder import write_atomically
+
 from .data import make_prompts
-from .settings import ADAPTER, MiniatureSettings
+from .settings import ADAPTER, COMMAND, MiniatureSettings
 
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ class Miniature:
         except Exception as error:
             raise StepError(
                 f"The step {name!r} failed: {type(error).__name__}: {error} What the steps before it made is in "
-                f"{self.folder}. `paco-trl demo --output_dir {shlex.quote(str(self.folder))} --step {name}` runs it alone, "
+                f"{self.folder}. `{COMMAND} --output_dir {shlex.quote(str(self.folder))} --step {name}` runs it alone, "
                 "anew."
             ) from error
 

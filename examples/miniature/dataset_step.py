@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..dataset_building import (
+from paco_trl.dataset_building import (
     StageFolder,
     annotation_files,
     build_pairs,
@@ -17,6 +17,7 @@ from ..dataset_building import (
     rank_automatically,
     read_annotations,
 )
+
 from .data import make_true_rankings
 from .models import toy_flux_path
 from .settings import MiniatureSettings

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig
 
-from .. import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
-from ..evaluation import ClipIScorer, evaluate_rankings
+from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.evaluation import ClipIScorer, evaluate_rankings
+
 from .models import toy_clip_path, toy_judge_path
 from .progress import show_figures
 from .settings import MiniatureSettings

@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from ..data import split_grid
-from ..dataset_building import StageFolder, draw_grids
-from ..image_benchmarks.drawing import load_system
-from ..image_benchmarks.statistics import Unit, cell, difference
+from paco_trl.data import split_grid
+from paco_trl.dataset_building import StageFolder, draw_grids
+from paco_trl.image_benchmarks.drawing import load_system
+from paco_trl.image_benchmarks.statistics import Unit, cell, difference
+
 from .models import toy_flux_path
 from .settings import MiniatureSettings
 from .truth import SetTruth, judge_set, read_panels

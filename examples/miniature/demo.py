@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl demo`: the whole method on a laptop, offline."""
+"""
+The whole method on a laptop, offline.
+
+    python examples/miniature/demo.py
+"""
 
 import os
 import shlex
@@ -20,7 +24,7 @@ MEMORY_NEEDED = 2.0  # GiB free; 1.7 at most were measured, see docs/miniature.m
 @dataclass
 class DemoArguments:
     """
-    What `paco-trl demo` does. It needs no network, no GPU, two cores, and 2 GiB of free memory.
+    What the demo does. It needs no network, no GPU, two cores, and 2 GiB of free memory.
 
     Args:
         output_dir (`str`, *optional*, defaults to `"demo-output"`):
@@ -68,7 +72,7 @@ class DemoArguments:
 def _parser() -> "TrlParser":
     from trl import TrlParser
 
-    return TrlParser((DemoArguments,), prog="paco-trl demo")
+    return TrlParser((DemoArguments,))
 
 
 def main(arguments: list[str]) -> int:
@@ -89,16 +93,18 @@ def main(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         _parser().print_help()
         return 0
+    from miniature.settings import COMMAND
+
     try:
         (args,) = _parser().parse_args_and_config(arguments)
     except ValueError as error:
-        sys.stderr.write(f"paco-trl demo: {error}\n")
+        sys.stderr.write(f"demo.py: {error}\n")
         return 1
     try:
         _check_memory()
         _run(args)
     except KeyboardInterrupt:
-        goes_on = f"paco-trl demo --output_dir {shlex.quote(args.output_dir)}"
+        goes_on = f"{COMMAND} --output_dir {shlex.quote(args.output_dir)}"
         if args.step is None:
             goes_on += f" --seed {args.seed}" * (args.seed != 0) + " --short" * args.short
         else:
@@ -106,7 +112,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"\nStopped. What is done is in {args.output_dir}; `{goes_on}` goes on from there.\n")
         return 130
     except (ValueError, OSError, RuntimeError) as error:
-        sys.stderr.write(f"\npaco-trl demo: {error}\n")
+        sys.stderr.write(f"\ndemo.py: {error}\n")
         return 1
     return 0
 
@@ -115,8 +121,8 @@ def _run(args: DemoArguments) -> None:
     import datasets
     import torch
 
-    from ..miniature.run import SETTINGS_FILE, STEPS, Miniature, clear, read_settings
-    from ..miniature.settings import SHORT, MiniatureSettings
+    from miniature.run import SETTINGS_FILE, STEPS, Miniature, clear, read_settings
+    from miniature.settings import SHORT, MiniatureSettings
 
     if args.step is not None and args.step not in STEPS:
         raise ValueError(f"There is no step {args.step!r}. The steps are {', '.join(STEPS)}.")
@@ -163,3 +169,12 @@ def _check_memory() -> None:
             f"The demo needs about {MEMORY_NEEDED:g} GiB of free memory, and {available:.1f} GiB are free. Close "
             "something, or take a larger machine."
         )
+
+
+if __name__ == "__main__":
+    # This folder is a package, which is found from the folder above
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # during the imports, which take seconds
+        sys.exit(130)

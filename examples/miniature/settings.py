@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 
+COMMAND = "python examples/miniature/demo.py"  # from the root of the repository
 ADAPTER = "toy-flux-lora"  # name of the generator's folder, which its card takes for its own
 
 

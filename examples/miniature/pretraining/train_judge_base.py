@@ -2,7 +2,7 @@
 """
 Trains the toy Qwen2.5-VL to see: to describe panels of the planted world, and to compare one property of two of them.
 
-    python examples/toy/train_judge_base.py --output_dir toy-models
+    PYTHONPATH=examples python -m miniature.pretraining.train_judge_base --output_dir toy-models
 
 About 50 minutes on one CPU core. It stands for Qwen2.5-VL as one downloads it: it knows shapes, colours and scenes, and
 has never been asked whether two images are consistent. The questions become harder from part to part: to compare is
@@ -27,8 +27,9 @@ from transformers import (
 )
 
 from paco_trl.data import criterion_question, theme_question
-from paco_trl.miniature.world import ALL_PANELS, SHAPES, Panel, Wish, draw_all_panels, write_wish
 from paco_trl.tiny.qwen2_5_vl import CHAT_TEMPLATE, SPECIAL_TOKENS
+
+from ..world import ALL_PANELS, SHAPES, Panel, Wish, draw_all_panels, write_wish
 
 
 PROPERTIES = Panel._fields
