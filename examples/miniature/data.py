@@ -19,23 +19,7 @@ SIZE = 128  # pixels of a whole set at full resolution
 
 
 def make_prompts(count: int, seed: int, named: bool = True, name: str = "prompt") -> "Dataset":
-    """
-    Chooses different prompts of the planted world.
-
-    Args:
-        count (`int`):
-            Number of prompts.
-        seed (`int`):
-            Seed of the choice. Datasets of two seeds may share prompts: take one, and `select` of it.
-        named (`bool`, *optional*, defaults to `True`):
-            Whether they name the colour and the accessory of the figure, or leave them open.
-        name (`str`, *optional*, defaults to `"prompt"`):
-            Beginning of their ids.
-
-    Returns:
-        [`~datasets.Dataset`]: image-set prompts, with `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `height`,
-        `width`, and `wishes`: what is asked of each panel, in the order of [`Wish`].
-    """
+    """Chooses different prompts of the planted world."""
     from datasets import Dataset
 
     from paco_trl.data import parse_image_set_prompt
@@ -64,16 +48,7 @@ def make_prompts(count: int, seed: int, named: bool = True, name: str = "prompt"
 
 
 def shared_properties(first: Panel, second: Panel) -> int:
-    """
-    Counts what two figures have in common.
-
-    Args:
-        first ([`Panel`]), second ([`Panel`]):
-            What two panels show.
-
-    Returns:
-        `int`: how many of shape, colour and accessory, 0 to 3.
-    """
+    """Counts what two figures have in common."""
     return sum(a == b for a, b in zip(first.identity, second.identity, strict=True))
 
 
@@ -81,23 +56,6 @@ def make_true_rankings(panels: "Dataset", prompts: "Dataset", per_prompt: int = 
     """
     Makes rankings of which the truth is known: a reference, and candidates at one other position of the same prompt
     whose figures have 3, 2 and 1 properties in common with it.
-
-    Args:
-        panels ([`~datasets.Dataset`]):
-            Panels of drawn sets, from [`~paco_trl.dataset_building.cut_panels`].
-        prompts ([`~datasets.Dataset`]):
-            Their prompts.
-        per_prompt (`int`, *optional*, defaults to `8`):
-            Rankings of a prompt at most.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the choice.
-
-    Returns:
-        [`~datasets.Dataset`]: rankings, see [`~paco_trl.evaluation.evaluate_rankings`]; each has two candidates or
-        three, best first in `ranking`.
-
-    Raises:
-        ValueError: If there is no such ranking.
     """
     from datasets import Dataset, Features, Image, List, Value
 

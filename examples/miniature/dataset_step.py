@@ -35,20 +35,8 @@ def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings)
     Draws sets of each prompt with the untrained generator, and pairs their panels.
 
     Nobody looks at a picture: a panel of the same set is taken for more consistent than one of another set
-    ([`~paco_trl.dataset_building.rank_automatically`]). That is right only as often as the generator is consistent, and
-    the report says how often that is.
-
-    Args:
-        folder (`Path`):
-            Where the dataset goes: `grids`, `panels`, `annotations`, `pairs`, `rankings`.
-        prompts ([`~datasets.Dataset`]):
-            From [`make_prompts`].
-        settings ([`MiniatureSettings`]):
-            Sizes.
-
-    Returns:
-        `dict[str, Any]`: counts, and what the labels are worth: `true_share`, the share of the pairs with a label (`Yes`,
-        `No`) whose figures are really the same.
+    ([`~paco_trl.dataset_building.rank_automatically`]). That is right only as often as the generator is consistent,
+    and the report says how often that is.
     """
     pipeline = load_pipeline(str(toy_flux_path()), torch.float32, device="cpu")
     grids = draw_grids(
@@ -83,20 +71,7 @@ def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings)
 
 
 def true_share(pairs: "Dataset", shown: dict, label: str) -> float:
-    """
-    Share of the pairs with a label whose figures are really the same.
-
-    Args:
-        pairs ([`~datasets.Dataset`]):
-            Pairs, with the ids of their `panels`.
-        shown (`dict`):
-            What each panel shows, by id, from [`read_panels`].
-        label (`str`):
-            `"Yes"` or `"No"`.
-
-    Returns:
-        `float`.
-    """
+    """Share of the pairs with a label whose figures are really the same."""
     same = []
     for names, completion in zip(pairs["panels"][:], pairs["completion"][:], strict=True):
         if completion[0]["content"] == label:

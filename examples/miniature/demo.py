@@ -76,16 +76,7 @@ def _parser() -> "TrlParser":
 
 
 def main(arguments: list[str]) -> int:
-    """
-    Runs the command.
-
-    Args:
-        arguments (`list[str]`):
-            Options.
-
-    Returns:
-        `int`: 0 when all is done, 1 when something cannot be, 130 after Ctrl-C.
-    """
+    """Runs the command."""
     # Before anything of the Hub is imported: nothing is looked for there
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # DeepSpeed, where it is installed, would look for another one, and say so

@@ -26,26 +26,11 @@ if TYPE_CHECKING:
 
 _SHOWN_ROWS, _SHOWN_COLUMNS = 4, 5
 
-Truths = Mapping[Unit, SetTruth]
+Truths = Mapping[Unit, SetTruth]  # by prompt id and seed
 
 
 def draw_and_read(folder: Path, adapter: Path | None, prompts: "Dataset", settings: MiniatureSettings) -> Truths:
-    """
-    Draws test prompts at full resolution, and reads from the pixels what the sets show.
-
-    Args:
-        folder (`Path`):
-            Where the pictures go. What is there is not drawn again.
-        adapter (`Path`, *optional*):
-            Folder of the adapter; `None` is the untrained generator.
-        prompts ([`~datasets.Dataset`]):
-            From [`make_prompts`].
-        settings ([`MiniatureSettings`]):
-            Sizes. The noise of a prompt and seed is the same with any adapter.
-
-    Returns:
-        `Mapping`: (prompt id, seed) -> [`SetTruth`].
-    """
+    """Draws test prompts at full resolution, and reads from the pixels what the sets show."""
     pipeline = load_system(str(toy_flux_path()), torch.float32, None if adapter is None else str(adapter), "cpu")
     grids = draw_grids(
         pipeline,
@@ -66,17 +51,7 @@ def draw_and_read(folder: Path, adapter: Path | None, prompts: "Dataset", settin
 
 
 def compare(before: Truths, after: Truths) -> dict[str, Any]:
-    """
-    Means before and after and their paired difference, with bootstrap intervals over prompts.
-
-    Args:
-        before (`Mapping`), after (`Mapping`):
-            From [`draw_and_read`].
-
-    Returns:
-        `dict[str, Any]`: for each field of [`SetTruth`] `before`, `after` and `difference`, each with `mean` and
-        `interval`.
-    """
+    """Means before and after and their paired difference, with bootstrap intervals over prompts."""
     results: dict[str, Any] = {}
     for name in SetTruth._fields:
         values = [{unit: getattr(truth, name) for unit, truth in truths.items()} for truths in (before, after)]
@@ -90,18 +65,8 @@ def compare(before: Truths, after: Truths) -> dict[str, Any]:
 
 def draw_before_and_after(folder: Path, path: Path, prompts: "Dataset", results: dict[str, Any]) -> None:
     """
-    Saves a picture of the first test prompts, before and after from the same noise. A panel whose figure is not the one
-    that the prompt asks for has a red frame.
-
-    Args:
-        folder (`Path`):
-            Folder of the pictures, with `before` and `after` as [`draw_and_read`] made them.
-        path (`Path`):
-            PNG file.
-        prompts ([`~datasets.Dataset`]):
-            Prompts; the first ones are shown, not chosen ones.
-        results (`dict[str, Any]`):
-            From [`compare`].
+    Saves a picture of the first test prompts, before and after from the same noise. A panel whose figure is not the
+    one that the prompt asks for has a red frame.
     """
     rows = list(prompts.select(range(min(_SHOWN_ROWS * _SHOWN_COLUMNS, len(prompts)))).with_format(None))
     figure = Figure(figsize=(13, 5.9), layout="constrained")

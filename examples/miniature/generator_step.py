@@ -27,21 +27,6 @@ def train_generator(
     Trains a LoRA of the toy FLUX to draw sets that the judge finds consistent and CLIP-T finds to follow the prompt.
 
     A run that was stopped goes on from its last checkpoint.
-
-    Args:
-        folder (`Path`):
-            Where the adapter, its card, checkpoints, contact sheets and curves go.
-        judge (`Path`):
-            Folder of the trained judge.
-        prompts ([`~datasets.Dataset`]):
-            Prompts to train on, from [`make_prompts`].
-        settings ([`MiniatureSettings`]):
-            Sizes.
-        **options:
-            Other options of [`PaCoGRPOConfig`], in place of those of the miniature.
-
-    Returns:
-        [`PaCoGRPOTrainer`]: after training; the adapter is saved.
     """
     images = settings.num_prompts_per_round * settings.num_generations
     usual = {

@@ -19,22 +19,7 @@ if TYPE_CHECKING:
 
 
 def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings, **options: Any) -> dict[str, float]:
-    """
-    Trains a LoRA of the toy Qwen2.5-VL to say Yes or No to "are these two consistent?".
-
-    Args:
-        folder (`Path`):
-            Where the adapter goes.
-        pairs ([`~datasets.DatasetDict`]):
-            Pairs of step 1, `train` and `test`.
-        settings ([`MiniatureSettings`]):
-            Sizes.
-        **options:
-            Other options of [`PaCoRewardConfig`], in place of those of the miniature.
-
-    Returns:
-        `dict[str, float]`: the trainer's metrics on the held-out pairs.
-    """
+    """Trains a LoRA of the toy Qwen2.5-VL to say Yes or No to "are these two consistent?"."""
     train = pairs["train"].shuffle(seed=settings.seed)
     usual = {
         "first_token_weight": 1.0,  # the pairs have labels and no reasons
@@ -67,15 +52,6 @@ def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings,
 def compare_judges(folder: Path, rankings: "Dataset") -> dict[str, Any]:
     """
     Lets the trained judge, the untrained one and CLIP-I rank panels of held-out prompts, of which the truth is known.
-
-    Args:
-        folder (`Path`):
-            Folder of the trained judge.
-        rankings ([`~datasets.Dataset`]):
-            From [`make_true_rankings`].
-
-    Returns:
-        `dict[str, Any]`: results of [`~paco_trl.evaluation.evaluate_rankings`] by `trained`, `untrained` and `clip_i`.
     """
     scorers = {
         "trained": PaCoReward.from_pretrained(folder, batch_size=128),

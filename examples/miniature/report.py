@@ -4,62 +4,36 @@
 import base64
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from paco_trl.hub.files import PIPELINE_ADAPTER
 from paco_trl.utils.stage_folder import write_atomically
 
-from .settings import ADAPTER
-
-
-if TYPE_CHECKING:
-    from .run import Miniature
+from .settings import ADAPTER, MiniatureSettings
 
 
 JUDGES = {"trained": "PaCo-Reward", "untrained": "the same model, untrained", "clip_i": "CLIP-I"}
 
 
-def pictures_of(miniature: "Miniature") -> dict[str, Path]:
-    """
-    Pictures that the steps made.
-
-    Args:
-        miniature ([`Miniature`]):
-            The miniature.
-
-    Returns:
-        `dict[str, Path]`: by the names that they have in the folder of the miniature.
-    """
-    generator = miniature.step_folder("generator") / ADAPTER
+def write_report(
+    folder: Path, steps: dict[str, Path], results: dict[str, dict[str, Any]], settings: MiniatureSettings
+) -> Path:
+    """Writes `report.html`, which needs nothing beside it, with copies of its pictures and of the adapter beside it."""
+    generator = steps["generator"] / ADAPTER
     sheets = sorted((generator / "contact_sheets").glob("*.png"))
-    return {
-        "sets": miniature.step_folder("dataset") / "grids" / "sample.png",
-        "calibration": max((miniature.step_folder("judge") / "evaluation").glob("*-calibration-*.png")),
+    pictures = {
+        "sets": steps["dataset"] / "grids" / "sample.png",
+        "calibration": max((steps["judge"] / "evaluation").glob("*-calibration-*.png")),
         "curves": generator / "curves.png",
         "first_round": sheets[0],
         "last_round": sheets[-1],
-        "before_and_after": miniature.step_folder("evaluation") / "before_and_after.png",
+        "before_and_after": steps["evaluation"] / "before_and_after.png",
     }
-
-
-def write_report(miniature: "Miniature") -> Path:
-    """
-    Writes `report.html`, with copies of its pictures and of the adapter with its card beside it.
-
-    Args:
-        miniature ([`Miniature`]):
-            The miniature; its other steps are done.
-
-    Returns:
-        `Path`: the page. It needs nothing beside it.
-    """
-    pictures = pictures_of(miniature)
     for name in ("before_and_after", "curves", "calibration"):
-        shutil.copyfile(pictures[name], miniature.folder / f"{name}.png")
-    generator = miniature.step_folder("generator") / ADAPTER
-    adapter = miniature.folder / ADAPTER
+        shutil.copyfile(pictures[name], folder / f"{name}.png")
+    adapter = folder / ADAPTER
     adapter.mkdir(exist_ok=True)
     for path in {path for pattern in PIPELINE_ADAPTER for path in generator.glob(pattern)}:
         shutil.copyfile(path, adapter / path.name)
@@ -67,32 +41,22 @@ def write_report(miniature: "Miniature") -> Path:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"share": _share, "interval": _interval}
     page = environment.from_string(text).render(
-        results={name: miniature.result(name) for name in ("dataset", "judge", "generator", "evaluation")},
-        settings=miniature.settings,
+        results=results,
+        settings=settings,
         judges=JUDGES,
         pictures={
             name: "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
             for name, path in pictures.items()
         },
     )
-    path = miniature.folder / "report.html"
+    path = folder / "report.html"
     write_atomically(path, page)
     return path
 
 
-def summary(miniature: "Miniature") -> list[str]:
-    """
-    The whole in five lines.
-
-    Args:
-        miniature ([`Miniature`]):
-            The miniature; its steps but the last are done.
-
-    Returns:
-        `list[str]`.
-    """
-    dataset, judge = miniature.result("dataset"), miniature.result("judge")
-    truth = miniature.result("evaluation")
+def summary(folder: Path, results: dict[str, dict[str, Any]]) -> list[str]:
+    """Writes the whole in five lines."""
+    dataset, judge, truth = results["dataset"], results["judge"], results["evaluation"]
     accuracy = {name: judge[name]["metrics"]["accuracy"]["mean"] for name in JUDGES}
     consistency, following = truth["consistency"], truth["prompt_following"]
     return [
@@ -104,7 +68,7 @@ def summary(miniature: "Miniature") -> list[str]:
         f"{consistency['after']['mean']:.2f} after ({_interval(consistency['difference'])}).",
         f"True prompt following: {following['before']['mean']:.2f} before, {following['after']['mean']:.2f} after "
         f"({_interval(following['difference'])}).",
-        f"Look at {miniature.folder / 'report.html'}; the adapter with its card is in {miniature.folder / ADAPTER}.",
+        f"Look at {folder / 'report.html'}; the adapter with its card is in {folder / ADAPTER}.",
     ]
 
 

@@ -16,6 +16,7 @@ from paco_trl.dataset_building import StageFolder
 from paco_trl.utils.stage_folder import write_atomically
 
 from .data import make_prompts
+from .report import summary, write_report
 from .settings import ADAPTER, COMMAND, MiniatureSettings
 
 
@@ -38,16 +39,7 @@ STEPS = {
 
 
 def expected_seconds(settings: MiniatureSettings) -> dict[str, float]:
-    """
-    About how long each step takes on one core. What the steps before it really took corrects it.
-
-    Args:
-        settings ([`MiniatureSettings`]):
-            Sizes.
-
-    Returns:
-        `dict[str, float]`: seconds, by the name of the step.
-    """
+    """About how long each step takes on one core. What the steps before it really took corrects it."""
     images = settings.num_rounds * settings.num_prompts_per_round * settings.num_generations
     return {  # measured: starting, and for each set, pair, image of a round, set
         "dataset": 4 + 0.09 * 4 * settings.num_dataset_prompts,
@@ -59,19 +51,7 @@ def expected_seconds(settings: MiniatureSettings) -> dict[str, float]:
 
 
 def read_settings(folder: Path) -> MiniatureSettings:
-    """
-    Settings that a folder was made with.
-
-    Args:
-        folder (`Path`):
-            Folder of a miniature.
-
-    Returns:
-        [`MiniatureSettings`].
-
-    Raises:
-        ValueError: If they are those of another version.
-    """
+    """Settings that a folder was made with."""
     values = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     try:
         return MiniatureSettings(
@@ -83,12 +63,8 @@ def read_settings(folder: Path) -> MiniatureSettings:
 
 def clear(folder: Path) -> None:
     """
-    Takes away what a miniature made in a folder, and nothing else. The settings go last: when this is stopped, the folder
-    is still one of a miniature.
-
-    Args:
-        folder (`Path`):
-            Folder of a miniature.
+    Takes away what a miniature made in a folder, and nothing else. The settings go last: when this is stopped, the
+    folder is still one of a miniature.
     """
     for name in reversed(STEPS):
         _take_away(folder / STEPS[name][0])
@@ -116,20 +92,8 @@ class Miniature:
     """
     The five steps over one folder.
 
-    A step that was done is not done again; one that was stopped goes on where it can. On one machine, with one number of
-    threads, what comes out depends on the settings alone.
-
-    Args:
-        folder (`str` or `Path`):
-            Where everything goes.
-        settings ([`MiniatureSettings`], *optional*):
-            Sizes and seed. If `None`, the usual ones.
-        say (`Callable`, *optional*):
-            Gets a line about each step. If `None`, nothing is said.
-
-    Raises:
-        ValueError: If the folder was made with other settings.
-        OSError: If nothing can be written there.
+    A step that was done is not done again; one that was stopped goes on where it can. On one machine, with one number
+    of threads, what comes out depends on the settings alone.
     """
 
     def __init__(
@@ -156,48 +120,16 @@ class Miniature:
             write_atomically(file, json.dumps(now, indent=2) + "\n")
 
     def step_folder(self, name: str) -> Path:
-        """
-        Folder of a step.
-
-        Args:
-            name (`str`):
-                One of `STEPS`.
-
-        Returns:
-            `Path`.
-        """
+        """Folder of a step."""
         return self.folder / STEPS[name][0]
 
     def result(self, name: str) -> dict[str, Any] | None:
-        """
-        What a step found.
-
-        Args:
-            name (`str`):
-                One of `STEPS`.
-
-        Returns:
-            `dict`, or `None` if it has not come to its end.
-        """
+        """What a step found."""
         file = self.step_folder(name) / RESULT_FILE
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
     def run(self, alone: str | None = None) -> dict[str, dict[str, Any]]:
-        """
-        Runs the steps that are not done.
-
-        Args:
-            alone (`str`, *optional*):
-                Runs only this step, anew. Those before it must be done; what those after it made is taken away, because
-                it came from what is made anew.
-
-        Returns:
-            `dict`: what each step found, by its name, with the `seconds` that it took.
-
-        Raises:
-            ValueError: If `alone` is no step, or one before it is not done.
-            StepError: If a step fails.
-        """
+        """Runs the steps that are not done."""
         if alone is not None:
             self._prepare_alone(alone)
         todo = [name for name in STEPS if self.result(name) is None and alone in (None, name)]
@@ -218,6 +150,9 @@ class Miniature:
             pace = seconds / expected[name]
             result = {**result, "seconds": round(seconds, 1)}
             write_atomically(self.step_folder(name) / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+        return self._results()
+
+    def _results(self) -> dict[str, dict[str, Any]]:
         return {name: result for name in STEPS if (result := self.result(name)) is not None}
 
     def _prepare_alone(self, alone: str) -> None:
@@ -246,21 +181,10 @@ class Miniature:
 
     def summary(self) -> list[str]:
         """The whole in five lines; all steps but the last must be done."""
-        from .report import summary
-
-        return summary(self)
+        return summary(self.folder, self._results())
 
     def prompts(self, part: str) -> "Dataset":
-        """
-        Prompts of one part; no prompt is in two of them.
-
-        Args:
-            part (`str`):
-                `"dataset"`, `"train"` or `"test"`.
-
-        Returns:
-            [`~datasets.Dataset`].
-        """
+        """Prompts of one part; no prompt is in two of them."""
         tests = self.settings.num_test_prompts
         if part == "dataset":
             # They leave the figure open: drawn four times they show four figures, and pairs are worth learning from
@@ -302,22 +226,13 @@ class Miniature:
         return results
 
     def _report(self, folder: Path) -> dict[str, Any]:
-        from .report import write_report
-
-        return {"page": os.path.relpath(write_report(self), self.folder)}
+        steps = {name: self.step_folder(name) for name in STEPS}
+        page = write_report(self.folder, steps, self._results(), self.settings)
+        return {"page": os.path.relpath(page, self.folder)}
 
 
 def describe_time(seconds: float) -> str:
-    """
-    A length of time for people.
-
-    Args:
-        seconds (`float`):
-            Seconds.
-
-    Returns:
-        `str`: in minutes, or below one in seconds.
-    """
+    """A length of time for people."""
     if seconds < 55:
         return f"{max(1, round(seconds / 10)) * 10} seconds"
     minutes = round(seconds / 60)

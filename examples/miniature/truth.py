@@ -41,16 +41,7 @@ class SetTruth(NamedTuple):
 
 
 def read_panels(images: Sequence[Image.Image]) -> list[Panel | None]:
-    """
-    Reads what panels show.
-
-    Args:
-        images (`Sequence[PIL.Image.Image]`):
-            Panels of any size, all square.
-
-    Returns:
-        `list[Panel | None]`: the nearest picture of the world, or `None` if none is near.
-    """
+    """Reads what panels show: the nearest picture of the world, or `None` where none is near."""
     if not images:
         return []
     size = (_READ_AT, _READ_AT)
@@ -67,18 +58,7 @@ def read_panels(images: Sequence[Image.Image]) -> list[Panel | None]:
 
 
 def judge_set(panels: Sequence[Panel | None], wishes: Sequence[Wish]) -> SetTruth:
-    """
-    Compares what a set shows with itself and with its prompt.
-
-    Args:
-        panels (`Sequence[Panel | None]`):
-            From [`read_panels`].
-        wishes (`Sequence[Wish]`):
-            What the prompt asks of each panel.
-
-    Returns:
-        [`SetTruth`].
-    """
+    """Compares what a set shows with itself and with its prompt."""
     pairs = list(combinations(panels, 2))
     same = sum(a is not None and b is not None and a.identity == b.identity for a, b in pairs)
     kept = [

@@ -79,17 +79,7 @@ _DRAWN_AT = 256  # pixels: drawn large and made smaller, so that edges are smoot
 
 @lru_cache(maxsize=8)
 def draw_all_panels(size: int) -> np.ndarray:
-    """
-    Draws everything that a panel can show.
-
-    Args:
-        size (`int`):
-            Height and width in pixels.
-
-    Returns:
-        `np.ndarray` of `uint8`, shape `(972, size, size, 3)`: in the order of `ALL_PANELS`. It is kept, and must not be
-        written to.
-    """
+    """Draws everything that a panel can show."""
     pictures = [np.asarray(_draw(panel).resize((size, size), Image.Resampling.BOX)) for panel in ALL_PANELS]
     panels = np.stack(pictures)  # (972, size, size, 3)
     panels.setflags(write=False)
@@ -97,18 +87,7 @@ def draw_all_panels(size: int) -> np.ndarray:
 
 
 def draw_panel(panel: Panel, size: int) -> Image.Image:
-    """
-    Draws one panel.
-
-    Args:
-        panel ([`Panel`]):
-            What it shows.
-        size (`int`):
-            Height and width in pixels.
-
-    Returns:
-        `PIL.Image.Image`.
-    """
+    """Draws one panel."""
     return _draw(panel).resize((size, size), Image.Resampling.BOX)
 
 
@@ -194,16 +173,7 @@ class Wish(NamedTuple):
 
 
 def write_prompt(wishes: Sequence[Wish]) -> str:
-    """
-    Writes the prompt of a 2x2 set.
-
-    Args:
-        wishes (`Sequence[Wish]`):
-            What is asked of each of the four panels; the figure is the same in all.
-
-    Returns:
-        `str`: in the T2IS format, see [`~paco_trl.data.parse_image_set_prompt`].
-    """
+    """Writes the prompt of a 2x2 set."""
     shape = wishes[0].shape
     theme = f"FOUR-PANEL Images with a 2x2 grid layout of one {shape} figure. Every image shows the same figure."
     panels = [f"{marker} {write_wish(wish)}" for marker, wish in zip(_MARKERS, wishes, strict=True)]
@@ -211,34 +181,14 @@ def write_prompt(wishes: Sequence[Wish]) -> str:
 
 
 def write_wish(wish: Wish) -> str:
-    """
-    What a prompt says of one panel.
-
-    Args:
-        wish ([`Wish`]):
-            What is asked of it.
-
-    Returns:
-        `str`: such as "Meadow, on the left." or "Meadow, on the left: red, hat."
-    """
+    """What a prompt says of one panel."""
     scene = f"{wish.ground.capitalize()}, {'in' if wish.place == 'middle' else 'on'} the {wish.place}"
     named = ", ".join(name for name in (wish.colour, wish.accessory) if name is not None)
     return f"{scene}: {named}." if named else f"{scene}."
 
 
 def draw_wishes(random: np.random.Generator, named: bool) -> list[Wish]:
-    """
-    Chooses what a set is to show: any figure, four different grounds, any places.
-
-    Args:
-        random (`np.random.Generator`):
-            Source of the choice.
-        named (`bool`):
-            Whether colour and accessory are asked for, or left to whoever draws.
-
-    Returns:
-        `list[Wish]`: one for each panel.
-    """
+    """Chooses what a set is to show: any figure, four different grounds, any places."""
     shape, colour, accessory = (names[random.integers(len(names))] for names in (SHAPES, tuple(COLOURS), ACCESSORIES))
     if not named:
         colour = accessory = None
@@ -250,19 +200,8 @@ def draw_wishes(random: np.random.Generator, named: bool) -> list[Wish]:
 
 def draw_careless_set(wishes: Sequence[Wish], random: np.random.Generator, care: float) -> list[Panel]:
     """
-    Fills a prompt as somebody careless would: in some panels the figure has another colour or accessory than it should.
-
-    Args:
-        wishes (`Sequence[Wish]`):
-            What is asked of each panel. A colour or accessory that is left open is chosen once for the set.
-        random (`np.random.Generator`):
-            Source of the choices.
-        care (`float`):
-            Probability with which a panel has the colour, and independently the accessory, that it should; otherwise it
-            has any.
-
-    Returns:
-        `list[Panel]`: what the panels show.
+    Fills a prompt as somebody careless would: in some panels the figure has another colour or accessory than it
+    should.
     """
     chosen = []
     for asked, values in ((wishes[0].colour, tuple(COLOURS)), (wishes[0].accessory, ACCESSORIES)):
