@@ -13,7 +13,7 @@ from trl import GRPOConfig
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_gradient_accumulation
 from .refusals import refuse_fields
-from .round_layout import RoundLayout, prompts_multiple
+from .round_layout import RoundLayout, lay_out_round
 
 
 logger = get_logger(__name__)
@@ -29,7 +29,6 @@ _COMPILE = (
     "it would compile the replay and not the rollout, whose numbers would then differ; call "
     "`pipeline.transformer.compile_repeated_blocks()` and pass the pipeline instead, before anything is drawn with it"
 )
-_EVAL_DTYPE = "`evaluate()` draws in the precision of training"
 _ROWS = "the rows of a round are fetched by number, in an order that depends on `seed` and the step alone"
 _FSDP = "the pipeline draws with the model that is trained, which FSDP takes apart; use DeepSpeed ZeRO-3"
 _ONE_LOSS = "it belongs to a token loss; the losses here are clipped by `epsilon` and `epsilon_high`"
@@ -40,44 +39,31 @@ REFUSED_FIELDS = {
     "max_completion_length": _TEXT_SAMPLING,
     "temperature": f"{_TEXT_SAMPLING}; the noise of the sampler is `noise_level`",
     "generation_kwargs": f"{_TEXT_SAMPLING}; see `num_inference_steps` and `guidance_scale`",
-    **dict.fromkeys(
-        (
-            "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation", "use_transformers_paged",
-            "use_transformers_continuous_batching", "transformers_continuous_batching_config",
-        ),
-        _TEXT_SAMPLING,
-    ),
+    **dict.fromkeys((
+        "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation", "use_transformers_paged",
+        "use_transformers_continuous_batching", "transformers_continuous_batching_config",
+    ), _TEXT_SAMPLING),
     "chat_template_kwargs": "prompts are plain text, not conversations",
     "mask_truncated_completions": "an image is never cut short",
     "max_tool_calling_iterations": "an image model calls no tools",
-    **dict.fromkeys(
-        (
-            "use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex",
-            "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
-            "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
-            "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
-            "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
-            "vllm_importance_sampling_cap",
-        ),
-        _VLLM,
-    ),
+    **dict.fromkeys((
+        "use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex",
+        "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+        "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
+        "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",
+    ), _VLLM),
     "router_aux_loss_coef": "the transformer of a flow-matching pipeline has no router loss",
     "cast_lm_head_to_fp32": "an image model has no language-model head",
-    **dict.fromkeys(
-        (
-            "pad_to_multiple_of", "importance_sampling_level", "off_policy_mask_threshold", "top_entropy_quantile",
-            "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-            "entropy_target", "average_tokens_across_devices",
-        ),
-        _TOKENS,
-    ),
-    **dict.fromkeys(
-        (
-            "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-            "vespo_lambda_neg",
-        ),
-        _ONE_LOSS,
-    ),
+    **dict.fromkeys((
+        "pad_to_multiple_of", "importance_sampling_level", "off_policy_mask_threshold", "top_entropy_quantile",
+        "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+        "entropy_target", "average_tokens_across_devices",
+    ), _TOKENS),
+    **dict.fromkeys((
+        "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+        "vespo_lambda_neg",
+    ), _ONE_LOSS),
     "use_bias_correction_kl": "the KL divergence of two Gaussians is exact and needs no correction",
     **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE),
     "disable_dropout": "dropout is always refused: with it the ratio before the first update would be noise",
@@ -87,21 +73,15 @@ REFUSED_FIELDS = {
     "log_completions_hub_repo": "contact sheets are saved in `output_dir`, which `push_to_hub` uploads",
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILE),
     **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), "Liger's kernels are for language models"),
-    **dict.fromkeys(
-        (
-            "data_seed", "dataloader_num_workers", "dataloader_drop_last", "dataloader_in_order",
-            "dataloader_multiprocessing_context", "dataloader_persistent_workers",
-            "dataloader_prefetch_factor", "train_sampling_strategy", "length_column_name", "ignore_data_skip",
-        ),
-        _ROWS,
-    ),
-    **dict.fromkeys(
-        (
-            "batch_eval_metrics", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
-            "include_for_metrics", "prediction_loss_only",
-        ),
-        "`evaluate()` draws and scores images, without Trainer's evaluation loop",
-    ),
+    **dict.fromkeys((
+        "data_seed", "dataloader_num_workers", "dataloader_drop_last", "dataloader_in_order",
+        "dataloader_multiprocessing_context", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+        "train_sampling_strategy", "length_column_name", "ignore_data_skip",
+    ), _ROWS),
+    **dict.fromkeys((
+        "batch_eval_metrics", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
+        "include_for_metrics", "prediction_loss_only",
+    ), "`evaluate()` draws and scores images, without Trainer's evaluation loop"),
     **dict.fromkeys(("label_smoothing_factor", "label_names"), "there are no labels"),
     "neftune_noise_alpha": "there are no token embeddings to add noise to",
     "remove_unused_columns": "rewards get every column of the dataset",
@@ -111,7 +91,7 @@ REFUSED_FIELDS = {
     "auto_find_batch_size": "the batch is part of the arithmetic of a round, and of what the replay must repeat",
     "save_only_model": "a checkpoint without the optimizer's state cannot be continued exactly",
     "enable_jit_checkpoint": "it saves amid an optimizer step; a killed run resumes exactly from its last checkpoint",
-    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), _EVAL_DTYPE),
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "`evaluate()` draws in the precision of training"),
     "fp16": "log-probabilities of flow-matching models are not reliable in fp16; use bf16 or float32",
 }  # fmt: skip
 
@@ -131,12 +111,10 @@ class PaCoGRPOConfig(GRPOConfig):
         > Parameters that control the resolution
 
         height (`int`, *optional*, defaults to `1024`):
-            Height in pixels at which images are generated in the end, for rows of the dataset without a `height`
-            column (paper: evaluation at 1024). Edited images then have the aspect ratio of their source, and
-            `height * width` pixels.
+            Height in pixels at which images are generated in the end, for rows without a `height` column (paper).
+            Edited images then have the aspect ratio of their source, and `height * width` pixels.
         width (`int`, *optional*, defaults to `1024`):
-            Width in pixels at which images are generated in the end, for rows of the dataset without a `width` column
-            (paper: evaluation at 1024).
+            Width in pixels at which images are generated in the end, for rows without a `width` column (paper).
         resolution_scale (`float`, *optional*, defaults to `0.5`):
             Factor per side from the inference size to the size that is drawn, scored and trained (paper: 512 for 1024,
             resolution-decoupled training). Sizes are rounded to what the pipeline and the panels need.
@@ -151,19 +129,16 @@ class PaCoGRPOConfig(GRPOConfig):
             Guidance scale, in training and evaluation (paper). Of the kind that the model has: distilled into it, or
             true guidance between a conditional and an unconditional prediction.
         negative_prompt (`str`, *optional*):
-            Negative prompt of true guidance. If `None`, the pipeline's own; where it has none and would leave guidance
-            out (Qwen-Image), that is an error.
+            Negative prompt of true guidance. If `None`, the pipeline's own; one that has none is an error (Qwen-Image).
         detach_unconditional (`bool`, *optional*, defaults to `False`):
-            Whether no gradient flows through the unconditional prediction of true guidance. With gradients through
-            both, the gradient is that of the policy which drew.
+            Whether no gradient flows through the unconditional prediction of true guidance. The policy's own gradient
+            flows through both.
         sde_type (`str`, *optional*, defaults to `"flow_sde"`):
-            Kind of stochastic step: `"flow_sde"` (paper), `"dance_sde"` or `"cps"`. The formulas are those of
-            [`~paco_trl.rollout.sde_step`].
+            Kind of stochastic step, see [`~paco_trl.rollout.sde_step`]: `"flow_sde"` (paper), `"dance_sde"`, `"cps"`.
         sde_steps (`list[int]`, *optional*, defaults to `[1]`):
             Indices of the denoising steps that may be stochastic, and are trained (paper). Never the last step.
         num_sde_steps (`int`, *optional*):
-            Number of steps chosen at random from `sde_steps`, once a round and the same for every image. If `None`,
-            all of `sde_steps` are used.
+            Number of steps chosen at random from `sde_steps`, in each round for all of its images. If `None`, all.
         noise_level (`float`, *optional*, defaults to `0.7`):
             Noise level `a` of the stochastic steps (paper).
 
@@ -172,19 +147,17 @@ class PaCoGRPOConfig(GRPOConfig):
         num_generations (`int`, *optional*, defaults to `16`):
             Images drawn for each prompt, the group whose rewards are compared (paper).
         num_prompts_per_generation (`int`, *optional*, defaults to `42`):
-            Prompts of a generation round (paper). Rounded up to the next number that divides over the processes, and
-            said so. Ignored when `generation_batch_size` or `steps_per_generation` is set.
+            Prompts of a generation round (paper), rounded up to a number that divides over the processes. Ignored when
+            `generation_batch_size` or `steps_per_generation` is set.
         optimizer_steps_per_generation (`int`, *optional*, defaults to `2`):
-            Optimizer steps made with the images of a round (paper). Follows from `gradient_accumulation_steps` when
-            that is set.
+            Optimizer steps made with the images of a round (paper), unless `gradient_accumulation_steps` is set.
         generation_batch_size (`int`, *optional*):
             Images of a round over all processes. If `None`, `num_prompts_per_generation * num_generations`.
         steps_per_generation (`int`, *optional*):
-            Training micro-steps of one process in a round: one for each micro-batch of images and trained denoising
-            step. If `None`, it follows from `generation_batch_size`.
+            Training micro-steps of one process in a round: one for each micro-batch of images and trained step. If
+            `None`, they follow from `generation_batch_size`.
         gradient_accumulation_steps (`int`, *optional*):
-            Training micro-steps for each optimizer step. If `None`, `steps_per_generation /
-            optimizer_steps_per_generation`.
+            Training micro-steps for each optimizer step. If `None`, they follow from the optimizer steps of a round.
         per_device_train_batch_size (`int`, *optional*, defaults to `1`):
             Images drawn, and trained, at a time on one process (paper).
         num_generations_eval (`int`, *optional*, defaults to `1`):
@@ -203,18 +176,16 @@ class PaCoGRPOConfig(GRPOConfig):
         advantage_clip (`float`, *optional*, defaults to `5.0`):
             Advantages are clipped to [-advantage_clip, advantage_clip] (paper). `None` does not clip.
         reward_required (`list[bool]`, *optional*):
-            Whether each reward is required, in the order of the rewards. An image without a required reward is left
-            out; where an optional one is missing for an image, the images of its prompt are compared without it. If
-            `None`, all are required.
+            Whether each reward is required, in the order of the rewards; if `None`, all are. An image without a
+            required one is left out; without an optional one, the images of its prompt are compared without it.
         max_reward_failures (`float`, *optional*, defaults to `0.01`):
             Largest share of a round's images for which a required reward may give `None`. Above it the run stops. Not
-            the paper's: a judge that fails more often than for one image in a hundred is broken.
+            the paper's.
         max_excluded_images (`float`, *optional*, defaults to `0.5`):
-            Largest share of a round's images that may have been left out because a reward gave `None`. Above it the
-            run stops. Not the paper's: with half of the images gone, a judge fails more often than it judges.
+            Largest share of a round's images that may have been left out because a reward gave `None`. Above it the run
+            stops. Not the paper's.
         max_excluded_groups (`float`, *optional*, defaults to `0.5`):
-            Largest share of a round's prompts with fewer than two scored images. Above it the run stops. Not the
-            paper's.
+            Largest share of a round's prompts with fewer than two scored images. Above it the run stops. Not the paper's.
 
         > Parameters that control the training
 
@@ -225,12 +196,11 @@ class PaCoGRPOConfig(GRPOConfig):
         weight_decay (`float`, *optional*, defaults to `1e-4`):
             Weight decay (published code).
         epsilon (`float`, *optional*, defaults to `1e-4`):
-            Clip range of the probability ratio (paper). Log-probabilities are means over the latent's elements, so
-            that ratios stay close to 1.
+            Clip range of the probability ratio (paper), small because log-probabilities are means over the latent.
         ratio_tolerance (`float`, *optional*):
             Largest |ratio - 1| accepted before the first update, when model and rollout are still the same. If `None`,
-            a tenth of `epsilon`: float32 gives 0. In bf16 it depends on the accelerator's kernels; measure it (it is
-            logged as `ratio_deviation_on_policy`) and choose.
+            a tenth of `epsilon`. It is 0 in float32 and depends on the kernels in bf16: see the logged
+            `ratio_deviation_on_policy`.
         loss_type (`str`, *optional*, defaults to `"grpo"`):
             Loss, averaged over the images and their stochastic steps: `"grpo"` (paper), PPO's clipped objective, or
             `"grpo_guard"` ([GRPO-Guard](https://huggingface.co/papers/2510.22319)), the same on a log-ratio without
@@ -239,34 +209,31 @@ class PaCoGRPOConfig(GRPOConfig):
         ema_decay (`float`, *optional*, defaults to `0.9`):
             Decay of the exponential moving average of the trained weights, for each optimizer step (the published
             code's 0.9; with its update interval of 8 it keeps the weights of a recent step, which `None` is nearer to).
-            The average is what is evaluated and saved; training and rollout use the weights themselves. `None` keeps
-            none.
+            It is evaluated and saved; training and rollout use the weights themselves. `None` keeps none.
         ema_offload (`bool`, *optional*, defaults to `False`):
             Whether the average is kept in CPU memory.
 
         > Parameters that control the memory
 
         offload_embeddings (`bool`, *optional*, defaults to `False`):
-            Whether the prompt embeddings of a round wait in CPU memory and come to the accelerator with each
-            micro-batch.
+            Whether the prompt embeddings of a round wait in CPU memory for their micro-batch.
         vae_tiling (`bool`, *optional*, defaults to `False`):
-            Whether the VAE decodes in tiles. Less memory at large sizes; the tiles' seams are blended, so the pixels
-            are not quite the same.
+            Whether the VAE decodes in tiles: less memory at large sizes, and slightly other pixels at the seams.
 
         > Parameters that control the evaluation
 
         resolution_transfer_prompts (`int`, *optional*, defaults to `0`):
             Prompts that are drawn at training and at inference size before training, to measure how far each reward
-            agrees between the two: correlation, interval and picture in `output_dir/evaluation`, and a warning where
-            it is low. 0 draws none. At least 10 for an interval that says something.
+            agrees between the two; 0 draws none. The results go to `output_dir/evaluation`, with a warning where the
+            correlation is low. An interval that says something needs 10.
 
         > Parameters that control the logging
 
         logging_steps (`int` or `float`, *optional*, defaults to `1`):
             Optimizer steps between two logs.
         log_completions (`bool`, *optional*, defaults to `True`):
-            Whether to save a contact sheet of each round's images with their scores, in `output_dir/contact_sheets`,
-            and to send it to the trackers of `report_to`.
+            Whether to save a contact sheet of each round's images with their scores in `output_dir/contact_sheets`, and
+            send it to the trackers of `report_to`.
         plot_curves (`bool`, *optional*, defaults to `True`):
             Whether to plot the logged metrics to `output_dir/curves.png`. The table `curves.csv` is always written.
 
@@ -280,16 +247,13 @@ class PaCoGRPOConfig(GRPOConfig):
 
     # Parameters that control the resolution
     height: int = field(
-        default=1024,
-        metadata={"help": "Height in pixels at which images are generated in the end, for rows without a `height`."},
+        default=1024, metadata={"help": "Height in pixels of the images in the end, for rows without a `height`."}
     )
     width: int = field(
-        default=1024,
-        metadata={"help": "Width in pixels at which images are generated in the end, for rows without a `width`."},
+        default=1024, metadata={"help": "Width in pixels of the images in the end, for rows without a `width`."}
     )
     resolution_scale: float = field(
-        default=0.5,
-        metadata={"help": "Factor per side from the inference size to the size that is drawn, scored and trained."},
+        default=0.5, metadata={"help": "Factor per side from the inference size to the size of training."}
     )
 
     # Parameters that control the sampler
@@ -297,78 +261,42 @@ class PaCoGRPOConfig(GRPOConfig):
     num_inference_steps_eval: int = field(
         default=20, metadata={"help": "Denoising steps of an image drawn by `evaluate()`."}
     )
-    guidance_scale: float = field(
-        default=3.5,
-        metadata={
-            "help": "Guidance scale, in training and evaluation. Of the kind that the model has: distilled into it, or "
-            "true guidance between a conditional and an unconditional prediction."
-        },
-    )
+    guidance_scale: float = field(default=3.5, metadata={"help": "Guidance scale, in training and evaluation."})
     negative_prompt: str | None = field(
-        default=None,
-        metadata={
-            "help": "Negative prompt of true guidance. If `None`, the pipeline's own; where it has none and would leave "
-            "guidance out (Qwen-Image), that is an error."
-        },
+        default=None, metadata={"help": "Negative prompt of true guidance. If `None`, the pipeline's own."}
     )
     detach_unconditional: bool = field(
-        default=False,
-        metadata={"help": "Whether no gradient flows through the unconditional prediction of true guidance."},
+        default=False, metadata={"help": "Whether true guidance's unconditional prediction gets no gradient."}
     )
     sde_type: str = field(
         default="flow_sde", metadata={"help": "Kind of stochastic step: 'flow_sde', 'dance_sde' or 'cps'."}
     )
     sde_steps: list[int] = field(
-        default_factory=lambda: [1],
-        metadata={"help": "Indices of the denoising steps that may be stochastic, and are trained. Never the last."},
+        default_factory=lambda: [1], metadata={"help": "Indices of the stochastic denoising steps that are trained."}
     )
     num_sde_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of steps chosen at random from `sde_steps`, once a round and the same for every image. If "
-            "`None`, all of `sde_steps` are used."
-        },
+        default=None, metadata={"help": "Number of steps chosen at random from `sde_steps`. If `None`, all."}
     )
     noise_level: float = field(default=0.7, metadata={"help": "Noise level `a` of the stochastic steps."})
 
     # Parameters that control the round
     num_generations: int | None = field(
-        default=16,
-        metadata={"help": "Images drawn for each prompt, the group whose rewards are compared."},
+        default=16, metadata={"help": "Images drawn for each prompt, the group whose rewards are compared."}
     )
     num_prompts_per_generation: int = field(
-        default=42,
-        metadata={
-            "help": "Prompts of a generation round. Rounded up to the next number that divides over the processes. "
-            "Ignored when `generation_batch_size` or `steps_per_generation` is set."
-        },
+        default=42, metadata={"help": "Prompts of a round, rounded up to what divides over the processes."}
     )
     optimizer_steps_per_generation: int = field(
-        default=2,
-        metadata={
-            "help": "Optimizer steps made with the images of a round. Follows from `gradient_accumulation_steps` when "
-            "that is set."
-        },
+        default=2, metadata={"help": "Optimizer steps made with the images of a round."}
     )
     generation_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Images of a round over all processes. If `None`, `num_prompts_per_generation * num_generations`."
-        },
+        default=None, metadata={"help": "Images of a round. If `None`, it follows from the prompts of a round."}
     )
     steps_per_generation: int | None = field(
-        default=None,
-        metadata={
-            "help": "Training micro-steps of one process in a round: one for each micro-batch of images and trained "
-            "denoising step. If `None`, it follows from `generation_batch_size`."
-        },
+        default=None, metadata={"help": "Training micro-steps of one process in a round. If `None`, derived."}
     )
     gradient_accumulation_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "Training micro-steps for each optimizer step. If `None`, `steps_per_generation / "
-            "optimizer_steps_per_generation`."
-        },
+        default=None, metadata={"help": "Training micro-steps for each optimizer step. If `None`, derived."}
     )
     per_device_train_batch_size: int = field(
         default=1, metadata={"help": "Images drawn, and trained, at a time on one process."}
@@ -381,18 +309,15 @@ class PaCoGRPOConfig(GRPOConfig):
     multi_objective_aggregation: str = field(
         default="log_tamed",
         metadata={
-            "help": "How several rewards become one: 'log_tamed' (a reward whose coefficient of variation exceeds "
-            "`log_tame_threshold` is replaced by log(1 + R), then the weighted sum), 'sum_then_normalize', "
-            "'normalize_then_sum' or 'geometric_mean'."
+            "help": "How several rewards become one: 'log_tamed' (the weighted sum, a reward that varies too "
+            "much by its logarithm), 'sum_then_normalize', 'normalize_then_sum' or 'geometric_mean'."
         },
     )
     # `None` is in the type for the command line only: argparse reads a union with it as a string, so that both 0.3
     # and "mean" can be given.
     log_tame_threshold: float | str | None = field(
         default=0.2,
-        metadata={
-            "help": "Coefficient of variation above which 'log_tamed' tames a reward: a number, 'mean' or 'median'."
-        },
+        metadata={"help": "Coefficient of variation above which a reward is tamed: number, 'mean' or 'median'."},
     )
     advantage_clip: float | None = field(
         default=5.0,
@@ -400,32 +325,16 @@ class PaCoGRPOConfig(GRPOConfig):
     )
     # `str` is in the type for the command line only, where argparse would make True of every word
     reward_required: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Whether each reward is required, in the order of the rewards. An image without a required reward "
-            "is left out; where an optional one is missing for an image, the images of its prompt are compared without "
-            "it. If `None`, all are required."
-        },
+        default=None, metadata={"help": "Whether each reward is required, in their order. If `None`, all are."}
     )
     max_reward_failures: float = field(
-        default=0.01,
-        metadata={
-            "help": "Largest share of a round's images for which a required reward may give `None`. Above it the run "
-            "stops."
-        },
+        default=0.01, metadata={"help": "Largest share of a round's images without a required reward."}
     )
     max_excluded_images: float = field(
-        default=0.5,
-        metadata={
-            "help": "Largest share of a round's images that may have been left out because a reward gave `None`. Above "
-            "it the run stops."
-        },
+        default=0.5, metadata={"help": "Largest share of a round's images left out because of a reward."}
     )
     max_excluded_groups: float = field(
-        default=0.5,
-        metadata={
-            "help": "Largest share of a round's prompts with fewer than two scored images. Above it the run stops."
-        },
+        default=0.5, metadata={"help": "Largest share of a round's prompts with fewer than two scored images."}
     )
 
     # Parameters that control the training
@@ -434,35 +343,21 @@ class PaCoGRPOConfig(GRPOConfig):
     weight_decay: float = field(default=1e-4, metadata={"help": "Weight decay."})
     epsilon: float = field(default=1e-4, metadata={"help": "Clip range of the probability ratio."})
     ratio_tolerance: float | None = field(
-        default=None,
-        metadata={
-            "help": "Largest |ratio - 1| accepted before the first update, when model and rollout are still the same. "
-            "If `None`, a tenth of `epsilon`."
-        },
+        default=None, metadata={"help": "Largest |ratio - 1| before the first update. If `None`, `epsilon / 10`."}
     )
     loss_type: str = field(
         default="grpo",
-        metadata={
-            "help": "Loss, averaged over the images and their stochastic steps: 'grpo', PPO's clipped objective, or "
-            "'grpo_guard', the same on a log-ratio without its bias and with the same spread at every step."
-        },
+        metadata={"help": "Loss: 'grpo', PPO's clipped objective, or 'grpo_guard', with its steps balanced."},
     )
     ema_decay: float | None = field(
         default=0.9,
-        metadata={
-            "help": "Decay of the exponential moving average of the trained weights, for each optimizer step. The "
-            "average is what is evaluated and saved. `None` keeps none."
-        },
+        metadata={"help": "Decay of the average of the weights that is evaluated and saved. `None` keeps none."},
     )
     ema_offload: bool = field(default=False, metadata={"help": "Whether the average is kept in CPU memory."})
 
     # Parameters that control the memory
     offload_embeddings: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the prompt embeddings of a round wait in CPU memory and come to the accelerator with each "
-            "micro-batch."
-        },
+        default=False, metadata={"help": "Whether the prompt embeddings of a round wait in CPU memory."}
     )
     vae_tiling: bool = field(
         default=False, metadata={"help": "Whether the VAE decodes in tiles: less memory at large sizes."}
@@ -470,28 +365,16 @@ class PaCoGRPOConfig(GRPOConfig):
 
     # Parameters that control the evaluation
     resolution_transfer_prompts: int = field(
-        default=0,
-        metadata={
-            "help": "Prompts that are drawn at training and at inference size before training, to measure how far each "
-            "reward agrees between the two. 0 draws none."
-        },
+        default=0, metadata={"help": "Prompts drawn at training and inference size before training. 0: none."}
     )
 
     # Parameters that control the logging
     logging_steps: float = field(default=1, metadata={"help": "Optimizer steps between two logs."})
     log_completions: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether to save a contact sheet of each round's images with their scores, in "
-            "`output_dir/contact_sheets`, and to send it to the trackers of `report_to`."
-        },
+        default=True, metadata={"help": "Whether to save a contact sheet of each round's images with their scores."}
     )
     plot_curves: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether to plot the logged metrics to `output_dir/curves.png`. The table `curves.csv` is always "
-            "written."
-        },
+        default=True, metadata={"help": "Whether to plot the logged metrics to `output_dir/curves.png`."}
     )
 
     def __post_init__(self):
@@ -522,28 +405,7 @@ class PaCoGRPOConfig(GRPOConfig):
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
         super().__post_init__()
         check_gradient_accumulation(self)
-        if self.mixed_precision != ("bf16" if self.bf16 else "no"):
-            raise ValueError(
-                f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "
-                f"{self.mixed_precision}`: weights and arithmetic would differ. Start with `accelerate launch "
-                f"--mixed_precision {'bf16' if self.bf16 else 'no'}`, or set `bf16` accordingly."
-            )
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
-            raise ValueError(f"The launcher's configuration uses FSDP, which cannot be used: {_FSDP}.")
-        # Only now, because the command line gives them as strings of JSON
-        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler"):
-            if getattr(self.accelerator_config, name) != getattr(AcceleratorConfig(), name):
-                raise ValueError(f"`accelerator_config` sets `{name}`, which has no effect here: {_ROWS}. Unset it.")
-        if set(self.activation_checkpointing_kwargs or {}) - {"use_reentrant"}:
-            raise ValueError(
-                f"`activation_checkpointing_kwargs` is {self.activation_checkpointing_kwargs}, but diffusers' "
-                "checkpointing takes no options. Unset it."
-            )
-        if (self.activation_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError(
-                "`activation_checkpointing_kwargs` (or `gradient_checkpointing_kwargs`) asks for reentrant "
-                "checkpointing, which gives no gradients here: none of the transformer's inputs requires one. Unset it."
-            )
+        self._check_launcher()
         if self.world_size != num_processes:
             if self.deepspeed:
                 raise ValueError(
@@ -584,8 +446,42 @@ class PaCoGRPOConfig(GRPOConfig):
             num_optimizer_steps=self.optimizer_steps_per_generation,
         )
 
+    def _lay_out(self, *requested: int | None) -> RoundLayout:
+        """Lays out a round of the requested sizes on a number of processes, see [`lay_out_round`]."""
+        return lay_out_round(
+            *requested,
+            num_generations=self.num_generations,
+            batch_size=self.per_device_train_batch_size,
+            num_trained_steps=self.num_trained_steps,
+            num_optimizer_steps=self.optimizer_steps_per_generation,
+        )
+
     def _refuse_text_fields(self) -> None:
         refuse_fields(self, GRPOConfig, REFUSED_FIELDS, "but has no meaning for images")
+
+    def _check_launcher(self) -> None:
+        if self.mixed_precision != ("bf16" if self.bf16 else "no"):
+            raise ValueError(
+                f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "
+                f"{self.mixed_precision}`: weights and arithmetic would differ. Start with `accelerate launch "
+                f"--mixed_precision {'bf16' if self.bf16 else 'no'}`, or set `bf16` accordingly."
+            )
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
+            raise ValueError(f"The launcher's configuration uses FSDP, which cannot be used: {_FSDP}.")
+        # Only now, because the command line gives them as strings of JSON
+        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler"):
+            if getattr(self.accelerator_config, name) != getattr(AcceleratorConfig(), name):
+                raise ValueError(f"`accelerator_config` sets `{name}`, which has no effect here: {_ROWS}. Unset it.")
+        if set(self.activation_checkpointing_kwargs or {}) - {"use_reentrant"}:
+            raise ValueError(
+                f"`activation_checkpointing_kwargs` is {self.activation_checkpointing_kwargs}, but diffusers' "
+                "checkpointing takes no options. Unset it."
+            )
+        if (self.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "`activation_checkpointing_kwargs` (or `gradient_checkpointing_kwargs`) asks for reentrant "
+                "checkpointing, which gives no gradients here: none of the transformer's inputs requires one. Unset it."
+            )
 
     def _check_values(self) -> None:
         if self.num_generations is None or self.num_generations < 2:
@@ -594,47 +490,36 @@ class PaCoGRPOConfig(GRPOConfig):
                 "same prompt: it must be at least 2 (the paper uses 16)."
             )
         for name in (
-            "num_prompts_per_generation",
-            "optimizer_steps_per_generation",
-            "per_device_train_batch_size",
-            "num_generations_eval",
-            "generation_batch_size",
-            "steps_per_generation",
-            "gradient_accumulation_steps",
-            "num_iterations",
-            "height",
-            "width",
-            "num_inference_steps_eval",
-        ):
+            "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size",
+            "num_generations_eval", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
+            "num_iterations", "height", "width", "num_inference_steps_eval",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1.")
         if self.num_inference_steps < 2:
             raise ValueError(
-                f"`num_inference_steps` is {self.num_inference_steps}: the last step is never stochastic, so at least "
-                "2 are needed."
+                f"`num_inference_steps` is {self.num_inference_steps}: the last is never stochastic, at least 2 are needed."
             )
         if not 0 < self.resolution_scale <= 1:
             raise ValueError(
                 f"`resolution_scale` is {self.resolution_scale}; it shrinks the inference size for training and must "
                 "be in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)."
             )
-        if self.sde_type not in SDE_TYPES:
-            raise ValueError(f"`sde_type` is {self.sde_type!r}; it must be one of {', '.join(map(repr, SDE_TYPES))}.")
+        for name, choices in (("sde_type", SDE_TYPES), ("multi_objective_aggregation", AGGREGATIONS)):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
         if not self.sde_steps or len(set(self.sde_steps)) != len(self.sde_steps):
             raise ValueError(f"`sde_steps` is {self.sde_steps}; it must name at least one step, each once.")
         last = self.num_inference_steps - 1
         for index in self.sde_steps:
-            if index == last:
-                raise ValueError(
-                    f"`sde_steps` has {index}, the last of {self.num_inference_steps} denoising steps. Noise drawn "
-                    f"there would stay in the image. Choose from 0 to {last - 1}."
-                )
             if not 0 <= index < last:
-                raise ValueError(
-                    f"`sde_steps` has {index}, outside the schedule of `num_inference_steps` = "
-                    f"{self.num_inference_steps} steps. Choose from 0 to {last - 1}."
+                problem = (
+                    f"the last of {last + 1} denoising steps, whose noise would stay in the image"
+                    if index == last
+                    else f"outside the schedule of `num_inference_steps` = {last + 1} steps"
                 )
+                raise ValueError(f"`sde_steps` has {index}, {problem}. Choose from 0 to {last - 1}.")
         self.sde_steps = sorted(self.sde_steps)
         if self.num_sde_steps is not None and not 1 <= self.num_sde_steps <= len(self.sde_steps):
             raise ValueError(
@@ -690,86 +575,7 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`resolution_transfer_prompts` is {self.resolution_transfer_prompts}; a correlation needs at least 3 "
                 "prompts (10 for an interval that says something), and 0 measures none."
             )
-        if self.multi_objective_aggregation not in AGGREGATIONS:
-            raise ValueError(
-                f"`multi_objective_aggregation` is {self.multi_objective_aggregation!r}; it must be one of "
-                f"{', '.join(map(repr, AGGREGATIONS))}."
-            )
         self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
-
-    def _lay_out(
-        self,
-        num_prompts: int,
-        generation_batch_size: int | None,
-        steps_per_generation: int | None,
-        gradient_accumulation_steps: int | None,
-        num_processes: int,
-    ) -> RoundLayout:
-        generations, batch_size = self.num_generations, self.per_device_train_batch_size
-        parallel = num_processes * batch_size
-        num_trained_steps = self.num_trained_steps
-
-        # Micro-batches of images that one process accumulates for an optimizer step; None when the number of steps rules
-        accumulated = None
-        if gradient_accumulation_steps is not None:
-            if gradient_accumulation_steps % num_trained_steps != 0:
-                below = max(gradient_accumulation_steps // num_trained_steps, 1) * num_trained_steps
-                raise ValueError(
-                    f"`gradient_accumulation_steps` is {gradient_accumulation_steps}, but each image is trained at "
-                    f"{num_trained_steps} denoising steps, all of them in one optimizer step: it must be a multiple of "
-                    f"{num_trained_steps}. Nearest values that work: {below} or {below + num_trained_steps}."
-                )
-            accumulated = gradient_accumulation_steps // num_trained_steps
-
-        # What the images of a round must be a multiple of: whole groups, and a micro-batch on each process for each
-        # optimizer step or accumulation
-        divisor = self.optimizer_steps_per_generation if accumulated is None else accumulated
-        unit = math.lcm(generations, parallel * divisor)
-
-        if steps_per_generation is not None:
-            images, rest = divmod(steps_per_generation * parallel, num_trained_steps)
-            if rest or images % generations or (generation_batch_size not in (None, images)):
-                step = unit // parallel * num_trained_steps
-                below = max(steps_per_generation // step, 1) * step
-                raise ValueError(
-                    f"`steps_per_generation` is {steps_per_generation}: {steps_per_generation} micro-steps x "
-                    f"{num_processes} processes x {batch_size} images / {num_trained_steps} trained step(s) = "
-                    f"{steps_per_generation * parallel / num_trained_steps:g} images a round, which must be whole "
-                    f"groups of `num_generations` = {generations}"
-                    + (
-                        f" and equal `generation_batch_size` = {generation_batch_size}. Set one of the two."
-                        if generation_batch_size is not None
-                        else f". Nearest values that work: {below} or {below + step}."
-                    )
-                )
-            generation_batch_size = images
-
-        if generation_batch_size is None:
-            multiple = prompts_multiple(generations, batch_size, num_processes, divisor)
-            num_prompts = -(-num_prompts // multiple) * multiple
-        else:
-            if generation_batch_size % generations != 0:
-                below = max(generation_batch_size // unit, 1) * unit
-                raise ValueError(
-                    f"`generation_batch_size` is {generation_batch_size} images, not whole groups of `num_generations` "
-                    f"= {generations}: {generation_batch_size} / {generations} = "
-                    f"{generation_batch_size / generations:g}. Nearest values that work: {below} or "
-                    f"{below + unit}."
-                )
-            num_prompts = generation_batch_size // generations
-
-        num_optimizer_steps = self.optimizer_steps_per_generation
-        if accumulated is not None:
-            num_optimizer_steps, rest = divmod(num_prompts * generations, parallel * accumulated)
-            if rest:
-                below = max(num_prompts * generations // unit, 1) * unit
-                raise ValueError(
-                    f"A round does not divide: {num_prompts} prompts x {generations} generations = "
-                    f"{num_prompts * generations} images, but {num_processes} processes x {batch_size} images in a "
-                    f"micro-batch x {accumulated} accumulated = {parallel * accumulated} images for each optimizer "
-                    f"step. Nearest values of `generation_batch_size` that work: {below} or {below + unit}."
-                )
-        return RoundLayout(num_prompts, generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
 
 
 def _parse_flag(value: bool | str) -> bool:

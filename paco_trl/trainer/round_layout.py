@@ -141,15 +141,83 @@ class RoundLayout:
 
 
 def prompts_multiple(num_generations: int, batch_size: int, num_processes: int, num_optimizer_steps: int) -> int:
-    """
-    Smallest number of prompts of which every multiple gives a round that divides.
-
-    Args:
-        num_generations (`int`), batch_size (`int`), num_processes (`int`), num_optimizer_steps (`int`):
-            As in [`RoundLayout`].
-
-    Returns:
-        `int`.
-    """
+    """Finds the smallest number of prompts of which every multiple gives a round that divides."""
     images = num_processes * batch_size * num_optimizer_steps
     return images // math.gcd(images, num_generations)
+
+
+def lay_out_round(
+    num_prompts: int,
+    generation_batch_size: int | None,
+    steps_per_generation: int | None,
+    gradient_accumulation_steps: int | None,
+    num_processes: int,
+    *,
+    num_generations: int,
+    batch_size: int,
+    num_trained_steps: int,
+    num_optimizer_steps: int,
+) -> RoundLayout:
+    """Lays out a round from the sizes that are set, `None` where one follows from the others."""
+    parallel = num_processes * batch_size
+
+    # Micro-batches of images that one process accumulates for an optimizer step; None when the number of steps rules
+    accumulated = None
+    if gradient_accumulation_steps is not None:
+        if gradient_accumulation_steps % num_trained_steps != 0:
+            below = max(gradient_accumulation_steps // num_trained_steps, 1) * num_trained_steps
+            raise ValueError(
+                f"`gradient_accumulation_steps` is {gradient_accumulation_steps}, but each image is trained at "
+                f"{num_trained_steps} denoising steps, all of them in one optimizer step: it must be a multiple of "
+                f"{num_trained_steps}. Nearest values that work: {below} or {below + num_trained_steps}."
+            )
+        accumulated = gradient_accumulation_steps // num_trained_steps
+
+    # What the images of a round must be a multiple of: whole groups, and a micro-batch on each process for each
+    # optimizer step or accumulation
+    divisor = num_optimizer_steps if accumulated is None else accumulated
+    unit = math.lcm(num_generations, parallel * divisor)
+
+    if steps_per_generation is not None:
+        images, rest = divmod(steps_per_generation * parallel, num_trained_steps)
+        if rest or images % num_generations or (generation_batch_size not in (None, images)):
+            step = unit // parallel * num_trained_steps
+            below = max(steps_per_generation // step, 1) * step
+            raise ValueError(
+                f"`steps_per_generation` is {steps_per_generation}: {steps_per_generation} micro-steps x "
+                f"{num_processes} processes x {batch_size} images / {num_trained_steps} trained step(s) = "
+                f"{steps_per_generation * parallel / num_trained_steps:g} images a round, which must be whole "
+                f"groups of `num_generations` = {num_generations}"
+                + (
+                    f" and equal `generation_batch_size` = {generation_batch_size}. Set one of the two."
+                    if generation_batch_size is not None
+                    else f". Nearest values that work: {below} or {below + step}."
+                )
+            )
+        generation_batch_size = images
+
+    if generation_batch_size is None:
+        multiple = prompts_multiple(num_generations, batch_size, num_processes, divisor)
+        num_prompts = -(-num_prompts // multiple) * multiple
+    else:
+        if generation_batch_size % num_generations != 0:
+            below = max(generation_batch_size // unit, 1) * unit
+            raise ValueError(
+                f"`generation_batch_size` is {generation_batch_size} images, not whole groups of `num_generations` "
+                f"= {num_generations}: {generation_batch_size} / {num_generations} = "
+                f"{generation_batch_size / num_generations:g}. Nearest values that work: {below} or "
+                f"{below + unit}."
+            )
+        num_prompts = generation_batch_size // num_generations
+
+    if accumulated is not None:
+        num_optimizer_steps, rest = divmod(num_prompts * num_generations, parallel * accumulated)
+        if rest:
+            below = max(num_prompts * num_generations // unit, 1) * unit
+            raise ValueError(
+                f"A round does not divide: {num_prompts} prompts x {num_generations} generations = "
+                f"{num_prompts * num_generations} images, but {num_processes} processes x {batch_size} images in a "
+                f"micro-batch x {accumulated} accumulated = {parallel * accumulated} images for each optimizer "
+                f"step. Nearest values of `generation_batch_size` that work: {below} or {below + unit}."
+            )
+    return RoundLayout(num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
