@@ -45,7 +45,11 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     train_dataset = load_train_prompts(script_args)
     eval_dataset = load_eval_prompts(script_args)
 
+    ################
+    # Rewards
+    ################
     reward_funcs = load_rewards(script_args)
+    eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)
 
     ################
     # Training
@@ -56,7 +60,7 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        eval_reward_funcs=load_eval_rewards(script_args, reward_funcs),
+        eval_reward_funcs=eval_reward_funcs,
         peft_config=get_peft_config(script_args),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

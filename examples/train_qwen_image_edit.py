@@ -5,8 +5,9 @@
 """
 Trains a LoRA on Qwen-Image-Edit with PaCo-GRPO, to change in a picture what an instruction says and nothing else.
 
-`train_flux.py` with the paper's settings for this model: 10 steps of which steps 1 to 4 are stochastic, noise 1.0, true
-guidance 4.0, trained at 384 pixels for images of 1024, rewarded by the judge's edit score. It takes the same options.
+The paper's settings for this model are the defaults: 10 steps of which steps 1 to 4 are stochastic, noise 1.0, true
+guidance 4.0, trained at 384 pixels for images of 1024, rewarded by the judge's edit score. The other
+options are those of `train_flux.py`.
 
     python examples/train_qwen_image_edit.py --dataset_name user/edit-prompts --max_steps 200 \
         --output_dir paco-qwen-image-edit
@@ -22,9 +23,16 @@ from dataclasses import dataclass, field
 
 from trl import TrlParser
 
-from paco_trl import PaCoGRPOConfig
-from paco_trl.commands.script_arguments import ScriptArguments
-from train_flux import main
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.commands.script_arguments import (
+    ScriptArguments,
+    get_peft_config,
+    load_eval_prompts,
+    load_eval_rewards,
+    load_rewards,
+    load_train_prompts,
+)
+from paco_trl.utils.processes import end_training
 
 
 @dataclass
@@ -57,6 +65,45 @@ class QwenImageEditConfig(PaCoGRPOConfig):
         default="sum_then_normalize",
         metadata={"help": "How several rewards become one. The paper has one here, and tames none."},
     )
+
+
+def main(script_args: QwenImageEditArguments, training_args: QwenImageEditConfig) -> None:
+    ################
+    # Dataset
+    ################
+    train_dataset = load_train_prompts(script_args)
+    eval_dataset = load_eval_prompts(script_args)
+
+    ################
+    # Rewards
+    ################
+    reward_funcs = load_rewards(script_args)
+    eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)
+
+    ################
+    # Training
+    ################
+    trainer = PaCoGRPOTrainer(
+        model=script_args.model_name_or_path,
+        reward_funcs=reward_funcs,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        eval_reward_funcs=eval_reward_funcs,
+        peft_config=get_peft_config(script_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    # Save, or save and push to the Hub
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    else:
+        trainer.save_model(training_args.output_dir)
+    if trainer.accelerator.is_main_process:
+        print(f"Adapter: {training_args.output_dir}")
+        if training_args.log_completions:
+            print(f"Pictures: {training_args.output_dir}/contact_sheets")
+    end_training(trainer.accelerator)
 
 
 if __name__ == "__main__":
