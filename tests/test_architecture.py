@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as docs/architecture.md has it: no circles, imports downwards only, no private doors. Nothing is imported."""
+
+import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "paco_trl"
+# Low to high. Those in one line do not import each other; "paco_trl" is the package's own `__init__.py`.
+LAYERS = (
+    ("utils",), ("hub",), ("data",), ("rollout", "tiny"), ("rewards",), ("evaluation",), ("plots",), ("cards",),
+    ("checkpointing",), ("trainer",), ("paco_trl",), ("dataset_building", "image_benchmarks"), ("commands",),
+)  # fmt: skip
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+NAMEDTUPLE = {"_asdict", "_fields", "_make", "_replace"}
+# Private names of other libraries, and why there is no public way
+OTHERS = {
+    "callback._init_summary_writer": "transformers opens TensorBoard's writer here, when training begins",
+    "callback._initialized": "transformers' trackers have no public sign that they run",
+    "dataset._fingerprint": "datasets has no public identity of a dataset",
+    "dataset._indices": "datasets has no public list of the rows that `select` and `shuffle` keep",
+    "hf_deepspeed._hf_deepspeed_config_weak_ref": "transformers has no getter for the configuration object",
+    "model._internal_dict": "diffusers' `config` has no setter",
+    "module._compiled_call_impl": "torch does not say elsewhere whether a module is compiled",
+    "nn.modules.dropout._DropoutNd": "torch's only common class of its dropout layers",
+    "os._exit": "a public function of Python in spite of its name",
+    "processor._get_num_multimodal_tokens": "transformers counts an image's tokens from its size here",
+    "processor._resize_to_target_area": "diffusers' FLUX.2 resizes its sources by this",
+}
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def imports_of(root: Path) -> dict[str, dict[str, str]]:
+    """Module -> the modules of the package that it imports anywhere, `TYPE_CHECKING` included -> file and line."""
+    names = {path: ".".join(path.relative_to(root.parent).with_suffix("").parts) for path in root.rglob("*.py")}
+    found: dict[str, dict[str, str]] = {name.removesuffix(".__init__"): {} for name in names.values()}
+    for path, name in names.items():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                parents = name.split(".")[: -node.level] if node.level else []
+                base = ".".join([*parents, *filter(None, [node.module])])
+                targets = [each if each in found else base for each in (f"{base}.{a.name}" for a in node.names)]
+            else:
+                continue
+            module = name.removesuffix(".__init__")
+            where = f"{path.relative_to(root.parent)}:{node.lineno}"
+            found[module] |= {target: where for target in targets if target in found and target != module}
+    return found
+
+
+def circle_of(root: Path) -> str:
+    """One circle of imports, as `a -> b -> a`, or nothing."""
+    try:
+        TopologicalSorter(imports_of(root)).prepare()
+    except CycleError as error:
+        return " -> ".join(reversed(error.args[1]))
+    return ""
+
+
+def upward_imports(root: Path) -> list[str]:
+    found = []
+    for module, targets in imports_of(root).items():
+        for target, where in targets.items():
+            importing, imported = ((each.split(".") + ["paco_trl"])[1] for each in (module, target))
+            if importing != imported and HEIGHT[imported] >= HEIGHT[importing]:
+                found.append(f"{where} {importing} imports {imported}")
+    return found
+
+
+def private_accesses(root: Path) -> list[tuple[str, str]]:
+    """File and line, and what is accessed there, by `.` or by name."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        for node in nodes_of(path):
+            if isinstance(node, ast.Attribute):
+                owner, name = ast.unparse(node.value), node.attr
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+                owner, name = ast.unparse(node.args[0]), str(getattr(node.args[1], "value", ""))
+            else:
+                continue
+            if not name.startswith("_") or name.startswith("__") or owner in ("self", "cls", "super()"):
+                continue
+            if name not in NAMEDTUPLE:
+                found.append((f"{path.relative_to(root.parent)}:{node.lineno}", f"{owner}.{name}"))
+    return sorted(found)
+
+
+def test_no_circle_of_imports():
+    assert circle_of(PACKAGE) == ""
+
+
+def test_packages_import_downwards():
+    found = upward_imports(PACKAGE)
+    assert not found, "\n".join(found)
+
+
+def test_no_private_attribute_of_another_class():
+    accesses = private_accesses(PACKAGE)
+    assert set(OTHERS) <= {what for _, what in accesses}  # an exception that nothing needs is taken away
+    found = [f"{where} {what}" for where, what in accesses if what not in OTHERS]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("name", "lines"), [("paco_grpo_trainer", 650), ("paco_grpo_config", 600)])
+def test_a_file_reads_in_one_sitting(name, lines):
+    text = (PACKAGE / f"trainer/{name}.py").read_text(encoding="utf-8")
+    assert text.count("\n") <= lines
+
+
+def test_no_example_imports_another():
+    scripts = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert len(scripts) > 5
+    for script in scripts:
+        imported = {getattr(node, "module", None) for node in nodes_of(ROOT / f"examples/{script}.py")}
+        assert not scripts & imported, script
+
+
+def test_each_of_these_is_seen(tmp_path):
+    """A package that does everything wrong, and the same things where they are right."""
+    sources = {
+        "data/rows.py": "from ..utils.files import read\nfrom .columns import Column\n",
+        "data/columns.py": "if TYPE_CHECKING:\n    from .rows import Row\n",
+        "utils/files.py": "def read():\n    from .. import data\n\n\nthing._replace(a=1)\nself._own\nsuper()._own\n",
+        "dataset_building/pairs.py": "import paco_trl.image_benchmarks.run\nscorer._judge.ask()\ngetattr(it, '_b')\n",
+        "image_benchmarks/run.py": "from ..data.rows import Row\nself._exit(1)\nself.trainer._step()\nx.__class__\n",
+    }
+    for name, text in sources.items():
+        path = tmp_path / "paco_trl" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        (path.parent / "__init__.py").touch()
+    root = tmp_path / "paco_trl"
+    first, second = "paco_trl.data.rows", "paco_trl.data.columns"
+    assert circle_of(root) in (f"{first} -> {second} -> {first}", f"{second} -> {first} -> {second}")
+    assert sorted(upward_imports(root)) == [
+        "paco_trl/dataset_building/pairs.py:1 dataset_building imports image_benchmarks",
+        "paco_trl/utils/files.py:2 utils imports data",
+    ]
+    assert private_accesses(root) == [
+        ("paco_trl/dataset_building/pairs.py:2", "scorer._judge"),
+        ("paco_trl/dataset_building/pairs.py:3", "it._b"),
+        ("paco_trl/image_benchmarks/run.py:3", "self.trainer._step"),
+    ]
+    nodes_of.cache_clear()
+    (root / "data/columns.py").write_text("")
+    assert circle_of(root) == ""
