@@ -23,32 +23,12 @@ def _usage() -> str:
 
 
 def name_first(arguments: list[str], option: str) -> list[str]:
-    """
-    Gives the first argument of a command its name, so that `paco-trl push folder` is `paco-trl push --folder folder`.
-
-    Args:
-        arguments (`list[str]`):
-            Options of a command, and what it is about in front of them.
-        option (`str`):
-            Name.
-
-    Returns:
-        `list[str]`: options, each with its name.
-    """
+    """Names the first argument of a command: `paco-trl push folder` is `paco-trl push --folder folder`."""
     return [option, *arguments] if arguments and not arguments[0].startswith("-") else arguments
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """
-    Runs a command.
-
-    Args:
-        arguments (`list[str]`, *optional*):
-            Name of the command and its options. If `None`, those of the command line.
-
-    Returns:
-        `int`: exit code of the command; 2 when there is no such command.
-    """
+    """Runs a command."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] in (["--help"], ["-h"]):
         sys.stdout.write(_usage() + "\n")

@@ -191,38 +191,14 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
 
 
 def load_train_prompts(script_args: ScriptArguments) -> Dataset:
-    """
-    Loads the prompts to train on.
-
-    Args:
-        script_args ([`ScriptArguments`]):
-            Arguments.
-
-    Returns:
-        [`~datasets.Dataset`].
-
-    Raises:
-        ValueError: no dataset is named, or an option that is for editing prompts is given for others.
-    """
+    """Loads the prompts to train on."""
     if script_args.dataset_name is None:
         raise ValueError("`--dataset_name` is missing: a Hub id, a folder or a JSON-lines file of prompts.")
     return _load_prompts(script_args, script_args.dataset_name, script_args.dataset_split)
 
 
 def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
-    """
-    Loads the prompts to evaluate on.
-
-    Args:
-        script_args ([`ScriptArguments`]):
-            Arguments.
-
-    Returns:
-        [`~datasets.Dataset`], or `None` if none are named.
-
-    Raises:
-        ValueError: the split is of a file, which has one.
-    """
+    """Loads the prompts to evaluate on."""
     name, split = script_args.eval_dataset_name, script_args.eval_split
     if split is None and name is None:
         return None
@@ -256,60 +232,20 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
-    """
-    Loads a reward by the name it has on the command line.
-
-    Args:
-        name (`str`):
-            One of those of [`ScriptArguments`].
-        script_args ([`ScriptArguments`]):
-            Arguments, for the models of rewards.
-
-    Returns:
-        `Callable`.
-
-    Raises:
-        ValueError: there is no such reward.
-    """
+    """Loads a reward by the name it has on the command line."""
     if name not in _REWARDS:
         raise ValueError(f"Unknown reward {name!r}: `--rewards` takes {', '.join(_REWARDS)}.")
     return _REWARDS[name](script_args)
 
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
-    """
-    Loads the rewards of training.
-
-    Args:
-        script_args ([`ScriptArguments`]):
-            Arguments.
-
-    Returns:
-        `list[Callable]`.
-
-    Raises:
-        ValueError: there is no such reward.
-    """
+    """Loads the rewards of training."""
     loaded = {name: load_reward(name, script_args) for name in script_args.rewards}
     return [loaded[name] for name in script_args.rewards]
 
 
 def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]) -> list[Callable] | None:
-    """
-    Loads the rewards of the evaluation. One that training has too is not loaded again.
-
-    Args:
-        script_args ([`ScriptArguments`]):
-            Arguments.
-        reward_funcs (`list[Callable]`):
-            From [`load_rewards`].
-
-    Returns:
-        `list[Callable]`, or `None` if they are those of training.
-
-    Raises:
-        ValueError: there is no such reward, or a judge is named for none.
-    """
+    """Loads the rewards of the evaluation. One that training has too is not loaded again."""
     has_own_judge = script_args.eval_judge_model is not None or script_args.eval_judge_url is not None
     if script_args.eval_rewards is None and not has_own_judge:
         return None
@@ -339,19 +275,7 @@ def _consistency(script_args: ScriptArguments, model: str, url: str | None) -> C
 
 
 def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
-    """
-    The adapter that the arguments describe, as the trainer's `peft_config`.
-
-    Args:
-        script_args ([`ScriptArguments`]):
-            Arguments.
-
-    Returns:
-        [`~peft.LoraConfig`], `str` or `None`: a new adapter, one to go on with, or none.
-
-    Raises:
-        ValueError: an adapter is named and none is wanted.
-    """
+    """The adapter that the arguments describe, as the trainer's `peft_config`."""
     if not script_args.use_peft:
         if script_args.adapter_name_or_path is not None:
             raise ValueError(

@@ -99,19 +99,6 @@ class RoundLayout:
 
         The set of images behind each optimizer step depends on the seed and not on the number of processes. Within an
         optimizer step the micro-batches are ordered by size, so that the processes work on equal sizes at a time.
-
-        Args:
-            sizes (`list[tuple[int, int]]`):
-                Height and width of each prompt's images, one entry for each prompt of the round.
-            permutation_seed (`tuple[int, ...]`):
-                Key of the order in which micro-batches are trained.
-
-        Returns:
-            `np.ndarray` of shape `(num_processes, micro_batches_per_process, batch_size)`: index of an image in the
-            round, prompt-major (`prompt * num_generations + generation`).
-
-        Raises:
-            ValueError: images of one size do not fill whole micro-batches.
         """
         # 1. Images of one size are neighbours; within a size the prompts keep the order in which they were sampled
         prompts_by_size = sorted(range(self.num_prompts), key=lambda prompt: sizes[prompt])
@@ -137,6 +124,7 @@ class RoundLayout:
 
         # 3. Deal them out: position i goes to process i mod num_processes
         dealt = micro_batches[np.concatenate(per_step)]
+        # (num_processes, micro_batches_per_process, batch_size): indices of images in the round, prompt-major
         return dealt.reshape(-1, self.num_processes, self.batch_size).swapaxes(0, 1)
 
 
