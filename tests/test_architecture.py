@@ -2,6 +2,7 @@
 """The package as docs/architecture.md has it: no circles, imports downwards only, no private doors. Nothing is imported."""
 
 import ast
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -110,6 +111,13 @@ def test_no_private_attribute_of_another_class():
     assert set(OTHERS) <= {what for _, what in accesses}  # an exception that nothing needs is taken away
     found = [f"{where} {what}" for where, what in accesses if what not in OTHERS]
     assert not found, "\n".join(found)
+
+
+def test_the_page_has_the_same_layers():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`(\w+)/`", row) for row in re.findall(r"^\| (\[`\w+/`\][^|]*) \|", text, flags=re.M)]
+    assert list(reversed(rows)) == [list(names) for names in LAYERS if names != ("paco_trl",)]
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"paco_trl"} == set(HEIGHT)
 
 
 @pytest.mark.parametrize(("name", "lines"), [("paco_grpo_trainer", 650), ("paco_grpo_config", 600)])
