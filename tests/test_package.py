@@ -4,8 +4,10 @@
 import importlib
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -61,27 +63,38 @@ def test_public_functions_and_classes_have_docstrings():
     assert not missing
 
 
-def test_wheel_holds_data_and_templates(tmp_path):
-    pytest.importorskip("setuptools")
-    code = "from setuptools import build_meta; import os, sys; os.chdir(sys.argv[1]); print(build_meta.build_wheel(sys.argv[2]))"
-    import shutil
-    import zipfile
+# What the wheel holds beside Python files
+DATA_FILES = {
+    "py.typed",
+    "data/prompts/demo.jsonl",
+    "dataset_building/annotation_page/page.css",
+    "dataset_building/annotation_page/page.html",
+    "dataset_building/annotation_page/page.js",
+    "evaluation/published.json",
+    "templates/generation_report.html.jinja",
+    "templates/paco_dataset_card.md.jinja",
+    "templates/paco_grpo_model_card.md.jinja",
+    "templates/paco_reward_model_card.md.jinja",
+}
+MAX_WHEEL_SIZE = 700_000  # bytes
 
+
+def test_wheel_holds_code_templates_and_demo_prompts(tmp_path):
+    pytest.importorskip("setuptools")
     source = tmp_path / "source"
-    shutil.copytree(
-        ROOT,
-        source,
-        ignore=shutil.ignore_patterns(
-            ".venv*", ".git", "demo-output", "miniature-benchmark", "build", "*.egg-info", "*cache*"
-        ),
-    )
-    subprocess.run([sys.executable, "-c", code, str(source), str(tmp_path)], check=True, capture_output=True)
+    for folder in ("paco_trl", "examples"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, cwd=source)
     (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    packaged = {str(path.relative_to(ROOT)) for path in (ROOT / "paco_trl").rglob("*") if path.is_file()}
-    packaged = {name for name in packaged if "__pycache__" not in name}
-    assert packaged <= set(names), packaged - set(names)
-    assert not [name for name in names if name.startswith(("tests/", "examples/"))]
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    sources = {str(path.relative_to(source)) for path in (source / "paco_trl").rglob("*.py")}
+    assert len(sources) > 100
+    assert names == sources | {f"paco_trl/{name}" for name in DATA_FILES}
+    assert 100_000 < wheel.stat().st_size < MAX_WHEEL_SIZE
 
 
 def test_sources_are_in_the_house_style():
