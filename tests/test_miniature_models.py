@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The toy models that come with the package: small, safe to load, and what they are said to be."""
+"""The toy models that come with the repository: small, safe to load, and what they are said to be."""
 
 import numpy as np
 import pytest
