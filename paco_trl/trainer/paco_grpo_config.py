@@ -129,7 +129,7 @@ class PaCoGRPOConfig(GRPOConfig):
             Guidance scale, in training and evaluation (paper). Of the kind that the model has: distilled into it, or
             true guidance between a conditional and an unconditional prediction.
         negative_prompt (`str`, *optional*):
-            Negative prompt of true guidance. If `None`, the pipeline's own; one that has none is an error (Qwen-Image).
+            Negative prompt of true guidance. If `None`, the pipeline's own, an error without one (Qwen-Image).
         detach_unconditional (`bool`, *optional*, defaults to `False`):
             Whether no gradient flows through the unconditional prediction of true guidance. The policy's own gradient
             flows through both.
@@ -150,7 +150,7 @@ class PaCoGRPOConfig(GRPOConfig):
             Prompts of a generation round (paper), rounded up to a number that divides over the processes. Ignored when
             `generation_batch_size` or `steps_per_generation` is set.
         optimizer_steps_per_generation (`int`, *optional*, defaults to `2`):
-            Optimizer steps made with the images of a round (paper), unless `gradient_accumulation_steps` is set.
+            Optimizer steps made with the images of a round (paper). `gradient_accumulation_steps`, if set, decides.
         generation_batch_size (`int`, *optional*):
             Images of a round over all processes. If `None`, `num_prompts_per_generation * num_generations`.
         steps_per_generation (`int`, *optional*):
@@ -182,10 +182,10 @@ class PaCoGRPOConfig(GRPOConfig):
             Largest share of a round's images for which a required reward may give `None`. Above it the run stops. Not
             the paper's.
         max_excluded_images (`float`, *optional*, defaults to `0.5`):
-            Largest share of a round's images that may have been left out because a reward gave `None`. Above it the run
-            stops. Not the paper's.
+            Largest share of a round's images that may have been left out because a reward gave `None`. Above it the
+            run stops. Not the paper's.
         max_excluded_groups (`float`, *optional*, defaults to `0.5`):
-            Largest share of a round's prompts with fewer than two scored images. Above it the run stops. Not the paper's.
+            Largest share of a round's prompts with fewer than two scored images, or the run stops. Not the paper's.
 
         > Parameters that control the training
 
@@ -209,7 +209,7 @@ class PaCoGRPOConfig(GRPOConfig):
         ema_decay (`float`, *optional*, defaults to `0.9`):
             Decay of the exponential moving average of the trained weights, for each optimizer step (the published
             code's 0.9; with its update interval of 8 it keeps the weights of a recent step, which `None` is nearer to).
-            It is evaluated and saved; training and rollout use the weights themselves. `None` keeps none.
+            The average is evaluated and saved; training and rollout use the weights themselves. `None` keeps none.
         ema_offload (`bool`, *optional*, defaults to `False`):
             Whether the average is kept in CPU memory.
 
@@ -218,7 +218,7 @@ class PaCoGRPOConfig(GRPOConfig):
         offload_embeddings (`bool`, *optional*, defaults to `False`):
             Whether the prompt embeddings of a round wait in CPU memory for their micro-batch.
         vae_tiling (`bool`, *optional*, defaults to `False`):
-            Whether the VAE decodes in tiles: less memory at large sizes, and slightly other pixels at the seams.
+            Whether the VAE decodes in tiles: less memory at large sizes, and slightly different pixels at the seams.
 
         > Parameters that control the evaluation
 
@@ -232,8 +232,8 @@ class PaCoGRPOConfig(GRPOConfig):
         logging_steps (`int` or `float`, *optional*, defaults to `1`):
             Optimizer steps between two logs.
         log_completions (`bool`, *optional*, defaults to `True`):
-            Whether to save a contact sheet of each round's images with their scores in `output_dir/contact_sheets`, and
-            send it to the trackers of `report_to`.
+            Whether to save a contact sheet of each round's images with their scores in `output_dir/contact_sheets`,
+            and send it to the trackers of `report_to`.
         plot_curves (`bool`, *optional*, defaults to `True`):
             Whether to plot the logged metrics to `output_dir/curves.png`. The table `curves.csv` is always written.
 
@@ -309,8 +309,8 @@ class PaCoGRPOConfig(GRPOConfig):
     multi_objective_aggregation: str = field(
         default="log_tamed",
         metadata={
-            "help": "How several rewards become one: 'log_tamed' (the weighted sum, a reward that varies too "
-            "much by its logarithm), 'sum_then_normalize', 'normalize_then_sum' or 'geometric_mean'."
+            "help": "How several rewards become one: 'log_tamed' (a weighted sum with log(1 + R) for a reward R that "
+            "varies too much), 'sum_then_normalize', 'normalize_then_sum' or 'geometric_mean'."
         },
     )
     # `None` is in the type for the command line only: argparse reads a union with it as a string, so that both 0.3
@@ -499,7 +499,7 @@ class PaCoGRPOConfig(GRPOConfig):
                 raise ValueError(f"`{name}` is {value}; it must be at least 1.")
         if self.num_inference_steps < 2:
             raise ValueError(
-                f"`num_inference_steps` is {self.num_inference_steps}: the last is never stochastic, at least 2 are needed."
+                f"`num_inference_steps` is {self.num_inference_steps}: the last is not stochastic, at least 2 are needed."
             )
         if not 0 < self.resolution_scale <= 1:
             raise ValueError(
