@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers, texts and tables in Markdown."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def number_text(value: float | None, decimals: int = 3, signed: bool = False, missing: str = "n/a") -> str:
+    """A number with so many decimals; `missing` for `None` and what is not finite. No zero has a sign."""
+    if value is None or not math.isfinite(value):
+        return missing
+    text = f"{value:{'+' if signed else ''}.{decimals}f}"
+    return text if not signed or float(text) else text[1:]
+
+
+def interval_text(mean: float | None, low: float | None, high: float | None, missing: str = "n/a") -> str:
+    """A mean with its interval in brackets, where there is one."""
+    ends = [number_text(end, missing="") for end in (low, high)]
+    return number_text(mean, missing=missing) + (f" [{', '.join(ends)}]" if all(ends) else "")
+
+
+def markdown_text(value: Any) -> str:
+    """What Markdown shows as this value, on one line: no cells, tags or links come of it."""
+    text = " ".join(str(value).split()).replace("\\", "\\\\").replace("|", "\\|")
+    return re.sub(r"&(?=[#\w])", "&amp;", text).replace("<", "&lt;").replace("](", "]\\(")
+
+
+def markdown_table(columns: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table of any values, see [`markdown_text`]."""
+    head, *body = ([markdown_text(cell) for cell in row] for row in (columns, *rows))
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
