@@ -1,28 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the checks of datasets share."""
 
-import textwrap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from ..utils.text import shorten
 
 
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
-
-
-def shorten(value: Any) -> str:
-    """
-    Write a value for an error message.
-
-    Args:
-        value (`Any`):
-            The value.
-
-    Returns:
-        `str`: its representation, cut off after 100 characters.
-    """
-    return textwrap.shorten(repr(value), width=100, placeholder="...")
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:
@@ -104,17 +90,3 @@ def list_lengths(dataset: "Dataset", column: str) -> "np.ndarray":
     lengths = pc.fill_null(pc.list_value_length(dataset.data.column(column)), -1).to_numpy()
     # `select`, `shuffle` and `filter` leave the table alone and keep the numbers of the chosen rows
     return lengths if dataset._indices is None else lengths[dataset._indices.column(0).to_numpy()]
-
-
-def some_of(names: Sequence[str]) -> str:
-    """
-    List names for a message: ten of them at most.
-
-    Args:
-        names (`Sequence[str]`):
-            Names.
-
-    Returns:
-        `str`.
-    """
-    return f"{', '.join(names[:10])}{', ...' * (len(names) > 10)}"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from .columns import check_is_dataset, shorten
+from ..utils.text import shorten
+from .columns import check_is_dataset
 from .dataset_files import path_inside
 from .image_sets import _check_row, _read_json_rows
 from .source_images import SourceImages

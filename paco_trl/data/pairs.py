@@ -17,7 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .columns import check_image_list, check_is_dataset, list_lengths, shorten
+from ..utils.text import shorten
+from .columns import check_image_list, check_is_dataset, list_lengths
 from .dataset_files import settle_broken
 
 

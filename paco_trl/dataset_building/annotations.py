@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data.columns import shorten
 from ..utils.stage_folder import append_line, digest, read_lines, write_atomically
+from ..utils.text import shorten
 
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from ..data.columns import check_is_dataset, shorten
+from ..data.columns import check_is_dataset
 from ..data.grids import panel_size, split_grid
 from ..data.image_sets import _criteria_list
 from ..data.rankings import _ranking_features
 from ..utils.stage_folder import StageFolder, file_name, write_atomically
+from ..utils.text import shorten
 from .annotations import instance_digest
 
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data.columns import shorten
 from ..data.image_sets import format_image_set_prompt
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.stage_folder import Journal, StageFolder
+from ..utils.text import shorten
 from .categories import CATEGORIES, DIMENSIONS, Category
 
 

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data.columns import shorten
 from ..data.pairs import check_pair_columns, content_text, decision_of, pair_features
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.stage_folder import Journal, StageFolder
+from ..utils.text import shorten
 from .categories import DIMENSIONS
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from ..data.columns import some_of
 from ..data.edit_prompts import check_edit_columns
 from ..data.source_images import SourceImages
 from ..dataset_building.draw_grids import draw_missing, read_picture, warn_of_flat
 from ..utils.stage_folder import StageFolder, file_name
+from ..utils.text import some_of
 from .image_sets import EXTENSIONS, picture_size
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from ..data.columns import shorten, some_of
 from ..data.source_images import SourceImages
 from ..dataset_building.draw_grids import to_png
 from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.stage_folder import digest, write_atomically
+from ..utils.text import shorten, some_of
 from .edit_drawing import FoundEdits, edit_keys
 from .gedit_published import (
     PUBLISHED_ATTEMPTS,

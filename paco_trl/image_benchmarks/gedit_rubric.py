@@ -12,7 +12,7 @@ import json
 import math
 from typing import Any
 
-from ..data.columns import shorten
+from ..utils.text import shorten
 
 
 # What stands for the instruction

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..data.columns import some_of
 from ..data.grids import panel_size, split_grid
 from ..utils.images import to_rgb
 from ..utils.stage_folder import file_name
+from ..utils.text import some_of
 
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ..data.columns import shorten, some_of
 from ..evaluation.runs import ResultFile
 from ..utils.stage_folder import write_atomically
+from ..utils.text import shorten, some_of
 
 
 class Scores(NamedTuple):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from tqdm.auto import tqdm
 
-from ..data.columns import some_of
 from ..data.questions import shows_question, t2is_bench_question
 from ..evaluation.runs import batches, dataset_fingerprint
 from ..rewards.duplicates import panel_similarity
 from ..utils.images import patch_size_of
 from ..utils.names import public_name
+from ..utils.text import some_of
 from .image_sets import FoundImages, ImageSet
 from .score_store import ScoreStore
 from .t2is_bench import SIDE, alignment_texts, consistency_criteria

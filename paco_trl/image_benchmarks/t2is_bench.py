@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ..data.columns import shorten, some_of
 from ..data.image_sets import criteria_dict, find_t2is_bench, load_image_set_prompts, read_t2is_bench
 from ..evaluation.runs import check_protocol
+from ..utils.text import shorten, some_of
 
 
 if TYPE_CHECKING:

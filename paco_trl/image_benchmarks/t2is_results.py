@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ..data.columns import some_of
 from ..evaluation.runs import PROTOCOLS, check_protocol, dataset_fingerprint
+from ..utils.text import some_of
 from .edit_drawing import FoundEdits
 from .image_sets import FoundImages
 from .score_store import Scores, read_scores

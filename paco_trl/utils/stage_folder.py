@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote
 
-from ..data.columns import shorten
+from ..utils.text import shorten
 
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def number_text(value: float | None, decimals: int = 3, signed: bool = False, missing: str = "n/a") -> str:
-    """A number with so many decimals; `missing` for `None` and what is not finite. No zero has a sign."""
+    """A number with so many decimals; `missing` for `None` and what is not finite. With `signed`, zero has no sign."""
     if value is None or not math.isfinite(value):
         return missing
     text = f"{value:{'+' if signed else ''}.{decimals}f}"
