@@ -15,7 +15,8 @@ from datasets import Image as ImageFeature
 from diffusers import DiffusionPipeline, EulerAncestralDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
-from paco_trl.dataset_building.draw_grids import draw_grids, load_pipeline, plan_batches
+from paco_trl.dataset_building.draw_grids import draw_grids, plan_batches
+from paco_trl.utils.generation import load_pipeline
 from paco_trl.utils.stage_folder import StageFolder
 from test_examples import free_port, run
 
@@ -392,7 +393,7 @@ class TestFlatImages:
         assert "2 of 4 grids are one flat colour" in caplog.text
 
     def test_one_grey_value_more_is_not_flat(self):
-        from paco_trl.dataset_building.draw_grids import is_flat
+        from paco_trl.utils.generation import is_flat
 
         image = Image.new("RGB", (8, 8), (7, 7, 7))
         assert is_flat(image) and is_flat(image.convert("L"))
@@ -425,7 +426,7 @@ import sys
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from paco_trl.dataset_building.draw_grids import draw_grids, load_pipeline
+from paco_trl.dataset_building import draw_grids, load_pipeline
 from paco_trl.utils.stage_folder import StageFolder
 
 model, prompts, path = sys.argv[1:]

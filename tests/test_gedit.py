@@ -24,7 +24,7 @@ from PIL import Image
 from chat_server import ChatServer, answer
 from judge_server import pictures_of
 from paco_trl import tiny
-from paco_trl.dataset_building.draw_grids import load_pipeline
+from paco_trl.dataset_building import load_pipeline
 from paco_trl.image_benchmarks import gedit
 from paco_trl.image_benchmarks.edit_drawing import draw_edits, edit_keys, find_edits
 from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
@@ -1003,7 +1003,7 @@ import torch
 from accelerate import PartialState
 from datasets import load_from_disk
 from paco_trl.dataset_building import ChatEndpoint, StageFolder
-from paco_trl.dataset_building.draw_grids import load_pipeline
+from paco_trl.dataset_building import load_pipeline
 from paco_trl.image_benchmarks.edit_drawing import draw_edits, find_edits
 from paco_trl.image_benchmarks.gedit import score_edits
 

@@ -5,6 +5,7 @@ panels, rankings, pairs, reasons, the Hub. A module for each step; `examples/bui
 """
 
 from ..utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError, Reply
+from ..utils.generation import load_pipeline
 from ..utils.stage_folder import StageFolder, digest
 from .agreement import agreement_report, count_agreement, kendalls_w, untrusted_annotators
 from .annotations import (
@@ -22,7 +23,7 @@ from .build_pairs import build_pairs
 from .categories import CATEGORIES, DIMENSIONS, Category
 from .dataset_card import dataset_card, pairs_sheet, rankings_sheet
 from .diversify import Diversified, diversify, diversify_prompts
-from .draw_grids import draw_grids, load_pipeline
+from .draw_grids import draw_grids
 from .pair_panels import cut_panels, instances_to_rankings, make_instances
 from .publish import publish_dataset
 from .sample_sheet import grids_sheet, instances_sheet

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..dataset_building.draw_grids import load_pipeline
+from ..utils.generation import load_pipeline
 from ..utils.stage_folder import write_atomically
 from .image_sets import FoundImages
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from ..data.edit_prompts import check_edit_columns
 from ..data.source_images import SourceImages
-from ..dataset_building.draw_grids import draw_missing, read_picture, warn_of_flat
+from ..utils.generation import generate_missing, read_image, warn_of_flat
 from ..utils.stage_folder import StageFolder, file_name
 from ..utils.text import some_of
 from .image_sets import EXTENSIONS, picture_size
@@ -163,14 +163,14 @@ def draw_edits(
     paths = [{row: _path(folder.images, values)} for row, values in enumerate(rows)]
 
     def read(number: int, place: int) -> "Image | None":
-        return read_picture(paths[number][place])
+        return read_image(paths[number][place])
 
     def draw(number: int) -> dict[int, "Image"]:
         size = _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
         arguments = {**call_arguments, **size}
         return {number: _draw(pipeline, rows[number]["prompt"], sources.load(number), seed, arguments, keys[number])}
 
-    flat = [keys[row] for row in sorted(draw_missing(paths, read, draw, "Drawing edits"))]
+    flat = [keys[row] for row in sorted(generate_missing(paths, read, draw, "Drawing edits"))]
     dataset = _make_dataset(rows, [path for of_row in paths for path in of_row.values()], seed)
     state = PartialState()
     if state.is_main_process:

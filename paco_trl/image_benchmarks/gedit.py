@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm.auto import tqdm
 
 from ..data.source_images import SourceImages
-from ..dataset_building.draw_grids import to_png
 from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.generation import to_png
 from ..utils.stage_folder import digest, write_atomically
 from ..utils.text import shorten, some_of
 from .edit_drawing import FoundEdits, edit_keys
