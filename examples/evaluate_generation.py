@@ -62,8 +62,8 @@ from paco_trl.image_benchmarks import (
     t2is_results,
     write_panel_files,
 )
+from paco_trl.utils.files import write_atomically
 from paco_trl.utils.names import public_name
-from paco_trl.utils.stage_folder import write_atomically
 
 
 BENCHMARKS = ("t2is", "gedit")

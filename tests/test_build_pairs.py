@@ -41,7 +41,8 @@ from paco_trl.dataset_building.annotators import construction_ranks, ranks_of_sc
 from paco_trl.dataset_building.make_pairs import decide_pairs, vote_on_instances
 from paco_trl.dataset_building.split import check_no_leak, connected_prompts, split_prompts
 from paco_trl.rewards import JudgeUnavailableError
-from paco_trl.utils.stage_folder import append_line, file_name, read_lines, write_atomically
+from paco_trl.utils.files import file_name, write_atomically
+from paco_trl.utils.journals import append_line, read_lines
 from planted_world import PlantedWorld
 
 

@@ -349,7 +349,7 @@ def _recall_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str
     """Do [`_find_image_problems`] once for a dataset, until one of its files changes."""
     import datasets
 
-    from ..utils.stage_folder import write_atomically
+    from ..utils.files import write_atomically
 
     files = _state_of_files(dataset)
     if files is None or not datasets.is_caching_enabled():

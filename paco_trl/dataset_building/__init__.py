@@ -5,8 +5,9 @@ panels, rankings, pairs, reasons, the Hub. A module for each step; `examples/bui
 """
 
 from ..utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError, Reply
+from ..utils.files import digest
 from ..utils.generation import load_pipeline
-from ..utils.stage_folder import StageFolder, digest
+from ..utils.stage_folder import StageFolder
 from .agreement import agreement_report, count_agreement, kendalls_w, untrusted_annotators
 from .annotations import (
     Annotation,

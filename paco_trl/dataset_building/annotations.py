@@ -22,7 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..utils.stage_folder import append_line, digest, read_lines, write_atomically
+from ..utils.files import digest, write_atomically
+from ..utils.journals import append_line, read_lines
 from ..utils.text import shorten
 
 

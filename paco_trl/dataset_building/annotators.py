@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from ..data.rankings import default_question
-from ..utils.stage_folder import read_lines, write_atomically
+from ..utils.files import write_atomically
+from ..utils.journals import read_lines
 from .annotations import (
     AUTOMATIC,
     annotation_files,

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.image_sets import check_image_set_columns
+from ..utils.files import file_name
 from ..utils.generation import generate_missing, read_image, warn_of_flat
-from ..utils.stage_folder import StageFolder, file_name
+from ..utils.stage_folder import StageFolder
 
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from ..data.columns import check_is_dataset
 from ..data.grids import panel_size, split_grid
 from ..data.image_sets import _criteria_list
 from ..data.rankings import _ranking_features
-from ..utils.stage_folder import StageFolder, file_name, write_atomically
+from ..utils.files import file_name, write_atomically
+from ..utils.stage_folder import StageFolder
 from ..utils.text import shorten
 from .annotations import instance_digest
 

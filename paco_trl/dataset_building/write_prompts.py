@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.image_sets import format_image_set_prompt
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
-from ..utils.stage_folder import Journal, StageFolder
+from ..utils.journals import Journal
+from ..utils.stage_folder import StageFolder
 from ..utils.text import shorten
 from .categories import CATEGORIES, DIMENSIONS, Category
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.pairs import check_pair_columns, content_text, decision_of, pair_features
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
-from ..utils.stage_folder import Journal, StageFolder
+from ..utils.journals import Journal
+from ..utils.stage_folder import StageFolder
 from ..utils.text import shorten
 from .categories import DIMENSIONS
 

@@ -18,8 +18,8 @@ from ..data.questions import (
     edit_reward_bench_consistency_question,
     edit_reward_bench_following_question,
 )
+from ..utils.journals import KeyedJournal
 from .runs import (
-    ResultFile,
     RowImages,
     batches,
     check_scorer,
@@ -178,7 +178,7 @@ def evaluate_edit_reward(
         "dataset_size": len(dataset),
         "dataset_fingerprint": dataset_fingerprint(dataset, TEXT_COLUMNS, IMAGE_COLUMNS),
     }
-    file = ResultFile(output_path, settings, key="key")
+    file = KeyedJournal(output_path, settings, key="key")
     images = RowImages(dataset, IMAGE_COLUMNS, protocol)
 
     sizes = [sum(len(questions) for questions in keys.values()) for _, keys in work]

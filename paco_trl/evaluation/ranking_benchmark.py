@@ -12,9 +12,9 @@ from tqdm.auto import tqdm
 from ..data.image_sets import criteria_dict
 from ..data.questions import criterion_question, plain_question
 from ..data.rankings import check_ranking_types, default_question, find_broken_rankings
+from ..utils.journals import KeyedJournal
 from .ranking import list_order_metrics, ranking_metrics
 from .runs import (
-    ResultFile,
     RowImages,
     batches,
     check_scorer,
@@ -187,7 +187,7 @@ def evaluate_rankings(
         "dataset_size": len(dataset),
         "dataset_fingerprint": dataset_fingerprint(dataset, text_columns, IMAGE_COLUMNS),
     }
-    file = ResultFile(output_path, settings, key="index")
+    file = KeyedJournal(output_path, settings, key="index")
     images = RowImages(dataset, IMAGE_COLUMNS, protocol)
 
     pairs_per_row = [

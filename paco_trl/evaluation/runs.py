@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,103 +131,6 @@ def rows_in_order(
     sentences = [broken[index] for index in sorted(broken)]
     settle_broken(sentences, len(dataset), "rows", skip_broken)
     return [index for index in range(len(dataset)) if index not in broken], sentences
-
-
-class ResultFile:
-    """
-    The finished part of a run: a header that says whose results they are, then one JSON line per record.
-
-    A run that finds its own file goes on where it ended. A half-written last line, which a kill leaves, is dropped. A
-    record with `incomplete` that is true may be followed by another one of the same key, which takes its place.
-
-    Args:
-        path (`str` or `Path`, *optional*):
-            The file; made, with its folder, when it is not there. If `None`, the records are only kept in memory.
-        header (`dict[str, Any]`):
-            Scorer, dataset and settings: what has to be the same for the records to be of the same run.
-        key (`str`):
-            The entry of a record that says what it is about.
-
-    Attributes:
-        records (`dict[Any, dict[str, Any]]`):
-            The records by their key, those found in the file included.
-
-    Raises:
-        ValueError: If the file is of another run, is not such a file, or is damaged.
-    """
-
-    def __init__(self, path: str | Path | None, header: dict[str, Any], key: str):
-        self.records: dict[Any, dict[str, Any]] = {}
-        self.key = key
-        self.path = Path(path) if path is not None else None
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._resume(header):
-            self._write([header])
-
-    def append(self, records: list[dict[str, Any]]) -> None:
-        """
-        Add records, to the file in a single write.
-
-        Args:
-            records (`list[dict[str, Any]]`):
-                The records. NaN is `None` in them: JSON has no NaN.
-        """
-        if self.path is not None:
-            self._write(records)
-        self.records |= {record[self.key]: record for record in records}
-
-    def _write(self, lines: list[dict[str, Any]]) -> None:
-        text = "".join(_json_line(line) for line in lines)
-        with open(self.path, "ab") as file:
-            file.write(text.encode())
-
-    def _resume(self, header: dict[str, Any]) -> bool:
-        content = self.path.read_bytes() if self.path.exists() else b""
-        complete = content[: content.rfind(b"\n") + 1]
-        if not complete and not _json_line(header).encode().startswith(content):
-            raise ValueError(f"{self.path} exists and is no result file of an evaluation. Give another path.")
-        # Not `splitlines`, which would also cut at characters that JSON allows inside a string
-        for number, line in enumerate(complete.decode(errors="replace").split("\n")[:-1], start=1):
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"Line {number} of {self.path} is not valid JSON ({error}): the file is damaged, or no result "
-                    "file of an evaluation. Give another path, or delete the lines from there on."
-                ) from error
-            if number == 1:
-                self._check_header(record, header)
-            elif record[self.key] in self.records and not self.records[record[self.key]].get("incomplete"):
-                raise ValueError(
-                    f"Line {number} of {self.path} has the {self.key} {record[self.key]!r} of an earlier line: two "
-                    "runs wrote to the file at the same time. Delete it, and run one at a time."
-                )
-            else:
-                self.records[record[self.key]] = record
-        if len(complete) < len(content):
-            with open(self.path, "r+b") as file:
-                file.truncate(len(complete))
-        return bool(complete)
-
-    def _check_header(self, found: Any, wanted: dict[str, Any]) -> None:
-        if not isinstance(found, dict) or found.keys() != wanted.keys():
-            raise ValueError(f"{self.path} exists and is no result file of this benchmark. Give another path.")
-        different = [
-            f"`{name}` is {found[name]!r} there and {wanted[name]!r} now"
-            for name in wanted
-            if found[name] != wanted[name]
-        ]
-        if different:
-            raise ValueError(
-                f"{self.path} has the results of another run: {'; '.join(different)}. Give another path, or delete "
-                "the file to begin anew."
-            )
-
-
-def _json_line(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def check_scorer(scorer: Any, protocol: str = "default") -> None:

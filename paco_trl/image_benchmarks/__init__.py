@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from ..utils.files import sole_writer
     from .card_results import add_results_to_card, check_card
     from .drawing import adapter_weights_digest, load_system, write_panel_files
     from .edit_drawing import FoundEdits, draw_edits, edit_keys, find_edits
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .leakage import find_leaks
     from .report_markdown import print_report
     from .report_page import save_generation_report
-    from .score_store import ScoreStore, sole_writer
+    from .score_store import ScoreStore
     from .scoring import score_aesthetics, score_alignment, score_consistency, score_duplicates
     from .t2is_bench import alignment_means, consistency_means, dimension_score, load_t2is_bench, weighted_average
     from .t2is_results import System, t2is_results
@@ -52,7 +53,7 @@ _MODULE_OF = {
     "score_consistency": ".scoring",
     "score_duplicates": ".scoring",
     "score_edits": ".gedit",
-    "sole_writer": ".score_store",
+    "sole_writer": "..utils.files",
     "t2is_results": ".t2is_results",
     "weighted_average": ".t2is_bench",
     "write_panel_files": ".drawing",

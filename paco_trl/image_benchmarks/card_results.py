@@ -11,8 +11,8 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.repocard_data import eval_results_to_model_index
 from huggingface_hub.utils import yaml_dump
 
+from ..utils.files import write_atomically
 from ..utils.names import public_name
-from ..utils.stage_folder import write_atomically
 from .report_markdown import markdown_table, markdown_text
 from .report_numbers import benchmark_name, cell_text, protocol_of, public_results, row_label, system_name, verdict
 from .report_sentences import alerts, facts, leakage_line, published_lines

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..utils.files import write_atomically
 from ..utils.generation import load_pipeline
-from ..utils.stage_folder import write_atomically
 from .image_sets import FoundImages
 
 

@@ -13,8 +13,9 @@ from tqdm.auto import tqdm
 
 from ..data.edit_prompts import check_edit_columns
 from ..data.source_images import SourceImages
+from ..utils.files import file_name
 from ..utils.generation import generate_missing, read_image, warn_of_flat
-from ..utils.stage_folder import StageFolder, file_name
+from ..utils.stage_folder import StageFolder
 from ..utils.text import some_of
 from .image_sets import EXTENSIONS, picture_size
 
@@ -122,7 +123,7 @@ def draw_edits(
 
     Each image begins with the noise of the seed, drawn on the CPU, so that two models edit from the same noise, on any
     device. A file that is there and whole is kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` where
-    there is no column `language`, with the id as [`~paco_trl.utils.stage_folder.file_name`] writes it.
+    there is no column `language`, with the id as [`~paco_trl.utils.files.file_name`] writes it.
 
     The size is that of the row (`height` and `width`) or of `call_arguments`, and otherwise what the pipeline makes of
     the source. FLUX.1-Kontext would make squares of about a megapixel of all sources: it is asked for the aspect ratio

@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 from ..data.source_images import SourceImages
 from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.files import digest, write_atomically
 from ..utils.generation import to_png
-from ..utils.stage_folder import digest, write_atomically
 from ..utils.text import shorten, some_of
 from .edit_drawing import FoundEdits, edit_keys
 from .gedit_published import (

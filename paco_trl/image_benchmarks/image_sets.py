@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.grids import panel_size, split_grid
+from ..utils.files import file_name
 from ..utils.images import to_rgb
-from ..utils.stage_folder import file_name
 from ..utils.text import some_of
 
 

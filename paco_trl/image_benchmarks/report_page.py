@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ..evaluation.published import published_text
-from ..utils.stage_folder import write_atomically
+from ..utils.files import write_atomically
 from .report_markdown import (
     PUBLISHED_HEADING,
     PUBLISHED_NOTE,

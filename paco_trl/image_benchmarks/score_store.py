@@ -3,15 +3,14 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-from ..evaluation.runs import ResultFile
-from ..utils.stage_folder import write_atomically
+from ..utils.files import take_lock, write_atomically
+from ..utils.journals import KeyedJournal
 from ..utils.text import shorten, some_of
 
 
@@ -28,48 +27,6 @@ class Scores(NamedTuple):
 
     settings: dict[str, Any]
     records: dict[str, dict[str, Any]]
-
-
-@contextmanager
-def sole_writer(folder: str | Path, what: str) -> Iterator[None]:
-    """
-    Hold a folder against other runs; all processes of a run call it. The lock ends with the process.
-
-    Args:
-        folder (`str` or `Path`):
-            The folder; it is made.
-        what (`str`):
-            What is written, for the error.
-
-    Raises:
-        ValueError: If another run holds it.
-    """
-    from accelerate import PartialState
-    from accelerate.utils import gather_object
-
-    # Beside the folder: what is in it says whether anything was begun
-    folder = Path(folder).expanduser().absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    is_main, lock = PartialState().is_main_process, FileLock(folder.parent / f".{folder.name}.lock")
-    problem = gather_object([_locked(lock, what, folder) if is_main else None])[0]
-    if problem is not None:
-        raise ValueError(problem)
-    try:
-        yield
-    finally:
-        if is_main:
-            lock.release()
-
-
-def _locked(lock: FileLock, what: str, folder: str | Path) -> str | None:
-    """Take a lock, or say that another run has it."""
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return (
-            f"Another run is writing {what} in {folder} at this moment. Wait for it, stop it, or give another folder."
-        )
-    return None
 
 
 def read_scores(folder: str | Path, digests: Mapping[str, str], **wanted: str) -> list[Scores]:
@@ -106,7 +63,7 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **wanted: str) -
         rest = {key: value for key, value in settings.items() if key != "scores"}
         store = ScoreStore(folder.parent, name, rest, digests)
         lock = FileLock(store.folder / f".{store.name}.lock")
-        problem = _locked(lock, f"the scores {name!r}", folder)
+        problem = take_lock(lock, f"the scores {name!r}", folder)
         if problem is not None:
             raise ValueError(problem)
         try:
@@ -190,7 +147,7 @@ class ScoreStore:
         missing = [key for key in self.digests if records.get(key, {"incomplete": True}).get("incomplete")]
         self.pending = missing[self._process.process_index :: self._process.num_processes]
         own = self.folder / f"{self.name}.{self._process.process_index}.jsonl"
-        self._own = ResultFile(own, self.settings, "key")
+        self._own = KeyedJournal(own, self.settings, "key")
         return self
 
     def __exit__(self, *_) -> None:
@@ -260,7 +217,7 @@ class ScoreStore:
     def _open(self) -> list[str] | str:
         """Take the lock and check what is there: names of the files, or what is wrong with them."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        problem = _locked(self._lock, f"the scores {self.settings['scores']!r}", self.folder)
+        problem = take_lock(self._lock, f"the scores {self.settings['scores']!r}", self.folder)
         if problem is not None:
             return problem
         names = [part.name for part in self.parts()]
@@ -275,7 +232,7 @@ class ScoreStore:
     def _drop_changed(self, names: list[str]) -> None:
         self._read(names)  # refuses what is of another run, before anything is changed
         for name in names:
-            records = ResultFile(self.folder / name, self.settings, "key").records.values()
+            records = KeyedJournal(self.folder / name, self.settings, "key").records.values()
             kept = [one for one in records if self.digests.get(one["key"]) == one["digest"]]
             if len(kept) < len(records):
                 lines = [json.dumps(one, ensure_ascii=False) for one in (self.settings, *kept)]
@@ -284,7 +241,7 @@ class ScoreStore:
     def _read(self, names: list[str]) -> dict[str, dict[str, Any]]:
         records: dict[str, dict[str, Any]] = {}
         for name in names:
-            part = ResultFile(self.folder / name, self.settings, "key").records
+            part = KeyedJournal(self.folder / name, self.settings, "key").records
             for key, record in part.items():
                 if key in records and not (record.get("incomplete") or records[key].get("incomplete")):
                     raise ValueError(

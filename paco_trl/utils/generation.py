@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from .stage_folder import write_atomically
+from .files import write_atomically
 
 
 if TYPE_CHECKING:

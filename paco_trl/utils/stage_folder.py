@@ -1,191 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the stages that build a dataset share: a folder that a killed stage goes on in, and that is never half written."""
 
-import contextlib
-import hashlib
 import json
-import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any
 
-from ..utils.text import shorten
+from .files import write_atomically
+from .journals import Journal
+from .text import shorten
 
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 
-logger = logging.getLogger(__name__)
-
 _SETTINGS = "settings.json"
 _REPORT = "report.json"
 _DATASET = "dataset"
 _MARKERS = ("state.json", "dataset_dict.json")
-
-
-def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """
-    Write a file whole or not at all, and onto the disk.
-
-    Args:
-        path (`str` or `Path`):
-            The file; its folder is made.
-        data (`bytes` or `str`):
-            What to write; a text as UTF-8.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:60]}.", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data.encode("utf-8") if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # what `open` gives; `mkstemp` makes files that only their owner reads
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-def file_name(name: str) -> str:
-    """
-    Give a name that is safe for a file, different for each id.
-
-    Args:
-        name (`str`):
-            Any id.
-
-    Returns:
-        `str`: the id with everything but letters, digits and `_ - ~` percent-encoded; the full stop too, so that
-        `..` is no folder.
-    """
-    return quote(name, safe="").replace(".", "%2E")
-
-
-def digest(value: Any) -> str:
-    """
-    Give a digest of values that JSON can hold, to tell whether a stage still has the same inputs.
-
-    Args:
-        value (`Any`):
-            Lists, dictionaries (in any order), texts, numbers.
-
-    Returns:
-        `str`: SHA-256 of its canonical JSON, as 64 hexadecimal digits.
-    """
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def read_lines(path: str | Path) -> list[tuple[int, Any]]:
-    """
-    Read a file of JSON lines. A last line without an end that is no JSON was being written when a process was killed:
-    it is left out, with a warning.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
-
-    Returns:
-        `list[tuple[int, Any]]`: number of the line, from 1, and what it holds.
-
-    Raises:
-        ValueError: If another line is no JSON.
-    """
-    records = []
-    # Not `splitlines`, which would also cut at characters that JSON allows inside a string
-    *lines, last = Path(path).read_bytes().split(b"\n")
-    for number, line in enumerate([*lines, last], start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append((number, json.loads(line)))
-        except ValueError as error:
-            if number > len(lines):
-                logger.warning(f"{path} ends in a line that was not written to its end: it is left out.")
-                continue
-            raise ValueError(
-                f"{path}, line {number} is not valid JSON ({error}). Correct or delete this line."
-            ) from error
-    return records
-
-
-def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
-    """
-    Add a line of JSON to a file, and onto the disk.
-
-    Args:
-        path (`str` or `Path`):
-            The file; it and its folder are made. Nothing else may be writing to it at the same time.
-        record (`Mapping`):
-            Anything that JSON can hold.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+") as file:
-        _end_last_line(file)
-        file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _end_last_line(file: BinaryIO) -> None:
-    """Cut off a line that was not written to its end; end one that only lacks its end."""
-    end = file.seek(0, os.SEEK_END)
-    if end == 0:
-        return
-    file.seek(-1, os.SEEK_END)
-    if file.read(1) == b"\n":
-        return
-    file.seek(0)
-    last = file.read().rpartition(b"\n")[2]
-    try:
-        json.loads(last)
-    except ValueError:
-        file.truncate(end - len(last))
-    else:
-        file.write(b"\n")
-
-
-class Journal:
-    """
-    A file of JSON lines that only grows: what a stage has done so far.
-
-    A line counts once it is on the disk. A process that is killed while it writes leaves a torn last line, which is
-    dropped at the next start.
-
-    Args:
-        path (`Path`):
-            The file. It is made with the first record.
-
-    Attributes:
-        path (`Path`):
-            The file.
-        records (`list[dict]`):
-            What is in it, in the order in which it was written.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.records: list[dict[str, Any]] = [record for _, record in read_lines(path)] if path.exists() else []
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """
-        Write a record to the disk.
-
-        Args:
-            record (`Mapping`):
-                Anything that JSON can hold.
-        """
-        append_line(self.path, record)
-        self.records.append(dict(record))
 
 
 def save_with_paths(dataset: "Dataset | DatasetDict", path: str | Path) -> None:

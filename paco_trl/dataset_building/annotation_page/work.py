@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...data.columns import check_is_dataset, list_lengths
 from ...data.image_sets import parse_image_set_prompt
-from ...utils.stage_folder import read_lines
+from ...utils.journals import read_lines
 from ...utils.text import shorten
 from ..annotations import (
     AUTOMATIC,

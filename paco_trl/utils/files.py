@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are never half written, their names, digests of what they depend on, and who may write them."""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from filelock import FileLock, Timeout
+
+
+def write_atomically(path: str | Path, data: bytes | str) -> None:
+    """
+    Write a file whole or not at all, and onto the disk.
+
+    Args:
+        path (`str` or `Path`):
+            The file; its folder is made.
+        data (`bytes` or `str`):
+            What to write; a text as UTF-8.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:60]}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data.encode("utf-8") if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # what `open` gives; `mkstemp` makes files that only their owner reads
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def file_name(name: str) -> str:
+    """
+    Give a name that is safe for a file, different for each id.
+
+    Args:
+        name (`str`):
+            Any id.
+
+    Returns:
+        `str`: the id with everything but letters, digits and `_ - ~` percent-encoded; the full stop too, so that
+        `..` is no folder.
+    """
+    return quote(name, safe="").replace(".", "%2E")
+
+
+def digest(value: Any) -> str:
+    """
+    Give a digest of values that JSON can hold, to tell whether a stage still has the same inputs.
+
+    Args:
+        value (`Any`):
+            Lists, dictionaries (in any order), texts, numbers.
+
+    Returns:
+        `str`: SHA-256 of its canonical JSON, as 64 hexadecimal digits.
+    """
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+@contextlib.contextmanager
+def sole_writer(folder: str | Path, what: str) -> Iterator[None]:
+    """
+    Hold a folder against other runs; all processes of a run call it. The lock ends with the process.
+
+    Args:
+        folder (`str` or `Path`):
+            The folder; it is made.
+        what (`str`):
+            What is written, for the error.
+
+    Raises:
+        ValueError: If another run holds it.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
+    # Beside the folder: what is in it says whether anything was begun
+    folder = Path(folder).expanduser().absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    is_main, lock = PartialState().is_main_process, FileLock(folder.parent / f".{folder.name}.lock")
+    problem = gather_object([take_lock(lock, what, folder) if is_main else None])[0]
+    if problem is not None:
+        raise ValueError(problem)
+    try:
+        yield
+    finally:
+        if is_main:
+            lock.release()
+
+
+def take_lock(lock: FileLock, what: str, folder: str | Path) -> str | None:
+    """Take a lock, or say that another run has it."""
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return (
+            f"Another run is writing {what} in {folder} at this moment. Wait for it, stop it, or give another folder."
+        )
+    return None
