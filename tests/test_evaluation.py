@@ -159,12 +159,14 @@ class TestLazyExports:
 
     def test_every_name_in_all_exists(self):
         import paco_trl.evaluation
+        import paco_trl.image_benchmarks
 
-        assert len(paco_trl.evaluation.__all__) == 48
-        for name in paco_trl.evaluation.__all__:
-            assert getattr(paco_trl.evaluation, name).__name__ == name
-        with pytest.raises(AttributeError, match="no_such_metric"):
-            paco_trl.evaluation.no_such_metric  # noqa: B018
+        for package, count in ((paco_trl.evaluation, 16), (paco_trl.image_benchmarks, 32)):
+            assert len(package.__all__) == count
+            for name in package.__all__:
+                assert getattr(package, name).__name__ == name
+            with pytest.raises(AttributeError, match="no_such_metric"):
+                package.no_such_metric  # noqa: B018
 
 
 class TestRankingMetrics:

@@ -31,7 +31,7 @@ from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edit
 from paco_trl.image_benchmarks.gedit_published import read_published_answer, read_published_prompts
 from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
 from paco_trl.image_benchmarks.leakage import find_leaks
-from paco_trl.image_benchmarks.t2is_results import System
+from paco_trl.image_benchmarks.t2is_comparison import System
 from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
 from paco_trl.utils.stage_folder import StageFolder
 from test_draw_grids import Calls

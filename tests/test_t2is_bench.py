@@ -864,7 +864,7 @@ class TestResume:
     def test_two_runs_do_not_write_one_file(self, bench, tmp_path):
         found = find_image_sets(write_grids(tmp_path / "grids", FOREIGN), bench)
         code = (
-            "import sys, time; from paco_trl.evaluation import ScoreStore\n"
+            "import sys, time; from paco_trl.image_benchmarks import ScoreStore\n"
             "with ScoreStore(sys.argv[1], 'consistency-planted', {}, {}):\n"
             "    print('locked', flush=True); time.sleep(60)"
         )

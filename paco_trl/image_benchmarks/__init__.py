@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .score_store import ScoreStore
     from .scoring import score_aesthetics, score_alignment, score_consistency, score_duplicates
     from .t2is_bench import alignment_means, consistency_means, dimension_score, load_t2is_bench, weighted_average
-    from .t2is_results import System, t2is_results
+    from .t2is_comparison import System, t2is_results
 
 
 # Public name -> module. Importing a module only when one of its names is asked for keeps the metrics free of torch.
@@ -30,7 +30,7 @@ _MODULE_OF = {
     "FoundImages": ".image_sets",
     "ImageSet": ".image_sets",
     "ScoreStore": ".score_store",
-    "System": ".t2is_results",
+    "System": ".t2is_comparison",
     "adapter_weights_digest": ".drawing",
     "add_results_to_card": ".card_results",
     "alignment_means": ".t2is_bench",
@@ -54,7 +54,7 @@ _MODULE_OF = {
     "score_duplicates": ".scoring",
     "score_edits": ".gedit",
     "sole_writer": "..utils.files",
-    "t2is_results": ".t2is_results",
+    "t2is_results": ".t2is_comparison",
     "weighted_average": ".t2is_bench",
     "write_panel_files": ".drawing",
 }

@@ -33,7 +33,7 @@ from .gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
 from .image_sets import open_picture
 from .score_store import ScoreStore, read_scores
 from .statistics import Unit, cell, difference
-from .t2is_results import PACKAGES, System, condition_notes
+from .t2is_comparison import PACKAGES, System, condition_notes
 
 
 if TYPE_CHECKING:
