@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..rewards.baselines import ClipIScorer, DreamSimScorer
+    from ..utils.statistics import bootstrap_interval
     from .aesthetics import AestheticScorer
     from .binary import auroc, calibration_bins, expected_calibration_error
-    from .bootstrap import bootstrap_interval
     from .edit_reward import evaluate_edit_reward
     from .grid_artifacts import grid_artifact_score
     from .published import published_tables
@@ -34,7 +34,7 @@ _MODULE_OF = {
     "ClipIScorer": "..rewards.baselines",
     "DreamSimScorer": "..rewards.baselines",
     "auroc": ".binary",
-    "bootstrap_interval": ".bootstrap",
+    "bootstrap_interval": "..utils.statistics",
     "calibration_bins": ".binary",
     "evaluate_edit_reward": ".edit_reward",
     "evaluate_rankings": ".ranking_benchmark",

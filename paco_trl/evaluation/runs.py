@@ -13,7 +13,7 @@ from PIL import Image
 from ..data.dataset_files import settle_broken
 from ..rewards.decision import yes_probability
 from ..utils.images import open_image, to_rgb
-from .bootstrap import bootstrap_interval
+from ..utils.statistics import bootstrap_interval
 
 
 if TYPE_CHECKING:

@@ -2,14 +2,15 @@
 """Do the scores at the training resolution say what the scores at the inference resolution say?"""
 
 import math
-import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import DegenerateDataWarning, bootstrap, pearsonr
+from scipy.stats import pearsonr
+
+from ..utils.statistics import bootstrap_sums
 
 
 # Training at half the inference resolution works with correlations of .725 (consistency), .753 (CLIP-T) and .848
@@ -363,8 +364,8 @@ def _interval(
     terms = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y])  # (6, n)
     sums = np.stack([np.bincount(group_of, weights=term, minlength=len(numbers)) for term in terms])  # (6, groups)
 
-    def correlation(*drawn: np.ndarray, axis: int) -> np.ndarray:
-        n, sx, sy, sxx, syy, sxy = np.stack(drawn).sum(axis=axis)  # (draws,) each
+    def correlation(totals: np.ndarray) -> np.ndarray:
+        n, sx, sy, sxx, syy, sxy = totals  # (draws,) each
         var_x, var_y = sxx / n - (sx / n) ** 2, syy / n - (sy / n) ** 2
         # A draw may hold a single score, many times: its variance is 0 but for rounding
         spread = (var_x > 1e-12 * sxx / n) & (var_y > 1e-12 * syy / n)
@@ -372,20 +373,7 @@ def _interval(
             found = (sxy / n - sx * sy / n**2) / np.sqrt(var_x * var_y)
         return np.where(spread, np.clip(found, -1, 1), np.nan)
 
-    with warnings.catch_warnings():
-        # SciPy's own interval is NaN when a draw is; the one below leaves such draws out
-        warnings.simplefilter("ignore", DegenerateDataWarning)
-        draws = bootstrap(
-            tuple(sums),
-            correlation,
-            paired=True,
-            vectorized=True,
-            method="percentile",
-            confidence_level=confidence_level,
-            n_resamples=n_resamples,
-            batch=100,  # draws in memory at a time; the result does not depend on it
-            rng=np.random.default_rng(seed),
-        ).bootstrap_distribution  # (n_resamples,)
+    draws = bootstrap_sums(sums, correlation, confidence_level, n_resamples, seed).bootstrap_distribution
     tail = 50 * (1 - confidence_level)
     low, high = np.nanpercentile(draws, [tail, 100 - tail])
     return float(low), float(high)

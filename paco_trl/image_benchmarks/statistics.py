@@ -2,12 +2,12 @@
 """Means over prompts with their intervals, of one system and of the difference of two."""
 
 import math
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import DegenerateDataWarning, bootstrap
+
+from ..utils.statistics import bootstrap_sums, mean_of_strata
 
 
 # What has a value: a tuple that begins with the id of the prompt, such as (prompt id, seed) or (prompt id, seed, panel)
@@ -63,39 +63,17 @@ def cell(
     if not parts or not counts.any(axis=(1, 2)).all():
         return {"mean": None, "interval": [None, None], "count": count}
 
-    def statistic(*drawn: np.ndarray, axis: int) -> np.ndarray:
-        # Sums of all parts and strata over the drawn prompts, then their counts
-        totals = np.stack(drawn).sum(axis=axis)
-        half = len(parts) * len(labels)
-        with np.errstate(invalid="ignore"):  # 0 / 0 of a stratum that was not drawn
-            means = (totals[:half] / totals[half:]).reshape(len(parts), len(labels), *totals.shape[1:])
-        present = ~np.isnan(means)
-        # Not `nanmean`, which warns of a draw without any value of a part
-        with np.errstate(invalid="ignore"):
-            of_parts = np.where(present, means, 0.0).sum(axis=1) / present.sum(axis=1)
-        return np.tensordot(weights, of_parts, axes=1)
+    def statistic(totals: np.ndarray) -> np.ndarray:
+        return np.tensordot(weights, mean_of_strata(totals, len(parts)), axes=1)
 
-    flat = [*sums.reshape(-1, len(prompts)), *counts.reshape(-1, len(prompts))]
-    mean = float(statistic(*flat, axis=-1))
+    # The sums of all parts and strata, then their counts
+    flat = np.concatenate([sums, counts]).reshape(-1, len(prompts))
+    mean = float(statistic(flat.sum(axis=-1)))
     interval: list[float | None] = [None, None]
     # How prompts differ cannot be told from one
     if (counts.sum(axis=1) > 0).sum(axis=1).min() > 1:
-        with warnings.catch_warnings():
-            # Values that are all the same have an interval without width, which is what they should have
-            warnings.simplefilter("ignore", DegenerateDataWarning)
-            drawn = bootstrap(
-                flat,
-                statistic,
-                paired=True,
-                vectorized=True,
-                method="percentile",
-                n_resamples=2000,
-                batch=100,  # draws in memory at a time; the result does not depend on it
-                rng=np.random.default_rng(0),
-            ).bootstrap_distribution
-        # A draw may be without any value of a part, as when one of few prompts has it alone
-        low, high = np.nanpercentile(drawn, [2.5, 97.5])
-        interval = [float(low), float(high)]
+        # A draw may be without any value of a part, as when one of few prompts has it alone: it is left out
+        interval = np.nanpercentile(bootstrap_sums(flat, statistic).bootstrap_distribution, [2.5, 97.5]).tolist()
     return {"mean": mean, "interval": interval, "count": count}
 
 

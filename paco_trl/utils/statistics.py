@@ -2,10 +2,12 @@
 """How far a mean could be from the one that another sample of prompts would have given."""
 
 import math
-from collections.abc import Hashable, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
-from scipy.stats import bootstrap
+from scipy.stats import DegenerateDataWarning, bootstrap
 
 
 def bootstrap_interval(
@@ -75,25 +77,47 @@ def bootstrap_interval(
     np.add.at(sums, (stratum_of, group_of), values[defined])
     np.add.at(counts, (stratum_of, group_of), 1)
 
-    def mean(*drawn: np.ndarray, axis: int) -> np.ndarray:
-        # Sums of the strata, then their counts, of the drawn groups
-        totals = np.stack(drawn).sum(axis=axis)  # (2 * strata, draws)
-        with np.errstate(invalid="ignore"):  # 0 / 0 of a stratum that was not drawn
-            means = totals[: shape[0]] / totals[shape[0] :]  # (strata, draws)
-        return np.nanmean(means, axis=0)
+    sums = np.concatenate([sums, counts])  # (2 * strata, groups)
+    result = bootstrap_sums(sums, lambda totals: mean_of_strata(totals)[0], confidence_level, n_resamples, seed)
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
-    interval = bootstrap(
-        (*sums, *counts),
-        mean,
-        paired=True,
-        vectorized=True,
-        method="percentile",
-        confidence_level=confidence_level,
-        n_resamples=n_resamples,
-        batch=100,  # draws in memory at a time; the result does not depend on it
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
+
+def bootstrap_sums(
+    sums: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    confidence_level: float = 0.95,
+    n_resamples: int = 2000,
+    seed: int = 0,
+) -> Any:
+    """Percentile bootstrap of a statistic of sums over groups, `sums` (terms, groups): what `scipy.stats.bootstrap` gives."""
+
+    def of_draws(*drawn: np.ndarray, axis: int) -> np.ndarray:
+        return statistic(np.stack(drawn).sum(axis=axis))  # (terms, draws) -> (draws,)
+
+    with warnings.catch_warnings():
+        # Of an interval that is NaN because a draw is: `np.nanpercentile` of the draws leaves such ones out
+        warnings.simplefilter("ignore", DegenerateDataWarning)
+        return bootstrap(
+            tuple(sums),
+            of_draws,
+            paired=True,
+            vectorized=True,
+            method="percentile",
+            confidence_level=confidence_level,
+            n_resamples=n_resamples,
+            batch=100,  # draws in memory at a time; the result does not depend on it
+            rng=np.random.default_rng(seed),
+        )
+
+
+def mean_of_strata(totals: np.ndarray, num_parts: int = 1) -> np.ndarray:
+    """The mean of the strata's means of each part: `totals` has the sums (parts * strata, ...), then the counts."""
+    sums, counts = np.split(totals, 2)
+    # 0 / 0 of a stratum that was not drawn is left out; a part without any is NaN. `nanmean` would warn of it
+    with np.errstate(invalid="ignore"):
+        means = (sums / counts).reshape(num_parts, -1, *totals.shape[1:])  # (parts, strata, ...)
+        present = ~np.isnan(means)
+        return np.where(present, means, 0.0).sum(axis=1) / present.sum(axis=1)
 
 
 def _numbered(labels: Sequence[Hashable] | None, rows: np.ndarray) -> np.ndarray:
