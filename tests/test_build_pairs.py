@@ -42,7 +42,7 @@ from paco_trl.dataset_building.make_pairs import decide_pairs, vote_on_instances
 from paco_trl.dataset_building.split import check_no_leak, connected_prompts, split_prompts
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.utils.files import file_name, write_atomically
-from paco_trl.utils.journals import append_line, read_lines
+from paco_trl.utils.journals import append_lines, read_lines
 from planted_world import PlantedWorld
 
 
@@ -100,16 +100,16 @@ class TestStageFolder:
 
     def test_torn_lines(self, tmp_path, caplog):
         path = tmp_path / "done.jsonl"
-        append_line(path, {"id": "ü\u2028"})
+        append_lines(path, [{"id": "ü\u2028"}])
         with open(path, "ab") as file:
             file.write(b'{"id": "half')
         assert [record for _, record in read_lines(path)] == [{"id": "ü\u2028"}]
         assert "was not written to its end" in caplog.text
-        append_line(path, {"id": 2})
+        append_lines(path, [{"id": 2}])
         assert [record["id"] for _, record in read_lines(path)] == ["ü\u2028", 2]
         # The twin: a whole line that lacks its end is kept
         path.write_bytes(b'{"id": 1}')
-        append_line(path, {"id": 2})
+        append_lines(path, [{"id": 2}])
         assert [record["id"] for _, record in read_lines(path)] == [1, 2]
         path.write_bytes(b'{"id": \n{"id": 2}\n')
         with pytest.raises(ValueError, match=r"done\.jsonl, line 1 is not valid JSON"):

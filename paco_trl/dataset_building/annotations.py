@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..utils.files import digest, write_atomically
-from ..utils.journals import append_line, read_lines
+from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
 
 
@@ -295,7 +295,7 @@ def append_annotation(folder: str | Path, record: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If the name of the annotator is none.
     """
-    append_line(Path(folder) / f"{check_annotator(record.get('annotator'))}.jsonl", record)
+    append_lines(Path(folder) / f"{check_annotator(record.get('annotator'))}.jsonl", [record])
 
 
 def annotation_files(folder: str | Path, annotators: Sequence[str] | None = None) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from ..utils.files import take_lock, write_atomically
-from ..utils.journals import KeyedJournal
+from ..utils.journals import KeyedJournal, json_line
 from ..utils.text import shorten, some_of
 
 
@@ -235,8 +235,7 @@ class ScoreStore:
             records = KeyedJournal(self.folder / name, self.settings, "key").records.values()
             kept = [one for one in records if self.digests.get(one["key"]) == one["digest"]]
             if len(kept) < len(records):
-                lines = [json.dumps(one, ensure_ascii=False) for one in (self.settings, *kept)]
-                write_atomically(self.folder / name, "".join(line + "\n" for line in lines))
+                write_atomically(self.folder / name, b"".join(map(json_line, (self.settings, *kept))))
 
     def _read(self, names: list[str]) -> dict[str, dict[str, Any]]:
         records: dict[str, dict[str, Any]] = {}
