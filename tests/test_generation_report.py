@@ -21,10 +21,11 @@ from paco_trl.cards import load_reference_card, render_card
 from paco_trl.evaluation.published import published_tables, published_text
 from paco_trl.image_benchmarks.card_results import add_results_to_card, check_card
 from paco_trl.image_benchmarks.report_markdown import PUBLISHED_HEADING, markdown_report, print_report
-from paco_trl.image_benchmarks.report_numbers import cell_text, find_row, signed_text, verdict
+from paco_trl.image_benchmarks.report_numbers import cell_text, find_row, verdict
 from paco_trl.image_benchmarks.report_page import choose_sets, difference_chart, save_generation_report
 from paco_trl.image_benchmarks.report_sentences import leakage_line, leaks, summary
 from paco_trl.image_benchmarks.report_tables import breakdown_tables, metric_tables, settings_table
+from paco_trl.utils.tables import number_text
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
 
 
@@ -195,7 +196,12 @@ def test_numbers_as_texts():
     assert cell_text(cell(0.5), signed=True) == "+0.500 [+0.480, +0.520]"
     assert cell_text(cell(0.5, None)) == "0.500 (no interval)"
     assert cell_text(cell(None)) == cell_text(None) == cell_text(cell(math.nan)) == "n/a"
-    assert [signed_text(value) for value in (0.0004, 0.0, -0.0, -0.0012)] == ["0.000", "0.000", "0.000", "-0.001"]
+    assert [number_text(value, signed=True) for value in (0.0004, 0.0, -0.0, -0.0012)] == [
+        "0.000",
+        "0.000",
+        "0.000",
+        "-0.001",
+    ]
     # An interval that excludes 0 does not look as if it touched it
     assert cell_text(cell(0.00051, 0.0005), signed=True) == "+0.00051 [+0.00001, +0.00101]"
     assert cell_text(cell(-0.0004, 0.0005), signed=True) == "-0.0004 [-0.0009, +0.0001]"

@@ -15,6 +15,7 @@ from ..data.questions import theme_question
 from ..hub.licenses import License
 from ..utils.names import public_name
 from ..utils.paper import PAPER
+from ..utils.tables import markdown_table, markdown_text
 from .annotators import AUTOMATIC, judge_annotator_name
 
 
@@ -173,7 +174,7 @@ def dataset_card(
         card = DatasetCard.from_template(
             card_data,
             template_path=str(template),
-            title=_cell(title),
+            title=markdown_text(title),
             repo_id=repo_id,
             splits=splits,
             rankings=rankings,
@@ -205,11 +206,6 @@ def dataset_card(
     return card
 
 
-def _cell(value: Any) -> str:
-    """A value for a table or a line: no line breaks, no bars."""
-    return " ".join(str(value).split()).replace("|", "\\|")
-
-
 def _link(generator: str) -> str:
     """A model with its page, if others can see it."""
     name = public_name(generator)
@@ -219,8 +215,8 @@ def _link(generator: str) -> str:
 def _table(columns: Mapping[str, Sequence[Any]]) -> str:
     """A table of those columns that have values."""
     kept = {name: values for name, values in columns.items() if any(value is not None for value in values)}
-    rows = [kept, ["---"] * len(kept), *zip(*kept.values(), strict=True)]
-    return "\n".join(f"| {' | '.join('-' if cell is None else _cell(cell) for cell in row)} |" for row in rows)
+    rows = zip(*kept.values(), strict=True)
+    return markdown_table(kept, [["-" if cell is None else cell for cell in row] for row in rows])
 
 
 def _percent(share: float | None) -> str | None:
@@ -314,7 +310,7 @@ def _annotators_table(ranking: Mapping[str, Any]) -> str:
 
 def _words(value: Any) -> str:
     """A text of a report, without paths of this machine."""
-    return _cell(_LOCAL_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], public_name(str(value))))
+    return markdown_text(_LOCAL_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], public_name(str(value))))
 
 
 def _value(value: Any) -> str:
@@ -430,7 +426,7 @@ def _draw(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: s
     draw = ImageDraw.Draw(sheet)
     for number, (title, blocks) in enumerate(rows):
         top, left = number * height + _GAP, _GAP
-        text = _cell(title)
+        text = " ".join(title.split())
         while len(text) > 1 and draw.textlength(text, title_font) > size[0] - 2 * _GAP:
             text = text[:-2].rstrip() + "…"
         draw.text((left, top), text, "black", title_font)

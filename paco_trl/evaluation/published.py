@@ -11,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 
 from ..utils.paper import PAPER
+from ..utils.tables import number_text
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,7 @@ def published_tables(benchmark: str) -> tuple[PublishedTable, ...]:
 
 def published_text(value: str | float | None) -> str:
     """Write a cell of a published table, numbers with three decimals."""
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else f"{value:.3f}"
+    return value if isinstance(value, str) else number_text(value, missing="-")
 
 
 @cache

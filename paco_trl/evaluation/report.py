@@ -3,12 +3,13 @@
 
 import json
 import math
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..utils.files import write_atomically
+from ..utils.tables import interval_text, markdown_table
 from .published import published_tables, published_text
 from .runs import PROTOCOLS
 
@@ -112,7 +113,6 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
         ValueError: If `results.json` in the folder is not one that this function wrote.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
     entries = _read(path) if path.exists() else []
     entry = _without_nan({**results, "versions": {"python": platform.python_version(), **_versions()}})
@@ -121,8 +121,8 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
         entries[places[0]] = entry
     else:
         entries.append(entry)
-    _replace(path, json.dumps(entries, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    _replace(folder / "results.md", _markdown(entries))
+    write_atomically(path, json.dumps(entries, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_atomically(folder / "results.md", _markdown(entries))
     return entries
 
 
@@ -143,13 +143,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    half = path.with_name(path.name + ".part")
-    half.write_text(text, encoding="utf-8")
-    os.replace(half, path)
-
-
 def _versions() -> dict[str, str | None]:
     versions = {}
     for name in PACKAGES:
@@ -168,17 +161,8 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _number(value: float | None) -> str:
-    return "undefined" if value is None or math.isnan(value) else f"{value:.3f}"
-
-
 def _cell(summary: dict[str, Any] | None) -> str:
-    if summary is None:
-        return ""
-    low, high = summary["interval"]
-    if low is None or math.isnan(low):
-        return _number(summary["mean"])
-    return f"{_number(summary['mean'])} [{_number(low)}, {_number(high)}]"
+    return "" if summary is None else interval_text(summary["mean"], *summary["interval"], missing="undefined")
 
 
 def _dataset(entry: dict[str, Any]) -> str:
@@ -215,13 +199,6 @@ def _ties(entry: dict[str, Any], num_ties: int) -> str:
     return str(num_ties) + (f" ({unanswered} questions without an answer)" if unanswered else "")
 
 
-def _markdown_table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
-    )
-
-
 def _markdown(entries: list[dict[str, Any]]) -> str:
     parts = []
     for benchmark, title in _TITLES.items():
@@ -229,7 +206,7 @@ def _markdown(entries: list[dict[str, Any]]) -> str:
             of_both = _entries_of(entries, benchmark, protocol)
             if of_both:
                 title, columns, rows = _table(benchmark, protocol, of_both)
-                parts += [f"# {title}", _markdown_table(columns, rows), _NOTES[benchmark], _NOTES[benchmark, protocol]]
+                parts += [f"# {title}", markdown_table(columns, rows), _NOTES[benchmark], _NOTES[benchmark, protocol]]
                 parts += [_TIES, *(_published(benchmark) if protocol == "published" else [])]
     return "\n\n".join(parts) + "\n"
 
@@ -240,5 +217,5 @@ def _published(benchmark: str) -> list[str]:
     for table in published_tables(_PUBLISHED_NAMES[benchmark]):
         if table.protocol == "published":
             rows = [list(map(published_text, row)) for row in table.rows]
-            parts += [_markdown_table(list(table.columns), rows), f"Source: {table.source}. {' '.join(table.remarks)}"]
+            parts += [markdown_table(table.columns, rows), f"Source: {table.source}. {' '.join(table.remarks)}"]
     return parts

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.stats import pearsonr
 
 from ..utils.statistics import bootstrap_sums
+from ..utils.tables import interval_text, markdown_table, number_text
 
 
 # Training at half the inference resolution works with correlations of .725 (consistency), .753 (CLIP-T) and .848
@@ -223,15 +224,20 @@ def transfer_table(results: list[ResolutionTransfer]) -> str:
     Returns:
         `str`: one row per reward.
     """
-    lines = [
-        "| reward | correlation | images | prompts | mean, training | mean, inference | note |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = ("reward", "correlation", "images", "prompts", "mean, training", "mean, inference", "note")
+    rows = []
     for result in results:
-        means = ["-" if math.isnan(m) else f"{m:.3f}" for m in (result.training_mean, result.inference_mean)]
-        cells = [result.reward, _interval_text(result), str(result.num_images), str(result.num_prompts), *means]
-        lines.append("| " + " | ".join([*cells, result.note or "-"]) + " |")
-    return "\n".join(lines)
+        means = [number_text(mean, missing="-") for mean in (result.training_mean, result.inference_mean)]
+        row = (
+            result.reward,
+            _interval_text(result),
+            result.num_images,
+            result.num_prompts,
+            *means,
+            result.note or "-",
+        )
+        rows.append(row)
+    return markdown_table(columns, rows)
 
 
 def transfer_warning(results: list[ResolutionTransfer]) -> str | None:
@@ -324,11 +330,7 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
 
 def _interval_text(result: ResolutionTransfer) -> str:
     """Give the correlation and its interval, as far as they exist."""
-    if math.isnan(result.correlation):
-        return "-"
-    if math.isnan(result.low):
-        return f"{result.correlation:.3f}"
-    return f"{result.correlation:.3f} [{result.low:.3f}, {result.high:.3f}]"
+    return interval_text(result.correlation, result.low, result.high, missing="-")
 
 
 def _undefined(training: np.ndarray, inference: np.ndarray) -> str:

@@ -13,7 +13,8 @@ from huggingface_hub.utils import yaml_dump
 
 from ..utils.files import write_atomically
 from ..utils.names import public_name
-from .report_markdown import markdown_table, markdown_text
+from ..utils.tables import markdown_text
+from .report_markdown import report_table
 from .report_numbers import benchmark_name, cell_text, protocol_of, public_results, row_label, system_name, verdict
 from .report_sentences import alerts, facts, leakage_line, published_lines
 from .report_tables import ReportTable, scored_by
@@ -235,7 +236,7 @@ def _section(results: dict[str, Any], table: dict[str, Any]) -> list[str]:
         rows.append(tuple(cells))
     kinds = tuple(row["kind"] for row in table["rows"])
     title = f"{benchmark_name(results)}, {re.sub('^Judge: ', 'judge ', table['title'])}"
-    shown = markdown_table(ReportTable(title, tuple(columns), tuple(rows), kinds))
+    shown = report_table(ReportTable(title, tuple(columns), tuple(rows), kinds))
     lower = [row["label"] for row in table["rows"] if not row["higher_is_better"]]
     said = ["In brackets: 95 % bootstrap interval over prompts."]
     said += ["The difference is paired, tuned minus base."] if is_paired and place == 1 else []

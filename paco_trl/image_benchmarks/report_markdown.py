@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A report as Markdown, and as tables for the terminal."""
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..evaluation.published import PublishedTable, published_tables, published_text
+from ..utils.tables import markdown_table, markdown_text
 from .report_numbers import benchmark_name, protocol_of, public_results, system_name
 from .report_sentences import alerts, facts, leakage_line, missing_lines, summary
 from .report_tables import ReportTable, breakdown_tables, count_table, metric_tables, settings_table
@@ -50,9 +50,9 @@ def markdown_report(results: dict[str, Any]) -> str:
         parts.append("## Breakdowns")
         for table in breakdown_tables(results):
             parts += _section(table)
-    parts += ["## Images", markdown_table(count_table(results)), _bullets(missing_lines(results))]
+    parts += ["## Images", report_table(count_table(results)), _bullets(missing_lines(results))]
     parts += ["## Leakage", markdown_text(leakage_line(results))]
-    parts += ["## Settings", markdown_table(settings)]
+    parts += ["## Settings", report_table(settings)]
     if results["notes"]:
         parts += ["## Notes", _bullets(results["notes"])]
     published = comparable_tables(results)
@@ -63,7 +63,7 @@ def markdown_report(results: dict[str, Any]) -> str:
         plain = ReportTable(f"Published: {table.title}", table.columns, rows, ("other",) * len(rows))
         parts += [
             f"### {markdown_text(plain.title)}",
-            markdown_table(plain),
+            report_table(plain),
             f"Source: {markdown_text(table.source)}.",
         ]
         parts.append(_bullets(remarks))
@@ -139,7 +139,7 @@ def terminal_tables(results: dict[str, Any]) -> list[Table]:
     return tables
 
 
-def markdown_table(table: ReportTable) -> str:
+def report_table(table: ReportTable) -> str:
     """
     Writes a table as Markdown.
 
@@ -150,30 +150,17 @@ def markdown_table(table: ReportTable) -> str:
     Returns:
         `str`: group means and averages are bold.
     """
-    lines = [[markdown_text(name) for name in table.columns], ["---"] * len(table.columns)]
-    for row, kind in zip(table.rows, table.kinds, strict=True):
-        cells = [markdown_text(cell) for cell in row]
-        lines.append([f"**{cells[0]}**", *cells[1:]] if kind in ("group", "average") else cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = [
+        (f"**{row[0]}**", *row[1:]) if kind in ("group", "average") else row
+        for row, kind in zip(table.rows, table.kinds, strict=True)
+    ]
+    return markdown_table(table.columns, rows)
 
 
 def _section(table: ReportTable) -> list[str]:
-    return [f"### {markdown_text(table.title)}", markdown_table(table), markdown_text(" ".join(table.lines))]
+    return [f"### {markdown_text(table.title)}", report_table(table), markdown_text(" ".join(table.lines))]
 
 
 def _bullets(lines: Iterable[str], bold: bool = False) -> str:
     mark = "**" if bold else ""
     return "\n".join(f"- {mark}{markdown_text(line)}{mark}" for line in lines)
-
-
-def markdown_text(text: str) -> str:
-    """
-    Args:
-        text (`str`):
-            Any text.
-
-    Returns:
-        `str`: what Markdown shows as this text, on one line: no cells, tags or links come of it.
-    """
-    text = " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
-    return re.sub(r"&(?=[#\w])", "&amp;", text).replace("<", "&lt;").replace("](", "]\\(")

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..evaluation.runs import PROTOCOLS
 from ..utils.names import public_name
+from ..utils.tables import number_text
 
 
 # A path of a machine inside a text. An address has its slashes behind a colon
@@ -74,35 +75,6 @@ def benchmark_name(results: dict[str, Any]) -> str:
     return results["benchmark"] + (", published protocol" if protocol_of(results) == "published" else "")
 
 
-def number_text(value: float | None) -> str:
-    """
-    Args:
-        value (`float`, *optional*):
-            Number.
-
-    Returns:
-        `str`: three decimals; `"n/a"` if there is no number.
-    """
-    return "n/a" if value is None or not math.isfinite(value) else f"{value:.3f}"
-
-
-def signed_text(value: float | None, decimals: int = 3) -> str:
-    """
-    Args:
-        value (`float`, *optional*):
-            Difference.
-        decimals (`int`, *optional*, defaults to `3`):
-            Number of decimals.
-
-    Returns:
-        `str`: with its sign; `"n/a"` if there is none.
-    """
-    if value is None or not math.isfinite(value):
-        return "n/a"
-    text = f"{value:+.{decimals}f}"
-    return text if float(text) else text[1:]
-
-
 def cell_text(cell: dict[str, Any] | None, signed: bool = False) -> str:
     """
     Args:
@@ -120,7 +92,7 @@ def cell_text(cell: dict[str, Any] | None, signed: bool = False) -> str:
     # More decimals for a difference so small that an interval that excludes 0 would look as if it touched it
     small = [abs(number) for number in numbers if number is not None and 1e-7 < abs(number) < 0.0005]
     decimals = math.ceil(-math.log10(2 * min(small))) if small else 3
-    mean, low, high = (signed_text(number, decimals) if signed else number_text(number) for number in numbers)
+    mean, low, high = (number_text(number, decimals if signed else 3, signed) for number in numbers)
     return mean + (" (no interval)" if "n/a" in (low, high) else f" [{low}, {high}]")
 
 

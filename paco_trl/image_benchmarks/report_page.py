@@ -23,6 +23,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ..evaluation.published import published_text
 from ..utils.files import write_atomically
+from ..utils.tables import number_text
 from .report_markdown import (
     PUBLISHED_HEADING,
     PUBLISHED_NOTE,
@@ -35,9 +36,7 @@ from .report_numbers import (
     duplicate_metric,
     excludes_zero,
     find_row,
-    number_text,
     public_results,
-    signed_text,
     system_name,
     verdict,
 )
@@ -272,7 +271,7 @@ def difference_chart(table: dict[str, Any]) -> Markup | None:
 
 
 def _chart_text(rows: list[dict[str, Any]]) -> str:
-    return "; ".join(f"{row['label']} {signed_text(row['difference']['mean'])}" for row in rows)
+    return "; ".join(f"{row['label']} {number_text(row['difference']['mean'], signed=True)}" for row in rows)
 
 
 def _label_of(results: dict[str, Any], metric: str | None) -> str:
@@ -305,7 +304,7 @@ def _shown_set(results: dict[str, Any], number: int, picture: "_Pictures") -> di
         values = [scores.get(name) for scores in one["scores"]]
         cells = [labels.get(name, name), *map(number_text, values)]
         if len(values) > 1:
-            cells.append("n/a" if None in values else signed_text(values[1] - values[0]))
+            cells.append("n/a" if None in values else number_text(values[1] - values[0], signed=True))
         rows.append({"cells": cells, "is_headline": name == results["headline"]})
     rows_, cols = one["panels"]
     pictures = [("source", picture([one["source"]], 1, 1))] if one.get("source") else []

@@ -4,12 +4,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ..utils.tables import number_text
 from .report_numbers import (
     cell_text,
     duplicate_metric,
     find_row,
     in_sentence,
-    number_text,
     protocol_of,
     system_name,
     verdict,

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..utils.tables import number_text
 from .report_numbers import (
     cell_text,
     duplicate_metric,
     excludes_zero,
     find_row,
     in_sentence,
-    number_text,
     protocol_of,
     public_results,
     public_text,
