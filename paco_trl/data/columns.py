@@ -12,19 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:
-    """
-    Check that something is a loaded dataset with rows.
-
-    Args:
-        dataset (`Any`):
-            What should be a [`~datasets.Dataset`].
-        name (`str`):
-            Name of the dataset in errors.
-
-    Raises:
-        TypeError: If it is something else.
-        ValueError: If it has no rows.
-    """
+    """Check that something is a loaded dataset with rows."""
     from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
     if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
@@ -46,20 +34,7 @@ def check_is_dataset(dataset: Any, name: str) -> None:
 
 
 def check_image_list(dataset: "Dataset", column: str, name: str) -> None:
-    """
-    Check that a column holds lists of images that are decoded when they are read.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset.
-        column (`str`):
-            Name of the column.
-        name (`str`):
-            Name of the dataset in errors.
-
-    Raises:
-        ValueError: If the column is of another type.
-    """
+    """Check that a column holds lists of images that are decoded when they are read."""
     from datasets import Image, LargeList, List
 
     feature = dataset.features[column]
@@ -72,18 +47,7 @@ def check_image_list(dataset: "Dataset", column: str, name: str) -> None:
 
 
 def list_lengths(dataset: "Dataset", column: str) -> "np.ndarray":
-    """
-    Give the lengths of the lists in a column without reading what is in them.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset.
-        column (`str`):
-            Name of the column.
-
-    Returns:
-        `np.ndarray`: one length for each row, -1 for a row without a list.
-    """
+    """Give the lengths of the lists in a column without reading what is in them."""
     import pyarrow.compute as pc
 
     # Arrow keeps the lengths beside the values: the bytes of the images are not touched

@@ -57,35 +57,12 @@ class Annotation(NamedTuple):
 
 
 def instance_digest(reference: str, candidates: Sequence[str]) -> str:
-    """
-    Give a digest of what an instance shows, in its order.
-
-    Args:
-        reference (`str`):
-            Digest of the reference's pixels.
-        candidates (`Sequence[str]`):
-            Digests of the candidates' pixels.
-
-    Returns:
-        `str`: 16 hexadecimal digits.
-    """
+    """Give a digest of what an instance shows, in its order."""
     return digest([reference, *candidates])[:16]
 
 
 def check_annotator(name: Any) -> str:
-    """
-    Check the name of an annotator, which is the name of a file too.
-
-    Args:
-        name (`Any`):
-            The name.
-
-    Returns:
-        `str`: the name.
-
-    Raises:
-        ValueError: If it is anything but 1 to 40 letters, digits, `.`, `_` and `-`, or begins with a full stop.
-    """
+    """Check the name of an annotator, which is the name of a file too."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
         raise ValueError(
             f"The annotator's name is {shorten(name)}. It must be 1 to 40 letters (a to z), digits, `.`, `_` or `-`, "
@@ -129,34 +106,13 @@ def ranks_of_ranking(ranking: Sequence[int]) -> tuple[int, ...]:
 
 
 def format_ranking(ranks: Sequence[int]) -> str:
-    """
-    Write ranks as a text, candidates by index: `2>0>1=3` is 2 before 0, and 1 and 3 tied behind them.
-
-    Args:
-        ranks (`Sequence[int]`):
-            Rank of each candidate.
-
-    Returns:
-        `str`: the text.
-    """
+    """Write ranks as a text, candidates by index: `2>0>1=3` is 2 before 0, and 1 and 3 tied behind them."""
     groups = [[index for index, rank in enumerate(ranks) if rank == value] for value in sorted(set(ranks))]
     return ">".join("=".join(map(str, group)) for group in groups)
 
 
 def parse_ranking(text: str) -> tuple[int, ...]:
-    """
-    Read the ranks from a text such as `2>0>1=3`; the inverse of [`format_ranking`].
-
-    Args:
-        text (`str`):
-            The text.
-
-    Returns:
-        `tuple[int, ...]`: rank of each candidate: that of its group, counted in candidates.
-
-    Raises:
-        ValueError: If it is no such text, or does not name each candidate exactly once.
-    """
+    """Read the ranks from a text such as `2>0>1=3`; the inverse of [`format_ranking`]."""
     groups = [group.split("=") for group in text.split(">")]
     names = [name.strip() for group in groups for name in group]
     if not all(re.fullmatch(r"[0-9]+", name) for name in names):
@@ -368,16 +324,7 @@ def _check_last_line(path: Path) -> None:
 
 
 def digests_by_instance(instances: "Dataset") -> dict[str, dict[str, str]]:
-    """
-    Give what ties an annotation to the images of its instance.
-
-    Args:
-        instances ([`~datasets.Dataset`]):
-            The ranking instances.
-
-    Returns:
-        `dict[str, dict[str, str]]`: `{"digest": ...}` by the id of the instance; empty if they have no digests.
-    """
+    """Give what ties an annotation to the images of its instance."""
     if "digest" not in instances.column_names:
         return {}
     columns = instances.with_format(None).select_columns(["id", "digest"])[:]

@@ -34,21 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def construction_ranks(reference_seed: int, candidate_seeds: list[int]) -> tuple[int, ...]:
-    """
-    Rank candidates by how they were made: one of the reference's own grid is more consistent with it than the others.
-
-    The panels of a grid are drawn together, in one image; those of two grids have only the prompt in common. Among
-    themselves the others are tied.
-
-    Args:
-        reference_seed (`int`):
-            Seed of the reference's grid.
-        candidate_seeds (`list[int]`):
-            Seeds of the candidates' grids.
-
-    Returns:
-        `tuple[int, ...]`: 1 for candidates of the reference's grid, 2 for the others.
-    """
+    """Rank candidates by how they were made: one of the reference's own grid is more consistent with it."""
     return tuple(1 if seed == reference_seed else 2 for seed in candidate_seeds)
 
 
@@ -78,16 +64,7 @@ def rank_automatically(instances: "Dataset", panels: "Dataset", folder: str | Pa
 
 
 def ranks_of_scores(scores: list[float]) -> tuple[int, ...]:
-    """
-    Rank candidates by scores: 1 for the highest, equal scores tied.
-
-    Args:
-        scores (`list[float]`):
-            Score of each candidate.
-
-    Returns:
-        `tuple[int, ...]`: the ranks: one more than the number of candidates with a higher score.
-    """
+    """Rank candidates by scores: 1 for the highest, equal scores tied."""
     return tuple(1 + sum(other > score for other in scores) for score in scores)
 
 

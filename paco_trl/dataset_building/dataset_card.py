@@ -61,19 +61,7 @@ _LINE = 20
 
 
 def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
-    """
-    Count what is in a split of pairs.
-
-    Args:
-        pairs ([`~datasets.Dataset`]):
-            The pairs. Images are not read.
-        num_images (`int`):
-            Number of its different images.
-
-    Returns:
-        `dict`: `rows`, `consistent`, `inconsistent`, `with_reasons`, `columns`, `images`, `prompts` (`None` if unknown),
-        and the numbers of pairs by `categories` and by `dimensions`, empty if unknown.
-    """
+    """Count what is in a split of pairs."""
     columns = pairs.with_format(None)
     completions = columns["completion"][:]
     consistent = sum(decision_of(completion) == "Yes" for completion in completions)
@@ -93,18 +81,7 @@ def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
 
 
 def describe_rankings(rankings: "Dataset", num_images: int) -> dict[str, Any]:
-    """
-    Count what is in rankings.
-
-    Args:
-        rankings ([`~datasets.Dataset`]):
-            The rankings. Images are not read.
-        num_images (`int`):
-            Number of its different images.
-
-    Returns:
-        `dict`: `rows`, `fewest` and `most` candidates, `columns`, `images`, and `prompts` (`None` if unknown).
-    """
+    """Count what is in rankings."""
     counts = list_lengths(rankings, "candidates")
     return {
         "rows": len(rankings),
@@ -283,10 +260,7 @@ def _agreement(ranking: Mapping[str, Any]) -> list[str]:
 
 
 def _annotators_table(ranking: Mapping[str, Any]) -> str:
-    """
-    Figures of each annotator, if there is anything to compare them with. People are numbered: their names are nobody's
-    business.
-    """
+    """Figures of each annotator, where there is something to compare them with; people are numbered."""
     annotators = ranking.get("annotators", {})
     shares = ("agreement_with_others", "gold_agreement")
     if all(found[name] is None for found in annotators.values() for name in shares):

@@ -23,19 +23,7 @@ _LARGEST_SEED = 2**63 - 1  # of a column of int64
 
 
 class GridBatch(NamedTuple):
-    """
-    What one call of the pipeline draws: each of its prompts with each of its seeds.
-
-    Attributes:
-        rows (`list[int]`):
-            Rows of the prompts.
-        seeds (`list[int]`):
-            Seeds.
-        height (`int`):
-            Height of an image in pixels.
-        width (`int`):
-            Width of an image in pixels.
-    """
+    """What one call of the pipeline draws: each of its prompts with each of its seeds."""
 
     rows: list[int]
     seeds: list[int]
@@ -44,24 +32,9 @@ class GridBatch(NamedTuple):
 
 
 def plan_batches(sizes: Sequence[tuple[int, int]], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
-    """
-    Lay out the calls that draw all prompts with all seeds.
-
-    The plan follows from the arguments alone. What an image is to the last bit depends on what is drawn in the same
-    call, so that a run that was stopped, or that runs on other processes, has to make the same calls.
-
-    Args:
-        sizes (`Sequence[tuple[int, int]]`):
-            Height and width of each prompt's images in pixels.
-        seeds (`Sequence[int]`):
-            Seeds.
-        batch_size (`int`):
-            Images of a call at most: the seeds of one prompt, or several prompts of one size where all seeds of each
-            fit.
-
-    Returns:
-        `list[GridBatch]`: the calls. Together they have each prompt with each seed once.
-    """
+    """Lay out the calls that draw all prompts with all seeds."""
+    # By the arguments alone: the last bits of an image depend on what else is drawn in its call, and a run that goes
+    # on has to make the same calls
     chunks = [list(seeds[start : start + batch_size]) for start in range(0, len(seeds), batch_size)]
     step = max(batch_size // len(seeds), 1)
     rows_of: dict[tuple[int, int], list[int]] = {}

@@ -30,17 +30,7 @@ if TYPE_CHECKING:
 
 
 class Decision(NamedTuple):
-    """
-    What all instances say of two panels.
-
-    Attributes:
-        first (`str`), second (`str`):
-            Ids of the panels, the reference first (that of the first instance that has them).
-        prompt_id (`str`):
-            Id of their prompt.
-        yes (`int`), no (`int`):
-            Votes for consistent and for inconsistent.
-    """
+    """What all instances say of two panels."""
 
     first: str
     second: str
@@ -50,17 +40,7 @@ class Decision(NamedTuple):
 
 
 def vote_on_instances(annotations: Sequence[Annotation]) -> dict[str, tuple[Vote, list[tuple[int, ...]]]]:
-    """
-    Count the votes on each instance.
-
-    Args:
-        annotations (`Sequence[Annotation]`):
-            The annotations. Skipped instances have no vote.
-
-    Returns:
-        `dict[str, tuple[Vote, list[tuple[int, ...]]]]`: for each instance what the majority says, and the ranks that
-        each annotator gave.
-    """
+    """Count the votes on each instance."""
     ranks: dict[str, list[tuple[int, ...]]] = {}
     for annotation in annotations:
         if annotation.ranks is not None:
@@ -84,22 +64,7 @@ def decide_pairs(
     num_negatives: int = 1,
     seed: int = 0,
 ) -> list[Decision]:
-    """
-    Add up what the instances say of each two panels, by the rule of this module.
-
-    Args:
-        instances (`Sequence[Mapping]`):
-            The instances: `id`, `prompt_id`, `reference`, `candidates`.
-        votes (`Mapping`):
-            From [`vote_on_instances`].
-        num_negatives (`int`, *optional*, defaults to `1`):
-            Number of inconsistent pairs that an instance gives at most, when several candidates are tied at the bottom.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the choice among these.
-
-    Returns:
-        `list[Decision]`: for each two panels on which there is a vote, in the order of the instances.
-    """
+    """Add up what the instances say of each two panels, by the rule of this module."""
     found: dict[tuple[str, str], Decision] = {}
 
     def add(row: Mapping[str, Any], index: int, yes: int, no: int) -> None:
@@ -121,13 +86,7 @@ def decide_pairs(
 
 
 def built_pair_features() -> "Features":
-    """
-    Give the column types of built pairs.
-
-    Returns:
-        [`~datasets.Features`]: those of pairs, and `id`, `group` (the prompt), `category`, `dimensions`, `panels` (ids
-        of the two), `sha256` (digests of their pixels) and `votes`.
-    """
+    """Give the column types of built pairs."""
     from datasets import Features, List, Value
 
     return Features(
@@ -145,20 +104,7 @@ def built_pair_features() -> "Features":
 
 
 def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Dataset") -> "Dataset":
-    """
-    Make the pairs of decisions; those with as many votes for Yes as for No are left out.
-
-    Args:
-        decisions (`Sequence[Decision]`):
-            From [`decide_pairs`].
-        panels ([`~datasets.Dataset`]):
-            The panels. Their images stay as they are stored: one given by path stays a path.
-        prompts ([`~datasets.Dataset`]):
-            The prompts; the question is about their theme.
-
-    Returns:
-        [`~datasets.Dataset`]: label-only pairs, which a [`~paco_trl.PaCoRewardTrainer`] takes as they are.
-    """
+    """Make the pairs of decisions; those with as many votes for Yes as for No are left out."""
     from datasets import Dataset, Image
 
     stored = panels.cast_column("image", Image(decode=False))

@@ -120,16 +120,7 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
 
 
 def pixels_sha256(image: Any) -> str:
-    """
-    Give the digest of what an image shows, whatever file it is in.
-
-    Args:
-        image (`PIL.Image.Image`):
-            Image.
-
-    Returns:
-        `str`: SHA-256 of width, height, mode and pixels, as 64 hexadecimal digits.
-    """
+    """Give the digest of what an image shows, whatever file it is in."""
     head = f"{image.width}x{image.height} {image.mode}\n".encode()
     return hashlib.sha256(head + image.tobytes()).hexdigest()
 
@@ -175,12 +166,7 @@ def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[
 
 
 def _check_seeds(pairs: Iterable[tuple[str, int]], what: str) -> dict[str, list[int]]:
-    """
-    The seeds of each prompt, in the order in which they come.
-
-    Every prompt must have every seed that any prompt has: those of a prompt that was drawn with other seeds are missing
-    too.
-    """
+    """The seeds, in the order in which they come; every prompt must have every seed that any prompt has."""
     seeds_of: dict[str, dict[int, None]] = {}
     for prompt_id, seed in pairs:
         seeds_of.setdefault(prompt_id, {})[seed] = None

@@ -308,12 +308,7 @@ def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
 
 
 def _link_images(known: Mapping[str, _ImageFile], folder: Path) -> dict[str, str]:
-    """
-    Give each image file a second name, its digest, without a copy.
-
-    `datasets` stores the last part of an image's path beside its bytes. That of a panel is not unique, and that of
-    other files may say something of this machine.
-    """
+    """Give each image file a second name, its digest, without a copy: `datasets` stores the name beside the bytes."""
     folder.mkdir()
     links = {}
     for path, found in known.items():

@@ -11,16 +11,7 @@ if TYPE_CHECKING:
 
 
 def keyed_hash(*key: int | str) -> int:
-    """
-    Give a number that looks random and depends on its key alone: not on the order of other rows, or on a generator.
-
-    Args:
-        *key (`int` or `str`):
-            The key, for example a seed and an id.
-
-    Returns:
-        `int`: 256 bits.
-    """
+    """A number that looks random and depends on its key alone."""
     return int.from_bytes(hashlib.sha256("\0".join(map(str, key)).encode("utf-8", "surrogatepass")).digest(), "big")
 
 
@@ -29,18 +20,7 @@ def _normalised(text: str) -> str:
 
 
 def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]) -> list[list[str]]:
-    """
-    Put together the prompts that must not be split: those with the same text, or with an image in common.
-
-    Args:
-        prompts (`Mapping[str, str]`):
-            Text of each prompt, by its id. Case and white space do not count.
-        images (`Mapping[str, set[str]]`):
-            Digests of the images of each prompt, by its id.
-
-    Returns:
-        `list[list[str]]`: ids of the prompts of each group, in the order of `prompts`.
-    """
+    """Put together the prompts that must not be split: those with the same text, or with an image in common."""
     from scipy.cluster.hierarchy import DisjointSet
 
     groups = DisjointSet(prompts)
@@ -54,24 +34,7 @@ def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]
 
 
 def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[str]:
-    """
-    Choose the prompts that are held out.
-
-    Args:
-        groups (`list[list[str]]`):
-            Groups of prompts that stay together, see [`connected_prompts`].
-        test_size (`float`):
-            Share of the prompts to hold out, from 0 to 1 (without 1). The groups are gone through in an order that
-            depends on the seed and their ids, and taken whole while there is room.
-        seed (`int`):
-            Seed.
-
-    Returns:
-        `set[str]`: ids of the prompts that are held out.
-
-    Raises:
-        ValueError: If `test_size` is out of range, or nothing would be held out, or nothing left to train on.
-    """
+    """Choose the prompts that are held out."""
     if not 0 <= test_size < 1:
         raise ValueError(f"`test_size` is {test_size}, but it is a share of the prompts: from 0 to below 1.")
     total = sum(map(len, groups))
@@ -92,20 +55,7 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
 
 
 def check_no_leak(train: "Dataset", test: "Dataset", texts: Mapping[str, str], images: Mapping[str, str]) -> None:
-    """
-    Check that two datasets share no prompt, no text and no image.
-
-    Args:
-        train ([`~datasets.Dataset`]), test ([`~datasets.Dataset`]):
-            Datasets with `group` (the prompt's id) and `panels` (ids of the panels).
-        texts (`Mapping[str, str]`):
-            Text of each prompt.
-        images (`Mapping[str, str]`):
-            Digest of each panel.
-
-    Raises:
-        ValueError: If they share something; the error says what.
-    """
+    """Check that two datasets share no prompt, no text and no image."""
 
     def contents(dataset: "Dataset") -> dict[str, set[str]]:
         groups = set(dataset["group"][:])

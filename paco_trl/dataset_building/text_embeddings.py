@@ -58,21 +58,7 @@ def embed_and_count(
     batch_size: int = 64,
     device: "str | torch.device | None" = None,
 ) -> "tuple[np.ndarray, int]":
-    """
-    As [`embed_texts`], and gives also how many texts were cut.
-
-    Args:
-        model (`str` or `Path`), texts (`list[str]`), batch_size (`int`, *optional*, defaults to `64`):
-            As in [`embed_texts`].
-        device (`str` or `torch.device`, *optional*):
-            As in [`embed_texts`].
-
-    Returns:
-        `tuple[np.ndarray, int]`: the unit vectors, and how many texts were cut.
-
-    Raises:
-        ValueError: As [`embed_texts`].
-    """
+    """As [`embed_texts`], and gives also how many texts were cut."""
     import numpy as np
     import torch
     from accelerate import PartialState

@@ -11,20 +11,7 @@ from typing import NamedTuple
 
 
 class Vote(NamedTuple):
-    """
-    What the annotators of one instance say together.
-
-    Attributes:
-        relation (`tuple[tuple[int, ...], ...]`):
-            `relation[i][j]` is 1 if the majority puts candidate i before candidate j, -1 if behind it, and 0 if as many
-            put it before as behind it (those who tie the two do not vote).
-        ranking (`list[int]` or `None`):
-            The candidates, best first, if the majority puts all of them in one order.
-        best (`int` or `None`):
-            The candidate that the majority puts before each other one.
-        worst (`list[int]`):
-            The candidates that the majority puts before no other one, and behind at least one.
-    """
+    """What the annotators of one instance say together."""
 
     relation: tuple[tuple[int, ...], ...]
     ranking: list[int] | None

@@ -55,21 +55,7 @@ IMAGE_COLUMNS = ("input_image", "output_images")
 
 
 def overall_score(consistency: float, prompt_following: float) -> float:
-    """
-    Score of an edit: the geometric mean sqrt(consistency * prompt_following) (PaCo-RL, Part 2).
-
-    Args:
-        consistency (`float`):
-            Score of what should have stayed, >= 0.
-        prompt_following (`float`):
-            Score of what should have changed, >= 0.
-
-    Returns:
-        `float`.
-
-    Raises:
-        ValueError: If a score is negative.
-    """
+    """Score of an edit: the geometric mean sqrt(consistency * prompt_following) (PaCo-RL, Part 2)."""
     if consistency < 0 or prompt_following < 0:
         raise ValueError(
             f"`consistency` is {consistency} and `prompt_following` is {prompt_following}, but the geometric mean "

@@ -16,26 +16,7 @@ from ..utils.tables import number_text
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """
-    A table of published figures.
-
-    Attributes:
-        benchmark (`str`):
-            Benchmark that they are of.
-        title (`str`):
-            What it shows.
-        protocol (`str`):
-            How they were measured: `"published"` is what the `protocol="published"` of the benchmark here repeats. A
-            measurement under another protocol cannot be compared with them.
-        columns (`tuple[str, ...]`):
-            Head; the first column names the systems.
-        rows (`tuple[tuple[str | float | None, ...], ...]`):
-            Name of a system, then its figures; `None` where the paper has none.
-        source (`str`):
-            Where they were published.
-        remarks (`tuple[str, ...]`):
-            What a reader has to know before comparing anything with them.
-    """
+    """A table of published figures."""
 
     benchmark: str
     title: str

@@ -35,23 +35,7 @@ IMAGE_COLUMNS = ("reference", "candidates")
 
 
 def questions_of_row(row: Mapping[str, Any], template: str) -> list[list[str]]:
-    """
-    Questions that a judge is asked about each pair of a row, in lists: the score of the pair is the mean over the
-    lists of the mean within each.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            Row of a rankings dataset; only `theme`, `prompt` and `criteria` are read.
-        template (`str`):
-            `"theme"`, `"criteria"` or `"plain"`, see [`evaluate_rankings`].
-
-    Returns:
-        `list[list[str]]`: one list with one question, or for `"criteria"` one list per dimension with one question per
-        criterion.
-
-    Raises:
-        ValueError: If `template` is `"criteria"` and the row has no criteria.
-    """
+    """Questions about each pair of a row, in lists: the score is the mean over the lists of the mean within each."""
     if template == "theme":
         return [[default_question(row)]]  # the question that `rankings_to_pairs` trains on
     if template == "plain":

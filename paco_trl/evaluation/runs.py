@@ -32,20 +32,7 @@ def check_protocol(protocol: str) -> None:
 
 
 class RowImages:
-    """
-    Images of a dataset's rows in the order of their columns, with the pixels that a judge sees, see [`to_rgb`].
-
-    They are read as they are stored and opened one by one, so that an error can say which one it was. As in training,
-    an orientation that a camera wrote beside the pixels is not applied.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset.
-        columns (`Sequence[str]`):
-            Columns of images, or of lists of images.
-        protocol (`str`, *optional*, defaults to `"default"`):
-            With `"published"`, Pillow's own conversion to RGB takes the place of [`to_rgb`]: it drops transparency.
-    """
+    """Images of a dataset's rows in the order of their columns, with the pixels that a judge sees."""
 
     def __init__(self, dataset: "Dataset", columns: Sequence[str], protocol: str = "default"):
         self.dataset = dataset.select_columns(list(columns)).with_format("arrow")
@@ -102,25 +89,7 @@ def _open_stored(stored: dict[str, Any] | None, where: str, convert: Callable) -
 def rows_in_order(
     dataset: "Dataset", broken: dict[int, str], image_columns: Sequence[str], skip_broken: bool
 ) -> tuple[list[int], list[str]]:
-    """
-    Give the rows to evaluate: all, or when it is asked for those that are not broken and whose images can be read.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset.
-        broken (`dict[int, str]`):
-            What is wrong with a row, by its number, as far as it is known.
-        image_columns (`Sequence[str]`):
-            Columns of images, or of lists of images. All of them are opened if `skip_broken`.
-        skip_broken (`bool`):
-            Whether broken rows may be left out.
-
-    Returns:
-        `tuple[list[int], list[str]]`: numbers of the rows, and a sentence for each row that is left out.
-
-    Raises:
-        ValueError: If a row is broken and must not be left out, or all are.
-    """
+    """The rows to evaluate, and a sentence for each that is left out, as `skip_broken` allows."""
     broken = dict(broken)
     if skip_broken:
         images = RowImages(dataset, image_columns)
@@ -161,11 +130,7 @@ def score_pairs(
     yes: Sequence[str] = ("Yes",),
     no: Sequence[str] = ("No",),
 ) -> tuple[list[float], list[bool]]:
-    """
-    Give a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer.
-
-    `yes` and `no` are the tokens that count by the published protocol.
-    """
+    """Give a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer."""
     by_tokens = protocol == "published" and _reads_questions(scorer)
     if by_tokens:
         answers = list(scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS))
@@ -189,26 +154,8 @@ def score_pairs(
 
 
 def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_columns: Sequence[str]) -> str:
-    """
-    Tell one dataset from another: a hash of all its texts and labels, in order, and of the images of the first row.
-
-    The fingerprint that `datasets` keeps is not used, since it depends on how the dataset was made and not only on
-    what is in it. Hashing all images would mean to decode all of them.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset, not empty and without a format.
-        text_columns (`Sequence[str]`):
-            Columns that are hashed in every row.
-        image_columns (`Sequence[str]`):
-            Columns of images, or of lists of images.
-
-    Returns:
-        `str`: 16 hexadecimal digits.
-
-    Raises:
-        ValueError: If an image of the first row cannot be read.
-    """
+    """Digest of all texts and labels of a dataset, in order, and of the images of its first row."""
+    # Not the fingerprint of `datasets`, which depends on how the dataset was made. All images would have to be decoded
     digest = hashlib.sha256()
     for row in dataset.select_columns(list(text_columns)):
         digest.update(json.dumps(row, sort_keys=True).encode())
@@ -220,18 +167,7 @@ def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_c
 
 
 def batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """
-    Group consecutive pieces of work into batches of up to `batch_size`; a piece that is larger is a batch alone.
-
-    Args:
-        sizes (`Sequence[int]`):
-            Size of each piece.
-        batch_size (`int`):
-            Size of a batch.
-
-    Yields:
-        `list[int]`: indices of the pieces of a batch.
-    """
+    """Group consecutive pieces of work into batches of up to `batch_size`; a piece that is larger is a batch alone."""
     batch, total = [], 0
     for index, size in enumerate(sizes):
         if batch and total + size > batch_size:
@@ -246,20 +182,7 @@ def batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
 def mean_and_interval(
     values: Sequence[float], groups: Sequence[Hashable] | None, strata: Sequence[Hashable] | None = None
 ) -> dict[str, Any]:
-    """
-    Mean of the values that are defined, and its bootstrap interval.
-
-    Args:
-        values (`Sequence[float]`):
-            Values, NaN where undefined.
-        groups (`Sequence[Hashable]`, *optional*):
-            Group of each value, see [`bootstrap_interval`].
-        strata (`Sequence[Hashable]`, *optional*):
-            Stratum of each value; the mean is then the mean of their means.
-
-    Returns:
-        `dict[str, Any]`: `mean` and `interval` (lower and upper end), NaN where there is none.
-    """
+    """Mean of the values that are defined, and its bootstrap interval."""
     values = np.asarray(values, dtype=float)
     defined = ~np.isnan(values)
     if not defined.any():

@@ -25,21 +25,7 @@ MIN_IMAGES = 3
 
 @dataclass
 class ScorePairs:
-    """
-    Scores of the same (prompt, generation) images, drawn at two resolutions. All lists have one entry per image.
-
-    Attributes:
-        prompts (`Sequence[Hashable]`):
-            The prompt of each image: an id, the same for all images of one prompt.
-        training (`dict[str, Sequence[float | None]]`):
-            Reward -> score of each image drawn at the training resolution. NaN or `None` where it could not be scored.
-        inference (`dict[str, Sequence[float | None]]`):
-            Reward -> score of each image drawn at the inference resolution, of the same rewards.
-
-    Raises:
-        ValueError: If the two resolutions have other rewards, a list has another length than `prompts`, or a score is
-            infinite.
-    """
+    """Scores of the same (prompt, generation) images, drawn at two resolutions. All lists have one entry per image."""
 
     prompts: Sequence[Hashable]
     training: dict[str, Sequence[float | None]]
@@ -65,17 +51,7 @@ class ScorePairs:
                     )
 
     def scored(self, reward: str) -> tuple[np.ndarray, np.ndarray, list[Hashable]]:
-        """
-        Give the pairs in which both images have a score of a reward.
-
-        Args:
-            reward (`str`):
-                Name of the reward.
-
-        Returns:
-            `tuple[np.ndarray, np.ndarray, list[Hashable]]`: scores at the training resolution (n,), scores at the
-            inference resolution (n,), and the prompt of each.
-        """
+        """Give the pairs in which both images have a score of a reward."""
         training = np.asarray(self.training[reward], dtype=float)  # (N,)
         inference = np.asarray(self.inference[reward], dtype=float)  # (N,)
         rows = np.flatnonzero(~np.isnan(training) & ~np.isnan(inference))
@@ -84,29 +60,7 @@ class ScorePairs:
 
 @dataclass
 class ResolutionTransfer:
-    """
-    How the scores of one reward at the training resolution go with those at the inference resolution.
-
-    Attributes:
-        reward (`str`):
-            Name of the reward.
-        correlation (`float`):
-            Pearson correlation over the images that have both scores, in [-1, 1]. NaN where there is none: see `note`.
-        low (`float`):
-            Lower end of its interval. NaN where there is none.
-        high (`float`):
-            Upper end of its interval. NaN where there is none.
-        num_images (`int`):
-            Number of images that have both scores.
-        num_prompts (`int`):
-            Number of prompts of these images.
-        training_mean (`float`):
-            Mean of their scores at the training resolution. NaN without images.
-        inference_mean (`float`):
-            Mean of their scores at the inference resolution. NaN without images.
-        note (`str`, *optional*, defaults to `""`):
-            Why there is no correlation, or no interval.
-    """
+    """How the scores of one reward at the training resolution go with those at the inference resolution."""
 
     reward: str
     correlation: float
@@ -119,13 +73,7 @@ class ResolutionTransfer:
     note: str = ""
 
     def describe(self) -> str:
-        """
-        Give the result as one line of text.
-
-        Returns:
-            `str`: such as `"clip_t: r 0.753 [0.611, 0.842] over 64 images of 16 prompts; mean 0.310 at the training
-            and 0.324 at the inference resolution"`.
-        """
+        """Give the result as one line of text."""
         found = f"r {_interval_text(self)}" if not math.isnan(self.correlation) else "no correlation"
         text = f"{self.reward}: {found} over {self.num_images} images of {self.num_prompts} prompts"
         if self.num_images:
@@ -134,12 +82,7 @@ class ResolutionTransfer:
         return f"{text} ({self.note})" if self.note else text
 
     def to_dict(self) -> dict[str, Any]:
-        """
-        Give the result for a JSON file.
-
-        Returns:
-            `dict[str, Any]`: the attributes by name; `None`, which JSON knows, for NaN, which it does not.
-        """
+        """Give the result for a JSON file."""
         return {
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in asdict(self).items()
@@ -214,16 +157,7 @@ def resolution_transfer(
 
 
 def transfer_table(results: list[ResolutionTransfer]) -> str:
-    """
-    Lay the results out as a Markdown table.
-
-    Args:
-        results (`list[ResolutionTransfer]`):
-            Results of [`resolution_transfer`].
-
-    Returns:
-        `str`: one row per reward.
-    """
+    """Lay the results out as a Markdown table."""
     columns = ("reward", "correlation", "images", "prompts", "mean, training", "mean, inference", "note")
     rows = []
     for result in results:
@@ -241,20 +175,7 @@ def transfer_table(results: list[ResolutionTransfer]) -> str:
 
 
 def transfer_warning(results: list[ResolutionTransfer]) -> str | None:
-    """
-    Give a warning about the rewards whose scores at the training resolution say little about inference.
-
-    A correlation below `LOW_CORRELATION` = 0.7 is low: the paper trains with .725 to .848 at half the resolution, and
-    its training fails at a quarter of it, where the consistency reward has .669. A correlation whose interval includes
-    0 is reported as well, however high it is.
-
-    Args:
-        results (`list[ResolutionTransfer]`):
-            Results of [`resolution_transfer`]. Those without a correlation are passed over; their `note` says why.
-
-    Returns:
-        `str` or `None`: the warning, or `None` when there is nothing to warn of.
-    """
+    """Give a warning about the rewards whose scores at the training resolution say little about inference."""
     lines = []
     for result in results:
         includes_zero = result.low <= 0 <= result.high  # False for NaN
@@ -281,23 +202,7 @@ def transfer_warning(results: list[ResolutionTransfer]) -> str | None:
 
 
 def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePairs, path: str | Path) -> None:
-    """
-    Draw the scores at the training resolution against those at the inference resolution, one panel per reward.
-
-    Images of one prompt share a colour, as far as there are colours. The dashed diagonal is where both scores agree;
-    the title has the correlation and its interval.
-
-    Args:
-        results (`list[ResolutionTransfer]`):
-            Results of [`resolution_transfer`].
-        pairs ([`ScorePairs`]):
-            The scores that they were computed from.
-        path (`str` or `Path`):
-            PNG file; its folder is made when missing.
-
-    Raises:
-        ValueError: If there are no results to draw.
-    """
+    """Draw the scores at the training resolution against those at the inference resolution, one panel per reward."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

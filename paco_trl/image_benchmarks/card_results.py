@@ -118,19 +118,7 @@ def _read(card_path: Path) -> tuple[str, re.Match | None, str, str]:
 
 
 def card_eval_results(results: dict[str, Any], task_type: str) -> list[EvalResult]:
-    """
-    Gives the values of the tuned system for the metadata of its card.
-
-    Args:
-        results (`dict`):
-            Results.
-        task_type (`str`):
-            Task, as the Hub names it.
-
-    Returns:
-        `list[EvalResult]`: one for each dimension, group mean and average that has a value. The configuration of the
-        dataset is the judge or scorer, and the published protocol, so that values by two of them stay apart.
-    """
+    """Gives the values of the tuned system for the metadata of its card."""
     place = [system["role"] for system in results["systems"]].index("tuned")
     dataset = public_name(results["dataset"] or results["benchmark"])
     entries: dict[tuple[str, str], EvalResult] = {}

@@ -65,44 +65,13 @@ Second number: how free is it of flaws?
 
 
 def read_answer(text: str) -> tuple[float, float] | None:
-    """
-    Read the two numbers of an answer.
-
-    Code fences and text around the JSON object are passed over. Nothing is guessed: an answer with another number of
-    scores, with words or numbers outside of 0 to 10, or with two objects that disagree is unreadable.
-
-    Args:
-        text (`str`):
-            The whole answer.
-
-    Returns:
-        `tuple[float, float]` or `None`: the scores; `None` if the answer cannot be read.
-
-    Example:
-
-    ```python
-    >>> read_answer('{"reasoning": "The hat is red.", "score": [9, 7]}')
-    (9.0, 7.0)
-    >>> read_answer("I would give it 9 of 10.")
-    ```
-    """
+    """Read the two numbers of an answer; nothing is guessed, so that any other answer is unreadable."""
     scores = {_scores_of(answer["score"]) for answer in _objects(text) if "score" in answer}
     return scores.pop() if len(scores) == 1 else None
 
 
 def overall(consistency: float, quality: float) -> float:
-    """
-    Overall score of an edit (O): the geometric mean sqrt(SC * PQ).
-
-    Args:
-        consistency (`float`):
-            Semantic consistency, 0 to 10.
-        quality (`float`):
-            Perceptual quality, 0 to 10.
-
-    Returns:
-        `float`: 0 to 10.
-    """
+    """Overall score of an edit (O): the geometric mean sqrt(SC * PQ)."""
     return math.sqrt(consistency * quality)
 
 

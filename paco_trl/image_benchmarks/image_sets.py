@@ -344,19 +344,7 @@ def _is_main_process() -> bool:
 
 
 def picture_size(path: Path) -> tuple[int, int]:
-    """
-    Read the size of a picture from its header.
-
-    Args:
-        path (`Path`):
-            File.
-
-    Returns:
-        `tuple[int, int]`: height and width in pixels.
-
-    Raises:
-        ValueError: If it is no picture.
-    """
+    """Read the size of a picture from its header."""
     from PIL import Image
 
     try:
@@ -367,19 +355,7 @@ def picture_size(path: Path) -> tuple[int, int]:
 
 
 def open_picture(path: Path) -> "Image":
-    """
-    Read a picture to its end.
-
-    Args:
-        path (`Path`):
-            File.
-
-    Returns:
-        `PIL.Image.Image`: in RGB, transparency on white.
-
-    Raises:
-        ValueError: If it cannot be read.
-    """
+    """Read a picture to its end."""
     from PIL import Image
 
     try:

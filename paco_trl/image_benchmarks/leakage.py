@@ -34,23 +34,7 @@ _SHORTEST = _SAME / (2 - _SAME)
 
 
 def normalized(text: str) -> str:
-    """
-    Give a text without what does not make it another one: case, punctuation, white space, and the forms of characters.
-
-    Args:
-        text (`str`):
-            Text.
-
-    Returns:
-        `str`: its words, with one blank between them. Each Chinese or Japanese character is a word.
-
-    Example:
-
-    ```python
-    >>> normalized("A  Fox, in\\nspring!")
-    'a fox in spring'
-    ```
-    """
+    """A text without what does not make it another: case, punctuation, white space, forms of characters."""
     return " ".join(_words(text))
 
 

@@ -24,16 +24,7 @@ PUBLISHED_NOTE = (
 
 
 def markdown_report(results: dict[str, Any]) -> str:
-    """
-    Writes the report as Markdown.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `str`.
-    """
+    """Writes the report as Markdown."""
     settings = settings_table(results)  # of two paths, the last parts may be the same
     results = public_results(results)
     systems = " and ".join(system_name(system) for system in results["systems"])
@@ -78,14 +69,7 @@ def comparable_tables(results: dict[str, Any]) -> tuple[PublishedTable, ...]:
 
 
 def new_remarks(tables: Iterable[PublishedTable]) -> list[list[str]]:
-    """
-    Args:
-        tables (`Iterable[PublishedTable]`):
-            Tables that are shown below one another.
-
-    Returns:
-        `list[list[str]]`: the remarks of each that no table before it has.
-    """
+    """The remarks of each table that no table before it has."""
     seen: set[str] = set()
     remarks = []
     for table in tables:
@@ -115,16 +99,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
 
 
 def terminal_tables(results: dict[str, Any]) -> list[Table]:
-    """
-    Lays the metrics and the counts out for the terminal.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `list[rich.table.Table]`.
-    """
+    """Lays the metrics and the counts out for the terminal."""
     results = public_results(results)
     tables = []
     for table in (*metric_tables(results), count_table(results)):
@@ -140,16 +115,7 @@ def terminal_tables(results: dict[str, Any]) -> list[Table]:
 
 
 def report_table(table: ReportTable) -> str:
-    """
-    Writes a table as Markdown.
-
-    Args:
-        table (`ReportTable`):
-            Table.
-
-    Returns:
-        `str`: group means and averages are bold.
-    """
+    """Writes a table as Markdown."""
     rows = [
         (f"**{row[0]}**", *row[1:]) if kind in ("group", "average") else row
         for row, kind in zip(table.rows, table.kinds, strict=True)

@@ -15,17 +15,7 @@ _PATH_IN_TEXT = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"`,;]+/)+([^\s/'\"`,;]+)
 
 
 def public_results(results: Any) -> Any:
-    """
-    Gives results as others may see them: `None` for numbers that JSON cannot hold, and names for paths of this machine.
-    Prompts stay as they are, and so do the paths of pictures.
-
-    Args:
-        results (`dict`):
-            Results, or a part of them.
-
-    Returns:
-        `dict`: a copy, with lists for tuples.
-    """
+    """A copy of results as others may see them: no paths of this machine, no numbers that JSON cannot hold."""
     if isinstance(results, dict):
         # Of a set, and of a training prompt that was found
         kept = (
@@ -44,16 +34,7 @@ def public_results(results: Any) -> Any:
 
 
 def public_text(text: str) -> str:
-    """
-    Gives a text without paths of this machine: the last part of each remains.
-
-    Args:
-        text (`str`):
-            A name, a path, or a sentence.
-
-    Returns:
-        `str`.
-    """
+    """Gives a text without paths of this machine: the last part of each remains."""
     if not re.search(r"\s", text) and text.startswith(("/", "~")):
         return public_name(text)
     return _PATH_IN_TEXT.sub(r"\1", text)
@@ -76,16 +57,7 @@ def benchmark_name(results: dict[str, Any]) -> str:
 
 
 def cell_text(cell: dict[str, Any] | None, signed: bool = False) -> str:
-    """
-    Args:
-        cell (`dict`, *optional*):
-            `mean` and `interval`, see [`paco_trl.image_benchmarks.statistics.cell`].
-        signed (`bool`, *optional*, defaults to `False`):
-            Whether it is a difference.
-
-    Returns:
-        `str`: the mean, and its interval in brackets where there is one.
-    """
+    """The mean of a cell, and its interval in brackets where there is one."""
     if cell is None or number_text(cell["mean"]) == "n/a":
         return "n/a"
     numbers = [cell["mean"], *cell["interval"]]
@@ -97,14 +69,7 @@ def cell_text(cell: dict[str, Any] | None, signed: bool = False) -> str:
 
 
 def excludes_zero(cell: dict[str, Any] | None) -> bool | None:
-    """
-    Args:
-        cell (`dict`, *optional*):
-            A difference.
-
-    Returns:
-        `bool`: whether its interval excludes 0; `None` without an interval.
-    """
+    """Whether the interval of a difference excludes 0; `None` without an interval."""
     low, high = (None, None) if cell is None else cell["interval"]
     if low is None or high is None or math.isnan(low) or math.isnan(high):
         return None
@@ -112,16 +77,7 @@ def excludes_zero(cell: dict[str, Any] | None) -> bool | None:
 
 
 def verdict(cell: dict[str, Any] | None, higher_is_better: bool = True) -> str:
-    """
-    Args:
-        cell (`dict`, *optional*):
-            A difference.
-        higher_is_better (`bool`, *optional*, defaults to `True`):
-            Whether a positive one is an improvement.
-
-    Returns:
-        `str`: `"yes: better"` or `"yes: worse"` if the interval excludes 0, `"no"` if not, and `"n/a"` without one.
-    """
+    """Say of a difference `"yes: better"` or `"yes: worse"`, `"no"` if its interval has 0, `"n/a"` without one."""
     excluded = excludes_zero(cell)
     if excluded is None:
         return "n/a"
@@ -131,69 +87,28 @@ def verdict(cell: dict[str, Any] | None, higher_is_better: bool = True) -> str:
 
 
 def system_name(system: dict[str, Any]) -> str:
-    """
-    Args:
-        system (`dict`):
-            One of the results' systems.
-
-    Returns:
-        `str`: its name and its role.
-    """
+    """Name of a system with its role."""
     return system["name"] if system["name"] == system["role"] else f"{system['name']} ({system['role']})"
 
 
 def row_label(row: dict[str, Any], results: dict[str, Any]) -> str:
-    """
-    Args:
-        row (`dict`):
-            Row of one of the results' tables.
-        results (`dict`):
-            Results.
-
-    Returns:
-        `str`: its label; that of the weighted average with the weights.
-    """
+    """Label of a row; that of the weighted average with the weights."""
     if row["kind"] != "average" or not results.get("weights"):
         return row["label"]
     return f"{row['label']} ({' + '.join(f'{weight:g} {name}' for name, weight in results['weights'].items())})"
 
 
 def find_row(table: dict[str, Any], metric: str | None) -> dict[str, Any] | None:
-    """
-    Args:
-        table (`dict`):
-            One of the results' tables.
-        metric (`str`, *optional*):
-            Name of a metric.
-
-    Returns:
-        `dict`: the row of the metric, or `None`.
-    """
+    """The row of a metric in one of the results' tables, if it has one."""
     return next((row for row in table["rows"] if row["metric"] == metric), None)
 
 
 def duplicate_metric(results: dict[str, Any]) -> str | None:
-    """
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `str`: name of the metric that says how many panels are copies of others, or `None`.
-    """
+    """Name of the metric that says how many panels are copies of others, if there is one."""
     names = (row["metric"] for table in results["tables"] for row in table["rows"])
     return next((name for name in names if "duplicate" in name), None)
 
 
 def in_sentence(title: str) -> str:
-    """
-    Write a title so that it can stand inside a sentence.
-
-    Args:
-        title (`str`):
-            Title.
-
-    Returns:
-        `str`.
-    """
+    """Write a title so that it can stand inside a sentence."""
     return re.sub(r"^Judge: ", "judge ", title)

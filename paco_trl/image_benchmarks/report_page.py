@@ -109,20 +109,7 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
 
 
 def report_page(results: dict[str, Any], folder: str | Path, num_shown: int = 6) -> str:
-    """
-    Renders the page.
-
-    Args:
-        results (`dict`):
-            Results.
-        folder (`str` or `Path`):
-            What relative paths of pictures are relative to.
-        num_shown (`int`, *optional*, defaults to `6`):
-            Number of sets that are shown of each kind.
-
-    Returns:
-        `str`: HTML.
-    """
+    """Renders the page."""
     settings = settings_table(results)
     results = public_results(results)
     chosen = choose_sets(results, num_shown)
@@ -185,20 +172,7 @@ def report_page(results: dict[str, Any], folder: str | Path, num_shown: int = 6)
 
 
 def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]:
-    """
-    Chooses the sets that the page shows, by the headline metric of the last system.
-
-    Args:
-        results (`dict`):
-            Results.
-        num_shown (`int`):
-            Number of sets of each kind. No set is among the best and the worst.
-
-    Returns:
-        `dict[str, list[int]]`: positions in the results' sets of the `best` and `worst`; with two systems of those that
-        `gained` and `lost` most; and of those with the most `copies`, where there are any. Sets without a value are not
-        chosen.
-    """
+    """Chooses the sets that the page shows, by the headline metric of the last system."""
     last = {number: one["scores"][-1].get(results["headline"]) for number, one in enumerate(results["sets"])}
     last = {number: value for number, value in last.items() if value is not None}
     by_value = sorted(last, key=last.get, reverse=True)
@@ -220,16 +194,7 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
 
 
 def difference_chart(table: dict[str, Any]) -> Markup | None:
-    """
-    Draws the differences of a table with their intervals.
-
-    Args:
-        table (`dict`):
-            One of the results' tables.
-
-    Returns:
-        `markupsafe.Markup`: SVG in the colours of the page; `None` if there are no differences.
-    """
+    """Draws the differences of a table with their intervals."""
     rows = [row for row in table["rows"] if row.get("difference") and row["difference"]["mean"] is not None]
     if not rows:
         return None

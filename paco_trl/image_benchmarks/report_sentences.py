@@ -22,16 +22,7 @@ _MOST_LISTED = 20
 
 
 def scorer_lines(results: dict[str, Any]) -> list[str]:
-    """
-    Says by what each thing was scored.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `list[str]`: one for each.
-    """
+    """Says by what each thing was scored."""
     lines = []
     for name, scorer in results["scorers"].items():
         if not scorer and results["weights"]:  # without weights it is no part of the benchmark
@@ -43,18 +34,7 @@ def scorer_lines(results: dict[str, Any]) -> list[str]:
 
 
 def leakage_line(results: dict[str, Any], most: int = _MOST_LISTED) -> str:
-    """
-    Says whether training prompts occur in the benchmark.
-
-    Args:
-        results (`dict`):
-            Results.
-        most (`int`, *optional*, defaults to `20`):
-            Number of prompts that are named of each kind: the same text, and near-duplicates.
-
-    Returns:
-        `str`.
-    """
+    """Says whether training prompts occur in the benchmark."""
     leakage = results["leakage"]
     if leakage is None:
         return "Leakage: not checked: the training prompts were not given."
@@ -78,16 +58,7 @@ def leakage_line(results: dict[str, Any], most: int = _MOST_LISTED) -> str:
 
 
 def leaks(results: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
-    """
-    Lays out the training prompts that occur in the benchmark, those with the same text first, then the most similar.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `tuple[list[dict[str, str]], int]`: `what` was found and its `text`, 20 at most, and the number of further ones.
-    """
+    """The training prompts that occur in the benchmark, most similar first, and the number of those not shown."""
     leakage = results["leakage"] or {"exact": [], "near": []}
     found = [(one, "the same text") for one in leakage["exact"]]
     found += [
@@ -107,16 +78,7 @@ def _listed(names: Sequence[str], most: int = _MOST_LISTED) -> str:
 
 
 def missing_lines(results: dict[str, Any]) -> list[str]:
-    """
-    Names the sets of which pictures are missing.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `list[str]`: one for each system of which pictures are missing.
-    """
+    """Names the sets of which pictures are missing."""
     return [
         f"{system_name(system)}: pictures are missing of {len(keys)}: {_listed(keys)}."
         for keys, system in zip(_missing(results), results["systems"], strict=True)
@@ -133,17 +95,7 @@ def _missing(results: dict[str, Any]) -> list[list[str]]:
 
 
 def summary(results: dict[str, Any]) -> list[str]:
-    """
-    Says in a few sentences what came out, and no more than the numbers say: the headline by each judge, then prompt
-    alignment and the average, as a gain in consistency may be paid for with them, and the duplicate rate.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `list[str]`: sentences. Metrics without a value have none, but for the headline.
-    """
+    """Say in a few sentences what came out: the headline by each judge, alignment and average, copies."""
     others = [_metric_sentence(results, name) for name in ("alignment", "average")]
     sentences = [*_headline_sentences(results), *others, *_copies_sentences(results)]
     return [sentence for sentence in sentences if sentence]
@@ -217,32 +169,12 @@ def _copies_sentences(results: dict[str, Any]) -> list[str]:
 
 
 def alerts(results: dict[str, Any]) -> list[str]:
-    """
-    Gives what a reader has to know beside the headline, such as missing pictures that count 0.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `list[str]`: sentences; none if the results have no `alerts`.
-    """
+    """Gives what a reader has to know beside the headline, such as missing pictures that count 0."""
     return results.get("alerts") or []
 
 
 def published_lines(table: dict[str, Any], results: dict[str, Any]) -> list[str]:
-    """
-    Says which values are others under the published protocol.
-
-    Args:
-        table (`dict`):
-            One of the results' tables.
-        results (`dict`):
-            Results.
-
-    Returns:
-        `list[str]`: one for each metric with such a value.
-    """
+    """Says which values are others under the published protocol."""
     lines = []
     for row in table["rows"]:
         values = [
@@ -256,16 +188,7 @@ def published_lines(table: dict[str, Any], results: dict[str, Any]) -> list[str]
 
 
 def facts(results: dict[str, Any]) -> list[str]:
-    """
-    Says what was measured, and by what.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `list[str]`.
-    """
+    """Says what was measured, and by what."""
     seeds = ", ".join(map(str, results["seeds"]))
     return [
         f"dataset: {results['dataset'] or 'without a name'}, fingerprint {results['dataset_fingerprint']}",

@@ -37,21 +37,7 @@ _INTERVALS = "In brackets: 95 % bootstrap interval over prompts."
 
 @dataclass(frozen=True)
 class ReportTable:
-    """
-    A table of a report, the same in every format.
-
-    Attributes:
-        title (`str`):
-            Title.
-        columns (`tuple[str, ...]`):
-            Head.
-        rows (`tuple[tuple[str, ...], ...]`):
-            Cells, not escaped for any format.
-        kinds (`tuple[str, ...]`):
-            Kind of each row: `"dimension"`, `"group"`, `"average"` or `"other"`.
-        lines (`tuple[str, ...]`):
-            Sentences that belong below.
-    """
+    """A table of a report, the same in every format."""
 
     title: str
     columns: tuple[str, ...]
@@ -61,16 +47,7 @@ class ReportTable:
 
 
 def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
-    """
-    Lays the metrics out: a table for each judge (for each language and subset), a row for each metric.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `list[ReportTable]`.
-    """
+    """Lays the metrics out: a table for each judge (for each language and subset), a row for each metric."""
     systems = [system_name(system) for system in results["systems"]]
     is_paired = len(systems) > 1
     tables = []
@@ -110,16 +87,7 @@ def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
 
 
 def published_texts(row: dict[str, Any]) -> list[str]:
-    """
-    The values under the published protocol.
-
-    Args:
-        row (`dict`):
-            Row of a table of the results.
-
-    Returns:
-        `list[str]`: one for each system; empty where it is the same as ours, or has none.
-    """
+    """The values under the published protocol."""
     means = [cell["mean"] for cell in row["cells"]]
     return [
         ""
@@ -138,16 +106,7 @@ def _counts_text(cells: Sequence[dict[str, Any]], difference: dict[str, Any] | N
 
 
 def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
-    """
-    Lays the breakdowns out: a table for each metric, a row for each category or subcategory.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `list[ReportTable]`: metrics that do not depend on the judge are there once, and not for each judge.
-    """
+    """Lays the breakdowns out: a table for each metric, a row for each category or subcategory."""
     tables: dict[str, ReportTable] = {}
     for breakdown in results["breakdowns"]:
         of_judge = next((table for table in results["tables"] if table["title"] == breakdown["table"]), {"rows": []})
@@ -184,18 +143,7 @@ def _breakdown_table(
 
 
 def scored_by(metric: str, title: str, results: dict[str, Any]) -> str:
-    """
-    Args:
-        metric (`str`):
-            Name of a metric.
-        title (`str`):
-            Title of the table that it is in.
-        results (`dict`):
-            Results.
-
-    Returns:
-        `str`: by what it was scored, such as `judge gemma-3-4b-it`; empty for the duplicate rate, which has no scorer.
-    """
+    """By what a metric was scored, such as `judge gemma-3-4b-it`; empty for the duplicate rate."""
     if metric == duplicate_metric(results):
         return ""
     own = results["scorers"].get(_OWN_SCORER.get(metric, ""))
@@ -203,16 +151,7 @@ def scored_by(metric: str, title: str, results: dict[str, Any]) -> str:
 
 
 def count_table(results: dict[str, Any]) -> ReportTable:
-    """
-    Lays out how many images there are, and how many are missing, skipped or copies.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `ReportTable`.
-    """
+    """Lays out how many images there are, and how many are missing, skipped or copies."""
     systems = results["systems"]
     names = list(dict.fromkeys(name for system in systems for name in system["counts"]))
     rows = [(name, *(_count_text(system["counts"].get(name)) for system in systems)) for name in names]
@@ -224,16 +163,7 @@ def _count_text(value: float | None) -> str:
 
 
 def settings_table(results: dict[str, Any]) -> ReportTable:
-    """
-    Lays the settings of the systems out side by side, with those marked that differ.
-
-    Args:
-        results (`dict`):
-            Results.
-
-    Returns:
-        `ReportTable`.
-    """
+    """Lays the settings of the systems out side by side, with those marked that differ."""
     systems = results["systems"]
     names = list(dict.fromkeys(name for system in systems for name in system["settings"]))
     missing = object()

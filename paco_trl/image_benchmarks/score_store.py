@@ -15,38 +15,14 @@ from ..utils.text import shorten, some_of
 
 
 class Scores(NamedTuple):
-    """
-    Scores that are complete.
-
-    Attributes:
-        settings (`dict[str, Any]`):
-            How they were made.
-        records (`dict[str, dict[str, Any]]`):
-            Key -> record, in the order of the digests.
-    """
+    """Scores that are complete."""
 
     settings: dict[str, Any]
     records: dict[str, dict[str, Any]]
 
 
 def read_scores(folder: str | Path, digests: Mapping[str, str], **wanted: str) -> list[Scores]:
-    """
-    Read all scores of a system.
-
-    Args:
-        folder (`str` or `Path`):
-            Folder of the system.
-        digests (`Mapping[str, str]`):
-            Key -> digest of the pictures, as they are now.
-        **wanted (`str`):
-            Settings that they must have; other scores are passed over.
-
-    Returns:
-        `list[Scores]`: by name.
-
-    Raises:
-        ValueError: If scores are incomplete, of other pictures, or being written.
-    """
+    """Read all scores of a system."""
     folder = Path(folder) / "scores"
     settings_of: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.jsonl")):

@@ -20,32 +20,8 @@ def cell(
     weights: Sequence[float] | None = None,
     strata: Mapping[Unit, Hashable] | None = None,
 ) -> dict[str, Any]:
-    """
-    The mean of each part over its units, their weighted sum, and its 95 % bootstrap interval over prompts.
-
-    Prompts are drawn with replacement, with all their units, and the same ones for all parts: the values of one prompt
-    are not independent. A unit counts as much as any other of its part (of its stratum).
-
-    Args:
-        parts (`Sequence[Values]`):
-            Values of one or more metrics by unit; NaN where undefined.
-        weights (`Sequence[float]`, *optional*):
-            Weight of each part. If `None`, their mean.
-        strata (`Mapping`, *optional*):
-            Unit -> stratum: the mean of a part is then the mean of the strata's means. A stratum that a draw does not
-            contain is left out of the mean of that draw.
-
-    Returns:
-        `dict[str, Any]`: `mean`, `None` if a part has no value; `interval`, of two `None` where there is none, as with
-        the values of one prompt; `count`, the units of the first part that have values.
-
-    Example:
-
-    ```python
-    >>> cell([{("a", 0): 0.0, ("b", 0): 1.0}])["mean"]
-    0.5
-    ```
-    """
+    """The mean of each part over its units, their weighted sum, and its 95 % bootstrap interval over prompts."""
+    # Prompts are drawn with all their units, the same ones for all parts: the values of a prompt are not independent
     weights = [1 / len(parts)] * len(parts) if weights is None else list(weights)
     prompts = list(dict.fromkeys(unit[0] for values in parts for unit in values))
     labels = [""] if strata is None else list(dict.fromkeys(strata[unit] for values in parts for unit in values))
@@ -83,18 +59,7 @@ def difference(
     weights: Sequence[float] | None = None,
     strata: Mapping[Unit, Hashable] | None = None,
 ) -> dict[str, Any]:
-    """
-    Paired difference of two systems, second minus first, over the units of which both have values.
-
-    Args:
-        first (`Sequence[Values]`), second (`Sequence[Values]`):
-            Values of the same metrics.
-        weights (`Sequence[float]`, *optional*), strata (`Mapping`, *optional*):
-            As of [`cell`].
-
-    Returns:
-        `dict[str, Any]`: as of [`cell`].
-    """
+    """Paired difference of two systems, second minus first, over the units of which both have values."""
     differences = [
         {unit: after[unit] - value for unit, value in before.items() if unit in after}
         for before, after in zip(first, second, strict=True)

@@ -98,34 +98,14 @@ def load_t2is_bench(
 
 
 def consistency_criteria(row: Mapping[str, Any]) -> dict[str, list[str]]:
-    """
-    Criteria of a prompt for pairs of panels.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            Row of the benchmark.
-
-    Returns:
-        `dict[str, list[str]]`: `"identity"`, `"style"` and `"logic"`, those that the row has -> texts. Other
-        dimensions, such as the stray `Surroundings` of five rows, are left out, as in the benchmark's script.
-    """
+    """Criteria of a prompt for pairs of panels."""
     criteria = criteria_dict(row.get("criteria"))
     found = {name: list(criteria.get(title, {}).values()) for name, title in CONSISTENCY.items()}
     return {name: texts for name, texts in found.items() if texts}
 
 
 def alignment_texts(row: Mapping[str, Any]) -> list[dict[str, list[str]]]:
-    """
-    What each panel of a prompt should show.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            Row of the benchmark.
-
-    Returns:
-        `list[dict[str, list[str]]]`: for each panel `"entity"`, `"attribute"` and `"relation"`, those that it has ->
-        texts. Empty without a column `alignment`.
-    """
+    """What each panel of a prompt should show."""
     entries = row.get("alignment")
     if not entries:
         return []

@@ -70,12 +70,7 @@ _Metrics = dict[str, dict[Unit, float]]
 
 @dataclass
 class _Scored:
-    """
-    A system with its scores as values, for each protocol: those that every judge of consistency shares, and those of
-    each judge.
-
-    `gaps` are the keys of the sets with a question that has no answer, by kind, and for consistency by judge.
-    """
+    """A system with its scores as values, by protocol: those that all judges share, and those of each judge."""
 
     system: System
     protocol: str
@@ -492,16 +487,7 @@ def _mean_of(scores: dict[str, float | None], names: list[str]) -> float | None:
 # Words
 ################
 def condition_notes(systems: Sequence[System]) -> list[str]:
-    """
-    Say whether two systems drew under the same conditions.
-
-    Args:
-        systems (`Sequence[System]`):
-            One or two.
-
-    Returns:
-        `list[str]`: sentences; none for one system, or for two that did.
-    """
+    """Say whether two systems drew under the same conditions."""
     if len(systems) < 2:
         return []
     notes, settings = [], [one.settings for one in systems]

@@ -13,22 +13,9 @@ from trl.models.utils import add_hooks, remove_hooks
 
 @contextmanager
 def without_zero3_init() -> Iterator[None]:
-    """
-    Load models whole, even while a ZeRO-3 configuration is live.
-
-    From the moment that [`~transformers.TrainingArguments`] exist with a ZeRO-3 configuration, every
-    `from_pretrained` of transformers partitions its weights over the processes and leaves parameters of shape `(0,)`.
-    That is for the trained model, which DeepSpeed wraps; a frozen model (text encoder, VAE, reward model) is never
-    wrapped and would stay empty. Inside this context the configuration is out of sight; afterwards it is back, also
-    after an exception. Without a live configuration nothing is changed.
-
-    Example:
-
-    ```python
-    >>> with without_zero3_init():
-    ...     model = CLIPModel.from_pretrained("openai/clip-vit-large-patch14")
-    ```
-    """
+    """Load models whole, even while a ZeRO-3 configuration is live."""
+    # From when `TrainingArguments` with ZeRO-3 exist, `from_pretrained` partitions all weights, also those of a frozen
+    # model, which DeepSpeed never wraps: it would keep parameters of shape (0,)
     # transformers keeps a weak reference (None, or dead, without a live configuration) and has no getter for the
     # object itself: `deepspeed_config()` gives the dictionary inside. `config` keeps the object alive meanwhile.
     reference = hf_deepspeed._hf_deepspeed_config_weak_ref

@@ -15,15 +15,7 @@ from filelock import FileLock, Timeout
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """
-    Write a file whole or not at all, and onto the disk.
-
-    Args:
-        path (`str` or `Path`):
-            The file; its folder is made.
-        data (`bytes` or `str`):
-            What to write; a text as UTF-8.
-    """
+    """Write a file whole or not at all, and onto the disk."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:60]}.", suffix=".part", dir=path.parent)
@@ -41,17 +33,7 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
 
 
 def file_name(name: str) -> str:
-    """
-    Give a name that is safe for a file, different for each id.
-
-    Args:
-        name (`str`):
-            Any id.
-
-    Returns:
-        `str`: the id with everything but letters, digits and `_ - ~` percent-encoded; the full stop too, so that
-        `..` is no folder.
-    """
+    """Give a name that is safe for a file, different for each id."""
     return quote(name, safe="").replace(".", "%2E")
 
 

@@ -13,17 +13,7 @@ _SAMPLE = 1024
 
 
 def weights_fingerprint(*modules: "nn.Module") -> str:
-    """
-    Digest of a sample of each weight, with its name, shape and dtype. Of a model of 7 B parameters less than a
-    thousandth is read.
-
-    Args:
-        *modules (`torch.nn.Module`):
-            Models.
-
-    Returns:
-        `str`: 16 hexadecimal digits, the same on every device.
-    """
+    """Digest of a sample of each weight, with its name, shape and dtype: the same on every device."""
     digest = hashlib.sha256()
     for module in modules:
         for name, weight in sorted(module.named_parameters()):

@@ -52,23 +52,7 @@ def generate_missing(
     draw: Callable[[int], Mapping[Any, "Image"]],
     description: str,
 ) -> list[Any]:
-    """
-    Make the calls of a pipeline whose pictures are not all on the disk, dealt out to the processes in turn.
-
-    Args:
-        calls (`Sequence[Mapping[Any, Path]]`):
-            For each call the files that come of it, by what they show (`place`). The same on every process; a call's
-            pictures do not depend on other calls.
-        read (`Callable`):
-            Number of a call and a place -> the picture, `None` if it is to be drawn.
-        draw (`Callable`):
-            Number of a call -> its pictures, by place. Those that are there already are not written again.
-        description (`str`):
-            What the progress bar says.
-
-    Returns:
-        `list`: the places whose pictures are one flat colour; the same on every process, in no order.
-    """
+    """Make the calls of a pipeline whose pictures are not all on the disk, dealt out to the processes in turn."""
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
@@ -107,17 +91,7 @@ def generate_missing(
 
 
 def warn_of_flat(names: list[str], total: int, what: str) -> None:
-    """
-    Warn of pictures that are one flat colour, if there are any.
-
-    Args:
-        names (`list[str]`):
-            Their names.
-        total (`int`):
-            Number of all pictures.
-        what (`str`):
-            What they are, in the plural.
-    """
+    """Warn of pictures that are one flat colour, if there are any."""
     if names:
         logger.warning(
             f"{len(names)} of {total} {what} are one flat colour, as a safety checker or numbers that are not finite "
@@ -127,18 +101,7 @@ def warn_of_flat(names: list[str], total: int, what: str) -> None:
 
 
 def read_image(path: Path, size: tuple[int, int] | None = None) -> "Image | None":
-    """
-    Read a picture if it is there and whole. A file that is something else is removed, so that it is drawn again.
-
-    Args:
-        path (`Path`):
-            The file.
-        size (`tuple[int, int]`, *optional*):
-            Width and height that it must have. Any when left out.
-
-    Returns:
-        `PIL.Image.Image` or `None`: the picture, with its pixels.
-    """
+    """Read a picture if it is there and whole. A file that is something else is removed, so that it is drawn again."""
     from PIL import Image
 
     try:
@@ -157,16 +120,7 @@ def read_image(path: Path, size: tuple[int, int] | None = None) -> "Image | None
 
 
 def to_png(image: "Image") -> bytes:
-    """
-    Encode a picture.
-
-    Args:
-        image (`PIL.Image.Image`):
-            The picture.
-
-    Returns:
-        `bytes`: a PNG.
-    """
+    """Encode a picture."""
     buffer = io.BytesIO()
     # For pictures of this kind three times as fast as the default, and as small
     image.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
@@ -174,16 +128,7 @@ def to_png(image: "Image") -> bytes:
 
 
 def is_flat(image: "Image") -> bool:
-    """
-    Tell whether a picture is one flat colour.
-
-    Args:
-        image (`PIL.Image.Image`):
-            The picture.
-
-    Returns:
-        `bool`.
-    """
+    """Tell whether a picture is one flat colour."""
     extrema = image.getextrema()
     bands = extrema if isinstance(extrema[0], tuple) else [extrema]
     return all(low == high for low, high in bands)

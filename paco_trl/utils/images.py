@@ -22,24 +22,8 @@ _MAX_16_BITS = 65535
 
 
 def to_rgb(image: Image.Image, where: str) -> Image.Image:
-    """
-    Converts an image of any mode to RGB.
-
-    Pillow's own conversion drops transparency, and cuts off what is above 255, which makes nearly all of a 16-bit image
-    white. Here transparency is put on white, as `qwen_vl_utils` does, and 16 bits are scaled to 8.
-
-    Args:
-        image (`PIL.Image.Image`):
-            Image.
-        where (`str`):
-            Where the image comes from, for the error.
-
-    Returns:
-        `PIL.Image.Image`: in RGB; the same object, not a copy, if it already is and has no transparent colour.
-
-    Raises:
-        ValueError: The image has no pixels, or a mode whose values have no fixed range: `F`, or `I` beyond 16 bits.
-    """
+    """Convert an image of any mode to RGB: transparency on white, 16 bits scaled to 8."""
+    # Pillow's own conversion drops transparency and cuts off what is above 255
     if image.width == 0 or image.height == 0:
         raise ValueError(
             f"{where} has {image.width} x {image.height} pixels (width x height), so there is nothing to see. Check "
@@ -82,28 +66,7 @@ def patch_size_of(processor: "ProcessorMixin") -> int:
 
 
 def load_image(image, patch_size: int, where: str) -> Image.Image:
-    """
-    Opens an image and brings it to the size that the vision tower cuts into whole patches.
-
-    It goes through [`to_rgb`] and `qwen_vl_utils.process_vision_info`, as in the usage example of the published judge:
-    transparency on white, sides rounded to multiples of a merged patch (28 pixels for Qwen2.5-VL). The judge's scores
-    and its training see the same pixels because both come here.
-
-    Args:
-        image (`PIL.Image.Image`, `str`, `Path`, `bytes` or `dict`):
-            Image, its path, its URL (`http`, `https`, `file` or `data`), the bytes of its file, or the undecoded row of
-            [`~datasets.Image`], a `dict` of `bytes` and `path`.
-        patch_size (`int`):
-            Side of a patch in pixels, as [`patch_size_of`] reads it from the model's processor.
-        where (`str`):
-            Where the image comes from, for the error.
-
-    Returns:
-        `PIL.Image.Image`: in RGB.
-
-    Raises:
-        ValueError: The image cannot be read: it is missing, no image, cut short, or refused by [`to_rgb`].
-    """
+    """Open an image as training and scoring see it: in RGB, its sides multiples of a merged patch."""
     from qwen_vl_utils import process_vision_info
 
     source, name = image, None
@@ -128,20 +91,7 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
 
 
 def open_image(source) -> Image.Image:
-    """
-    Opens what [`load_image`] takes; the rules for a `str` are those of `qwen_vl_utils.fetch_image`.
-
-    Args:
-        source (`PIL.Image.Image`, `str` or `bytes`):
-            Image, path, URL or data URL, or the bytes of a file.
-
-    Returns:
-        `PIL.Image.Image`: the image, whose pixels may not have been read yet.
-
-    Raises:
-        TypeError: It is something else.
-        OSError: There is no such file, it is no image, or its server does not answer.
-    """
+    """Opens what [`load_image`] takes; the rules for a `str` are those of `qwen_vl_utils.fetch_image`."""
     if isinstance(source, Image.Image):
         return source
     if isinstance(source, (bytes, bytearray)):
@@ -165,15 +115,7 @@ def pixel_limit(processor: "ProcessorMixin") -> int | None:
 
 
 def limit_pixels(processor: "ProcessorMixin", max_pixels: int) -> None:
-    """
-    Lowers the pixels to which the processor scales down a larger image. A lower limit of its own stays.
-
-    Args:
-        processor ([`~transformers.ProcessorMixin`]):
-            Processor, changed in place. One without such a limit (all images to one size, for example) stays as it is.
-        max_pixels (`int`):
-            Largest number of pixels.
-    """
+    """Lowers the pixels to which the processor scales down a larger image. A lower limit of its own stays."""
     from transformers.image_utils import SizeDict
 
     limit = pixel_limit(processor)
@@ -183,36 +125,14 @@ def limit_pixels(processor: "ProcessorMixin", max_pixels: int) -> None:
 
 
 def find_control_tokens(processor: "ProcessorMixin") -> list[str]:
-    """
-    Tokens that are no text: turns, images, the end.
-
-    Args:
-        processor ([`~transformers.ProcessorMixin`]):
-            Processor.
-
-    Returns:
-        `list[str]`.
-    """
+    """Tokens that are no text: turns, images, the end."""
     tokens = {str(token) for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
     tokens.update(getattr(processor, name, None) for name in ("image_token", "video_token"))
     return sorted(token for token in tokens if token)
 
 
 def check_text(text: str, control_tokens: list[str], where: str) -> None:
-    """
-    Checks that a text has no control token, which would be read as an image, or as the end of the turn.
-
-    Args:
-        text (`str`):
-            Text.
-        control_tokens (`list[str]`):
-            From [`find_control_tokens`].
-        where (`str`):
-            Where the text comes from, for the error.
-
-    Raises:
-        ValueError: It has one.
-    """
+    """Checks that a text has no control token, which would be read as an image, or as the end of the turn."""
     token = next((token for token in control_tokens if token in text), None)
     if token is not None:
         raise ValueError(f"{where} has {token!r}, which the model reads as a command and not as text. Take it out.")

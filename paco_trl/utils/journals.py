@@ -84,7 +84,7 @@ class Journal:
 
 
 class KeyedJournal:
-    """A journal with a header, which says whose records they are, and a record for each key; only in memory without a path."""
+    """A journal whose header says whose records it has, one for each key; only in memory without a path."""
 
     # A record with `incomplete` that is true may be followed by another one of the same key, which takes its place
 

@@ -10,32 +10,13 @@ _IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshot
 
 
 def is_local(name: str) -> bool:
-    """
-    Whether a name is a folder or file of this machine, and not a Hub id.
-
-    Args:
-        name (`str`):
-            Hub id or path.
-
-    Returns:
-        `bool`.
-    """
+    """Whether a name is a folder or file of this machine, and not a Hub id."""
     is_path = name.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", name) is not None
     return is_path or os.path.exists(name)
 
 
 def public_name(name: str) -> str:
-    """
-    Gives the name of a model or dataset as others may see it.
-
-    Args:
-        name (`str`):
-            Hub id or path.
-
-    Returns:
-        `str`: a Hub id as it is; the Hub id of a folder in the cache of the Hub's clients; the last part of any other
-        path.
-    """
+    """Gives the name of a model or dataset as others may see it."""
     if not is_local(name):
         return name
     cached = _IN_CACHE.search(name)
@@ -43,19 +24,8 @@ def public_name(name: str) -> str:
 
 
 def is_same_model(first: str, second: str) -> bool:
-    """
-    Whether two names can be those of the same model.
-
-    Hub ids must be equal but for case. A path says nothing of its owner, also where it is of another machine, as in an
-    adapter that somebody else trained: only the last parts are compared then.
-
-    Args:
-        first (`str`), second (`str`):
-            Hub id, path of any machine, or the last part of one.
-
-    Returns:
-        `bool`.
-    """
+    """Whether two names can be those of the same model."""
+    # A path says nothing of its owner, also one of another machine: only the last parts are compared then
     names = [_comparable(first), _comparable(second)]
     if not all(_is_hub_id(name) for name in names):
         names = [re.split(r"[\\/]", name.rstrip("\\/"))[-1] for name in names]
@@ -63,23 +33,7 @@ def is_same_model(first: str, second: str) -> bool:
 
 
 def check_adapter_base(adapter: str, named: str | None, base: str | None) -> None:
-    """
-    Refuses an adapter that was made for another model. Models of one architecture, such as FLUX.1-dev and
-    FLUX.1-Kontext-dev, have weights of the same names and shapes, so that an adapter of the one loads on the other.
-
-    Args:
-        adapter (`str`):
-            Hub id or folder of the adapter.
-        named (`str`, *optional*):
-            `base_model_name_or_path` of its `adapter_config.json`. If `None` or empty, as in most adapters of diffusers
-            models, there is nothing to compare.
-        base (`str`, *optional*):
-            Hub id or path of the model that it is to be put on. If `None` or empty, as for a pipeline that was put
-            together in memory, there is nothing to compare.
-
-    Raises:
-        ValueError: they are two models.
-    """
+    """Refuse an adapter that was made for another model: of one architecture, it loads all the same."""
     if not named or not base or is_same_model(named, base):
         return
     raise ValueError(

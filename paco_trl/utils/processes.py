@@ -11,18 +11,9 @@ _GLOO_SECONDS = 1.0
 
 
 def end_training(accelerator: Accelerator) -> None:
-    """
-    Ends a script: the processes wait for one another, trackers finish, the process group is closed.
-
-    On the CPU it then waits a second. Gloo's threads free the tensors of the last collectives when they get to it; one
-    that does so while Python shuts down is stopped in a destructor, and the process ends with "terminate called
-    without an active exception" after everything was saved (seen in 1 to 2 of 100 exits on a loaded machine, with
-    torch 2.15 and Python 3.11).
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the trainer.
-    """
+    """End a script: the processes wait for one another, trackers finish, the process group is closed."""
+    # On the CPU it waits a second: a thread of Gloo that frees tensors while Python shuts down ends the process with
+    # "terminate called without an active exception" (1 to 2 of 100 exits on a loaded machine, torch 2.15)
     # One that leaves early can take the others down
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -11,13 +11,7 @@ import torch
 
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
-    """
-    Afterwards the generators of Python, NumPy and torch are where they were before.
-
-    Args:
-        device (`torch.device`):
-            Accelerator whose generator is kept as well.
-    """
+    """Afterwards the generators of Python, NumPy and torch are where they were before."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:

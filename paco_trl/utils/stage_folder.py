@@ -24,18 +24,8 @@ _MARKERS = ("state.json", "dataset_dict.json")
 
 
 def save_with_paths(dataset: "Dataset | DatasetDict", path: str | Path) -> None:
-    """
-    Save a dataset as [`~datasets.Dataset.save_to_disk`] does, but with images that are given by path left as paths.
-
-    `save_to_disk` copies the file of an image into each row that has it. A panel is in dozens of pairs and rankings:
-    here it stays on the disk once, and [`~datasets.load_from_disk`] reads it from its file.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.DatasetDict`]):
-            The dataset.
-        path (`str` or `Path`):
-            Folder to save it in.
-    """
+    """Save a dataset as `save_to_disk` does, but with images that are given by path left as paths."""
+    # `save_to_disk` would copy the file of an image into each row that has it, and a panel is in dozens of rows
     from datasets import DatasetDict
     from datasets.arrow_writer import ArrowWriter
 

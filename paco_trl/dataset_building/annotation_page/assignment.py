@@ -22,52 +22,17 @@ def _number(*key: str | int) -> int:
 
 
 def keyed_order(annotator: str, instances: Iterable[str]) -> list[str]:
-    """
-    Give the order in which an annotator meets instances, where nothing else decides.
-
-    Args:
-        annotator (`str`):
-            Name of the annotator.
-        instances (`Iterable[str]`):
-            Ids of the instances.
-
-    Returns:
-        `list[str]`: the ids in an order of the annotator's own, in whatever order they were given.
-    """
+    """Give the order in which an annotator meets instances, where nothing else decides."""
     return sorted(instances, key=lambda instance: _number("instance", annotator, instance))
 
 
 def shown_order(annotator: str, instance: str, count: int) -> list[int]:
-    """
-    Give the order in which the candidates of an instance are shown.
-
-    Args:
-        annotator (`str`):
-            Name of the annotator.
-        instance (`str`):
-            Id of the instance.
-        count (`int`):
-            Number of its candidates.
-
-    Returns:
-        `list[int]`: the indices of the candidates, the one shown first first.
-    """
+    """Give the order in which the candidates of an instance are shown."""
     return sorted(range(count), key=lambda index: _number("candidate", annotator, instance, index))
 
 
 def is_gold_turn(annotator: str, number: int) -> bool:
-    """
-    Whether an annotator's next instance is a gold question: one of each ten in a row, at a place that changes.
-
-    Args:
-        annotator (`str`):
-            Name of the annotator.
-        number (`int`):
-            Number of instances that the annotator has done.
-
-    Returns:
-        `bool`.
-    """
+    """Whether an annotator's next instance is a gold question: one of each ten in a row, at a place that changes."""
     block, place = divmod(number, GOLD_EVERY)
     return place == _number("gold", annotator, block) % GOLD_EVERY
 
@@ -80,27 +45,7 @@ def next_instance(
     counts: Mapping[str, int],
     annotations_per_instance: int,
 ) -> str | None:
-    """
-    Choose what an annotator ranks next.
-
-    Args:
-        annotator (`str`):
-            Name of the annotator.
-        order (`Sequence[str]`):
-            Ids of the instances that are no gold questions, in the annotator's order (see [`keyed_order`]).
-        gold_order (`Sequence[str]`):
-            Ids of the gold questions, in the annotator's order.
-        done (`Collection[str]`):
-            Ids of all that the annotator has ranked or skipped.
-        counts (`Mapping[str, int]`):
-            Number of rankings by instance, over all annotators; 0 where it has none.
-        annotations_per_instance (`int`):
-            Number of rankings that an instance needs.
-
-    Returns:
-        `str` or `None`: the id; of the instances with the fewest rankings the first in the annotator's order, or, if it
-        is the turn of one, a gold question. `None` if nothing is left that needs a ranking of this annotator.
-    """
+    """Choose what an annotator ranks next."""
     left = (name for name in order if name not in done and counts.get(name, 0) < annotations_per_instance)
     # Of equals, `min` gives the first
     chosen = min(left, key=lambda name: counts.get(name, 0), default=None)

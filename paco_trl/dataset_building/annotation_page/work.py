@@ -49,30 +49,7 @@ class _Subject(NamedTuple):
 
 
 class AnnotationWork:
-    """
-    The instances, and the rankings of all annotators, on disk and in memory. Its methods may be called by any thread.
-
-    Args:
-        instances ([`~datasets.Dataset`]):
-            The ranking instances.
-        panels ([`~datasets.Dataset`]):
-            The panels that they refer to, with `id`, `sha256` and `image`.
-        prompts ([`~datasets.Dataset`] or `None`):
-            The prompts, of which theme and `dimensions` are shown.
-        folder (`Path`):
-            Folder with a file of annotations for each annotator. What is there counts.
-        annotations_per_instance (`int`):
-            Number of rankings that each instance needs.
-        gold (`Path`, *optional*):
-            Annotations of an expert. The instances ranked in it are gold questions.
-        not_people (`Collection[str]`):
-            Annotators whose rankings do not count, and whose names nobody may take.
-
-    Raises:
-        FileNotFoundError: If there is no file `gold`.
-        ValueError: If the datasets do not fit to one another, an instance has too many candidates, or a file of
-            annotations is broken.
-    """
+    """The instances, and the rankings of all annotators, on disk and in memory."""
 
     def __init__(
         self,
@@ -187,19 +164,7 @@ class AnnotationWork:
         return keyed_order(annotator, self._regular), keyed_order(annotator, self.gold)
 
     def check_name(self, annotator: Any) -> str:
-        """
-        Check the name that a person gives.
-
-        Args:
-            annotator (`Any`):
-                The name.
-
-        Returns:
-            `str`: the name.
-
-        Raises:
-            RefusedError: If it is no name, or that of an annotator that is no person.
-        """
+        """Check the name that a person gives."""
         try:
             name = check_annotator(annotator)
         except ValueError as error:
@@ -214,25 +179,7 @@ class AnnotationWork:
         return self._instances[self._row_of[instance]]
 
     def task(self, annotator: Any, instance: Any = None) -> dict[str, Any]:
-        """
-        Give what the page shows.
-
-        Args:
-            annotator (`Any`):
-                Name of the annotator.
-            instance (`Any`, *optional*):
-                Id of the instance; when left out, that which comes next.
-
-        Returns:
-            `dict`: `instance` (`None` if nothing is left), `theme`, `dimensions`, `reference` (address of an image),
-            `candidates` (`index` and `image` of each, in the order in which they are shown), `order` (the indices as
-            this annotator has ranked them; empty if not), `skipped`, `previous` (id of the instance that the annotator
-            did before this one, or `None`) and `progress`: `ranked` and `skipped` by the annotator, and `rankings` and
-            `needed` of all. Answers to gold questions are in both of these, so that they look like others.
-
-        Raises:
-            RefusedError: If the name is none, or there is no such instance.
-        """
+        """Give what the page shows."""
         annotator = self.check_name(annotator)
         with self._lock:
             done = self._done.get(annotator, {})
@@ -280,20 +227,7 @@ class AnnotationWork:
         }
 
     def save(self, sent: Any) -> str:
-        """
-        Check what the page sent, and write it to the disk.
-
-        Args:
-            sent (`Any`):
-                `{"annotator", "instance", "ranking", "seconds"}`, with `"skipped": true` for a ranking of what cannot
-                be ranked.
-
-        Returns:
-            `str`: the annotator.
-
-        Raises:
-            RefusedError: If it is anything else, or the ranking is not complete. Nothing is written.
-        """
+        """Check what the page sent, and write it to the disk."""
         if not isinstance(sent, dict):
             raise RefusedError(f"{shorten(sent)} is no ranking. Reload the page.")
         annotator, instance = self.check_name(sent.get("annotator")), sent.get("instance")
@@ -320,19 +254,7 @@ class AnnotationWork:
         return annotator
 
     def image(self, sha256: str) -> dict[str, Any]:
-        """
-        Give an image as the dataset has it.
-
-        Args:
-            sha256 (`str`):
-                Hash of a panel.
-
-        Returns:
-            `dict`: `path` and `bytes`, one of which is `None`.
-
-        Raises:
-            KeyError: If no panel has this hash.
-        """
+        """Give an image as the dataset has it."""
         return self._panels[self._panel_row_of[sha256]]["image"]
 
 
