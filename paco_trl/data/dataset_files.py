@@ -17,22 +17,7 @@ _MAX_LISTED = 20
 
 
 def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
-    """
-    Find the folder of a published dataset, on disk or, when there is none, on the Hub.
-
-    Args:
-        path (`str` or `Path`):
-            A folder, or the id of a dataset on the Hub.
-        patterns (`list[str]`):
-            Patterns of the files to download from the Hub.
-
-    Returns:
-        `Path`: the absolute path of the folder.
-
-    Raises:
-        FileNotFoundError: If `path` is a local path and does not exist.
-        ValueError: If `path` is a file.
-    """
+    """Find the folder of a published dataset, on disk or, when there is none, on the Hub."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.absolute()
@@ -48,21 +33,7 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
 
 
 def load_split(path: str | Path, split: str) -> "Dataset":
-    """
-    Load a split of a dataset: saved with `save_to_disk`, or anything that [`~datasets.load_dataset`] reads.
-
-    Args:
-        path (`str` or `Path`):
-            Folder, or id on the Hub.
-        split (`str`):
-            Name of the split. A saved [`~datasets.Dataset`] is one split, whatever its name.
-
-    Returns:
-        [`~datasets.Dataset`].
-
-    Raises:
-        ValueError: If there is no such split.
-    """
+    """Load a split of a dataset: saved with `save_to_disk`, or anything that [`~datasets.load_dataset`] reads."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     if not any((Path(path) / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
@@ -76,21 +47,7 @@ def load_split(path: str | Path, split: str) -> "Dataset":
 
 
 def find_dataset_file(folder: Path, name: str) -> Path:
-    """
-    Find a file of a dataset.
-
-    Args:
-        folder (`Path`):
-            Folder of the dataset.
-        name (`str`):
-            Name of the file.
-
-    Returns:
-        `Path`: the path of the file.
-
-    Raises:
-        FileNotFoundError: If there is no such file; the error lists what is there.
-    """
+    """Find a file of a dataset."""
     if not (folder / name).is_file():
         there = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
         listed = ", ".join(there[:_MAX_LISTED]) or "nothing"
@@ -103,19 +60,7 @@ def find_dataset_file(folder: Path, name: str) -> Path:
 
 
 def path_inside(path: str) -> PurePath:
-    """
-    Give a path that a dataset names, if it stays in the dataset's folder.
-
-    Args:
-        path (`str`):
-            Path relative to the folder.
-
-    Returns:
-        `PurePath`: the path without `.` and `..`.
-
-    Raises:
-        ValueError: If `path` is absolute, leaves the folder, or is no text.
-    """
+    """Give a path that a dataset names, if it stays in the dataset's folder."""
     if not isinstance(path, str) or not path:
         raise ValueError(f"an image is {path!r}, but it must be a path relative to the folder.")
     inside = PurePath(os.path.normpath(path))
@@ -128,22 +73,7 @@ def path_inside(path: str) -> PurePath:
 
 
 def settle_broken(broken: list[str], total: int, what: str, skip_broken: bool) -> None:
-    """
-    Decide what becomes of broken rows: an error, or a warning that they are left out.
-
-    Args:
-        broken (`list[str]`):
-            One sentence for each broken row: which one it is and what is wrong.
-        total (`int`):
-            Number of rows, the broken ones included.
-        what (`str`):
-            Name of the rows in the message, in the plural.
-        skip_broken (`bool`):
-            Whether broken rows may be left out.
-
-    Raises:
-        ValueError: If there are broken rows which may not be left out, or if no other rows are there.
-    """
+    """Decide what becomes of broken rows: an error, or a warning that they are left out."""
     if not broken:
         return
     if not skip_broken:

@@ -91,12 +91,7 @@ def make_pair(
 
 
 def pair_features() -> "Features":
-    """
-    Give the column types of the pair format.
-
-    Returns:
-        [`~datasets.Features`]: the types of `images`, `prompt` and `completion`.
-    """
+    """Give the column types of the pair format."""
     from datasets import Features, Image, List, Value
 
     turns = List({"role": Value("string"), "content": Value("string")})
@@ -108,16 +103,7 @@ def _is_conversation(turns: Any) -> bool:
 
 
 def content_text(content: str | list[dict[str, Any]]) -> str | None:
-    """
-    Give the text of a turn.
-
-    Args:
-        content (`str` or `list[dict]`):
-            The turn's content: a text, or a list of parts.
-
-    Returns:
-        `str` or `None`: the text; `None` for a content that is neither.
-    """
+    """Give the text of a turn."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
@@ -239,16 +225,7 @@ def _check_columns(dataset: Any, name: str) -> None:
 
 
 def iter_texts(dataset: "Dataset") -> Iterator[tuple[int, Any, Any]]:
-    """
-    Go through the texts of pairs; their images are not read.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            The pairs.
-
-    Yields:
-        `tuple[int, Any, Any]`: number of the row, prompt and completion.
-    """
+    """Go through the texts of pairs; their images are not read."""
     row = 0
     for batch in dataset.with_format(None).select_columns(["prompt", "completion"]).iter(batch_size=1000):
         for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True):

@@ -50,19 +50,7 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
 
 
 def check_ranking_types(dataset: "Dataset", name: str) -> None:
-    """
-    Check the columns of rankings and their types, and not what is in the rows.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset.
-        name (`str`):
-            Name of the dataset in errors.
-
-    Raises:
-        TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If it has no rows, or if a column is missing or of the wrong type.
-    """
+    """Check the columns of rankings and their types, and not what is in the rows."""
     from datasets import Image
 
     check_is_dataset(dataset, name)
@@ -81,18 +69,7 @@ def check_ranking_types(dataset: "Dataset", name: str) -> None:
 
 
 def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
-    """
-    Find the rows that are no valid ranking, without reading their images.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset, with the columns of rankings.
-        name (`str`):
-            Name of the dataset in the sentences.
-
-    Returns:
-        `dict[int, str]`: a sentence for each broken row, by its number: what is wrong and what to do.
-    """
+    """Find the rows that are no valid ranking, without reading their images."""
     broken = {}
     counts = list_lengths(dataset, "candidates").tolist()
     texts = dataset.with_format(None).select_columns(["ranking", "prompt"])[:]
@@ -247,16 +224,7 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
 
 
 def default_question(row: dict[str, Any]) -> str:
-    """
-    Give the question of a ranking: about its theme, that of an image-set prompt, or another prompt as a whole.
-
-    Args:
-        row (`dict`):
-            The row; its `theme` is read where it has one, else its `prompt`.
-
-    Returns:
-        `str`: [`theme_question`] of the theme.
-    """
+    """Give the question of a ranking: about its theme, that of an image-set prompt, or another prompt as a whole."""
     theme = row.get("theme")
     if isinstance(theme, str) and theme.strip():
         return theme_question(theme)

@@ -26,11 +26,9 @@ _WHAT_TO_DO = "Replace the file, or leave the row out."
 
 
 class _BufferStream(io.RawIOBase):
-    """
-    A buffer as a file. It copies only what is read, so that of a memory-mapped dataset only that comes from the disk.
+    """A buffer as a file, of which only what is read comes from the disk."""
 
-    Arrow's own (`pyarrow.BufferReader`) refuses to seek beyond the end, which Pillow does.
-    """
+    # Arrow's own (`pyarrow.BufferReader`) refuses to seek beyond the end, which Pillow does
 
     def __init__(self, buffer: "pa.Buffer"):
         super().__init__()
