@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Evaluation of image models, on T2IS-Bench and GEdit-Bench: pictures are drawn or found in a folder, scored, and compared.
-
 Evaluation of judges: how well do the scores of image pairs agree with people? And of a model trained at a reduced
 resolution: do its scores carry over to the inference resolution, and does it leave a grid in its images?
 
