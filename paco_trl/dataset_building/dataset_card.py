@@ -17,6 +17,7 @@ from ..utils.names import public_name
 from ..utils.paper import PAPER
 from ..utils.tables import markdown_table, markdown_text
 from .annotators import AUTOMATIC, judge_annotator_name
+from .sample_sheet import spread
 
 
 if TYPE_CHECKING:
@@ -316,12 +317,6 @@ def _theme_of(question: str) -> str:
     return question.removeprefix(before).removesuffix(after)
 
 
-def _spread(rows: Sequence[int], chosen: int) -> list[int]:
-    """Some at equal distances: what is next to one another is often alike."""
-    chosen = min(len(rows), chosen)
-    return [rows[place * len(rows) // chosen] for place in range(chosen)]
-
-
 def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image.Image":
     """
     Draw some pairs: a consistent one at the left, an inconsistent one (of the same prompt if it has one) at the right.
@@ -344,8 +339,8 @@ def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image
     negative_of = {groups[row]: row for row in reversed(rows_of["No"])}
     matched = [row for row in rows_of["Yes"] if groups[row] in negative_of]
     of_each = {groups[row]: row for row in reversed(matched)}
-    left = _spread(sorted(of_each.values()) or rows_of["Yes"], max_rows)
-    right = [negative_of[groups[row]] for row in left] if of_each else _spread(rows_of["No"], max_rows)
+    left = spread(sorted(of_each.values()) or rows_of["Yes"], max_rows)
+    right = [negative_of[groups[row]] for row in left] if of_each else spread(rows_of["No"], max_rows)
     rows = []
     for number in range(max(len(left), len(right))):
         blocks, titles = [], []
@@ -376,7 +371,7 @@ def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4, max
         `PIL.Image.Image`: the picture.
     """
     rows = []
-    for number in _spread(range(len(rankings)), max_rows):
+    for number in spread(range(len(rankings)), max_rows):
         row = rankings[number]
         order = row["ranking"][:max_candidates]
         candidates = [(row["candidates"][index], f"rank {rank}") for rank, index in enumerate(order, start=1)]

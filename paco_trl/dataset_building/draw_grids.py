@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage 2: a diffusers pipeline draws each prompt with each seed, a grid of panels every time."""
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.image_sets import check_image_set_columns
 from ..utils.files import file_name
-from ..utils.generation import generate_missing, read_image, warn_of_flat
+from ..utils.generation import check_call, generate_missing, name_prompts, read_image, warn_of_flat
 from ..utils.stage_folder import StageFolder
 
 
@@ -97,11 +96,13 @@ def draw_grids(
     """
     from accelerate import PartialState
 
-    ids = _check_ids(prompts)
+    check_image_set_columns(prompts)
+    ids = name_prompts(prompts, "grids")
     seeds = _check_seeds(seeds)
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size!r}. It must be an int of at least 1.")
-    _check_call(pipeline)
+    purpose = "draw grids of a given size with given seeds. Choose a pipeline that draws images from text."
+    check_call(pipeline, _CALL, purpose)
     sizes = _sizes(prompts, ids, height, width, _size_multiple(pipeline))
 
     state = PartialState()
@@ -126,27 +127,6 @@ def draw_grids(
     return dataset
 
 
-def _check_ids(prompts: "Dataset") -> list[str]:
-    check_image_set_columns(prompts)
-    if "id" not in prompts.column_names:
-        raise ValueError(
-            f"The prompts have no column `id`, only {prompts.column_names}. Grids are named by the ids of their "
-            "prompts: add one that is different for each."
-        )
-    ids = prompts.with_format(None).select_columns("id")[:]["id"]
-    rows: dict[str, int] = {}
-    for row, name in enumerate(ids):
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"The `id` of row {row} of the prompts is {name!r}. It must be a text that is not empty.")
-        if name in rows:
-            raise ValueError(
-                f"Rows {rows[name]} and {row} of the prompts have the same `id` {name!r}, so that one's grids would "
-                "overwrite the other's. Give each prompt an id of its own."
-            )
-        rows[name] = row
-    return ids
-
-
 def _check_seeds(seeds: Sequence[int]) -> list[int]:
     seeds = list(seeds)
     if not seeds:
@@ -157,16 +137,6 @@ def _check_seeds(seeds: Sequence[int]) -> list[int]:
         if seed in seeds[:place]:
             raise ValueError(f"`seeds` has {seed} twice, which would draw the same images again. Remove one of them.")
     return seeds
-
-
-def _check_call(pipeline: "DiffusionPipeline") -> None:
-    parameters = inspect.signature(type(pipeline).__call__).parameters
-    missing = [f"`{name}`" for name in _CALL if name not in parameters]
-    if missing:
-        raise ValueError(
-            f"The call of {type(pipeline).__name__} takes no {', '.join(missing)}, so it cannot draw grids of a given "
-            "size with given seeds. Choose a pipeline that draws images from text."
-        )
 
 
 def _size_multiple(pipeline: "DiffusionPipeline") -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of what a stage made, to look at: some prompts with their grids, some ranking instances."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-def _spread(count: int, chosen: int) -> list[int]:
-    """Places at equal distances, the first among them: what is next to one another is often alike."""
-    chosen = min(count, chosen)
-    return [place * count // chosen for place in range(chosen)]
+def spread(items: Sequence[int], chosen: int) -> list[int]:
+    """Some at equal distances, the first among them: what is next to one another is often alike."""
+    chosen = min(len(items), chosen)
+    return [items[place * len(items) // chosen] for place in range(chosen)]
 
 
 def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prompts: int = 6) -> "Image.Image":
@@ -42,7 +43,7 @@ def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prom
     texts = _texts(prompts)
     names = list(rows_of)
     images = []
-    for number, place in enumerate(_spread(len(names), max_prompts)):
+    for number, place in enumerate(spread(range(len(names)), max_prompts)):
         name = names[place]
         for generation, row in enumerate(rows_of[name][:MAX_IMAGES]):
             image = thumbnail(grids[row]["image"]).convert("RGB")
@@ -78,7 +79,7 @@ def instances_sheet(
     row_of = {name: row for row, name in enumerate(columns["id"])}
     texts = _texts(prompts)
     images = []
-    for number, place in enumerate(_spread(len(instances), max_instances)):
+    for number, place in enumerate(spread(range(len(instances)), max_instances)):
         instance = instances[place]
         for generation, name in enumerate([instance["reference"], *instance["candidates"]][: MAX_IMAGES + 1]):
             row = row_of[name]

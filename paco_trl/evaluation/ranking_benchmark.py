@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ConsistencyRank and other datasets of human rankings: does a judge order the candidates as people do?"""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +21,7 @@ from .runs import (
     mean_and_interval,
     rows_in_order,
     score_pairs,
+    without_nan,
 )
 
 
@@ -225,14 +225,10 @@ def _score_rows(scorer, images: RowImages, rows, questions, batch: list[int], pr
                 "scores": of_row,
                 "ranking": ranking,
                 "unanswered": sum(is_none for parts in of_candidates for part in parts for _, is_none in part),
-                "metrics": _without_nan(metrics(of_row, ranking)),
+                "metrics": without_nan(metrics(of_row, ranking)),
             }
         )
     return records
-
-
-def _without_nan(metrics: dict[str, float]) -> dict[str, float | None]:
-    return {name: None if math.isnan(value) else value for name, value in metrics.items()}
 
 
 def _summary(metrics: list[dict[str, float | None]], groups: list[Any] | None) -> dict[str, dict[str, Any]]:

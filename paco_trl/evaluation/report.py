@@ -2,7 +2,6 @@
 """Results of evaluations as a file for machines and as a table like the paper's."""
 
 import json
-import math
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from ..utils.files import write_atomically
 from ..utils.tables import interval_text, markdown_table
 from .published import published_tables, published_text
-from .runs import PROTOCOLS
+from .runs import PROTOCOLS, without_nan
 
 
 PACKAGES = ("paco_trl", "torch", "transformers", "datasets", "scipy", "numpy", "pillow")
@@ -115,7 +114,7 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     folder = Path(folder)
     path = folder / "results.json"
     entries = _read(path) if path.exists() else []
-    entry = _without_nan({**results, "versions": {"python": platform.python_version(), **_versions()}})
+    entry = without_nan({**results, "versions": {"python": platform.python_version(), **_versions()}})
     places = [number for number, other in enumerate(entries) if _identity(other) == _identity(entry)]
     if places:
         entries[places[0]] = entry
@@ -151,14 +150,6 @@ def _versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             versions[name] = None
     return versions
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(part) for part in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _cell(summary: dict[str, Any] | None) -> str:

@@ -196,3 +196,12 @@ def mean_and_interval(
                 kept.setdefault(stratum, []).append(value)
         mean = np.mean([np.mean(part) for part in kept.values()])
     return {"mean": float(mean), "interval": list(bootstrap_interval(values, groups, strata=strata))}
+
+
+def without_nan(value: Any) -> Any:
+    """A copy with `None` for NaN, which JSON does not have, and lists for tuples."""
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

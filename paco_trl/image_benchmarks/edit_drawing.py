@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from ..data.edit_prompts import check_edit_columns
 from ..data.source_images import SourceImages
 from ..utils.files import file_name
-from ..utils.generation import generate_missing, read_image, warn_of_flat
+from ..utils.generation import check_call, generate_missing, name_prompts, read_image, warn_of_flat
 from ..utils.stage_folder import StageFolder
 from ..utils.text import some_of
 from .image_sets import EXTENSIONS, picture_size
@@ -91,28 +91,7 @@ def edit_keys(prompts: "Dataset") -> list[str]:
             have the same id.
     """
     check_edit_columns(prompts, "prompts")
-    if "id" not in prompts.column_names:
-        raise ValueError(
-            f"The prompts have no column `id`, only {prompts.column_names}. Edits are named by the ids of their prompts: "
-            "add one that is different for each."
-        )
-    rows: dict[str, int] = {}
-    columns = [name for name in ("id", "language") if name in prompts.column_names]
-    for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
-        for name, value in values.items():
-            if not isinstance(value, str) or not value:
-                raise ValueError(
-                    f"The `{name}` of row {row} of the prompts is {value!r}. It must be a text that is not empty."
-                )
-        key = "/".join(values[name] for name in reversed(columns))
-        if key in rows:
-            raise ValueError(
-                f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}"
-                f"{' in the same `language`' if len(columns) == 2 else ''}, so that one's edit would overwrite the "
-                "other's. Give each prompt an id of its own."
-            )
-        rows[key] = row
-    return list(rows)
+    return name_prompts(prompts, "edits", ("language", "id"))
 
 
 def draw_edits(
@@ -251,13 +230,12 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
 
 
 def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -> None:
+    purpose = (
+        "edit a given image as a text says, from given noise. Choose an editing pipeline, such as FLUX.1-Kontext or "
+        "Qwen-Image-Edit."
+    )
+    check_call(pipeline, _CALL, purpose)
     parameters = inspect.signature(type(pipeline).__call__).parameters
-    missing = [f"`{name}`" for name in _CALL if name not in parameters]
-    if missing:
-        raise ValueError(
-            f"The call of {type(pipeline).__name__} takes no {', '.join(missing)}, so it cannot edit a given image as a "
-            "text says, from given noise. Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
-        )
     unknown = [name for name in call_arguments if name not in parameters or name in _CALL]
     if unknown:
         raise ValueError(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image files that a pipeline as it is makes: what is there stays, the rest is dealt out to the processes."""
 
+import inspect
 import io
 import logging
 import zlib
@@ -15,6 +16,7 @@ from .files import write_atomically
 
 if TYPE_CHECKING:
     import torch
+    from datasets import Dataset
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
@@ -44,6 +46,42 @@ def load_pipeline(model: str, dtype: "torch.dtype", device: "torch.device | str 
     pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(PartialState().device if device is None else device)
+
+
+def check_call(pipeline: "DiffusionPipeline", names: Sequence[str], purpose: str) -> None:
+    """Refuse a pipeline whose call lacks one of the arguments; `purpose` ends the error."""
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    missing = [f"`{name}`" for name in names if name not in parameters]
+    if missing:
+        raise ValueError(
+            f"The call of {type(pipeline).__name__} takes no {', '.join(missing)}, so it cannot {purpose}"
+        )
+
+
+def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)) -> list[str]:
+    """Name prompts by their `id` and what else of `columns` they have, with slashes. `what` is named so, in errors."""
+    if "id" not in prompts.column_names:
+        raise ValueError(
+            f"The prompts have no column `id`, only {prompts.column_names}. {what.capitalize()} are named by the ids of "
+            "their prompts: add one that is different for each."
+        )
+    rows: dict[str, int] = {}
+    columns = [name for name in columns if name in prompts.column_names]
+    for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
+        for name, value in values.items():
+            if not isinstance(value, str) or not value:
+                raise ValueError(
+                    f"The `{name}` of row {row} of the prompts is {value!r}. It must be a text that is not empty."
+                )
+        key = "/".join(values[name] for name in columns)
+        if key in rows:
+            raise ValueError(
+                f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}"
+                f"{' in the same `language`' if len(columns) == 2 else ''}, so that the {what} of one would overwrite "
+                "those of the other. Give each prompt an id of its own."
+            )
+        rows[key] = row
+    return list(rows)
 
 
 def generate_missing(
