@@ -25,7 +25,7 @@ from paco_trl.image_benchmarks.report_numbers import cell_text, find_row, verdic
 from paco_trl.image_benchmarks.report_page import choose_sets, difference_chart, save_generation_report
 from paco_trl.image_benchmarks.report_sentences import leakage_line, leaks, summary
 from paco_trl.image_benchmarks.report_tables import breakdown_tables, metric_tables, settings_table
-from paco_trl.utils.tables import number_text
+from paco_trl.utils.tables import interval_text, markdown_table, number_text
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
 
 
@@ -189,6 +189,19 @@ def test_verdict_says_whether_the_interval_excludes_zero():
     assert verdict(cell(-0.1, 0.05), higher_is_better=False) == "yes: better"
     assert verdict(cell(0.1, 0.2)) == verdict(cell(-0.1, 0.1)) == "no"
     assert verdict(cell(0.1, None)) == verdict(None) == "n/a"
+
+
+def test_tables_show_what_they_are_given():
+    rows = [["<b>x</b>", 1], ["[y](https://z)\n&lt; \\", 0.5]]
+    assert markdown_table(["a|b", "n"], rows).splitlines() == [
+        "| a\\|b | n |",
+        "| --- | --- |",
+        "| &lt;b>x&lt;/b> | 1 |",
+        "| [y]\\(https://z) &amp;lt; \\\\ | 0.5 |",
+    ]
+    assert interval_text(0.5, 0.4, 0.61) == "0.500 [0.400, 0.610]"
+    assert interval_text(0.5, math.nan, math.nan) == interval_text(0.5, None, None) == "0.500"
+    assert interval_text(math.nan, math.nan, math.nan, missing="-") == "-"
 
 
 def test_numbers_as_texts():
