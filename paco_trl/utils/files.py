@@ -34,7 +34,7 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
 
 def file_name(name: str) -> str:
     """Give a name that is safe for a file, different for each id."""
-    return quote(name, safe="").replace(".", "%2E")
+    return quote(name, safe="").replace(".", "%2E")  # so that `..` is no folder
 
 
 def digest(value: Any) -> str:
