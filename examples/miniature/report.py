@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from paco_trl.hub.files import PIPELINE_ADAPTER
-from paco_trl.utils.stage_folder import write_atomically
+from paco_trl.utils.files import write_atomically
 
 from .settings import ADAPTER, MiniatureSettings
 

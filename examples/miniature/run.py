@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paco_trl.dataset_building import StageFolder
-from paco_trl.utils.stage_folder import write_atomically
+from paco_trl.utils.files import write_atomically
 
 from .data import make_prompts
 from .report import summary, write_report

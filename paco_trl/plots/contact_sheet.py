@@ -10,7 +10,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from PIL import Image, ImageOps
 
-from ..utils.stage_folder import write_atomically
+from ..utils.files import write_atomically
 from .figures import new_figure, open_png, png_bytes
 
 

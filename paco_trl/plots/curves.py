@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..utils.stage_folder import write_atomically
+from ..utils.files import write_atomically
 from .figures import new_figure, png_bytes
 
 
