@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training runs in processes that can be killed, for test_resume.py. They are forked from one that has imported all."""
 
-import multiprocessing
+import gc
 import os
 import random
 import resource
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
@@ -143,6 +142,7 @@ class _AtSaving:
 
 
 def _train(job: dict, rank: int) -> None:
+    gc.freeze()  # see conftest.py
     with open(job["log"] + f".{rank}", "w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -218,39 +218,13 @@ def _state_of(trainer: PaCoGRPOTrainer, job: dict) -> dict:
 # ---- In the process of the tests ----
 
 
-@contextmanager
-def fork_server():
-    """Multiprocessing context whose processes are forked from one in which everything is imported already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    environment = {
-        # What is preloaded is looked for there; `sys.path` is not passed on before a process is started
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)]),
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ |= environment
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    yield context
-    multiprocessing.forkserver._forkserver._stop()
-
-
 class Run:
     """
     A run in processes of its own.
 
     Args:
         context:
-            From [`fork_server`].
+            From [`fork_context`].
         model, output:
             As for [`make_run`].
         resume (`bool` or `str`, *optional*):
@@ -273,14 +247,11 @@ class Run:
         self.output = Path(output)
         self.log = f"{self.output}.log-{time.monotonic_ns()}"
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            port = server.getsockname()[1]
         if processes > 1:
             settings.setdefault("ddp_backend", "gloo")
         job = {
             "model": str(model), "output": str(output), "resume": resume, "saving": saving, "without": without,
-            "processes": processes, "zero3": zero3, "settings": settings, "log": self.log, "port": port,
+            "processes": processes, "zero3": zero3, "settings": settings, "log": self.log, "port": free_port(),
         }  # fmt: skip
         self.started = time.monotonic()
         self.processes = [context.Process(target=_train, args=(job, rank)) for rank in range(processes)]

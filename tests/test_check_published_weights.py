@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText
 
+import launching
 from hub_server import HubServer
 from paco_trl import tiny
 from paco_trl.checkpointing.export import save_adapter
@@ -53,7 +52,7 @@ def run(hub: HubServer, cache: Path, *command: str) -> tuple[int, str]:
     environment = {**os.environ, **hub.environment(str(cache)), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     for name in ("HF_TOKEN", "HF_HUB_CACHE"):
         environment.pop(name, None)
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=280)
+    done = launching.run(command, env=environment)
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     return done.returncode, done.stdout
 

@@ -9,7 +9,6 @@ script.
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import launching
 from hub_server import HubServer
 
 
@@ -24,7 +24,6 @@ TOKEN = "hf_rightTokenOfTheTester"
 WRONG_TOKEN = "hf_wrongTokenOfNobody"
 BASE = "makers/tiny-flux"
 REPO = "tester/adapter"
-PATH = Path(sys.executable).parent  # of the console script
 LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": "gaussian"}
 
 
@@ -240,14 +239,14 @@ def hub(tiny_flux, tiny_qwen):
 
 def run(hub: HubServer, cache: Path, name: str, token: str | None = None, fails: bool = False, **arguments) -> str:
     """Runs a function of this file in a process of its own, and gives what it printed."""
-    environment = {**os.environ, **hub.environment(str(cache)), "PATH": f"{PATH}:{os.environ['PATH']}"}
+    environment = {**os.environ, **hub.environment(str(cache))}
     environment.pop("HF_TOKEN", None)
     if token is not None:
         environment["HF_TOKEN"] = token
-    command = [sys.executable, __file__, json.dumps([name, arguments])]
+    command = [__file__, json.dumps([name, arguments])]
     if name.startswith("paco-trl "):
-        command = [*name.split(), *arguments.values()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+        command = ["-m", "paco_trl.commands.main", name.split()[1], *arguments.values()]
+    done = launching.run(command, env=environment)
     printed = done.stdout + done.stderr
     assert (done.returncode != 0) == fails, printed[-3000:]
     assert TOKEN not in printed and WRONG_TOKEN not in printed

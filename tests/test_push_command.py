@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import launching
 from hub_server import HubServer
 from paco_trl.commands.main import main
 from paco_trl.commands.push import PushArguments, find_saved_model
@@ -96,7 +97,7 @@ class TestCommand:
 
     @pytest.fixture
     def push(self, hub, tmp_path):
-        """Runs the command several times in one process, which takes seconds to import."""
+        """Runs the command several times in one process."""
 
         def call(*commands: list, token: str | None = TOKEN) -> list[dict]:
             environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
@@ -104,9 +105,7 @@ class TestCommand:
             if token is not None:
                 environment["HF_TOKEN"] = token
             listed = json.dumps([[str(word) for word in command] for command in commands])
-            done = subprocess.run(
-                [sys.executable, __file__, listed], env=environment, capture_output=True, text=True, timeout=200
-            )
+            done = launching.run([__file__, listed], env=environment)
             assert done.stdout, done.stderr
             assert TOKEN not in done.stdout + done.stderr
             return json.loads(done.stdout.splitlines()[-1])

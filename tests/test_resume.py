@@ -14,7 +14,8 @@ from datasets import concatenate_datasets
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from kill_runs import SETTINGS, Run, copy_run, different, fork_server, make_run, square_prompts
+from kill_runs import SETTINGS, Run, copy_run, different, make_run, square_prompts
+from launching import fork_context
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.rewards import redness_reward
 
@@ -24,8 +25,7 @@ ADAPTER = "adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def context():
-    with fork_server() as context:
-        yield context
+    return fork_context()
 
 
 @pytest.fixture(scope="module")
