@@ -20,6 +20,7 @@ import pytest
 from datasets import load_from_disk
 from trl import TrlParser
 
+import launching
 from chat_server import ChatServer
 from hub_server import HubServer
 from paco_trl.commands import build_arguments
@@ -462,10 +463,10 @@ class TestPublish:
         planted("import", file=tmp_path / "anna.json")
         planted("pairs", test_size=0.2, annotators=["anna", "automatic"])
         count = len(loaded(tmp_path / "build/pairs")["train"])
-        command = [sys.executable, str(ROOT / "examples/build_dataset.py"), "publish", "--repo_id", "tester/figures"]
+        command = [ROOT / "examples/build_dataset.py", "publish", "--repo_id", "tester/figures"]
         with HubServer({"hf_a": "tester"}) as hub:
             variables = {**os.environ, **hub.environment(str(tmp_path / "cache")), "OMP_NUM_THREADS": "1"}
-            run = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+            run = functools.partial(launching.run, cwd=tmp_path)
             # Nobody knows the licence of a model that is on no Hub
             failed = run(command, env=variables | {"HF_TOKEN": "hf_a"})
             assert failed.returncode == 1
@@ -478,7 +479,7 @@ class TestPublish:
             card = files["README.md"].decode()
             # The result of a stage, in parts
             words = ["pairs", "--test_size", "0.2", "--annotators", "anna", "--hub_id", "tester/parts"]
-            done = run([*command[:2], *words], env=variables | {"HF_TOKEN": "hf_a"})
+            done = run([command[0], *words], env=variables | {"HF_TOKEN": "hf_a"})
             assert done.returncode == 0, done.stderr[-3000:]
             parts = hub.files("tester/parts")
             assert hub.repos["dataset", "tester/parts"].private

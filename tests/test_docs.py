@@ -6,17 +6,15 @@ import dataclasses
 import importlib
 import inspect
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 from PIL import Image
 
+import launching
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import build_arguments, evaluation_arguments
 from paco_trl.commands.script_arguments import ScriptArguments
@@ -149,18 +147,9 @@ class TestLinks:
 def run_blocks(pages: list[Path], folder: Path) -> tuple[int, str]:
     """Runs the blocks of pages that are marked runnable; returns their number and what they print."""
     runnable = [code for page in pages for is_runnable, code in blocks(page, "python") if is_runnable]
-    # In one process, since importing takes most of the time; with nothing in common but the folder
+    # In one process, with nothing in common but the folder
     driver = "import json, sys\nfor code in json.loads(sys.argv[1]):\n    exec(code, {'__name__': '__main__'})"
-    done = subprocess.run(
-        [sys.executable, "-c", driver, json.dumps(runnable)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return len(runnable), done.stdout
+    return len(runnable), launching.check_run(["-c", driver, json.dumps(runnable)], cwd=folder)
 
 
 class TestSnippets:

@@ -8,8 +8,6 @@ import importlib.metadata
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
+import launching
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import COMMANDS, main
 from paco_trl.commands.memory import estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
@@ -118,14 +117,8 @@ def verdicts(rows: dict[str, doctor.Row]) -> dict[str, str]:
 
 def test_the_command(make_arguments, tmp_path):
     arguments = make_arguments()
-    done = subprocess.run(
-        [sys.executable, "-m", "paco_trl.commands.main", "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "100"},
-        timeout=300,
-    )
+    command = ["-m", "paco_trl.commands.main", "doctor", *arguments]
+    done = launching.run(command, cwd=ROOT, env={**os.environ, "COLUMNS": "100"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     for name in HEALTHY:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from datasets import Dataset, DatasetDict, Features, Image, List, Value, load_dataset, load_from_disk
 from PIL import Image as PILImage
 
+import launching
 from judge_server import JudgeServer
 from paco_trl.commands.evaluation_arguments import JudgeArguments
 from paco_trl.tiny import build_tiny_clip
@@ -124,14 +124,8 @@ def test_from_the_command_line(workspace, tmp_path, script, capsys):
         "--device": "cpu",
         "--batch_size": 8,
     }
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *(str(word) for option in options.items() for word in option)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "250"},
-        timeout=300,
-    )
+    command = [SCRIPT, *(word for option in options.items() for word in option)]
+    done = launching.run(command, cwd=tmp_path, env={**os.environ, "COLUMNS": "250"})
     assert done.returncode == 0, done.stderr[-5000:]
     (results,) = json.loads((output / "results.json").read_text())
     assert results["num_instances"] == 6 and results["num_groups"] == 3

@@ -8,13 +8,13 @@ a script.
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+import launching
 from hub_server import HubServer
 
 
@@ -152,10 +152,7 @@ def run(hub, tmp_path):
     def call(name: str, *arguments, **keywords) -> dict:
         environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
         environment.pop("HF_TOKEN", None)
-        done = subprocess.run(
-            [sys.executable, __file__, json.dumps([name, arguments, keywords])],
-            env=environment, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        done = launching.run([__file__, json.dumps([name, arguments, keywords])], env=environment)
         assert done.stdout, done.stderr
         printed = done.stdout + done.stderr
         for secret in (TOKEN, READ_TOKEN, WRONG_TOKEN):

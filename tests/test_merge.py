@@ -6,7 +6,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+import launching
 from hub_server import HubServer
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands.main import main
@@ -29,7 +29,6 @@ from paco_trl.data import make_pair, theme_question
 from paco_trl.utils.images import limit_pixels
 
 
-COMMAND = Path(sys.executable).with_name("paco-trl")
 # Of the merged model against the one with its adapter: other orders of float32 additions
 TOLERANCE = 1e-5
 FLUX_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "proj_mlp", "proj_out"]
@@ -38,10 +37,8 @@ QUESTION = theme_question("A fox through the four seasons")
 
 
 def run(*arguments, **kwargs) -> subprocess.CompletedProcess:
-    """The console command, in a process of its own."""
-    return subprocess.run(
-        [COMMAND, "merge", *map(str, arguments)], capture_output=True, text=True, timeout=300, **kwargs
-    )
+    """The command, in a process of its own."""
+    return launching.run(["-m", "paco_trl.commands.main", "merge", *arguments], **kwargs)
 
 
 def options(adapter: Path | str, output_dir: Path | str, **further) -> list[str]:

@@ -20,6 +20,7 @@ import torch
 from datasets import load_from_disk
 from PIL import Image
 
+import launching
 from miniature.evaluation_step import compare, draw_and_read
 from miniature.generator_step import train_generator
 from miniature.models import toy_flux_path
@@ -43,8 +44,7 @@ DEMO = ROOT / "examples" / "miniature" / "demo.py"
 
 
 def demo(folder: Path, *options: str, **kwargs) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(DEMO), "--output_dir", str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+    return launching.run([DEMO, "--output_dir", folder, *options], **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ class TestRefusals:
             miniature.run()
         (command,) = re.findall("`python (examples/miniature/demo.py .*?)`", str(error.value))
         (folder / "report.html").rmdir()
-        done = subprocess.run([sys.executable, *shlex.split(command)], capture_output=True, text=True, cwd=ROOT)
+        done = launching.run(shlex.split(command), cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert (folder / "report.html").is_file() and read_settings(folder) == settings
 

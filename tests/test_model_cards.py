@@ -7,8 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from PIL import Image
 from scipy.stats import binomtest
 from transformers import TrainerCallback
 
+import launching
 from hub_server import HubServer
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.cards import (
@@ -268,11 +267,7 @@ print(json.dumps(found))
     @staticmethod
     def run(hub: HubServer, folder: Path, *command: object) -> str:
         environment = {**os.environ, **hub.environment(str(folder / "cache")), "HF_TOKEN": TOKEN}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, *map(str, command)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-5000:]
-        return done.stdout
+        return launching.check_run(command, env=environment)
 
     def test_loaded_from_the_hub(self, prompts, tiny_flux, tiny_qwen, tmp_path):
         edits = [{"prompt": f"Make it {n}.", "image": Image.new("RGB", (32, 32), (n, 0, 0))} for n in range(4)]
@@ -727,14 +722,9 @@ say(base_license("org/base"))  # its card is in the cache now
             card = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE.md\n---\n"
             hub.add_repo("org/base", {"README.md": card.encode()})
             environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
-            environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
             def run(code: str) -> list:
-                done = subprocess.run(
-                    [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-                )
-                assert done.returncode == 0, done.stderr
-                return [json.loads(line) for line in done.stdout.splitlines()]
+                return [json.loads(line) for line in launching.check_run(["-c", code], env=environment).splitlines()]
 
             first = run('from paco_trl.hub.licenses import base_license\nbase_license("org/base")')
             assert first == [] and hub.requests == []
