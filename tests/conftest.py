@@ -3,6 +3,7 @@
 
 import gc
 import os
+import sys
 
 
 # Before torch is imported. One thread: the models are tiny, and the threads of several test processes on few cores
@@ -91,10 +92,19 @@ def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
     return make
 
 
-def pytest_collection_finish() -> None:
-    """Keep what the imports made out of every later garbage collection: millions of objects, scanned at each `gc.collect`."""
-    gc.collect()
-    gc.freeze()
+_num_frozen = 0
+
+
+def pytest_runtest_setup() -> None:
+    """
+    Keep what was imported, in the tests before too, out of every later garbage collection: millions of objects, which
+    each `gc.collect` scans, also that of every `Trainer.train`.
+    """
+    global _num_frozen
+    if len(sys.modules) != _num_frozen:
+        _num_frozen = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -28,6 +28,8 @@ import yaml
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+CONFIGS = ROOT / "examples" / "accelerate_configs"
+CPU_ZERO3 = CONFIGS / "cpu_zero3.yaml"
 # What the tests' commands import, and what they import in functions
 PRELOADED = [
     "launching", "kill_runs", "datasets", "matplotlib.pyplot", "PIL.Image", "peft", "trl", "rich.console",
@@ -87,10 +89,13 @@ def write_ddp_config(folder: Path) -> Path:
     return folder / "ddp.yaml"
 
 
-def accelerate_command(config: Path) -> list[str]:
-    """The real `accelerate launch`, without the script."""
+def launch(command: list, *, config: Path, cwd=None, env=None, timeout=540) -> str:
+    """Run a script by the real `accelerate launch`, and give what it printed."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    return [*launcher, "--main_process_port", str(free_port())]
+    launcher += ["--main_process_port", str(free_port()), *map(str, command)]
+    done = subprocess.run(launcher, capture_output=True, text=True, cwd=cwd, env=env, timeout=timeout)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
 
 
 def _accelerate_environments(config: Path) -> list[dict[str, str]]:
@@ -100,8 +105,9 @@ def _accelerate_environments(config: Path) -> list[dict[str, str]]:
 
     port = str(free_port())
     words = ["--config_file", str(config), "--main_process_port", port, "script.py"]
-    arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
+    arguments, defaults, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
     if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
         _, common = prepare_deepspeed_cmd_env(arguments)
     else:
         common = prepare_multi_gpu_env(arguments)

@@ -183,6 +183,7 @@ def test_keys_rank_everything(world, folder, serve, sit_down):
     )
 
 
+@pytest.mark.slow
 def test_what_a_person_ranks_is_in_the_dataset(tmp_path, folder, serve, sit_down):
     """By what is seen: the candidates with the reference's colour come first."""
     built = PlantedWorld(tmp_path / "world", 2, 1, 2)
@@ -388,6 +389,7 @@ def test_skip_and_back_and_change(world, folder, serve, sit_down):
     assert ranks[first][shown[3]] == 3 and ranks[second] is None
 
 
+@pytest.mark.slow
 def test_two_annotators_and_two_tabs(tmp_path, folder, serve, sit_down):
     world = make_world(tmp_path / "world", num_prompts=1)
     url = serve(world, annotations_per_instance=2)

@@ -10,9 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -504,31 +501,18 @@ class TestPublish:
 def test_two_processes_draw_what_one_draws(tiny_flux, tmp_path):
     """The command of the documentation, on two CPU processes."""
     write_prompts_file(tmp_path / "prompts.jsonl", 4)
-    config = tmp_path / "launch.yaml"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: true\nnum_processes: 2\n"
-        f"num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nmain_process_port: {port}\n"
-    )
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    config = launching.write_ddp_config(tmp_path)
     path = str(ROOT / "examples/build_dataset.py")
     options = ["--model", str(tiny_flux), "--dtype", "float32", "--seeds", "0", "1", "--height", "32", "--width", "32"]
 
-    def run(launcher: list[str], *words: str) -> str:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*launcher, path, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
+    def run(config: Path | None, *words: str) -> str:
+        return launching.check_run([path, *words], config=config, cwd=tmp_path)
 
     found = {}
-    for name, launcher in (("one", [sys.executable]), ("two", launch)):
-        run([sys.executable], "prompts", "--build_dir", name, "--dataset_name", "prompts.jsonl")
+    for name, launched in (("one", None), ("two", config)):
+        run(None, "prompts", "--build_dir", name, "--dataset_name", "prompts.jsonl")
         words = ["grids", "--build_dir", name, "--batch_size", "2", "--num_inference_steps", "1", *options]
-        assert run(launcher, *words).count('"flat grids"') == 1  # one of them speaks
+        assert run(launched, *words).count('"flat grids"') == 1  # one of them speaks
         images = (tmp_path / name / "grids/images").rglob("*.png")
         found[name] = {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in images}
     assert len(found["one"]) == 8

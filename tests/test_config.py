@@ -6,18 +6,17 @@ import logging
 import math
 import os
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
 from accelerate import DeepSpeedPlugin
 from trl import GRPOConfig, TrlParser
 
+import launching
+from launching import free_port
 from paco_trl import PaCoGRPOConfig
 from paco_trl.trainer.paco_grpo_config import REFUSED_FIELDS
 from paco_trl.utils.deepspeed import check_gradient_accumulation
-from test_examples import free_port
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}
@@ -666,14 +665,8 @@ class TestLauncher:
         launched = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
         launched |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         launched["MASTER_PORT"] = str(free_port())
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **launched, "DS_ACCELERATOR": "cpu"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert re.findall(r"is 1 in the DeepSpeed .*, but (\d+) in this run", run.stdout) == ["336", "4"]
+        printed = launching.check_run(["-c", code], env={**os.environ, **launched, "DS_ACCELERATOR": "cpu"})
+        assert re.findall(r"is 1 in the DeepSpeed .*, but (\d+) in this run", printed) == ["336", "4"]
 
     def test_fsdp_is_refused(self, make, monkeypatch):
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

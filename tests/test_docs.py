@@ -153,6 +153,7 @@ def run_blocks(pages: list[Path], folder: Path) -> tuple[int, str]:
 
 
 class TestSnippets:
+    @pytest.mark.slow
     def test_runnable_blocks_run(self, tmp_path):
         number, printed = run_blocks(PAGES, tmp_path)
         assert number == 4 + 4  # of the tour and of the other pages

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawing grids: each prompt with each seed, the same files however often a run is stopped and on however many processes."""
 
-import json
 import logging
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +13,10 @@ from datasets import Image as ImageFeature
 from diffusers import DiffusionPipeline, EulerAncestralDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
+import launching
 from paco_trl.dataset_building.draw_grids import draw_grids, plan_batches
 from paco_trl.utils.generation import load_pipeline
 from paco_trl.utils.stage_folder import StageFolder
-from test_examples import free_port, run
 
 
 SUBJECTS = [
@@ -444,19 +442,14 @@ state.destroy_process_group()
 def test_two_processes_equal_one(whole, tiny_flux, tmp_path):
     FOUR.to_json(tmp_path / "prompts.jsonl")
     (tmp_path / "script.py").write_text(SCRIPT)
-    config = tmp_path / "launch.json"
-    config.write_text(json.dumps({
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "use_cpu": True, "num_processes": 2,
-        "num_machines": 1, "machine_rank": 0, "mixed_precision": "no", "main_process_port": free_port(),
-    }))  # fmt: skip
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command = [*launcher, str(tmp_path / "script.py"), str(tiny_flux), str(tmp_path / "prompts.jsonl")]
-    printed = run([*command, str(tmp_path / "two")])
+    config = launching.write_ddp_config(tmp_path)
+    command = [tmp_path / "script.py", tiny_flux, tmp_path / "prompts.jsonl", tmp_path / "two"]
+    printed = launching.check_run(command, config=config)
     assert "process 0 of 2: 12" in printed and "process 1 of 2: 12" in printed
     check_same_pictures(tmp_path / "two", whole)
     assert StageFolder(tmp_path / "two").report == StageFolder(whole).report
     # What one of them left is drawn by both
     for file in sorted((tmp_path / "two" / "images").rglob("*.png"))[:5]:
         file.unlink()
-    run([*command, str(tmp_path / "two")])
+    launching.check_run(command, config=config)
     check_same_pictures(tmp_path / "two", whole)

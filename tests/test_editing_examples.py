@@ -4,7 +4,6 @@
 import inspect
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from trl import TrlParser
 
+import launching
+from launching import ROOT
 from paco_trl import PaCoGRPOConfig, tiny
 from paco_trl.commands import doctor
 from paco_trl.commands.script_arguments import (
@@ -24,7 +25,6 @@ from paco_trl.commands.script_arguments import (
     load_train_prompts,
 )
 from paco_trl.data import load_edit_prompts
-from test_examples import CONFIGS, ROOT, free_port, run
 
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -77,13 +77,12 @@ def workspace(tmp_path_factory) -> Path:
     return folder
 
 
-def train(
-    workspace: Path, script: str, model: Path, name: str, launcher: list[str], *options: str, **environment: str
-) -> Path:
+def train(workspace: Path, script: str, model: Path, name: str, *options: str, config: Path | None = None) -> Path:
     output = workspace / name
-    command = [*launcher, f"examples/{script}", "--config", str(workspace / "settings.yaml")]
-    command += ["--model_name_or_path", str(model), "--output_dir", str(output), *options]
-    assert f"Adapter: {output}" in run(command, **environment)
+    command = [f"examples/{script}", "--config", workspace / "settings.yaml"]
+    command += ["--model_name_or_path", model, "--output_dir", output, *options]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    assert f"Adapter: {output}" in launching.check_run(command, config=config, cwd=ROOT, env=environment)
     return output
 
 
@@ -104,7 +103,7 @@ def klein(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def kontext_alone(workspace, kontext) -> Path:
-    return train(workspace, "train_flux_kontext.py", kontext, "kontext-alone", [sys.executable])
+    return train(workspace, "train_flux_kontext.py", kontext, "kontext-alone")
 
 
 # Two trained steps, one round: the run is short
@@ -113,7 +112,7 @@ QWEN_OPTIONS = ("--sde_steps", "0", "1", "--max_steps", "2", "--num_prompts_per_
 
 @pytest.fixture(scope="module")
 def qwen_alone(workspace, qwen_edit) -> Path:
-    return train(workspace, "train_qwen_image_edit.py", qwen_edit, "qwen-alone", [sys.executable], *QWEN_OPTIONS)
+    return train(workspace, "train_qwen_image_edit.py", qwen_edit, "qwen-alone", *QWEN_OPTIONS)
 
 
 def sheet(output: Path, round_index: int) -> list[dict]:
@@ -157,31 +156,17 @@ class TestScripts:
 
     @pytest.mark.slow
     def test_kontext_on_two_processes_equals_one(self, workspace, kontext, kontext_alone):
-        config = {
-            "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
-            "use_cpu": True,
-            "num_processes": 2,
-            "num_machines": 1,
-            "machine_rank": 0,
-            "mixed_precision": "no",
-            "main_process_port": free_port(),
-        }
-        (workspace / "ddp.yaml").write_text(yaml.safe_dump(config))
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(workspace / "ddp.yaml")]
+        config = launching.write_ddp_config(workspace)
         output = train(
-            workspace, "train_flux_kontext.py", kontext, "kontext-ddp", launcher, "--ddp_backend", "gloo"
+            workspace, "train_flux_kontext.py", kontext, "kontext-ddp", "--ddp_backend", "gloo", config=config
         )  # fmt: skip
         assert_same_training(output, kontext_alone, 2, 16)
 
     @pytest.mark.slow
     def test_qwen_image_edit_with_zero3_equals_one_process(self, workspace, qwen_edit, qwen_alone):
-        config = str(CONFIGS / "cpu_zero3.yaml")
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
-        launcher += ["--main_process_port", str(free_port())]
         options = ("--ddp_backend", "gloo", *QWEN_OPTIONS)
         output = train(
-            workspace, "train_qwen_image_edit.py", qwen_edit, "qwen-zero3", launcher, *options, DS_ACCELERATOR="cpu"
+            workspace, "train_qwen_image_edit.py", qwen_edit, "qwen-zero3", *options, config=launching.CPU_ZERO3
         )  # fmt: skip
         assert_same_training(output, qwen_alone, 1, 8)
         card = (output / "README.md").read_text()
@@ -189,14 +174,12 @@ class TestScripts:
 
     @pytest.mark.slow
     def test_the_edit_reward_with_another_script_and_a_benchmark_left_out(self, workspace, klein, tiny_qwen, tmp_path):
-        command = [sys.executable, "examples/train_flux.py", "--config", str(workspace / "settings.yaml")]
+        command = ["examples/train_flux.py", "--config", str(workspace / "settings.yaml")]
         command += ["--model_name_or_path", str(klein), "--output_dir", str(tmp_path / "out"), "--edits"]
         command += ["--rewards", "edit", "--judge_model", str(tiny_qwen), "--guidance_scale", "4"]
         command += ["--exclude_dataset_name", str(workspace / "benchmark.jsonl")]
         command += ["--resolution_scale", "1", "--height", "32", "--width", "32", "--max_steps", "2"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=540
-        )
+        done = launching.run(command, cwd=ROOT)
         assert done.returncode == 0, done.stderr[-6000:]
         assert "Left out 1 of 5 rows" in done.stderr
         entries = sheet(tmp_path / "out", 0)

@@ -4,9 +4,6 @@
 import json
 import os
 import re
-import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -18,6 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import TrainerCallback
 
+import launching
+from launching import CPU_ZERO3
 from paco_trl.checkpointing.ema import EMA
 from paco_trl.checkpointing.weights import swapped
 from paco_trl.rewards import redness_reward
@@ -470,12 +469,6 @@ main()
 '''
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 class Run:
     """What a run of the script has written."""
 
@@ -501,30 +494,16 @@ def run(tiny_flux, tmp_path_factory):
     def start(name: str, kind: str = "alone", **options) -> Run:
         if name in done:
             return done[name]
-        if kind == "alone":
-            launcher, environment = [sys.executable], {}
-        else:
-            config = yaml.safe_load((ROOT / "examples" / "accelerate_configs" / "cpu_zero3.yaml").read_text())
-            if kind == "ddp":
-                del config["deepspeed_config"]
-                config["distributed_type"] = "MULTI_GPU"  # accelerate's MULTI_CPU needs MPI
+        config = None
+        if kind != "alone":
+            config = yaml.safe_load((launching.write_ddp_config(folder) if kind == "ddp" else CPU_ZERO3).read_text())
             if options.get("bf16"):
                 config["mixed_precision"] = "bf16"
             (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
-            launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-            launcher += ["--config_file", str(folder / f"{name}.yaml"), "--main_process_port", str(free_port())]
-            environment = {"DS_ACCELERATOR": "cpu"} if kind == "zero3" else {}
+            config = folder / f"{name}.yaml"
             options["ddp_backend"] = "gloo"
-        command = [*launcher, str(folder / "script.py"), str(tiny_flux), str(folder / name), json.dumps(options)]
-        finished = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-            timeout=540,
-        )
-        assert finished.returncode == 0, f"{finished.stdout[-3000:]}\n{finished.stderr[-6000:]}"
+        command = [folder / "script.py", tiny_flux, folder / name, json.dumps(options)]
+        launching.check_run(command, config=config, env={**os.environ, "DS_ACCELERATOR": "cpu"})
         done[name] = Run(folder / name)
         return done[name]
 

@@ -4,21 +4,18 @@
 import functools
 import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from diffusers import FluxPipeline
 from peft import LoraConfig
 from PIL import Image
 from safetensors.torch import load_file
 
+import launching
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.evaluation import bootstrap_interval, grid_artifact_score
 from paco_trl.plots import scored_sheets
@@ -754,12 +751,6 @@ if dist.is_initialized():
 """
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def run(tiny_flux, tmp_path_factory):
     """Runs the script alone, with DDP or with ZeRO-3, once each, and gives its folder and what was found."""
@@ -770,28 +761,10 @@ def run(tiny_flux, tmp_path_factory):
     def start(kind: str) -> tuple[Path, list[dict]]:
         if kind in done:
             return done[kind]
-        options, environment = {}, {}
-        launcher = [sys.executable]
-        if kind != "alone":
-            config = yaml.safe_load((ROOT / "examples" / "accelerate_configs" / "cpu_zero3.yaml").read_text())
-            if kind == "ddp":
-                del config["deepspeed_config"]
-                config["distributed_type"] = "MULTI_GPU"  # accelerate's MULTI_CPU needs MPI
-            else:
-                environment = {"DS_ACCELERATOR": "cpu"}
-            (folder / f"{kind}.yaml").write_text(yaml.safe_dump(config))
-            launcher += ["-m", "accelerate.commands.launch", "--config_file", str(folder / f"{kind}.yaml")]
-            launcher += ["--main_process_port", str(free_port())]
-            options["ddp_backend"] = "gloo"
-        finished = subprocess.run(
-            [*launcher, str(folder / "script.py"), str(tiny_flux), str(folder / kind), json.dumps(options)],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-            timeout=540,
-        )
-        assert finished.returncode == 0, f"{finished.stdout[-3000:]}\n{finished.stderr[-6000:]}"
+        config = {"alone": None, "ddp": launching.write_ddp_config(folder), "zero3": launching.CPU_ZERO3}[kind]
+        options = {"ddp_backend": "gloo"} if config is not None else {}
+        command = [folder / "script.py", tiny_flux, folder / kind, json.dumps(options)]
+        launching.check_run(command, config=config, env={**os.environ, "DS_ACCELERATOR": "cpu"})
         found = [json.loads(path.read_text()) for path in sorted((folder / kind).glob("found_*.json"))]
         done[kind] = folder / kind, found
         return done[kind]

@@ -4,11 +4,8 @@
 import dataclasses
 import importlib.util
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -22,6 +19,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from safetensors.torch import save_file
 
+import launching
 from chat_server import ChatServer
 from judge_server import pictures_of
 from paco_trl import PaCoReward
@@ -420,16 +418,7 @@ class TestOptions:
 @pytest.mark.slow
 def test_two_processes_are_one(script, evaluated, workspace, options, tmp_path):
     """Two processes draw and score what one does, and one goes on where two were."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = tmp_path / "launch.yaml"
-    config.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: true\nnum_processes: 2\n"
-        f"num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nmain_process_port: {port}\n"
-    )
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    config = launching.write_ddp_config(tmp_path)
     folder = tmp_path / "two"
     report = tmp_path / "report"
     for step, where in (
@@ -437,15 +426,7 @@ def test_two_processes_are_one(script, evaluated, workspace, options, tmp_path):
         ("score", ["--output_dir", str(folder)]),
         ("report", ["--base", str(folder), "--output_dir", str(report)]),
     ):
-        run = subprocess.run(
-            [*launch, str(SCRIPT), step, *options[step], *where],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
+        launching.check_run([SCRIPT, step, *options[step], *where], config=config, cwd=tmp_path)
     parts = sorted(path.name for path in (folder / "scores").glob("consistency*.jsonl"))
     assert len(parts) == 2  # both worked
     # One goes on where two were: what the second had as its last is asked again

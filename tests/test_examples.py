@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/train_flux.py as users start it: alone, under `accelerate launch` with DDP, and with DeepSpeed ZeRO-3."""
 
+import functools
 import json
 import os
-import socket
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
+import launching
+from launching import CONFIGS, ROOT
 from paco_trl.data import demo_prompts_path
 
-
-ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "examples" / "accelerate_configs"
 
 # Two sizes and micro-batches of two images; the learning rate is high because the tiny model's gradients are small
 SETTINGS = {
@@ -45,25 +43,6 @@ SETTINGS = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def run(command: list[str], **environment: str) -> str:
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        timeout=540,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def workspace(tiny_flux, tmp_path_factory):
     """A folder with prompts of two sizes and the settings in a YAML file."""
@@ -80,28 +59,22 @@ def workspace(tiny_flux, tmp_path_factory):
 
 
 def train(
-    workspace: Path, name: str, launcher: list[str], *options: str, script="examples/train_flux.py", **environment: str
+    workspace: Path,
+    name: str,
+    *options: str,
+    script: Path | str = "examples/train_flux.py",
+    launch=launching.check_run,
 ) -> Path:
+    """Train by the script; `launch` starts its processes."""
     output = workspace / name
-    stdout = run(
-        [
-            *launcher,
-            str(script),
-            "--config",
-            str(workspace / "settings.yaml"),
-            "--output_dir",
-            str(output),
-        ]
-        + list(options),
-        **environment,
-    )
-    assert f"Adapter: {output}" in stdout
+    command = [script, "--config", workspace / "settings.yaml", "--output_dir", output, *options]
+    assert launch(command, cwd=ROOT).count(f"Adapter: {output}") == 1
     return output
 
 
 @pytest.fixture(scope="module")
 def alone(workspace) -> Path:
-    return train(workspace, "alone", [sys.executable])
+    return train(workspace, "alone")
 
 
 def scores(output: Path, round_index: int) -> list[float]:
@@ -146,30 +119,24 @@ def test_alone(alone):
 
 @pytest.mark.slow
 def test_two_processes_equal_one(workspace, alone):
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
-        "use_cpu": True,
-        "num_processes": 2,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "mixed_precision": "no",
-        "main_process_port": free_port(),
-    }
-    (workspace / "ddp.yaml").write_text(yaml.safe_dump(config))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(workspace / "ddp.yaml")]
-    output = train(workspace, "ddp", launcher, "--ddp_backend", "gloo")
+    launch = functools.partial(launching.launch, config=launching.write_ddp_config(workspace))
+    output = train(workspace, "ddp", "--ddp_backend", "gloo", launch=launch)
     assert_same_training(output, alone)
 
 
-def zero3(workspace: Path, name: str, *options: str, **kwargs) -> Path:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "cpu_zero3.yaml")]
-    launcher += ["--main_process_port", str(free_port())]
-    return train(workspace, name, launcher, "--ddp_backend", "gloo", *options, DS_ACCELERATOR="cpu", **kwargs)
+def zero3(workspace: Path, name: str, *options: str, run=launching.check_run, **kwargs) -> Path:
+    launch = functools.partial(run, config=launching.CPU_ZERO3, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    return train(workspace, name, "--ddp_backend", "gloo", *options, launch=launch, **kwargs)
 
 
-def test_zero3_equals_one_process(workspace, alone):
-    output = zero3(workspace, "zero3")
+@pytest.fixture(scope="module")
+def zero3_whole(workspace) -> Path:
+    return zero3(workspace, "zero3", run=launching.launch)
+
+
+@pytest.mark.slow
+def test_zero3_equals_one_process(zero3_whole, alone):
+    output = zero3_whole
     assert_same_training(output, alone)
     # Only what is trained is in the checkpoint: the frozen weights alone would be more than this
     checkpoint = output / "checkpoint-4"
@@ -180,11 +147,10 @@ def test_zero3_equals_one_process(workspace, alone):
 
 
 @pytest.mark.slow
-def test_zero3_resumes(workspace, alone):
-    first = zero3(workspace, "zero3-first", "--max_steps", "2")
-    output = zero3(
-        workspace, "zero3-resumed", "--resume_from_checkpoint", str(first / "checkpoint-2"), "--max_steps", "4"
-    )
+def test_zero3_resumes(workspace, alone, zero3_whole):
+    checkpoint = shutil.copytree(zero3_whole / "checkpoint-2", workspace / "zero3-first" / "checkpoint-2")
+    output = zero3(workspace, "zero3-resumed", "--resume_from_checkpoint", str(checkpoint))
+    assert not (output / "checkpoint-2").exists()
     assert not (output / "contact_sheets" / "round_00000.png").exists()
     adapter, reference = (load_file(folder / "adapter_model.safetensors") for folder in (output, alone))
     for name, value in reference.items():

@@ -609,6 +609,7 @@ class TestUnmodifiedPipeline:
         images, _ = setup.draw()
         assert np.array_equal(pixels(images), expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["qwen-edit", "qwen-edit-plus"])
     def test_at_the_pipelines_own_size_of_sources(self, setup_of, name):
         setup = setup_of(name)  # the other tests have smaller ones; Kontext's always have their own size

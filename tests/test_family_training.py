@@ -5,7 +5,6 @@ processes, and layers that no prediction depends on.
 """
 
 import os
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +20,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
+import launching
+from launching import CONFIGS
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, tiny
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FAMILIES, QwenImageFamily
 from paco_trl.trainer import paco_grpo_trainer
-from test_examples import CONFIGS, free_port, run
 
 
 @dataclass
@@ -252,24 +252,10 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
         "import sys\nfrom pathlib import Path\nimport test_family_training\n"
         "test_family_training.train_all(Path(sys.argv[1]), Path(sys.argv[2]))\n"
     )
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
-        "use_cpu": True,
-        "num_processes": 2,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "mixed_precision": "no",
-        "main_process_port": free_port(),
-    }
-    (tmp_path / "ddp.yaml").write_text(yaml.safe_dump(config))
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "ddp.yaml")]
-    tests = Path(__file__).parent
-    path = os.pathsep.join([str(tests), str(tests.parent)])
     for number in "12":
         (tmp_path / number).mkdir()
     train_all(tmp_path, tmp_path / "1")
-    run([sys.executable, *launcher, str(script), str(tmp_path), str(tmp_path / "2")], PYTHONPATH=path)
+    launching.check_run([script, tmp_path, tmp_path / "2"], config=launching.write_ddp_config(tmp_path))
     for name in runs:
         one, two = (load_file(tmp_path / number / f"{name}.safetensors") for number in "12")
         assert one.keys() == two.keys() and len(one) > 10

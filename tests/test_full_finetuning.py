@@ -270,8 +270,8 @@ class TestGuard:
                 assert not record.mean.requires_grad
 
     def test_it_learns(self, make_trainer):
-        settings = {"num_generations": 8, "num_prompts_per_generation": 6, "per_device_train_batch_size": 8}
-        trainer = make_trainer(loss_type="grpo_guard", max_steps=24, epsilon=1e-3, **settings)
+        settings = {"num_generations": 8, "num_prompts_per_generation": 4, "per_device_train_batch_size": 16}
+        trainer = make_trainer(loss_type="grpo_guard", max_steps=16, learning_rate=2e-2, epsilon=1e-3, **settings)
         trainer.train()
         redness = logs_with(trainer, "rewards/redness_reward/mean")[::2]
         assert redness[-1] - redness[0] > 2 * logs_with(trainer, "rewards/redness_reward/std")[0]

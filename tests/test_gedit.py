@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from datasets import Image as ImageFeature
 from peft import LoraConfig
 from PIL import Image
 
+import launching
 from chat_server import ChatServer, answer
 from judge_server import pictures_of
 from paco_trl import tiny
@@ -35,7 +35,6 @@ from paco_trl.image_benchmarks.t2is_comparison import System
 from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
 from paco_trl.utils.stage_folder import StageFolder
 from test_draw_grids import Calls
-from test_examples import free_port, run
 
 
 # ---- Reading answers ----
@@ -210,7 +209,8 @@ class TestDrawing:
         draw_edits(tuned, prompts, StageFolder(tmp_path / "2"), seed=4, **STEPS)
         assert not torch.equal(noises[0], noises[2])
 
-    def test_qwen_image_edit(self, tmp_path):
+    @pytest.mark.slow
+    def test_qwen_image_edit(self, tmp_path):  # reads its source at a megapixel
         folder = tiny.build_tiny_qwen_image_edit(tmp_path / "tiny-qwen-image-edit")
         qwen = load_pipeline(str(folder), torch.float32, "cpu")
         call = {"num_inference_steps": 1, "true_cfg_scale": 4.0, "negative_prompt": " "}
@@ -1024,14 +1024,9 @@ def test_two_processes_equal_one(drawn, kontext, prompts, server, tmp_path):
     prompts.save_to_disk(tmp_path / "planted")
     plant(tmp_path / "edits")
     (tmp_path / "script.py").write_text(SCRIPT)
-    config = tmp_path / "launch.json"
-    config.write_text(json.dumps({
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "use_cpu": True, "num_processes": 2,
-        "num_machines": 1, "machine_rank": 0, "mixed_precision": "no", "main_process_port": free_port(),
-    }))  # fmt: skip
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    config = launching.write_ddp_config(tmp_path)
     folders = [str(tmp_path / name) for name in ("drawn", "two", "planted", "edits")]
-    printed = run([*launcher, str(tmp_path / "script.py"), str(kontext), *folders, server.url])
+    printed = launching.check_run([tmp_path / "script.py", kontext, *folders, server.url], config=config)
     total = sum(by_hand(n, language).overall for n in range(6) for language in ("en", "cn"))
     assert f"process 0 of 2: {total:.6f}" in printed and f"process 1 of 2: {total:.6f}" in printed
     assert len(server.requests) == 24 and len(set(map(asked, server.requests))) == 24

@@ -24,6 +24,7 @@ TOKEN = "hf_rightTokenOfTheTester"
 WRONG_TOKEN = "hf_wrongTokenOfNobody"
 BASE = "makers/tiny-flux"
 REPO = "tester/adapter"
+WITHOUT_PICTURES = {"log_completions": False, "plot_curves": False}
 LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": "gaussian"}
 
 
@@ -104,14 +105,14 @@ def pull(folder: str, base: str = BASE, repo: str = REPO) -> None:
 
 
 def train_in_an_outage(output_dir: str) -> None:
-    trainer = make_trainer(output_dir)
+    trainer = make_trainer(output_dir, **WITHOUT_PICTURES)
     trainer.train()
     Path(output_dir, "trained").touch()
     trainer.save_model()
 
 
 def train_two_steps(output_dir: str) -> None:
-    make_trainer(output_dir, max_steps=2, hub_strategy="checkpoint").train()
+    make_trainer(output_dir, max_steps=2, hub_strategy="checkpoint", **WITHOUT_PICTURES).train()
 
 
 def resume(output_dir: str) -> None:
@@ -119,7 +120,7 @@ def resume(output_dir: str) -> None:
 
     snapshot_download(REPO, allow_patterns="last-checkpoint/*", local_dir=Path(output_dir).parent, token=TOKEN)
     checkpoint = str(Path(output_dir).parent / "last-checkpoint")
-    make_trainer(output_dir, resume_from_checkpoint=checkpoint).train(checkpoint)
+    make_trainer(output_dir, resume_from_checkpoint=checkpoint, **WITHOUT_PICTURES).train(checkpoint)
 
 
 def refuse(output_dir: str, **kwargs) -> str:

@@ -2,9 +2,7 @@
 """PaCo-GRPO with a judge behind HTTP: it learns, a judge that goes down stops it and loses nothing, it can be resumed."""
 
 import json
-import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image, ImageStat
 from safetensors.torch import load_file
 
+import launching
 from judge_server import JudgeServer
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair, theme_question
@@ -118,6 +116,7 @@ class TestLearning:
         assert yes > 0.7 > 0.3 > no
         return judge
 
+    @pytest.mark.slow
     def test_a_trained_judge_through_http_is_learned_from(self, make_trainer, judge):
         lock, question = threading.Lock(), theme_question("a theme")
         rises = {}
@@ -395,23 +394,12 @@ end_training(trainer.accelerator)
 @pytest.mark.slow
 class TestTwoProcesses:
     def test_both_stop_and_both_go_on(self, tiny_flux, server, tmp_path):
-        config = yaml.safe_load((ROOT / "examples" / "accelerate_configs" / "cpu_zero3.yaml").read_text())
-        del config["deepspeed_config"]
-        config["distributed_type"] = "MULTI_GPU"  # accelerate's MULTI_CPU needs MPI
-        (tmp_path / "ddp.yaml").write_text(yaml.safe_dump(config))
         (tmp_path / "script.py").write_text(SCRIPT)
+        config = launching.write_ddp_config(tmp_path)
 
         def run(*options: str) -> subprocess.CompletedProcess:
-            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "ddp.yaml")]
-            command += ["--main_process_port", "0", str(tmp_path / "script.py"), str(tiny_flux), server.url]
-            return subprocess.run(
-                [*command, str(tmp_path / "out"), *options],
-                capture_output=True,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-                timeout=400,
-            )
+            command = [tmp_path / "script.py", tiny_flux, server.url, tmp_path / "out", *options]
+            return launching.run(command, config=config)
 
         # One process is refused in the second round, by one question that gets no answer; the other is served
         refused = []

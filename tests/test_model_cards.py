@@ -323,6 +323,7 @@ print(json.dumps(found))
                 "--dataset_name", tmp_path / "own" / "prompts.jsonl", "--output_dir", tmp_path / "foxes",
                 *"--rewards redness --height 64 --width 64 --num_generations 4".split(),
                 *"--num_prompts_per_generation 4 --num_inference_steps 3".split(), *self.SETTINGS,
+                *"--plot_curves False --log_completions False".split(),
             )  # fmt: skip
             text = hub.files("tester/foxes", "model")["README.md"].decode()
         assert ModelCard(text).data.datasets is None

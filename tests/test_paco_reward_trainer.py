@@ -200,8 +200,11 @@ def expected_evaluation_metrics(rows: list[Judged]) -> dict[str, float]:
     return {**expected_metrics(rows), "ece": ece, "auroc": above / len(consistent) / len(inconsistent)}
 
 
-def make(model, folder: Path, train_dataset: Dataset, **kwargs) -> PaCoRewardTrainer:
-    """A trainer in float32. Keyword arguments are those of `PaCoRewardConfig`, and those of the trainer."""
+def make(model, folder: Path, train_dataset: Dataset, pictures: bool = False, **kwargs) -> PaCoRewardTrainer:
+    """
+    A trainer in float32; the pictures of an evaluation take longer than all else. Keyword arguments are those of
+    `PaCoRewardConfig`, and those of the trainer.
+    """
     trainer_arguments = {
         name: kwargs.pop(name)
         for name in ("eval_dataset", "processing_class", "callbacks", "peft_config")
@@ -224,7 +227,10 @@ def make(model, folder: Path, train_dataset: Dataset, **kwargs) -> PaCoRewardTra
         **kwargs,
     }
     model = model if isinstance(model, torch.nn.Module) else str(model)
-    return PaCoRewardTrainer(model, PaCoRewardConfig(**settings), train_dataset, **trainer_arguments)
+    trainer = PaCoRewardTrainer(model, PaCoRewardConfig(**settings), train_dataset, **trainer_arguments)
+    if not pictures:
+        trainer._draw = lambda *args: None
+    return trainer
 
 
 @pytest.fixture
@@ -414,6 +420,7 @@ def trained(tiny_qwen, tmp_path_factory):
         per_device_eval_batch_size=32,
         save_strategy="epoch",
         hub_token=TOKEN,
+        pictures=True,
     )
     trainer.untrained = trainer.evaluate()
     trainer.train()
@@ -820,7 +827,7 @@ class TestMetrics:
 
     def test_several_evaluation_sets(self, make_reward_trainer, continued, reference):
         sets = {"few": mixed().select([0, 1]), "many": mixed().select(range(2, 11))}
-        trainer = make_reward_trainer(continued(), eval_dataset=sets)
+        trainer = make_reward_trainer(continued(), eval_dataset=sets, pictures=True)
         metrics = trainer.evaluate()
         for name, rows in (("few", reference[:2]), ("many", reference[2:])):
             for key, value in expected_evaluation_metrics(rows).items():
@@ -831,7 +838,7 @@ class TestMetrics:
         assert len(trainer.pictures) == 4
 
     def test_an_evaluation_set_with_a_slash_in_its_name(self, make_reward_trainer):
-        trainer = make_reward_trainer(eval_dataset={"user/pairs": mixed(2)})
+        trainer = make_reward_trainer(eval_dataset={"user/pairs": mixed(2)}, pictures=True)
         assert "eval_user/pairs_auroc" in trainer.evaluate()
         assert len(trainer.pictures) == 2
 
@@ -1047,7 +1054,7 @@ class TestPictures:
     def test_the_sheet_has_the_evaluated_rows(self, make_reward_trainer, continued, texts):
         """The number and the question below a pair are those of the row that got the score."""
         dataset = mixed().select([7, 3, 10])
-        trainer = make_reward_trainer(continued(), eval_dataset=dataset)
+        trainer = make_reward_trainer(continued(), eval_dataset=dataset, pictures=True)
         seen = spy_on_decisions(trainer)
         trainer.evaluate()
         captions = [text for text in texts if text.startswith("row ")]
@@ -1134,9 +1141,8 @@ class TestPictures:
     @pytest.mark.parametrize("strategy", ["no", "steps"])
     def test_tensorboard(self, make_reward_trainer, tmp_path, monkeypatch, strategy):
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
-        trainer = make_reward_trainer(
-            eval_dataset=mixed(4), report_to="tensorboard", hub_token=TOKEN, eval_strategy=strategy, eval_steps=1
-        )
+        settings = {"report_to": "tensorboard", "hub_token": TOKEN, "eval_strategy": strategy, "eval_steps": 1}
+        trainer = make_reward_trainer(eval_dataset=mixed(4), pictures=True, **settings)
         trainer.train()
 
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -1303,7 +1309,7 @@ class TestCard:
         assert "| after optimizer step | 0 |" in earlier
 
     def test_sections_without_results_are_left_out(self, make_reward_trainer, continued, tmp_path):
-        trainer = make_reward_trainer(continued(), first_token_weight=None)
+        trainer = make_reward_trainer(continued(), first_token_weight=None, pictures=True)
         trainer.create_model_card(tags="mine", dataset_name="user/pairs", model_name="My judge")
         card = ModelCard.load(tmp_path / "out" / "README.md")
         assert "mine" in card.data.tags

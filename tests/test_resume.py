@@ -122,6 +122,7 @@ class TestKillsInOneProcess:
         assert not found_after_kill(output)["unfinished"]
         return outcome | {"case": case, "killed": run.was_killed == [True], "state": state}
 
+    @pytest.mark.slow
     def test_ten_kills(self, context, tiny_flux, uninterrupted, tmp_path):
         reference = uninterrupted.state()
         num_calls = len(reference["calls"])
@@ -219,7 +220,7 @@ class TestKillsInOneProcess:
 class TestFullDisk:
     # The largest file that can be written, in bytes: what fails is the adapter's config, the weights by safetensors,
     # the optimizer's state and the buffer by torch
-    @pytest.mark.parametrize("limit", [slow(1_000), 20_000, slow(50_000), 100_000])
+    @pytest.mark.parametrize("limit", [slow(1_000), slow(20_000), slow(50_000), 100_000])
     def test_full_disk(self, context, tiny_flux, uninterrupted, tmp_path, limit):
         sizes = [path.stat().st_size for path in (uninterrupted.output / "checkpoint-5").iterdir()]
         assert max(sizes) > limit

@@ -23,6 +23,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from launching import free_port
 from paco_trl.commands import serve_reward
 from paco_trl.commands.main import main
 from paco_trl.commands.serve_reward import ServeArguments, find_adapter, serve_command
@@ -146,12 +147,6 @@ serve_reward.find_adapter = lambda model: None
 serve_reward._GRACE = 30.0 if "leaves-a-zombie" in sys.argv else 1.0
 sys.exit(main(["serve-reward", *sys.argv[1:]]))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def pids_with(text: Path | str) -> list[int]:
@@ -541,9 +536,9 @@ class TestProcesses:
 
     @pytest.mark.slow
     def test_is_not_ready_in_time(self, start):
-        command = start("never-healthy", "--startup_timeout", "5")
+        command = start("never-healthy", "--startup_timeout", "3")
         assert command.wait() == 1
-        assert "vLLM is not ready after 5 seconds (`--startup_timeout`" in command.output
+        assert "vLLM is not ready after 3 seconds (`--startup_timeout`" in command.output
         assert command.output.endswith("    the last line\n")
 
     @pytest.mark.parametrize(

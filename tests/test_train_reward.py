@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,13 +19,13 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file
 from trl import TrlParser
 
+import launching
+from launching import CPU_ZERO3, ROOT
 from paco_trl import PaCoReward, PaCoRewardConfig
 from paco_trl.data import make_pair, rankings_to_pairs
 
 
-ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "train_reward.py"
-CPU_ZERO3 = ROOT / "examples" / "accelerate_configs" / "cpu_zero3.yaml"
 
 REASONS = (
     "Alike.",
@@ -107,29 +105,13 @@ def alone(script, workspace) -> Path:
     return workspace / "alone"
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def launch(workspace: Path, name: str, config: Path, *options: str, **environment: str) -> Path:
+def launch(workspace: Path, name: str, config: Path, *options: str) -> Path:
     output = workspace / name
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)),
-            *("--main_process_port", str(free_port())),
-            *(str(SCRIPT), "--config", str(workspace / "settings.yaml"), "--output_dir", str(output)),
-            *("--gradient_accumulation_steps", "3", "--ddp_backend", "gloo", *options),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=workspace,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        timeout=540,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    assert done.stdout.count(f"Adapter: {output}") == 1
+    command = [SCRIPT, "--config", workspace / "settings.yaml", "--output_dir", output]
+    command += ["--gradient_accumulation_steps", "3", "--ddp_backend", "gloo", *options]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    printed = launching.check_run(command, config=config, cwd=workspace, env=environment)
+    assert printed.count(f"Adapter: {output}") == 1
     return output
 
 
@@ -317,7 +299,7 @@ def test_two_processes_resume_what_one_began_grouped_by_length(script, workspace
 
 @pytest.fixture(scope="module")
 def zero3(workspace) -> Path:
-    return launch(workspace, "zero3", CPU_ZERO3, DS_ACCELERATOR="cpu")
+    return launch(workspace, "zero3", CPU_ZERO3)
 
 
 @pytest.mark.slow
@@ -339,9 +321,7 @@ def test_zero3_resumes(workspace, zero3):
     assert any((final[name] - value).abs().max() > 5e-3 for name, value in half_way.items())
     checkpoint = workspace / "zero3-checkpoint-2"
     shutil.copytree(zero3 / "checkpoint-2", checkpoint)
-    output = launch(
-        workspace, "zero3-resumed", CPU_ZERO3, "--resume_from_checkpoint", str(checkpoint), DS_ACCELERATOR="cpu"
-    )
+    output = launch(workspace, "zero3-resumed", CPU_ZERO3, "--resume_from_checkpoint", str(checkpoint))
     assert not (output / "checkpoint-2").exists()
     assert_same_adapter(output, zero3)
     log, expected = log_of(output / "checkpoint-4"), log_of(zero3 / "checkpoint-4")
