@@ -9,6 +9,9 @@ import sys
 # Before torch is imported. One thread: the models are tiny, and the threads of several test processes on few cores
 # wait for one another. No network: nothing here may depend on it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The last bit of MKL's products of few rows depends on where in memory a weight begins, unless it is told to be strict;
+# MKL 2024.2, https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-windows/2024-1/reproducibility-conditions.html
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

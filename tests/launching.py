@@ -132,6 +132,9 @@ def run(command: list, *, config: Path | None = None, cwd=None, env=None, timeou
             {"command": command, "cwd": str(cwd or Path.cwd()), "environment": variables, "log": f"{folder}/{rank}"}
             for rank, variables in enumerate(environments)
         ]
+        for job in jobs:
+            for name in ("out", "err"):
+                Path(f"{job['log']}.{name}").touch()
         processes = [fork_context().Process(target=_run_forked, args=(job,)) for job in jobs]
         for process in processes:
             process.start()

@@ -5,6 +5,8 @@ import functools
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,21 @@ def test_two_processes_equal_one(workspace, alone):
     launch = functools.partial(launching.launch, config=launching.write_ddp_config(workspace))
     output = train(workspace, "ddp", "--ddp_backend", "gloo", launch=launch)
     assert_same_training(output, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["examples/" + path.name] for path in sorted((ROOT / "examples").glob("*.py"))),
+        *(["-m", "paco_trl.commands.main", name] for name in ("doctor", "merge")),
+    ],
+    ids=lambda command: command[-1],
+)
+def test_starts_without_what_others_have_imported(command):
+    done = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "--" in done.stdout
 
 
 def zero3(workspace: Path, name: str, *options: str, run=launching.check_run, **kwargs) -> Path:

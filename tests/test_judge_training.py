@@ -26,7 +26,7 @@ SETTINGS = {"num_prompts_per_generation": 4, "gradient_checkpointing": False, "m
 # A question that is asked again is counted, so that a busy machine must not be a reason; and how long a run waits for a
 # judge that stays down
 PATIENT = {"timeout": 30.0, "time_budget": 60.0}
-IMPATIENT = {"timeout": 3.0, "time_budget": 3.0}
+IMPATIENT = {"timeout": 2.0, "time_budget": 2.0}
 
 
 def redness(first: Image.Image, second: Image.Image, question: str) -> float:
@@ -214,18 +214,20 @@ class TestOutage:
         server.fault = fault
 
     def test_it_stops_with_all_that_is_needed_and_goes_on_to_the_bit(self, make_trainer, server, tmp_path):
-        undisturbed = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "a"), **SETTINGS)
+        undisturbed = make_trainer(
+            reward_funcs=consistency(server, max_pairs=1), output_dir=str(tmp_path / "a"), **SETTINGS
+        )
         undisturbed.train()
         asked = len(server.requests)
 
-        self.fail_after(server, asked + 1 + 96 + 40)
+        self.fail_after(server, asked + 1 + 16 + 7)
         trainer = make_trainer(
-            reward_funcs=consistency(server, **IMPATIENT), output_dir=str(tmp_path / "b"), **SETTINGS
+            reward_funcs=consistency(server, max_pairs=1, **IMPATIENT), output_dir=str(tmp_path / "b"), **SETTINGS
         )
         started = time.monotonic()
         with pytest.raises(RewardError) as error:
             trainer.train()
-        # The budget is 3 s; the rest is the first round and a machine that has other things to do
+        # The budget is 2 s; the rest is the first round and a machine that has other things to do
         assert time.monotonic() - started < 60
         message = str(error.value)
         assert "The reward 'consistency' raised JudgeUnavailableError" in message
@@ -237,16 +239,18 @@ class TestOutage:
 
         server.fault = lambda number: None
         server.start()
-        resumed = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "b"), **SETTINGS)
+        resumed = make_trainer(
+            reward_funcs=consistency(server, max_pairs=1), output_dir=str(tmp_path / "b"), **SETTINGS
+        )
         resumed.train(resume_from_checkpoint=True)
         assert resumed.state.global_step == 4
         assert are_equal(weights_of(resumed), weights_of(undisturbed))
         assert logs_with(resumed, "reward") == logs_with(undisturbed, "reward")
 
     def test_a_checkpoint_that_is_there_is_not_written_again(self, make_trainer, server, tmp_path):
-        self.fail_after(server, 1 + 96 + 40)
+        self.fail_after(server, 1 + 16 + 7)
         settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 2}
-        trainer = make_trainer(reward_funcs=consistency(server, **IMPATIENT), **settings)
+        trainer = make_trainer(reward_funcs=consistency(server, max_pairs=1, **IMPATIENT), **settings)
         writes, save = [], trainer._save_checkpoint
         trainer._save_checkpoint = lambda *args, **kwargs: (
             writes.append(trainer.state.global_step),
@@ -258,28 +262,32 @@ class TestOutage:
 
     def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(self, make_trainer, server, tmp_path):
         settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-        make_trainer(reward_funcs=consistency(server), **settings).train()
+        make_trainer(reward_funcs=consistency(server, max_pairs=1), **settings).train()
         weights = tmp_path / "out" / "checkpoint-2" / "policy.safetensors"
         earlier = load_file(weights)
         server.log_odds = lambda *question: -redness(*question)  # another judge behind the same name
-        self.fail_after(server, len(server.requests) + 1 + 96 + 40)
+        self.fail_after(server, len(server.requests) + 1 + 16 + 7)
         with pytest.raises(RewardError, match="The 2 steps before it are in"):
-            make_trainer(reward_funcs=consistency(server, **IMPATIENT), **{**SETTINGS, "save_strategy": "no"}).train()
+            make_trainer(
+                reward_funcs=consistency(server, max_pairs=1, **IMPATIENT), **{**SETTINGS, "save_strategy": "no"}
+            ).train()
         assert not are_equal(load_file(weights), earlier)
 
     def test_before_the_first_step_there_is_nothing_to_go_on_from(self, make_trainer, server, tmp_path):
-        self.fail_after(server, 1 + 10)
+        self.fail_after(server, 1 + 6)
         with pytest.raises(RewardError, match="Nothing was trained yet: start the run again"):
-            make_trainer(reward_funcs=consistency(server, **IMPATIENT), **SETTINGS).train()
+            make_trainer(reward_funcs=consistency(server, max_pairs=1, **IMPATIENT), **SETTINGS).train()
         assert not list((tmp_path / "out").glob("checkpoint-*"))
 
     def test_a_short_outage_is_waited_for(self, make_trainer, server, tmp_path):
-        undisturbed = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "a"), **SETTINGS)
+        undisturbed = make_trainer(
+            reward_funcs=consistency(server, max_pairs=1), output_dir=str(tmp_path / "a"), **SETTINGS
+        )
         undisturbed.train()
         asked, outages = len(server.requests), []
 
         def fault(number: int):
-            if number == asked + 1 + 96 + 40:
+            if number == asked + 1 + 16 + 7:
 
                 def restart():
                     server.stop()
@@ -292,7 +300,7 @@ class TestOutage:
             return None
 
         server.fault = fault
-        reward = consistency(server)
+        reward = consistency(server, max_pairs=1)
         trainer = make_trainer(reward_funcs=reward, output_dir=str(tmp_path / "b"), **SETTINGS)
         trainer.train()
         assert outages
@@ -300,19 +308,21 @@ class TestOutage:
 
     def test_an_outage_in_an_evaluation_keeps_the_steps_before_it(self, make_trainer, server, prompts, tmp_path):
         settings = {**SETTINGS, "eval_dataset": prompts.select(range(2)), "eval_strategy": "steps", "eval_steps": 2}
-        self.fail_after(server, 1 + 96 + 6)
+        self.fail_after(server, 1 + 16 + 1)
         with pytest.raises(RewardError, match="The 2 steps before it are in"):
-            make_trainer(reward_funcs=consistency(server, **IMPATIENT), num_inference_steps_eval=2, **settings).train()
+            make_trainer(
+                reward_funcs=consistency(server, max_pairs=1, **IMPATIENT), num_inference_steps_eval=2, **settings
+            ).train()
         weights = load_file(tmp_path / "out" / "checkpoint-2" / "policy.safetensors")
         assert any(value.abs().max() > 0 for name, value in weights.items() if "lora_B" in name)
 
         # The evaluation is made when the run goes on, and nothing else is another for it
         server.fault = lambda number: None
         server.start()
-        resumed = make_trainer(reward_funcs=consistency(server), num_inference_steps_eval=2, **settings)
+        resumed = make_trainer(reward_funcs=consistency(server, max_pairs=1), num_inference_steps_eval=2, **settings)
         resumed.train(resume_from_checkpoint=True)
         whole = {**settings, "output_dir": str(tmp_path / "whole")}
-        undisturbed = make_trainer(reward_funcs=consistency(server), num_inference_steps_eval=2, **whole)
+        undisturbed = make_trainer(reward_funcs=consistency(server, max_pairs=1), num_inference_steps_eval=2, **whole)
         undisturbed.train()
         assert logs_with(undisturbed, "eval_reward") == logs_with(resumed, "eval_reward")
         assert len(logs_with(resumed, "eval_reward")) == 2

@@ -922,7 +922,9 @@ def other_judge(tiny_qwen, tmp_path_factory):
 class TestOtherFamilies:
     """Everything that is trained, evaluated and scored is so for other models too."""
 
-    @pytest.mark.parametrize("name", OTHER_JUDGES)
+    @pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3" else ()) for name in OTHER_JUDGES]
+    )
     def test_learns_and_scores_as_it_evaluates(self, make_reward_trainer, other_judge, tmp_path, name):
         dataset = colours(12, seed=0)
         trainer = make_reward_trainer(
