@@ -230,7 +230,7 @@ class TestSwap:
         assert all(are_equal(weights, trainer.ema.average) for weights in used)
         assert are_equal(weights_of(trainer), raw)
 
-        trainer.ema = None
+        trainer.averages.clear()
         assert trainer.evaluate()["eval_reward"] != averaged
         assert len(used) == 4
         assert all(are_equal(weights, raw) for weights in used[2:])
@@ -289,7 +289,7 @@ class TestFiles:
         assert are_equal(weights_of(trainer), raw)
         assert "moving average, decay 0.9" in (tmp_path / "saved" / "README.md").read_text()
 
-        trainer.ema = None
+        trainer.averages.clear()
         trainer.save_model(str(tmp_path / "raw"))
         assert are_equal(peft_file(tmp_path / "raw"), raw)
         assert are_equal(diffusers_file(tmp_path / "raw"), raw)
@@ -433,10 +433,10 @@ def main():
             own = read()
             series.append("average")
             found["average"] = trainer.evaluate()
-            ema, trainer.ema = trainer.ema, None
+            averages, trainer.averages = trainer.averages, {}
             series.append("raw")
             found["raw"] = trainer.evaluate()
-            trainer.ema = ema
+            trainer.averages = averages
             series.append("again")
             found["again"] = trainer.evaluate()
             found["weights after evaluations"] = same(read(), own)

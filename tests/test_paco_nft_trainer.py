@@ -425,15 +425,15 @@ class TestInherited:
         metrics = trainer.evaluate()
         assert metrics["eval_reward"] != metrics["eval_reward_baseline"]
         with swapped(trainer.model, trainer.old_policy.average, 0):
-            trainer.ema, ema = None, trainer.ema
+            averages, trainer.averages = trainer.averages, {paco_nft_trainer.OLD_POLICY_WEIGHTS: trainer.old_policy}
             of_old = trainer.evaluate()
         assert of_old["eval_reward"] != metrics["eval_reward"]
-        trainer.ema = ema
+        trainer.averages = averages
         trainer.save_model()
         pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
         loaded = PeftModel.from_pretrained(pipeline.transformer, tmp_path / "out")
         saved = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
-        assert are_equal(saved, ema.average)
+        assert are_equal(saved, trainer.ema.average)
         assert not are_equal(saved, trainer.old_policy.average)
 
     def test_the_card_is_that_of_the_method(self, make_nft, make_trainer, tmp_path):
