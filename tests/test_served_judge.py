@@ -932,6 +932,7 @@ class TestSingleImages:
 
 
 class TestLoad:
+    @pytest.mark.slow
     def test_many_questions_with_faults(self, make_judge, caplog):
         count, pool = 400, 64
         draws = random.Random(0)
