@@ -169,6 +169,7 @@ def _wait(processes: list, timeout: float) -> bool:
 
 def _run_forked(job: dict) -> None:
     gc.freeze()  # see conftest.py
+    multiprocessing.set_start_method(None, force=True)  # what it starts is started as in any process
     for descriptor, name in ((1, "out"), (2, "err")):
         with open(f"{job['log']}.{name}", "w", encoding="utf-8") as file:
             os.dup2(file.fileno(), descriptor)

@@ -105,12 +105,12 @@ def alone(script, workspace) -> Path:
     return workspace / "alone"
 
 
-def launch(workspace: Path, name: str, config: Path, *options: str, run=launching.check_run) -> Path:
+def launch(workspace: Path, name: str, config: Path, *options: str) -> Path:
     output = workspace / name
     command = [SCRIPT, "--config", workspace / "settings.yaml", "--output_dir", output]
     command += ["--gradient_accumulation_steps", "3", "--ddp_backend", "gloo", *options]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    printed = run(command, config=config, cwd=workspace, env=environment)
+    printed = launching.check_run(command, config=config, cwd=workspace, env=environment)
     assert printed.count(f"Adapter: {output}") == 1
     return output
 
@@ -285,8 +285,7 @@ def test_two_processes_resume_what_one_began_grouped_by_length(script, workspace
     checkpoint = workspace / "grouped-checkpoint-5"
     shutil.copytree(alone / "checkpoint-5", checkpoint)
     options += ["--resume_from_checkpoint", str(checkpoint), "--dataloader_num_workers", "2"]
-    # A forked process has no main module that its workers could be forked from
-    output = launch(workspace, "grouped", ddp_config, *options, run=launching.launch)
+    output = launch(workspace, "grouped", ddp_config, *options)
     log, expected = (
         [entry for entry in log_of(folder / "checkpoint-8") if "loss" in entry] for folder in (output, alone)
     )
