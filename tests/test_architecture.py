@@ -88,6 +88,13 @@ def private_accesses(root: Path) -> list[tuple[str, str]]:
                 owner, name = ast.unparse(node.value), node.attr
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
                 owner, name = ast.unparse(node.args[0]), str(getattr(node.args[1], "value", ""))
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                found += [
+                    (f"{path.relative_to(root.parent)}:{node.lineno}", f"{node.module}.{alias.name}")
+                    for alias in node.names
+                    if alias.name.startswith("_")
+                ]
+                continue
             else:
                 continue
             if not name.startswith("_") or name.startswith("__") or owner in ("self", "cls", "super()"):
@@ -130,7 +137,9 @@ def test_no_example_imports_another():
     scripts = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert len(scripts) > 5
     for script in scripts:
-        imported = {getattr(node, "module", None) for node in nodes_of(ROOT / f"examples/{script}.py")}
+        nodes = nodes_of(ROOT / f"examples/{script}.py")
+        imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         assert not scripts & imported, script
 
 
@@ -138,7 +147,7 @@ def test_each_of_these_is_seen(tmp_path):
     """A package that does everything wrong, and the same things where they are right."""
     sources = {
         "data/rows.py": "from ..utils.files import read\nfrom .columns import Column\n",
-        "data/columns.py": "if TYPE_CHECKING:\n    from .rows import Row\n",
+        "data/columns.py": "if TYPE_CHECKING:\n    from .rows import Row, _own\n",
         "utils/files.py": "def read():\n    from .. import data\n\n\nthing._replace(a=1)\nself._own\nsuper()._own\n",
         "dataset_building/pairs.py": "import paco_trl.image_benchmarks.run\nscorer._judge.ask()\ngetattr(it, '_b')\n",
         "image_benchmarks/run.py": "from ..data.rows import Row\nself._exit(1)\nself.trainer._step()\nx.__class__\n",
@@ -156,6 +165,7 @@ def test_each_of_these_is_seen(tmp_path):
         "paco_trl/utils/files.py:2 utils imports data",
     ]
     assert private_accesses(root) == [
+        ("paco_trl/data/columns.py:2", "rows._own"),
         ("paco_trl/dataset_building/pairs.py:2", "scorer._judge"),
         ("paco_trl/dataset_building/pairs.py:3", "it._b"),
         ("paco_trl/image_benchmarks/run.py:3", "self.trainer._step"),

@@ -102,9 +102,9 @@ def make_pairs(paths: dict, prompts: range, with_reasons: bool = True):
 def make_rankings(paths: dict, prompts: range):
     from datasets import Dataset, Features, Value
 
-    from paco_trl.data.rankings import _ranking_features
+    from paco_trl.data.rankings import ranking_features
 
-    features = Features({**_ranking_features(), "theme": Value("string")})
+    features = Features({**ranking_features(), "theme": Value("string")})
     rows = [
         {
             "id": f"p{prompt}/0/0/1",

@@ -89,9 +89,9 @@ def save_card(card: ImageModelCard, folder: str | Path) -> None:
     folder = Path(folder)
     for name in PICTURES:
         source, target = card.pictures.get(name), folder / name
-        if source is None:
-            target.unlink(missing_ok=True)
-        elif source.resolve() != target.resolve():
+        if source is None and target.exists():
+            target.unlink()
+        elif source is not None and source.resolve() != target.resolve():
             shutil.copy(source, target)
     render_card(card).save(folder / "README.md")
 

@@ -120,6 +120,7 @@ class Studio:
     def replay(self, record: RecordedStep) -> torch.Tensor:
         """Log-probability of a recorded step, with gradient, as in the training step."""
         sde = self.sde_settings(self.args.noise_level)
+        record = record.to(self.sampler.accelerator.device)  # its prompts may wait in CPU memory
         log_prob, _, _ = replay(self.model, record, self.family, self.args.guidance_scale, sde)
         return log_prob  # (B,)
 

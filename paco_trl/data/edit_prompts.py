@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from ..utils.text import shorten
 from .columns import check_is_dataset
 from .dataset_files import path_inside
-from .image_sets import _check_row, _read_json_rows
+from .image_sets import check_row, read_json_rows
 from .source_images import SourceImages
 
 
@@ -107,7 +107,7 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
         )
     for row, values in enumerate(zip(*(plain[column] for column in _GRID_COLUMNS), strict=True)):
         if values != (None, None, None):
-            _check_row(row, prompts[row], *values)
+            check_row(row, prompts[row], *values)
 
 
 def _check_image_column(dataset: "Dataset", column: str, name: str) -> None:
@@ -314,7 +314,7 @@ def _edit_rows_of_file(path: Path, image_folder: str | Path | None, max_images: 
     from datasets import Dataset, List
     from datasets import Image as ImageFeature
 
-    rows = _read_json_rows(path)
+    rows = read_json_rows(path)
     folder = path.absolute().parent if image_folder is None else Path(image_folder).expanduser().absolute()
     # Every key of every row: `Dataset.from_list` takes the keys of the first row only
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -256,7 +256,7 @@ def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
     return result
 
 
-def _criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> list[dict[str, str]]:
+def criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> list[dict[str, str]]:
     """Give criteria in the form that Arrow keeps as it is, see [`convert_t2is`]."""
     return [
         {"dimension": dimension, "name": name, "text": text}
@@ -290,7 +290,7 @@ def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "rows": parsed.rows,
         "cols": parsed.cols,
         "panels": parsed.panels,
-        "criteria": _criteria_list(row.get("criteria")),
+        "criteria": criteria_list(row.get("criteria")),
         "height": row["height"],
         "width": row["width"],
         "category": row.get("category"),
@@ -400,7 +400,7 @@ def _read_cases(path: Path) -> dict[str, dict[str, Any]]:
 
 def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]) -> dict[str, Any]:
     try:
-        listed = _criteria_list(criteria)
+        listed = criteria_list(criteria)
     except AttributeError:
         listed = None
     if listed is None or not all(isinstance(entry["text"], str) for entry in listed):
@@ -473,10 +473,10 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
     else:
         columns = {name: [row[name] for row in dataset_or_rows] for name in _NEEDED_COLUMNS}
     for index, values in enumerate(zip(*(columns[name] for name in _NEEDED_COLUMNS), strict=True)):
-        _check_row(index, *values)
+        check_row(index, *values)
 
 
-def _check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
+def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"The `prompt` of row {index} is {prompt!r}. It must be a text that is not empty.")
     for name, value in (("rows", rows), ("cols", cols)):
@@ -494,7 +494,7 @@ def _check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> No
             raise ValueError(f"`panels[{number}]` of row {index} is {panel!r}. It must be a text that is not empty.")
 
 
-def _read_json_rows(path: Path) -> list[dict[str, Any]]:
+def read_json_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of one file, raw T2IS rows converted."""
     # Not `load_dataset("json")`: it writes a copy into the user's cache, and what it makes of T2IS's `criteria`, with
     # other names in every row, depends on the version of `datasets`
@@ -522,7 +522,7 @@ def _read_json_rows(path: Path) -> list[dict[str, Any]]:
         if "layout" in row and "panels" not in row:
             rows[index] = _convert_t2is_row(row)
         elif "criteria" in row:
-            rows[index] = {**row, "criteria": _criteria_list(row["criteria"])}
+            rows[index] = {**row, "criteria": criteria_list(row["criteria"])}
     return rows
 
 
@@ -595,7 +595,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         json_paths = [] if is_saved else _json_lines_of_split(path, split)
 
     if json_paths:
-        rows = [row for json_path in json_paths for row in _read_json_rows(json_path)]
+        rows = [row for json_path in json_paths for row in read_json_rows(json_path)]
         # On the rows, before Arrow sees them: its error for a wrong type names neither the row nor the column
         check_image_set_columns(rows)
         # Every key of every row: `Dataset.from_list` takes the keys of the first row only

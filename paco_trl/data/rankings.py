@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import check_image_list, check_is_dataset, list_lengths
 from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, settle_broken
-from .image_sets import _criteria_list, parse_image_set_prompt
+from .image_sets import criteria_list, parse_image_set_prompt
 from .pairs import make_pair, pair_features
 from .questions import theme_question
 
@@ -90,7 +90,7 @@ def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
     return broken
 
 
-def _ranking_features() -> "Features":
+def ranking_features() -> "Features":
     from datasets import Features, Image, List, Value
 
     return Features(
@@ -141,7 +141,7 @@ def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
         if str(idx) in prompts:
             raise ValueError(f"{place} has the idx {idx!r} of an earlier line. Remove one of the two.")
         try:
-            criteria = _criteria_list(record.get("criteria"))
+            criteria = criteria_list(record.get("criteria"))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{place} has the criteria {record['criteria']!r}. They must be a dictionary of dictionaries: "
@@ -200,7 +200,7 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
     records = _read_json_lines(find_dataset_file(folder, _RANK_FILE))
     prompts = _read_prompts(find_dataset_file(folder, _PROMPT_FILE))
 
-    features = _ranking_features()
+    features = ranking_features()
     columns: dict[str, list[Any]] = {name: [] for name in features}
     broken = []
     counts: dict[str, int] = {}

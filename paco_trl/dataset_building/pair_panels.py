@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 
 from ..data.columns import check_is_dataset
 from ..data.grids import panel_size, split_grid
-from ..data.image_sets import _criteria_list
-from ..data.rankings import _ranking_features
+from ..data.image_sets import criteria_list
+from ..data.rankings import ranking_features
 from ..utils.files import file_name, write_atomically
 from ..utils.stage_folder import StageFolder
 from ..utils.text import shorten
@@ -422,7 +422,7 @@ def instances_to_rankings(
     names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
     prompt_of = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}
 
-    features = _ranking_features()
+    features = ranking_features()
     if "theme" in names:
         features = Features({**features, "theme": Value("string")})
     columns: dict[str, list[Any]] = {name: [] for name in features}
@@ -461,7 +461,7 @@ def _ranked(
         "group": instance["prompt_id"],
         "prompt": prompt["prompt"],
         "theme": prompt.get("theme"),
-        "criteria": _criteria_list(prompt.get("criteria")),
+        "criteria": criteria_list(prompt.get("criteria")),
         "reference": paths[instance["reference"]],
         "candidates": [paths[name] for name in instance["candidates"]],
         "ranking": ranking,

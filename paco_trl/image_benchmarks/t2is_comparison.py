@@ -31,9 +31,6 @@ from .t2is_bench import (
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-GROUPS = {"aesthetics": "Aesthetics", "alignment": "Prompt alignment", "consistency": "Visual consistency"}
 # What tells whether two systems drew under the same conditions
 CONDITIONS = ("seeds", "num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "height", "width", "dtype")  # fmt: skip
 PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")

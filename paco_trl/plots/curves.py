@@ -74,7 +74,7 @@ def write_curves_csv(rows: list[dict[str, float]], path: str | Path) -> None:
     writer.writeheader()
     # A NaN is the only value that differs from itself
     writer.writerows({name: value for name, value in row.items() if value == value} for row in rows)
-    write_atomically(path, table.getvalue())
+    write_atomically(path, table.getvalue(), durable=False)
 
 
 def draw_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round: int = 1) -> bool:

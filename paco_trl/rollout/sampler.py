@@ -20,10 +20,10 @@ class FetchedRows:
     def __init__(self, rows: PromptRows, encoded: dict[int, Encoded], prepare: Callable[[Image.Image], Image.Image]):
         self.rows = rows
         self.encoded = encoded
-        self.read = functools.lru_cache(8)(rows.row)  # decodes source images, which may be large
-        self.source_images = functools.cache(
-            lambda number: [prepare(image) for image in rows.images_in(self.read(number))]
-        )
+        read = functools.lru_cache(8)(rows.row)  # decodes source images, which may be large
+        self.read = read
+        # Not by `self.read`: a cycle would keep embeddings on the accelerator until the garbage is collected
+        self.source_images = functools.cache(lambda number: [prepare(image) for image in rows.images_in(read(number))])
 
 
 class RolloutSampler:
@@ -60,6 +60,11 @@ class RolloutSampler:
         self.guidance_scale = guidance_scale
         self.offload_embeddings = offload_embeddings
         self.gathered = gathered
+
+    @property
+    def size_multiple(self) -> int:
+        """What the pipeline needs sizes to be a multiple of."""
+        return self.policy.family.size_multiple(self.policy.pipeline)
 
     def encode(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> None:
         """Encode what is new in some rows. Every process calls it with the same numbers."""

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -14,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from ..cards import ImageModelCard, render_card, save_card  # save_card
+from ..cards import ImageModelCard, render_card, save_card
 from ..checkpointing.checkpoint_files import (
     EMA_WEIGHTS,
     POLICY_WEIGHTS,
@@ -69,6 +70,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
     or not there.
     """
 
+    _config_class = PaCoGRPOConfig
     _record_class = RecordedStep  # what an entry of the buffer holds, for the checkpoint
     loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
     _resumed_from: Path | None = None
@@ -117,8 +119,11 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         """The average of the trained weights."""
         return self.averages.get(EMA_WEIGHTS)
 
+    def _adjustable_settings(self, args: PaCoGRPOConfig) -> dict[str, Any]:
+        return adjustable_settings(args, self.rewards, self._config_class)
+
     def _check_resumed_run(self, checkpoint: Path, args: PaCoGRPOConfig) -> None:
-        settings = adjustable_settings(args, self.rewards)
+        settings = self._adjustable_settings(args)
         check_resumed_run(checkpoint, self._identity, settings, args.world_size, args.deepspeed_plugin is not None)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
@@ -141,7 +146,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         args = self.args
         checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
         if checkpoint is None:
-            check_output_folder(args.output_dir, self._identity, adjustable_settings(args, self.rewards))
+            check_output_folder(args.output_dir, self._identity, self._adjustable_settings(args))
         elif checkpoint != self._checked:
             self._check_resumed_run(checkpoint, args)
         if checkpoint is not None:
@@ -170,6 +175,12 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             self.averages[file] = EMA(self.model, decay, self.zero_stage, args.ema_offload)
             if checkpoint is not None and (checkpoint / file).exists():
                 self.averages[file].load_state_dict(load_file(checkpoint / file))
+            elif checkpoint is not None and file != EMA_WEIGHTS:  # an average of the export may begin here
+                raise ValueError(
+                    f"'{checkpoint}' has no {file}: it is not a checkpoint of {type(self).__name__}, and the weights that "
+                    "draw are not in it. To go on with its adapter, pass the folder as `peft_config` and set another "
+                    "`output_dir`."
+                )
         if checkpoint is not None:
             self._load_round(checkpoint)
         elif args.resolution_transfer_prompts:
@@ -233,13 +244,14 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         args, state = self.args, self.state
         run = {
             "identity": self._identity,
-            "course": adjustable_settings(args, self.rewards),
+            "course": self._adjustable_settings(args),
             "num_processes": self.accelerator.num_processes,
             "is_deepspeed": self.is_deepspeed_enabled,
             "is_round_pending": self.is_round_pending,
         }
         with staged_checkpoint(args.output_dir, state.global_step, self.accelerator, args.should_save, run) as staged:
             staged.write(self._write_weights)
+            staged.write(self._write_further_weights)
             staged.write(self._write_state)
         if args.should_save:
             drop_old_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint)
@@ -248,18 +260,26 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             self._push_from_checkpoint(str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
     def _write_weights(self, folder: Path) -> None:
-        keep = self.args.should_save
+        keep, ema = self.args.should_save, self.ema
         # Everything is gathered before anything is written
-        files = {file: average.state_dict(keep) for file, average in self.averages.items()}
-        if self.zero_stage == 0 or self.ema is None:  # DeepSpeed's own files hold the weights otherwise
-            files[POLICY_WEIGHTS] = gather_whole(
-                self.model, shares(self.model, self.zero_stage), self.zero_stage, keep
-            )
+        average = ema.state_dict(keep) if ema is not None else None
+        policy = None
+        if self.zero_stage == 0 or ema is None:  # DeepSpeed's own files hold the weights otherwise
+            policy = gather_whole(self.model, shares(self.model, self.zero_stage), self.zero_stage, keep)
         if keep:
             # What users load, and what training goes on with
-            self._save_trained(files[POLICY_WEIGHTS if self.ema is None else EMA_WEIGHTS], folder)
-            for file, weights in files.items():
-                save_file(weights, folder / file)
+            self._save_trained(policy if average is None else average, folder)
+            for file, weights in ((EMA_WEIGHTS, average), (POLICY_WEIGHTS, policy)):
+                if weights is not None:
+                    save_file(weights, folder / file)
+
+    def _write_further_weights(self, folder: Path) -> None:
+        """Averages that are not exported, one after the other: each may be as large as the model."""
+        for file, average in self.averages.items():
+            if file != EMA_WEIGHTS:
+                whole = average.state_dict(self.args.should_save)
+                if self.args.should_save:
+                    save_file(whole, folder / file)
 
     def _write_state(self, folder: Path) -> None:
         args, state = self.args, self.state
@@ -289,7 +309,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         index, run = self.accelerator.process_index, read_run(checkpoint)
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
-        settings = adjustable_settings(self.args, self.rewards)
+        settings = self._adjustable_settings(self.args)
         changed = [
             name for name in settings
             if name not in AFTER_GENERATION and run["course"].get(name) != settings[name]

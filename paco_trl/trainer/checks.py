@@ -52,10 +52,8 @@ def check_eval_datasets(
     return rows
 
 
-def check_model_settings(
-    args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows, negative_prompt: str | None
-) -> None:
-    """Check the settings against the pipeline and the sizes that rows have with it."""
+def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negative_prompt: str | None) -> None:
+    """Check the settings against the pipeline."""
     name, batch_size = type(pipeline).__name__, args.per_device_train_batch_size
     if args.detach_unconditional and negative_prompt is None:
         raise ValueError(
@@ -68,7 +66,11 @@ def check_model_settings(
             f"`per_device_train_batch_size` is {batch_size}, but {type(family).__name__} draws at most {most} with "
             f"{name} in one call. Set `per_device_train_batch_size={most}`."
         )
-    # A micro-batch holds images of several prompts only where they are generated in one call of the pipeline
+
+
+def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
+    """Check that a micro-batch holds images of several prompts only where one call of the pipeline generates them."""
+    batch_size = args.per_device_train_batch_size
     if args.num_generations % batch_size == 0:
         return
     sizes = set(rows.training_sizes)
@@ -77,7 +79,7 @@ def check_model_settings(
     elif rows.sources is not None:
         reason = "Each prompt has source images of its own"
     elif not family.has_fixed_length:
-        reason = f"{name} encodes each prompt to a length of its own"
+        reason = f"{type(pipeline).__name__} encodes each prompt to a length of its own"
     else:
         return
     raise ValueError(

@@ -75,8 +75,8 @@ class Evaluator:
             Settings.
         rows (`list[PromptRows]`, *optional*):
             Rows that were read already.
-        subject (`list`, *optional*):
-            What else a baseline depends on: the model.
+        base_model (`str`, *optional*), dtype (`str`, *optional*):
+            What else a baseline depends on.
     """
 
     def __init__(
@@ -86,10 +86,11 @@ class Evaluator:
         scorer: RewardScorer,
         args: PaCoGRPOConfig,
         rows: list[PromptRows] = (),
-        subject: list[str] = (),
+        base_model: str = "",
+        dtype: str = "",
     ):
         self.sampler, self.rewards, self.scorer, self.args = sampler, rewards, scorer, args
-        self.subject = list(subject)
+        self.base_model, self.dtype = base_model, dtype
         self._rows = list(rows)
         self._baselines: dict[str, Evaluation] = {}
 
@@ -139,7 +140,7 @@ class Evaluator:
             [`Evaluation`].
         """
         args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
-        generations, period = args.num_generations_eval, sampler.policy.family.size_multiple(sampler.policy.pipeline)
+        generations, period = args.num_generations_eval, sampler.size_multiple
         sampler.encode(rows, numbers, scale)
 
         # Each process generates the same number of images, as ZeRO-3 needs; what was added for that is not counted
@@ -239,7 +240,7 @@ class Evaluator:
         """Digest all that a baseline depends on."""
         args = self.args
         settings = [
-            self.subject[0],
+            self.base_model,
             self.rewards.names,
             self.rewards.weights.tolist(),
             args.seed,
@@ -248,7 +249,7 @@ class Evaluator:
             args.guidance_scale,
             args.negative_prompt,
             args.vae_tiling,
-            *self.subject[1:],
+            self.dtype,
             rows.inference_sizes,
             [rows.content(number) for number in range(len(rows))],  # rewards read any of their columns
         ]

@@ -328,13 +328,13 @@ class PaCoGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Whether each reward is required, in their order. If `None`, all are."}
     )
     max_reward_failures: float = field(
-        default=0.01, metadata={"help": "Largest share of a round's images without a required reward."}
+        default=0.01, metadata={"help": "Share of a round's images without a required reward that stops the run."}
     )
     max_excluded_images: float = field(
-        default=0.5, metadata={"help": "Largest share of a round's images left out because of a reward."}
+        default=0.5, metadata={"help": "Share of images left out because of a reward above which the run stops."}
     )
     max_excluded_groups: float = field(
-        default=0.5, metadata={"help": "Largest share of a round's prompts with fewer than two scored images."}
+        default=0.5, metadata={"help": "Share of prompts without two scored images above which the run stops."}
     )
 
     # Parameters that control the training

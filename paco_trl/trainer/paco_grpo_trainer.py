@@ -40,6 +40,7 @@ from .base_trainer import PaCoBaseTrainer
 from .checks import (
     check_eval_datasets,
     check_evaluation_is_possible,
+    check_micro_batches,
     check_model_settings,
     check_one_gpu,
     check_train_dataset,
@@ -142,8 +143,6 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
     _tag_names = ["paco-trl", "trl", "paco-grpo", "grpo"]
     _name = "PaCo-GRPO"
     _paper = PAPER
-    _config_class = PaCoGRPOConfig
-    _record_class = RecordedStep  # what an entry of the buffer holds, for the checkpoint
 
     def __init__(
         self,
@@ -191,9 +190,10 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             has_unused = is_full and bool(self.family.unused_layers(self.pipeline.transformer))
             args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
         negative_prompt = self.family.resolve_negative_prompt(self.pipeline, args.guidance_scale, args.negative_prompt)
+        check_model_settings(args, self.pipeline, self.family, negative_prompt)
         for rows in (self.train_rows, *eval_rows):
             rows.measure(self.pipeline, self.family)
-        check_model_settings(args, self.pipeline, self.family, self.train_rows, negative_prompt)
+        check_micro_batches(args, self.pipeline, self.family, self.train_rows)
         if is_deepspeed:
             # Its default is the dtype of the model: hundreds of micro-batches would be added up in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
@@ -242,8 +242,9 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         )  # fmt: skip
         self.scorer = RewardScorer(self.rewards.functions, self.rewards.names, self.accelerator)
         eval_scorer = RewardScorer(eval_rewards.functions, eval_rewards.names, self.accelerator)
-        subject = [self.base_model, str(self.compute_dtype)]
-        self.evaluator = Evaluator(self.sampler, eval_rewards, eval_scorer, args, eval_rows, subject)
+        self.evaluator = Evaluator(
+            self.sampler, eval_rewards, eval_scorer, args, eval_rows, self.base_model, str(self.compute_dtype)
+        )
         self.statistics = StepStatistics(self.accelerator)
         self.buffer: RoundBuffer | None = None
         self._is_first_backward = True  # of this `train()`

@@ -184,16 +184,6 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         # Under its own decay it would be an average like the one that is saved; the decay is set with each update
         return {OLD_POLICY_WEIGHTS: 0.0, **super()._average_decays()}
 
-    def _begin_run(self) -> None:
-        checkpoint = self._resumed_from
-        if checkpoint is not None and not (checkpoint / OLD_POLICY_WEIGHTS).exists():
-            raise ValueError(
-                f"'{checkpoint}' has no {OLD_POLICY_WEIGHTS}: it is not a checkpoint of {type(self).__name__}, "
-                "and the weights that draw are not in it. To go on with its adapter, pass the folder as "
-                "`peft_config` and set another `output_dir`."
-            )
-        super()._begin_run()
-
     def _end_step(self) -> None:
         """old <- decay * old + (1 - decay) * weights, at the end of each round."""
         if self.state.global_step % self.schedule.optimizer_steps_per_round == 0:

@@ -46,12 +46,16 @@ def run_identity(
     }
 
 
-def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardSet) -> dict[str, Any]:
-    """Give what decides how a run continues: with other values it does, but not as it would have."""
+def adjustable_settings(
+    args: PaCoGRPOConfig, rewards: RewardSet, config_class: type[PaCoGRPOConfig]
+) -> dict[str, Any]:
+    """
+    Give what decides how a run continues: with other values it does, but not as it would have.
+
+    What the config of another trainer has beside PaCo-GRPO's is a part of it, what a subclass of a user adds is not.
+    """
     layout = args.round_layout
-    of_other_trainers = {f.name for f in dataclasses.fields(args)} - {
-        f.name for f in dataclasses.fields(PaCoGRPOConfig)
-    }
+    own = {f.name for f in dataclasses.fields(config_class)} - {f.name for f in dataclasses.fields(PaCoGRPOConfig)}
     return {
         "num_prompts_per_generation": layout.num_prompts,
         "num_generations": layout.num_generations,
@@ -61,5 +65,5 @@ def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardSet) -> dict[str, A
         "rewards": rewards.names,
         "reward_weights": rewards.weights.tolist(),
         "reward_required": rewards.required,
-        **{name: getattr(args, name) for name in sorted(of_other_trainers)},
+        **{name: getattr(args, name) for name in sorted(own)},
     }

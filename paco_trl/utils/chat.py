@@ -201,9 +201,8 @@ class Asking:
     """Questions under way at an endpoint. A context manager: what is still under way at its end is cancelled."""
 
     def __init__(self, client: "ChatClient"):
-        self.under_way: dict[
-            Future[Reply], Hashable
-        ] = {}  # questions whose replies were not taken yet, and their keys
+        # Questions whose replies were not taken yet, and their keys
+        self.under_way: dict[Future[Reply], Hashable] = {}
         self._client = client
         self._done: queue.SimpleQueue[Future[Reply]] = queue.SimpleQueue()
 

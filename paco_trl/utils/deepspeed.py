@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
-from trl.models.utils import add_hooks, remove_hooks
 
 
 @contextmanager
@@ -64,6 +63,7 @@ def gathered_weights(model: nn.Module, engine: nn.Module) -> Iterator[None]:
         yield
         return
     import deepspeed
+    from trl.models.utils import add_hooks, remove_hooks
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         remove_hooks(engine)

@@ -14,8 +14,8 @@ from urllib.parse import quote
 from filelock import FileLock, Timeout
 
 
-def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """Write a file whole or not at all, and onto the disk."""
+def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) -> None:
+    """Write a file whole or not at all, and onto the disk; `durable=False` for what is written often."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:60]}.", suffix=".part", dir=path.parent)
@@ -23,7 +23,8 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data.encode("utf-8") if isinstance(data, str) else data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # what `open` gives; `mkstemp` makes files that only their owner reads
         os.replace(temporary, path)
     except BaseException:
