@@ -14,7 +14,7 @@ LINTED := paco_trl examples tests benchmarks model_cards
 help:
 	@echo "make demo         the whole method on toy models, into demo-output/ (CPU, offline)"
 	@echo "make test         the tests"
-	@echo "make test-slow    the tests that launch many processes"
+	@echo "make test-slow    the tests that take seconds, or launch many processes"
 	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
 	@echo "make test-vllm    the tests that need a server of vLLM (CPU; installs 2.5 GB into an environment of its own)"
 	@echo "make quality      linter and formatter, check only"
@@ -33,17 +33,18 @@ help:
 demo: .venv/.installed
 	@$(BIN)/python examples/miniature/demo.py
 
-# Two processes, each with whole files: the models that a file's tests share are built once
+# Two processes, each with whole files, whose models are built once, in the order of their names: by default the files with
+# the fewest tests come last, which are the longest
 test: .venv/.installed
-	$(BIN)/python -m pytest -m "not slow and not vllm" -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -m "not slow and not vllm" -n 2 --dist loadfile --no-loadscope-reorder tests
 
 test-slow: .venv/.installed
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder tests
 
 test-lowest: | $(filter .venv-uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-lowest
 	$(UV) pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e ".[test]"
-	.venv-lowest/bin/python -m pytest -m "not slow and not vllm" -n 2 --dist loadfile tests
+	.venv-lowest/bin/python -m pytest -m "not slow and not vllm" -n 2 --dist loadfile --no-loadscope-reorder tests
 
 # By pip, since uv does not find the CPU build of torch that vLLM pins. The packages that are taken out again come as
 # CUDA builds, which do not load beside it, and nothing here uses them.

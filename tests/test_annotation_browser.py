@@ -152,6 +152,7 @@ def rankings(folder: Path, name: str) -> list[tuple[str, list[int] | None]]:
     return [(line["instance"], line.get("ranking")) for line in read_lines(path)] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_keys_rank_everything(world, folder, serve, sit_down):
     url = serve(world, annotations_per_instance=1)
     anna = sit_down(url, "anna")
@@ -227,6 +228,7 @@ def test_images_are_seen_and_text_is_text(world, folder, serve, sit_down):
     assert box["y"] + box["height"] <= 740
 
 
+@pytest.mark.slow
 def test_half_made_orders(world, folder, serve, sit_down):
     url = serve(world)
     anna = sit_down(url, "anna")
@@ -261,6 +263,7 @@ def test_half_made_orders(world, folder, serve, sit_down):
     assert rankings(folder, "anna") == [(instance, [shown[3], shown[1], shown[0], shown[2]])]
 
 
+@pytest.mark.slow
 def test_click_and_drag(world, folder, serve, sit_down):
     url = serve(world)
     anna = sit_down(url, "anna")

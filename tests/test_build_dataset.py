@@ -292,6 +292,7 @@ class TestRankings:
         planted("pairs", test_size=0.2, annotators=["automatic"])
         assert not (folder / "rankings" / "dataset").exists()
 
+    @pytest.mark.slow
     def test_a_served_judge(self, planted, tmp_path, monkeypatch):
         import numpy as np
 
@@ -389,6 +390,7 @@ class TestWritten:
                 "prompts", base_url=server.url, model="writer", num_written=9, categories=["movie shot", "multi-pose"]
             )
 
+    @pytest.mark.slow
     def test_reasons(self, planted, tmp_path):
         asked_before, refused = set(), set()
 
@@ -440,6 +442,7 @@ class TestWritten:
             name: split["id"][:] for name, split in now.items()
         }
 
+    @pytest.mark.slow
     def test_a_server_that_is_down(self, planted):
         planted("rank")
         planted("pairs", test_size=0.2)

@@ -568,6 +568,7 @@ class TestAutomatic:
 
         assert hashes(pairs["train"]).isdisjoint(hashes(pairs["test"]))
 
+    @pytest.mark.slow
     def test_prompts_that_share_an_image_stay_together(self, world, automatic):
         """The twin of the split: with the images of another prompt, a prompt goes where that one goes."""
         sha256 = world.panels["sha256"][:]

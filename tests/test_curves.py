@@ -156,6 +156,7 @@ class TestTable:
         assert path.read_text() != before
 
 
+@pytest.mark.slow
 class TestPicture:
     def test_panels_of_a_run_with_two_rewards(self, tmp_path, drawn):
         entries = [train_entry(step, ("a", "b")) for step in range(1, 9)]
@@ -227,6 +228,7 @@ class TestPicture:
         assert first.get_color() != second.get_color() and first.get_marker() != second.get_marker()
         assert line_of(axes, "baseline indoor").get_color() == first.get_color()
 
+    @pytest.mark.slow
     def test_spread_and_where_a_reward_was_tamed(self, tmp_path, drawn):
         entries = [train_entry(step, ("a", "b")) for step in (1, 2, 3)]
         for entry in entries:
@@ -298,6 +300,7 @@ class TestPicture:
         heights = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
         assert heights == {"below the range": [0.1], "above the range": [0.2], "both": [0.3]}
 
+    @pytest.mark.slow
     def test_ratio_deviation_is_a_line_though_its_kinds_alternate(self, tmp_path, drawn):
         entries = [train_entry(step) for step in range(1, 7)]
         axes = panel(draw(entries, tmp_path / "curves.png", drawn), "|ratio - 1|")
@@ -538,6 +541,7 @@ class _Run:
         return read_csv(self.csv)
 
 
+@pytest.mark.slow
 def test_a_run_has_its_curves(make_trainer, prompts, tmp_path, drawn):
     trainer = make_trainer(
         reward_funcs=[redness_reward, panel_similarity_reward],

@@ -307,6 +307,7 @@ class TestMetrics:
         assert len(logged) > 20
         self.compare(logged, self.documented("paco_grpo_trainer.md"))
 
+    @pytest.mark.slow
     def test_documented_keys_of_the_judge_are_the_logged_ones(self, tiny_qwen, tmp_path):
         colours = [("red", "red"), ("red", "blue"), ("blue", "blue"), ("blue", "red")]
         pairs = Dataset.from_list(

@@ -178,6 +178,7 @@ class TestSizes:
     INFERENCE = [(64, 64), (52, 80), (80, 52), (40, 48), (44, 96), (64, 32)]
     TRAINING = [(32, 32), (24, 40), (40, 24), (20, 24), (24, 48), (32, 16)]
 
+    @pytest.mark.slow
     def test_sizes_sources_panels_and_columns(self, klein, mixed, tmp_path):
         spy = SpyReward()
         settings = {"height": 64, "width": 64, "resolution_scale": 0.5, "max_steps": 6}
@@ -201,6 +202,7 @@ class TestSizes:
             assert {image.size for image in call["panel_images"]} == {panel}
         assert len({call["completion"].size for call in spy.calls}) == 6
 
+    @pytest.mark.slow
     def test_rows_without_a_layout_beside_rows_with_one(self, klein, tmp_path):
         grids = edits(
             ("Paint the house red.", picture(64, 64, 0)),
@@ -300,6 +302,7 @@ class TestEncoding:
         assert set(events[events.index("step") :]) == {"step"}
         assert trainer.train_rows.training_sizes == [(48, 80), (80, 48), (48, 80), (48, 80)]
 
+    @pytest.mark.slow
     def test_truncated_instructions_are_counted_once(self, klein, tmp_path, caplog):
         long = edits(
             ("Paint the house red. " * 200, picture(64, 64, 0)),
@@ -317,6 +320,7 @@ class TestEncoding:
         assert len(found) == 1
         assert "For 2 of 4 prompts: " in found[0] and "Flux2KleinPipeline" in found[0]  # the negative one is one
 
+    @pytest.mark.slow
     def test_offloaded_embeddings_give_the_same_weights(self, klein, dataset, untouched, tmp_path):
         trainer = make(klein, dataset, tmp_path, max_steps=4, offload_embeddings=True)
         trainer.train()
@@ -330,6 +334,7 @@ class TestTraining:
         moved = [value.abs().max() for name, value in weights_of(untouched).items() if "lora_B" in name]
         assert len(moved) > 0 and min(moved) > 1e-3  # B begins at 0
 
+    @pytest.mark.slow
     def test_other_sources_give_other_weights(self, klein, dataset, untouched, tmp_path):
         for name, shift in (("same", 0), ("other", 3)):
             pictures = [picture(*image.size, place + shift) for place, image in enumerate(dataset["image"])]
@@ -362,6 +367,7 @@ class TestTraining:
                 other, _, _ = replay(*arguments)
             assert not torch.equal(other, log_prob)
 
+    @pytest.mark.slow
     def test_the_gradient_of_the_unconditional_prediction(self, klein, dataset, untouched, tmp_path):
         trainer = make(klein, dataset, tmp_path, max_steps=4, detach_unconditional=True)
         trainer.train()
@@ -384,6 +390,7 @@ def num_pixels(sheet: Image.Image, colour: tuple[int, int, int]) -> int:
 
 
 class TestSheets:
+    @pytest.mark.slow
     def test_sheets_show_the_sources(self, klein, dataset, tmp_path, monkeypatch):
         saved = []
         names = ("folder", "name", "title", "prompts", "shown", "before", "tracker_name", "step", "callbacks")

@@ -424,6 +424,7 @@ class TestBaseline:
         (tmp_path / "folder" / "1.png").unlink()
         assert load_baseline(tmp_path / "folder", "key") is None
 
+    @pytest.mark.slow
     def test_a_resumed_run_keeps_it_with_its_pictures(self, make, watch, base_images, tmp_path, monkeypatch):
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "log_completions": True}
         first = make(eval_strategy="steps", eval_steps=4, **settings)
@@ -441,6 +442,7 @@ class TestBaseline:
         assert same_images(after, images)
         assert not same_images(before, after)
 
+    @pytest.mark.slow
     def test_continuing_an_adapter_the_baseline_is_without_it(self, make, watch, base_images, tmp_path):
         trainer = make(learning_rate=0.1)
         trainer.train()

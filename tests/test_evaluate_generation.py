@@ -303,6 +303,7 @@ class TestGEdit:
         make_adapter(folder / "adapter", str(folder / "kontext"), 0)
         return folder
 
+    @pytest.mark.slow
     def test_from_drawing_to_the_page(self, script, edits):
         def say(body):
             images = [part for part in body["messages"][-1]["content"] if part["type"] == "image_url"]

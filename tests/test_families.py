@@ -840,6 +840,7 @@ SIZES["klein, editing"] = SIZES["flux2, editing"]
 SIZES["qwen-edit-plus"] = SIZES["qwen-edit"]
 
 
+@pytest.mark.slow
 class TestSizesOfSources:
     @pytest.mark.parametrize("name", EDITING)
     def test_own_size_to_the_pixel(self, setup_of, name):
@@ -983,6 +984,7 @@ class TestSettingsThatWouldBeIgnored:
         assert not np.array_equal(setup.draw_plain(guidance_scale=1.0), setup.draw_plain())
 
 
+@pytest.mark.slow
 class TestTruncation:
     @pytest.mark.parametrize(
         ("name", "module"), [("flux2", flux2), ("klein", flux2), ("z-image", z_image), ("qwen", qwen_image)]
@@ -1042,6 +1044,7 @@ class TestTruncation:
         assert "dog dog" not in caplog.text
 
 
+@pytest.mark.slow
 class TestBf16:
     @pytest.mark.parametrize("name", CASES)
     def test_draws_and_replays(self, folder_of, name):

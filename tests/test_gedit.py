@@ -174,6 +174,7 @@ class TestDrawing:
             ).images[0]
             assert by_hand.tobytes() == edits[row]["image"].tobytes()
 
+    @pytest.mark.slow
     def test_stopped_and_resumed_is_the_same(self, drawn, pipeline, tmp_path, caplog):
         whole, path = drawn
         prompts = edits_of(DRAWN)
@@ -190,6 +191,7 @@ class TestDrawing:
             draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
         assert calls.count == 0
 
+    @pytest.mark.slow
     def test_a_tuned_model_draws_something_else_from_the_same_noise(self, drawn, kontext, tmp_path):
         whole, _ = drawn
         tuned, prompts = load_pipeline(str(kontext), torch.float32, "cpu"), edits_of(DRAWN[:1])
@@ -512,6 +514,7 @@ class TestScoring:
         with pytest.raises(ValueError, match="changed since: .*semantic/en/k1"):
             score_edits(endpoint_of(server), other, found, tmp_path)
 
+    @pytest.mark.slow
     def test_an_unreadable_answer_is_asked_for_again(self, server, prompts, tmp_path, caplog):
         found = find_edits(plant(tmp_path), prompts)
         bad_until, seen = 2, Counter()

@@ -215,6 +215,7 @@ class TestUploads:
         assert "README.md" in hub.files("tester/adapter", "model", "try")
         assert "README.md" not in hub.files("tester/adapter", "model")
 
+    @pytest.mark.slow
     def test_private(self, hub, run, tmp_path):
         hub.repos["model", "tester/adapter"].private = True
         hub.fault = lambda method, path: "slow" if path.endswith(("/commit/main", "README.md")) else None

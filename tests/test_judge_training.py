@@ -213,6 +213,7 @@ class TestOutage:
 
         server.fault = fault
 
+    @pytest.mark.slow
     def test_it_stops_with_all_that_is_needed_and_goes_on_to_the_bit(self, make_trainer, server, tmp_path):
         undisturbed = make_trainer(
             reward_funcs=consistency(server, max_pairs=1), output_dir=str(tmp_path / "a"), **SETTINGS
@@ -260,6 +261,7 @@ class TestOutage:
             trainer.train()
         assert writes == [2]
 
+    @pytest.mark.slow
     def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(self, make_trainer, server, tmp_path):
         settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
         make_trainer(reward_funcs=consistency(server, max_pairs=1), **settings).train()
@@ -306,6 +308,7 @@ class TestOutage:
         assert outages
         assert are_equal(weights_of(trainer), weights_of(undisturbed))
 
+    @pytest.mark.slow
     def test_an_outage_in_an_evaluation_keeps_the_steps_before_it(self, make_trainer, server, prompts, tmp_path):
         settings = {**SETTINGS, "eval_dataset": prompts.select(range(2)), "eval_strategy": "steps", "eval_steps": 2}
         self.fail_after(server, 1 + 16 + 1)

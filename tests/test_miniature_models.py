@@ -73,6 +73,7 @@ class TestFlux:
         # Two figures that have nothing to do with one another are the same in 1 of 18 cases
         assert 0.1 < means[0] < 0.8
 
+    @pytest.mark.slow
     def test_it_reads_its_prompt(self, pipeline):
         prompts = make_prompts(24, seed=3)
         wishes = [prompts[(row + 1) % 24]["wishes"] for row in range(24)]

@@ -56,6 +56,7 @@ def finished(tmp_path_factory) -> tuple[Miniature, list[str], str]:
     return Miniature(folder, SHORT), [line for line in done.stdout.splitlines() if line], done.stderr
 
 
+@pytest.mark.slow
 class TestShortRun:
     def test_what_lies_in_the_folder(self, finished):
         miniature = finished[0]
@@ -188,6 +189,7 @@ class TestCompare:
 
 
 class TestRefusals:
+    @pytest.mark.slow
     def test_other_settings_in_the_same_folder(self, finished):
         with pytest.raises(ValueError, match="`seed` 0, now 1. Give another folder, or `--restart`"):
             Miniature(finished[0].folder, replace(SHORT, seed=1))
@@ -202,6 +204,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="no step 'training'. The steps are dataset, judge"):
             Miniature(tmp_path, SHORT).run(alone="training")
 
+    @pytest.mark.slow
     def test_a_step_that_fails_is_named(self, finished, tmp_path):
         miniature = Miniature(tmp_path, SHORT)
         for name in ("dataset", "judge", "generator"):
@@ -210,6 +213,7 @@ class TestRefusals:
         with pytest.raises(StepError, match="'evaluation' failed: .* --step evaluation` runs it alone"):
             miniature.run()
 
+    @pytest.mark.slow
     def test_the_command_that_a_failed_step_names_works(self, finished, tmp_path):
         """Also of a folder with a space in its name, and with other settings than the usual ones."""
         folder = tmp_path / "my demo"
@@ -316,6 +320,7 @@ def test_ctrl_c_in_every_long_step_and_on(finished, tmp_path):
 
 
 class TestClearing:
+    @pytest.mark.slow
     def test_nothing_of_the_demo_is_left_and_everything_else(self, finished, tmp_path):
         folder = tmp_path / "out"
         shutil.copytree(finished[0].folder, folder)
@@ -323,6 +328,7 @@ class TestClearing:
         clear(folder)
         assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
+    @pytest.mark.slow
     def test_a_step_that_is_half_removed_is_not_done(self, finished, tmp_path, monkeypatch):
         folder = tmp_path / "out"
         shutil.copytree(finished[0].folder, folder)
@@ -339,6 +345,7 @@ class TestClearing:
             clear(folder)
         assert read_settings(folder) == SHORT
 
+    @pytest.mark.slow
     def test_settings_are_read_as_they_were(self, finished, tmp_path):
         assert read_settings(finished[0].folder) == SHORT
         (tmp_path / "miniature.json").write_text('{"seed": 0, "patience": 3}')

@@ -269,6 +269,7 @@ print(json.dumps(found))
         environment = {**os.environ, **hub.environment(str(folder / "cache")), "HF_TOKEN": TOKEN}
         return launching.check_run(command, env=environment)
 
+    @pytest.mark.slow
     def test_loaded_from_the_hub(self, prompts, tiny_flux, tiny_qwen, tmp_path):
         edits = [{"prompt": f"Make it {n}.", "image": Image.new("RGB", (32, 32), (n, 0, 0))} for n in range(4)]
         for name in ("prompts.jsonl", "user___edits/train.jsonl"):
@@ -457,6 +458,7 @@ class TestWhatItSays:
     def test_time_in_words(self, seconds, said):
         assert f": {said}\n" in str(render_card(ImageModelCard("a", "u/a", FLUX, seconds=seconds)))
 
+    @pytest.mark.slow
     def test_time_goes_on_after_a_resume(self, make_trainer, tmp_path):
         class LongAgo(TrainerCallback):
             """As if the first part had begun 5,000 seconds ago."""
@@ -707,6 +709,7 @@ class TestLicenses:
         (tmp_path / "mine" / "README.md").write_text(readme.format("LICENSE.md"))
         assert base_license(str(tmp_path / "mine")) == License("other", "own")
 
+    @pytest.mark.slow
     def test_the_hub_is_asked_only_on_demand_and_once(self, tmp_path):
         script = """
 import json, sys
@@ -886,6 +889,7 @@ class TestInABrowser:
         with pytest.raises(AssertionError):
             self.check(page, text)
 
+    @pytest.mark.slow
     def test_of_the_zoo(self, browser, tmp_path):
         for name in ZOO:
             page, text = self.show(browser, ROOT / "model_cards" / f"{name}.md", tmp_path)

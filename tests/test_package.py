@@ -23,6 +23,7 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_import_is_light():
     code = "import sys, paco_trl; print(' '.join(sorted({name.split('.')[0] for name in sys.modules})))\n"
     code += "from paco_trl import PaCoGRPOConfig; print('torch' in sys.modules)"

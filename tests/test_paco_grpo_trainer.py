@@ -65,6 +65,7 @@ class TestTraining:
         # q, k, v, out and their context twins, two feed-forwards of two layers; q, k, v of the single-stream block
         assert trained == 2 * (4 + 4 + 4 + 3)
 
+    @pytest.mark.slow
     def test_planted_reward_rises_and_falls_with_its_sign_flipped(self, make_trainer):
         settings = {
             "max_steps": 20,
@@ -88,6 +89,7 @@ class TestTraining:
         assert anti_redness[0] == pytest.approx(-redness[0])  # the same first images
         assert anti_redness[-1] - anti_redness[0] > 3 * spread
 
+    @pytest.mark.slow
     def test_micro_batches_equal_one_batch(self, make_trainer):
         # One optimizer step a round, so that both see all images; SGD, so that rounding stays rounding
         settings = {"optimizer_steps_per_generation": 1, "max_steps": 1, "optim": "sgd", "learning_rate": 10.0}
@@ -113,6 +115,7 @@ class TestTraining:
         for name, value in adapter_of(with_it).items():
             assert torch.equal(value, adapter_of(without_it)[name]), name
 
+    @pytest.mark.slow
     def test_several_sizes_in_one_dataset(self, make_trainer):
         dataset = load_image_set_prompts(demo_prompts_path())
         dataset = dataset.map(lambda row: {"height": 48 * row["rows"], "width": 48 * row["cols"]})
@@ -248,6 +251,7 @@ class TestCost:
         assert first == 0.0  # a new adapter is the identity
         assert second > 0.0
 
+    @pytest.mark.slow
     def test_each_prompt_is_encoded_once_and_each_row_fetched_once_a_round(self, make_trainer, prompts):
         fetched = []
 
@@ -266,6 +270,7 @@ class TestCost:
         assert fetched == [1] * 4 * 4
         assert (trainer.pipeline.text_encoder, trainer.pipeline.text_encoder_2) == encoders
 
+    @pytest.mark.slow
     def test_every_epoch_finds_its_prompts_encoded(self, make_trainer, prompts):
         # 12 prompts in rounds of 5: each epoch leaves out another two
         trainer = make_trainer(
@@ -297,6 +302,7 @@ class TestCost:
 
 
 class TestSteps:
+    @pytest.mark.slow
     def test_a_random_subset_of_steps_is_common_to_a_round(self, make_trainer):
         trainer = make_trainer(
             max_steps=12,
@@ -349,6 +355,7 @@ class TestSteps:
 
 
 class TestRewards:
+    @pytest.mark.slow
     def test_an_image_without_reward_is_left_out(self, make_trainer):
         left_out = []
 
@@ -372,6 +379,7 @@ class TestRewards:
         assert logs_with(trainer, "images_excluded") == [2, 2]
         assert logs_with(trainer, "rewards/sometimes_none/failure_rate") == [0.125, 0.125]
 
+    @pytest.mark.slow
     def test_a_partial_failure_never_counts_as_zero(self, make_trainer):
         def constant_or_none(prompts, completions, **kwargs):
             return [None] + [1.0] * (len(completions) - 1)
@@ -578,6 +586,7 @@ class TestLogs:
         for name in ("reward", "reward_std"):
             assert logs_with(tamed, name) == logs_with(plain, name)
 
+    @pytest.mark.slow
     def test_contact_sheets_and_tensorboard(self, make_trainer, tmp_path, monkeypatch):
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
         trainer = make_trainer(max_steps=4, log_completions=True, report_to="tensorboard")
@@ -699,6 +708,7 @@ class TestResume:
         for name, value in adapter_of(resumed).items():
             assert torch.equal(value, final[name]), name
 
+    @pytest.mark.slow
     def test_a_run_that_was_killed_after_its_last_step(self, make_trainer, tmp_path):
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}  # an epoch has 6 steps
         first = make_trainer(**settings)
@@ -710,6 +720,7 @@ class TestResume:
         for name, value in adapter_of(first).items():
             assert torch.equal(adapter_of(resumed)[name], value), name
 
+    @pytest.mark.slow
     def test_training_again_from_an_earlier_round(self, make_trainer, tmp_path):
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
         trainer = make_trainer(**settings)
@@ -728,6 +739,7 @@ class TestResumeWithOtherSettings:
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{step}"))
         return trainer
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "value"), [("per_device_train_batch_size", 2), ("noise_level", 0.3), ("loss_type", "grpo_guard")]
     )
@@ -739,6 +751,7 @@ class TestResumeWithOtherSettings:
         # Old log-probabilities under another noise would deviate by far more
         assert all(deviation < 0.01 for deviation in logs_with(trainer, "ratio_deviation/step_1"))
 
+    @pytest.mark.slow
     def test_a_pending_round_goes_on_where_a_setting_does_not_matter_to_it(self, make_trainer, tmp_path, caplog):
         make_trainer(**self.SETTINGS).train()
         trainer = make_trainer(**{**self.SETTINGS, "epsilon": 1e-3})
@@ -747,6 +760,7 @@ class TestResumeWithOtherSettings:
         assert "epsilon: 0.0001, now 0.001" in caplog.text and "drawn again" not in caplog.text
         assert sum(calls) == 8  # the second half of the round is trained, and nothing drawn
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "value"),
         [("learning_rate", 1e-5), ("weight_decay", 0.1), ("optimizer_steps_per_generation", 1), ("num_iterations", 2)],
@@ -760,6 +774,7 @@ class TestResumeWithOtherSettings:
                 **{**self.SETTINGS, name: value},
             )
 
+    @pytest.mark.slow
     def test_an_evaluation_on_start_is_not_repeated(self, make_trainer, tmp_path, prompts):
         settings = {"eval_dataset": prompts.select(range(2)), "eval_on_start": True, "num_inference_steps_eval": 2}
         first = make_trainer(**self.SETTINGS, **settings)
@@ -769,6 +784,7 @@ class TestResumeWithOtherSettings:
         assert len(logs_with(resumed, "eval_reward")) == 1  # of the history
         assert resumed.args.eval_on_start
 
+    @pytest.mark.slow
     def test_pictures_of_steps_ahead_are_not_taken(self, make_trainer, tmp_path, prompts):
         settings = {
             "eval_dataset": prompts.select(range(1)), "eval_strategy": "steps", "eval_steps": 2,
@@ -785,6 +801,7 @@ class TestResumeWithOtherSettings:
 
 
 class TestBestCheckpoint:
+    @pytest.mark.slow
     def test_the_card_is_of_the_loaded_step(self, make_trainer, tmp_path, prompts):
         def falling(prompts, completions, **kwargs):
             return (

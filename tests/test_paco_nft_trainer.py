@@ -126,6 +126,7 @@ def recorded(make_nft, **settings):
 
 
 class TestTraining:
+    @pytest.mark.slow
     def test_planted_reward_rises_and_falls_with_its_sign_flipped(self, make_nft):
         settings = {
             "max_steps": 18,
@@ -170,6 +171,7 @@ class TestTraining:
         # In an order of its own for each image
         assert len({tuple(entry["record"].times.tolist()) for entry in buffer}) > 3
 
+    @pytest.mark.slow
     def test_the_velocity_is_the_old_one_to_the_bit_before_the_first_update(self, make_nft):
         for checkpointing in (False, True):
             trainer = make_nft(gradient_checkpointing=checkpointing)
@@ -194,6 +196,7 @@ class TestTraining:
             trainer.train()
         assert are_equal(before, weights_of(trainer))
 
+    @pytest.mark.slow
     def test_the_reference_pulls_the_velocity_back(self, make_nft):
         distances = []
         for beta, max_steps in ((0.0, 2), (1e-9, 8), (100.0, 8)):
@@ -396,6 +399,7 @@ class TestResume:
         assert are_equal(resumed.old_policy.average, whole.old_policy.average)
         assert are_equal(resumed.ema.average, whole.ema.average)
 
+    @pytest.mark.slow
     def test_the_old_policy_of_the_checkpoint_matters(self, make_nft, tmp_path, monkeypatch):
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "old_policy_decay_rate": 0.2}
         whole = make_nft(output_dir=str(tmp_path / "a"), **settings)

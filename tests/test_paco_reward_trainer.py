@@ -346,6 +346,7 @@ class TestLoss:
         with pytest.raises(ValueError, match="`return_outputs=True` asks for logits"):
             trainer.compute_loss(trainer.model, batch, return_outputs=True)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("a", "variant"), LOSSES[:3])
     def test_accumulation_makes_no_difference(self, make_reward_trainer, continued, reference, a, variant):
         settings = {
@@ -440,6 +441,7 @@ class TestLearning:
         assert metrics["pairs"] == 64
         assert metrics["step"] == 48
 
+    @pytest.mark.slow
     def test_reversed_labels_reverse_the_scores(self, make_reward_trainer, trained):
         trainer = make_reward_trainer(
             train_dataset=colours(384, seed=0, reverse=True),
@@ -656,6 +658,7 @@ class Seen:
 class TestGroupByLength:
     SETTINGS = {"train_sampling_strategy": "group_by_length", "max_steps": 6}
 
+    @pytest.mark.slow
     def test_equal_lengths_are_together(self, make_reward_trainer, reference):
         dataset = concatenate_datasets([mixed()] * 6)
         paddings = {}
@@ -672,6 +675,7 @@ class TestGroupByLength:
             paddings[strategy] = sum(expected) / 22
         assert 0.1 < paddings["random"] > 2 * paddings["group_by_length"]
 
+    @pytest.mark.slow
     def test_resumes_in_its_second_epoch(self, make_reward_trainer):
         trainer = make_reward_trainer(save_strategy="steps", save_steps=4, **self.SETTINGS)
         seen = Seen(trainer).rows
@@ -706,6 +710,7 @@ class TestGroupByLength:
 
 
 class TestWorkers:
+    @pytest.mark.slow
     def test_train_and_evaluate_as_the_process_itself(self, make_reward_trainer):
         adapters, metrics = [], []
         for workers in (0, 2):
@@ -825,6 +830,7 @@ class TestMetrics:
         assert len(logs[0]) == 1
         assert logs[0] == logs[1]
 
+    @pytest.mark.slow
     def test_several_evaluation_sets(self, make_reward_trainer, continued, reference):
         sets = {"few": mixed().select([0, 1]), "many": mixed().select(range(2, 11))}
         trainer = make_reward_trainer(continued(), eval_dataset=sets, pictures=True)
@@ -852,6 +858,7 @@ class TestMetrics:
         assert "eval_loss" not in metrics
         assert predicted.predictions is None
 
+    @pytest.mark.slow
     def test_the_best_model_is_loaded(self, make_reward_trainer):
         """It is chosen by AUROC: evaluated in the reverse, the judge gets worse with every step."""
         trainer = make_reward_trainer(
@@ -922,6 +929,7 @@ def other_judge(tiny_qwen, tmp_path_factory):
 class TestOtherFamilies:
     """Everything that is trained, evaluated and scored is so for other models too."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "name", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3" else ()) for name in OTHER_JUDGES]
     )
@@ -1140,6 +1148,7 @@ class TestPictures:
         assert picture.mode == "RGB" and picture.size == pytest.approx((506, 594), abs=1)  # by matplotlib's version
         assert len(picture.getcolors(10**6)) > 20
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strategy", ["no", "steps"])
     def test_tensorboard(self, make_reward_trainer, tmp_path, monkeypatch, strategy):
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
@@ -1190,6 +1199,7 @@ class TestCheckpoints:
         for name, value in adapter_of(trained).items():
             assert torch.equal(last[name.replace(".default", "")], value)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("eval_strategy", ["no", "steps"])
     def test_resume_equals_an_uninterrupted_run(self, make_reward_trainer, tmp_path, eval_strategy):
         settings = {

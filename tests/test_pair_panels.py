@@ -313,6 +313,7 @@ class TestInstances:
         panels = concatenate_datasets([make_panels(["a"], [0, 1], 2), make_panels(["b"], [0, 1], 4)])
         assert len(make_instances(panels)) == 2 * 2 + 2 * 12
 
+    @pytest.mark.slow
     def test_cap_keeps_the_order_and_is_of_each_prompt_alone(self):
         names = [f"p{number}" for number in range(20)]
         panels = make_panels(names, [0, 1, 2, 3], 4)

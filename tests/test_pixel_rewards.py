@@ -456,7 +456,9 @@ def ocr():
     return OcrReward()
 
 
+@pytest.mark.slow
 class TestOcrReward:
+    @pytest.mark.slow
     def test_words_in_drawings(self, ocr, capfd):
         images = {
             "read": sign("Open Today"),
@@ -475,11 +477,13 @@ class TestOcrReward:
         output = capfd.readouterr()
         assert output.out == output.err == ""  # an image without text is not worth a line
 
+    @pytest.mark.slow
     def test_each_image_has_its_own_text(self, ocr):
         images = [sign("Library"), sign("Coffee")]
         assert min(ocr(["p"] * 2, images, text=["Library", "Coffee"])) > 0.9
         assert max(ocr(["p"] * 2, images, text=["Coffee", "Library"])) < 0.5
 
+    @pytest.mark.slow
     def test_transparent_images_are_on_white(self, ocr):
         image = Image.new("RGBA", (320, 160), (0, 0, 0, 0))
         ImageDraw.Draw(image).text((20, 30), "Library", font=ImageFont.load_default(36), fill=(0, 0, 0, 255))

@@ -164,6 +164,7 @@ class TestCommand:
         assert files["README.md"].decode() == card("step 40")
         assert sorted(path.name for path in (run / ".pushing").iterdir()) == [".lock", "repository.json"]
 
+    @pytest.mark.slow
     def test_without_a_token(self, hub, tmp_path):
         """As users start it."""
         save_adapter(tmp_path / "run", "")

@@ -23,6 +23,10 @@ from paco_trl.rewards import redness_reward
 ADAPTER = "adapter_model.safetensors"
 
 
+# Nearly all of them go on from one uninterrupted run with its checkpoints
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def context():
     return fork_context()

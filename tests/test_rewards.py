@@ -54,6 +54,7 @@ def variance_of_log(span):
 
 
 class TestLazyExports:
+    @pytest.mark.slow
     def test_aggregation_comes_without_transformers_and_diffusers(self):
         code = (
             "import sys, paco_trl; before = set(sys.modules); import paco_trl.rewards;"

@@ -861,6 +861,7 @@ class TestResume:
         with pytest.raises(ValueError, match="alignment of .* the benchmark has no alignment now"):
             t2is_results(bench.remove_columns("alignment"), [system])
 
+    @pytest.mark.slow
     def test_two_runs_do_not_write_one_file(self, bench, tmp_path):
         found = find_image_sets(write_grids(tmp_path / "grids", FOREIGN), bench)
         code = (

@@ -480,6 +480,7 @@ def test_only_nonsense_ends_with_an_example(server, tmp_path):
         write_prompts(endpoint_of(server), StageFolder(tmp_path / "refused"), 1)
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_down_loses_nothing(server, tmp_path):
     """Some answers are bad, so that the order of attempts counts."""
     server.say = moody
