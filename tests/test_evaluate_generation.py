@@ -341,6 +341,7 @@ class TestGEdit:
         results = json.loads((edits / "published" / "results.json").read_text())
         assert results["protocol"] == "published" and results["tables"][0]["rows"][0]["cells"][0]["mean"] == 6.0
 
+    @pytest.mark.slow
     def test_what_it_needs(self, script, edits):
         benchmark = ["--benchmark", "gedit", "--dataset_name", str(edits / "bench")]
         with pytest.raises(ValueError, match="one of `--seeds`"):

@@ -477,6 +477,7 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
 
 
 def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
+    """Refuse a row whose prompt, layout or panels cannot work."""
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"The `prompt` of row {index} is {prompt!r}. It must be a text that is not empty.")
     for name, value in (("rows", rows), ("cols", cols)):

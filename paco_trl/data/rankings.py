@@ -91,6 +91,7 @@ def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
 
 
 def ranking_features() -> "Features":
+    """Give the columns of rankings."""
     from datasets import Features, Image, List, Value
 
     return Features(
