@@ -20,6 +20,8 @@ from paco_trl.utils.deepspeed import check_gradient_accumulation
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}
+# As they are now: parsing a command line replaces them (transformers 5.23, HfArgumentParser)
+TYPES = {name: str(field.type) for name, field in FIELDS.items()}
 TRL_FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 OWN_FIELDS = list(PaCoGRPOConfig.__annotations__)
 
@@ -220,7 +222,7 @@ class TestDocumentation:
 
 def another_value(name):
     """A value that is not the default, of a fitting type."""
-    default, kind = default_of(FIELDS[name]), str(FIELDS[name].type)
+    default, kind = default_of(FIELDS[name]), TYPES[name]
     if isinstance(default, bool):
         return not default
     if isinstance(default, int | float):
