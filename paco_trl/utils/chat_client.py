@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -78,8 +79,12 @@ class ChatClient:
             # Here it stands above one in OPENAI_CUSTOM_HEADERS
             default_headers={"Authorization": f"Bearer {self._key}"},
             max_retries=0,  # they would know nothing of a budget
-            # A proxy that the environment names does not know this machine's own addresses
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(host)),
+            http_client=openai.DefaultAsyncHttpxClient(
+                # A proxy that the environment names does not know this machine's own addresses
+                trust_env=not is_loopback(host),
+                # Certificates take 0.07 s to read. Without them a redirect of an http:// server to https:// is refused
+                verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if base_url.startswith("http://") else True,
+            ),
         )
         # OPENAI_ORG_ID and OPENAI_PROJECT_ID: whose they are is nothing for other servers
         self._openai.organization = self._openai.project = None
