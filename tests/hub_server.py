@@ -2,25 +2,36 @@
 """
 A small Hub for the tests: repositories of models and datasets in memory, over HTTP, for the real clients.
 
-`HF_ENDPOINT` is read when `huggingface_hub` is imported, so a client runs in a process of its own, with
-`HubServer.environment`. Files go over plain LFS: there is no Xet.
+`HF_ENDPOINT` is read when `huggingface_hub` is imported: `HubServer.connected` makes the clients of this process read it
+again, and a process of its own gets `HubServer.environment`. Files go over plain LFS: there is no Xet.
 """
 
 import base64
+import contextlib
 import hashlib
+import io
 import json
+import logging
 import re
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote
 
+import pytest
 import yaml
+from huggingface_hub import HfFileSystem
+from huggingface_hub.utils import close_session
+
+from launching import _read_hub_variables
+from paco_trl.hub import pushing
 
 
 _DATE = "2025-01-01T00:00:00.000Z"
@@ -128,6 +139,32 @@ class HubServer:
             "NO_PROXY": "127.0.0.1",
         }
 
+    @contextlib.contextmanager
+    def connected(self, cache: str | Path, token: str | None = None) -> Iterator[io.StringIO]:
+        """
+        Let the clients of this process know this Hub alone, as new ones would: with `environment`, without connections.
+
+        Gives what is printed and logged meanwhile. The waits between retries are a hundredth of theirs.
+        """
+        with pytest.MonkeyPatch.context() as patch, printed_and_logged() as text:
+            for name, value in self.environment(str(cache)).items():
+                patch.setenv(name, value)
+            patch.delenv("HF_HUB_CACHE", raising=False)
+            patch.delenv("HF_TOKEN", raising=False)
+            if token is not None:
+                patch.setenv("HF_TOKEN", token)
+            patch.setattr(
+                "huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100))
+            )
+            for name in ("_FIRST_WAIT", "_LONGEST_WAIT"):
+                patch.setattr(pushing, name, getattr(pushing, name) / 100)
+            _renew_clients()
+            try:
+                yield text
+            finally:
+                patch.undo()
+                _renew_clients()
+
     def start(self) -> None:
         self._server = _Server(("127.0.0.1", self._port), _handler(self))
         self._port = self._server.server_port
@@ -159,6 +196,28 @@ class HubServer:
         """Files of a repository by path."""
         repo = self.repos[repo_type, repo_id]
         return {path: blob.content for path, blob in repo.commits[repo.sha_of(revision)].items()}
+
+
+@contextlib.contextmanager
+def printed_and_logged() -> Iterator[io.StringIO]:
+    """Record what is printed and logged, by libraries too whose loggers do not propagate."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    loggers = [logging.getLogger(name) for name in (None, "datasets", "diffusers", "huggingface_hub", "transformers")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            yield text
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+def _renew_clients() -> None:
+    _read_hub_variables()
+    close_session()
+    HfFileSystem.clear_instance_cache()
 
 
 def _goes_to_lfs(path: str, size: int) -> bool:

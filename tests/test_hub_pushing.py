@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Uploads beside training, and what is checked before it, by the real client against a Hub of the tests over HTTP.
-
-`HF_ENDPOINT` is read when `huggingface_hub` is imported: the client runs in a process of its own, for which this file is
-a script.
-"""
+"""Uploads beside training, and what is checked before it, by the real client against a Hub of the tests over HTTP."""
 
 import json
 import os
-import sys
-import threading
+import shutil
+import time
+import traceback
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi, hf_hub_download
 
-import launching
 from hub_server import HubServer
+from paco_trl.hub import account, pushing
+from paco_trl.hub.account import check_base_model, prepare_repository
 
 
 TOKEN = "hf_rightTokenOfTheTester"
@@ -25,7 +23,7 @@ PATTERNS = ["adapter_config.json", "adapter_model.safetensors", "README.md", "*.
 
 
 #########
-# The client's process
+# What the client does
 #########
 
 
@@ -43,11 +41,6 @@ def make_checkpoint(output_dir: str, step: int, base: str | None = "someone/base
 
 
 def pusher_of(output_dir: str, revision: str | None = None, always_push: bool = False):
-    from huggingface_hub import HfApi
-
-    from paco_trl.hub import pushing
-
-    pushing._FIRST_WAIT, pushing._LONGEST_WAIT = 0.05, 0.2  # a test has no seconds to wait
     return pushing.HubPusher(HfApi(token=TOKEN), "tester/adapter", revision, output_dir, PATTERNS, always_push)
 
 
@@ -75,18 +68,15 @@ def push_at_once(output_dir: str, steps: list[int], whole: str | None = None, **
     Pushes checkpoints without waiting, and deletes each at once, as `save_total_limit` may. The second comes when the
     upload of the first has begun: else it might replace the first, too.
     """
-    import shutil
-    import time
-
     pusher = pusher_of(output_dir, **kwargs)
     for step in steps:
         folder = make_checkpoint(output_dir, step)
         pusher.push_later(folder, step, f"step {step}", f"checkpoint-{step}" if whole else None)
         shutil.rmtree(folder)
-        for _ in range(600):
+        for _ in range(6000):
             if Path(output_dir, "first on its way").exists():
                 break
-            time.sleep(0.1)
+            time.sleep(0.01)
     Path(output_dir, "all asked for").touch()
     pusher.wait()
     return [path.name for path in pusher.waiting()]
@@ -97,24 +87,11 @@ def push_now(output_dir: str, step: int) -> str:
     return pusher_of(output_dir).push_now(folder, "the end").oid
 
 
-def push_without_patience(output_dir: str) -> None:
-    from paco_trl.hub import account, pushing
-
-    account._TIMEOUT, pushing._ATTEMPTS = (1.0, 1.0, 1.0, None), 1
-    push_now(output_dir, 2)
-
-
 def download(token: str | bool) -> str:
-    from huggingface_hub import hf_hub_download
-
     return Path(hf_hub_download("tester/adapter", "README.md", token=token)).read_text()
 
 
 def prepare(repo_id: str, token: str | None = TOKEN, base: str | None = None, **kwargs) -> str:
-    from huggingface_hub import HfApi
-
-    from paco_trl.hub.account import check_base_model, prepare_repository
-
     api = HfApi(token=token)
     if base is not None:
         check_base_model(api, base)
@@ -122,19 +99,8 @@ def prepare(repo_id: str, token: str | None = TOKEN, base: str | None = None, **
     return prepare_repository(api, repo_id, **kwargs)
 
 
-if __name__ == "__main__":
-    name, arguments, keywords = json.loads(sys.argv[1])
-    try:
-        print(json.dumps({"result": globals()[name](*arguments, **keywords)}))
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-
-
 #########
-# The tests' process
+# Tests
 #########
 
 
@@ -147,17 +113,18 @@ def hub():
 
 @pytest.fixture
 def run(hub, tmp_path):
-    """Runs a function of this file in a process of its own; gives what it gave, with all that it printed."""
+    """Calls a function with clients of this Hub; gives what it gave, with all that was printed."""
 
-    def call(name: str, *arguments, **keywords) -> dict:
-        environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
-        environment.pop("HF_TOKEN", None)
-        done = launching.run([__file__, json.dumps([name, arguments, keywords])], env=environment)
-        assert done.stdout, done.stderr
-        printed = done.stdout + done.stderr
+    def call(function, *arguments, **keywords) -> dict:
+        with hub.connected(tmp_path / "cache") as log:
+            try:
+                outcome = {"result": function(*arguments, **keywords)}
+            except Exception as error:
+                traceback.print_exc()
+                outcome = {"error": type(error).__name__, "message": str(error)}
         for secret in (TOKEN, READ_TOKEN, WRONG_TOKEN):
-            assert secret not in printed
-        return {**json.loads(done.stdout.splitlines()[-1]), "log": printed}
+            assert secret not in log.getvalue()
+        return {**outcome, "log": log.getvalue()}
 
     return call
 
@@ -181,7 +148,7 @@ class TestUploads:
         hub.add_repo("tester/adapter", {".gitattributes": b""})
 
     def test_only_the_published_files_leave(self, hub, run, tmp_path):
-        assert run("push_steps", str(tmp_path / "out"), [2])["result"] == []
+        assert run(push_steps, str(tmp_path / "out"), [2])["result"] == []
         files = hub.files("tester/adapter", "model")
         assert set(files) == {".gitattributes", "curves.png", "sheet_2.png", *PATTERNS[:3]}
         assert files["adapter_model.safetensors"] == b"adapter_model.safetensors of step 2"
@@ -190,28 +157,28 @@ class TestUploads:
         assert titles(hub) == ["step 2"]
 
     def test_pictures_of_earlier_steps_go_in_the_same_commit(self, hub, run, tmp_path):
-        run("push_steps", str(tmp_path / "out"), [2, 4])
+        run(push_steps, str(tmp_path / "out"), [2, 4])
         files = hub.files("tester/adapter", "model")
         assert "sheet_4.png" in files and "sheet_2.png" not in files
         assert files["README.md"] == b"README.md of step 4"
         assert titles(hub) == ["step 2", "step 4"]
 
     def test_whole_checkpoints(self, hub, run, tmp_path):
-        run("push_steps", str(tmp_path / "last"), [2, 4], whole="last")
+        run(push_steps, str(tmp_path / "last"), [2, 4], whole="last")
         files = hub.files("tester/adapter", "model")
         assert files["last-checkpoint/deep/state.pt"] == b"deep state of step 4"
         assert files["last-checkpoint/optimizer.pt"] == b"optimizer of step 4"
         assert not any(name.startswith("checkpoint-") for name in files)
         assert "last-checkpoint/sheet_2.png" not in files and "last-checkpoint/sheet_4.png" in files
-        run("push_steps", str(tmp_path / "all"), [6, 8], whole="all")
+        run(push_steps, str(tmp_path / "all"), [6, 8], whole="all")
         files = hub.files("tester/adapter", "model")
         assert files["checkpoint-6/optimizer.pt"] == b"optimizer of step 6"
         assert files["checkpoint-8/optimizer.pt"] == b"optimizer of step 8"
         assert "checkpoint-6/sheet_6.png" in files and "sheet_6.png" not in files
 
     def test_a_branch(self, hub, run, tmp_path):
-        assert run("prepare", "tester/adapter", revision="try")["result"] == "tester/adapter"
-        run("push_steps", str(tmp_path / "out"), [2], revision="try")
+        assert run(prepare, "tester/adapter", revision="try")["result"] == "tester/adapter"
+        run(push_steps, str(tmp_path / "out"), [2], revision="try")
         assert "README.md" in hub.files("tester/adapter", "model", "try")
         assert "README.md" not in hub.files("tester/adapter", "model")
 
@@ -219,18 +186,18 @@ class TestUploads:
     def test_private(self, hub, run, tmp_path):
         hub.repos["model", "tester/adapter"].private = True
         hub.fault = lambda method, path: "slow" if path.endswith(("/commit/main", "README.md")) else None
-        run("push_steps", str(tmp_path / "out"), [2])
-        assert run("download", False)["error"] == "RepositoryNotFoundError"
-        assert run("download", TOKEN)["result"] == "README.md of step 2"
+        run(push_steps, str(tmp_path / "out"), [2])
+        assert run(download, False)["error"] == "RepositoryNotFoundError"
+        assert run(download, TOKEN)["result"] == "README.md of step 2"
 
     def test_no_path_of_this_machine(self, hub, run, tmp_path):
         base = str(tmp_path / "models" / "tiny-base")
-        run("push_steps", str(tmp_path / "out"), [2], base=base)
+        run(push_steps, str(tmp_path / "out"), [2], base=base)
         config = json.loads(hub.files("tester/adapter", "model")["adapter_config.json"])
         assert config["base_model_name_or_path"] == "tiny-base"
         # The checkpoint still loads on this machine
         assert base in (tmp_path / "out/checkpoint-2/adapter_config.json").read_text()
-        run("push_steps", str(tmp_path / "other"), [2])
+        run(push_steps, str(tmp_path / "other"), [2])
         config = json.loads(hub.files("tester/adapter", "model")["adapter_config.json"])
         assert config["base_model_name_or_path"] == "someone/base"
 
@@ -254,7 +221,7 @@ class TestOutages:
             return None
 
         hub.fault = fail_once
-        outcome = run("push_steps", str(output_dir), list(places))
+        outcome = run(push_steps, str(output_dir), list(places))
         assert failed == set(places) and outcome["result"] == []
         assert "was not pushed" not in outcome["log"]
         assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 8"
@@ -263,7 +230,7 @@ class TestOutages:
     def test_longer_than_the_attempts(self, hub, run, tmp_path):
         output_dir = tmp_path / "out"
         hub.fault = fails_while(lambda: not (output_dir / "checkpoint-4").exists())
-        outcome = run("push_steps", str(output_dir), [2, 4])
+        outcome = run(push_steps, str(output_dir), [2, 4])
         # Reported with the place and with what to do, and with the next one everything is there
         assert "was not pushed to the Hub, and training goes on" in outcome["log"]
         assert f"paco-trl push {output_dir}" in outcome["log"] and hub.url in outcome["log"]
@@ -273,12 +240,12 @@ class TestOutages:
     def test_until_the_end(self, hub, run, tmp_path):
         output_dir = tmp_path / "out"
         hub.fault = fails_while(lambda: True)
-        outcome = run("push_steps", str(output_dir), [2, 4], whole="all")
+        outcome = run(push_steps, str(output_dir), [2, 4], whole="all")
         assert [name.split("-")[-1] for name in outcome["result"]] == ["2", "4"]
         assert titles(hub) == []
         hub.fault = fails_while(lambda: False)
         # What waits is uploaded with the next: of the earlier ones the whole checkpoints alone
-        assert run("push_now", str(output_dir), 6)["result"]
+        assert run(push_now, str(output_dir), 6)["result"]
         files = hub.files("tester/adapter", "model")
         assert files["README.md"] == b"README.md of step 6"
         assert {"checkpoint-2/optimizer.pt", "checkpoint-4/optimizer.pt"} <= set(files)
@@ -287,21 +254,21 @@ class TestOutages:
 
     def test_pushing_now_says_how_to_push_later(self, hub, run, tmp_path):
         hub.fault = fails_while(lambda: True)
-        outcome = run("push_now", str(tmp_path / "out"), 2)
+        outcome = run(push_now, str(tmp_path / "out"), 2)
         assert outcome["error"] == "ConnectionError"
         assert f"paco-trl push {tmp_path / 'out'}" in outcome["message"] and hub.url in outcome["message"]
 
     def test_what_waits_goes_where_it_was_meant_to(self, hub, run, tmp_path):
         output_dir = tmp_path / "out"
-        assert run("prepare", "tester/adapter", revision="try")["result"]
+        assert run(prepare, "tester/adapter", revision="try")["result"]
         hub.fault = fails_while(lambda: True)
-        run("push_steps", str(output_dir), [40], whole="all")
+        run(push_steps, str(output_dir), [40], whole="all")
         hub.fault = fails_while(lambda: False)
         # To another branch; an earlier step, which is the newer one
-        run("push_steps", str(output_dir), [20], whole="all", revision="try")
+        run(push_steps, str(output_dir), [20], whole="all", revision="try")
         files = hub.files("tester/adapter", "model", "try")
         assert "checkpoint-20/README.md" in files and "checkpoint-40/README.md" not in files
-        assert run("push_steps", str(output_dir), [30], whole="all")["result"] == []
+        assert run(push_steps, str(output_dir), [30], whole="all")["result"] == []
         files = hub.files("tester/adapter", "model")
         assert {"checkpoint-40/README.md", "checkpoint-30/README.md"} <= set(files)
         assert files["README.md"] == b"README.md of step 30"
@@ -310,29 +277,31 @@ class TestOutages:
         """What it left behind is a second name of an older checkpoint, which must not be written to."""
         output_dir = tmp_path / "out"
         hub.fault = fails_while(lambda: True)
-        run("push_steps", str(output_dir), [2])
+        run(push_steps, str(output_dir), [2])
         (output_dir / ".pushing" / ".new").mkdir()
         os.link(output_dir / "checkpoint-2" / "README.md", output_dir / ".pushing" / ".new" / "README.md")
         hub.fault = fails_while(lambda: False)
-        run("push_steps", str(output_dir), [4])
+        run(push_steps, str(output_dir), [4])
         assert (output_dir / "checkpoint-2" / "README.md").read_text() == "README.md of step 2"
         assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 4"
 
     def test_refused_for_good(self, hub, run, tmp_path):
         hub.fault = lambda method, path: "422" if "/commit/" in path else None
-        outcome = run("push_now", str(tmp_path / "out"), 2)
+        outcome = run(push_now, str(tmp_path / "out"), 2)
         assert outcome["error"] == "ValueError" and "refuses a request about tester/adapter" in outcome["message"]
         assert "paco-trl push" not in outcome["message"]  # it would be refused again
 
-    def test_no_answer(self, hub, run, tmp_path):
+    def test_no_answer(self, hub, run, tmp_path, monkeypatch):
+        monkeypatch.setattr(account, "_TIMEOUT", (1.0, 1.0, 1.0, None))
+        monkeypatch.setattr(pushing, "_ATTEMPTS", 1)
         hub.latency = 20.0
         hub.fault = lambda method, path: "slow" if "/commit/" in path else None
-        outcome = run("push_without_patience", str(tmp_path / "out"))
+        outcome = run(push_now, str(tmp_path / "out"), 2)
         assert outcome["error"] == "ConnectionError" and "Timeout" in outcome["message"]
 
     def test_the_right_is_taken_away(self, hub, run, tmp_path):
         hub.fault = lambda method, path: "403" if "/commit/" in path else None
-        outcome = run("push_steps", str(tmp_path / "out"), [2])
+        outcome = run(push_steps, str(tmp_path / "out"), [2])
         assert len(outcome["result"]) == 1
         assert "does not allow the token to write to tester/adapter" in outcome["log"]
         assert "Trying again" not in outcome["log"]  # it would be of no use
@@ -341,7 +310,7 @@ class TestOutages:
         output_dir = tmp_path / "out"
         asked = output_dir / "all asked for"
         hub.fault = self.held_until(asked)
-        assert run("push_at_once", str(output_dir), [2, 4, 6])["result"] == []
+        assert run(push_at_once, str(output_dir), [2, 4, 6])["result"] == []
         # The first was on its way; the second was replaced by the third
         assert titles(hub) == ["step 2", "step 6"]
         assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 6"
@@ -358,7 +327,7 @@ class TestOutages:
             return None
 
         hub.fault = fault
-        outcome = run("push_at_once", str(output_dir), [2, 4, 6])
+        outcome = run(push_at_once, str(output_dir), [2, 4, 6])
         assert "was not pushed" in outcome["log"] and len(failed) == 3
         assert outcome["result"] == [] and titles(hub) == ["step 6"]
 
@@ -366,7 +335,7 @@ class TestOutages:
     def test_all_of_several(self, hub, run, tmp_path, always_push):
         output_dir = tmp_path / "out"
         hub.fault = self.held_until(output_dir / "all asked for")
-        run("push_at_once", str(output_dir), [2, 4, 6], whole=None if always_push else "all", always_push=always_push)
+        run(push_at_once, str(output_dir), [2, 4, 6], whole=None if always_push else "all", always_push=always_push)
         assert titles(hub) == ["step 2", "step 4", "step 6"]
         if not always_push:
             files = hub.files("tester/adapter", "model")
@@ -379,10 +348,10 @@ class TestOutages:
         def hold(method: str, asked: str) -> None:
             if "/commit/" in asked:
                 path.with_name("first on its way").touch()
-                for _ in range(600):
+                for _ in range(6000):
                     if path.exists():
                         return
-                    threading.Event().wait(0.1)
+                    time.sleep(0.01)
                 raise AssertionError("the client waited for the upload")
 
         return hold
@@ -390,12 +359,12 @@ class TestOutages:
 
 class TestChecks:
     def test_new_repository(self, hub, run):
-        assert run("prepare", "adapter", private=True)["result"] == "tester/adapter"
+        assert run(prepare, "adapter", private=True)["result"] == "tester/adapter"
         assert hub.repos["model", "tester/adapter"].private
-        assert run("prepare", "team/adapter")["result"] == "team/adapter"
+        assert run(prepare, "team/adapter")["result"] == "team/adapter"
         assert not hub.repos["model", "team/adapter"].private
         # Again, as a run that goes on does
-        assert run("prepare", "team/adapter")["result"] == "team/adapter"
+        assert run(prepare, "team/adapter")["result"] == "team/adapter"
 
     @pytest.mark.parametrize(
         "arguments, error, parts",
@@ -410,77 +379,77 @@ class TestChecks:
     )  # fmt: skip
     def test_refused(self, hub, run, arguments, error, parts):
         hub.reserved.add("new")
-        outcome = run("prepare", **{"repo_id": "tester/adapter", **arguments})
+        outcome = run(prepare, **{"repo_id": "tester/adapter", **arguments})
         assert outcome.get("error") == error, outcome
         assert all(part in outcome["message"] for part in parts), outcome["message"]
         assert not hub.repos
 
     def test_something_else_is_there(self, hub, run):
         hub.add_repo("tester/adapter", {"README.md": b"", "unet/weights.bin": b"1", "sheets/a.png": b"2"})
-        outcome = run("prepare", "tester/adapter")
+        outcome = run(prepare, "tester/adapter")
         assert outcome["error"] == "ValueError"
         assert "tester/adapter has 2 files of something else" in outcome["message"]
         # A new branch would begin with them
-        assert "files of something else" in run("prepare", "tester/adapter", revision="try")["message"]
+        assert "files of something else" in run(prepare, "tester/adapter", revision="try")["message"]
         assert list(hub.repos["model", "tester/adapter"].branches) == ["main"]
 
     def test_a_model_of_something_else_is_there(self, hub, run):
         card = b"---\ntags:\n- %s\nbase_model: some/base\n---\n"
         weights = {"adapter_model.safetensors": b"1", "curves.png": b"2"}
         hub.add_repo("tester/adapter", {"README.md": card % b"lora", **weights})
-        outcome = run("prepare", "tester/adapter", base_model="some/base")
+        outcome = run(prepare, "tester/adapter", base_model="some/base")
         assert outcome["error"] == "ValueError"
         assert "'adapter_model.safetensors' of a model that was not made here" in outcome["message"]
         hub.add_repo("tester/adapter", weights)
-        assert "was not made here" in run("prepare", "tester/adapter", base_model="some/base")["message"]
+        assert "was not made here" in run(prepare, "tester/adapter", base_model="some/base")["message"]
         hub.add_repo("tester/adapter", {"README.md": card % b"paco-trl", **weights})
-        assert run("prepare", "tester/adapter", base_model="some/base")["result"]
+        assert run(prepare, "tester/adapter", base_model="some/base")["result"]
         # All weights have no adapter's config: the card names the base
-        assert "made of some/base" in run("prepare", "tester/adapter", base_model="some/other")["message"]
+        assert "made of some/base" in run(prepare, "tester/adapter", base_model="some/other")["message"]
 
     def test_an_adapter_of_another_base_is_there(self, hub, run):
         config = json.dumps({"base_model_name_or_path": "some/Base"}).encode()
         files = {"README.md": b"---\ntags:\n- paco-trl\n---\n", "adapter_model.safetensors": b""}
         hub.add_repo("tester/adapter", {**files, "adapter_config.json": config, "last-checkpoint/deep/a.pt": b""})
-        assert run("prepare", "tester/adapter", base_model="some/base")["result"]
-        outcome = run("prepare", "tester/adapter", base_model="some/other")
+        assert run(prepare, "tester/adapter", base_model="some/base")["result"]
+        outcome = run(prepare, "tester/adapter", base_model="some/other")
         assert outcome["error"] == "ValueError"
         assert "some/Base" in outcome["message"] and "some/other" in outcome["message"]
 
     def test_private_but_there_and_public(self, hub, run):
         hub.add_repo("tester/adapter", {"README.md": b""})
-        assert "is there and public" in run("prepare", "tester/adapter", private=True)["message"]
+        assert "is there and public" in run(prepare, "tester/adapter", private=True)["message"]
         hub.repos["model", "tester/adapter"].private = True
-        assert run("prepare", "tester/adapter", private=True)["result"]
+        assert run(prepare, "tester/adapter", private=True)["result"]
 
     def test_no_right_to_an_existing_repository(self, hub, run):
         hub.add_repo("team/adapter", {"README.md": b""})
-        assert run("prepare", "team/adapter")["result"]
+        assert run(prepare, "team/adapter")["result"]
         hub.fault = lambda method, path: "403" if path.endswith("auth-check/write") else None
-        outcome = run("prepare", "team/adapter")
+        outcome = run(prepare, "team/adapter")
         assert outcome["error"] == "PermissionError" and "team/adapter" in outcome["message"]
 
     def test_base_model(self, hub, run, tmp_path):
         hub.add_repo("makers/base", {"README.md": b""})
-        assert run("prepare", "tester/adapter", base="makers/base")["result"]
-        assert run("prepare", "tester/adapter", base=str(tmp_path))["result"]  # a folder
+        assert run(prepare, "tester/adapter", base="makers/base")["result"]
+        assert run(prepare, "tester/adapter", base=str(tmp_path))["result"]  # a folder
         hub.gated.add("makers/base")
-        outcome = run("prepare", "tester/adapter", base="makers/base")
+        outcome = run(prepare, "tester/adapter", base="makers/base")
         assert outcome["error"] == "PermissionError"
         assert "makers/base is gated" in outcome["message"] and f"{hub.url}/makers/base" in outcome["message"]
         hub.gated.clear()
         hub.fault = lambda method, path: "403" if path.endswith("makers/base/auth-check") else None
-        outcome = run("prepare", "tester/adapter", base="makers/base")
+        outcome = run(prepare, "tester/adapter", base="makers/base")
         assert (
             outcome["error"] == "PermissionError"
             and "does not allow the token to read makers/base" in outcome["message"]
         )
         hub.fault = lambda method, path: None
-        assert "no model 'makers/bass'" in run("prepare", "tester/adapter", base="makers/bass")["message"]
+        assert "no model 'makers/bass'" in run(prepare, "tester/adapter", base="makers/bass")["message"]
 
     def test_not_there_at_all(self, hub, run):
         hub.stop()
-        outcome = run("prepare", "tester/adapter")
+        outcome = run(prepare, "tester/adapter")
         assert outcome["error"] == "ConnectionError" and hub.url in outcome["message"]
         hub.start()
-        assert run("prepare", "tester/adapter")["result"]
+        assert run(prepare, "tester/adapter")["result"]

@@ -3,21 +3,33 @@
 Trained models on the Hub and back: what was pushed draws the same images and gives the same scores, by every way of
 loading; an outage changes nothing of the training.
 
-The Hub is a server of the tests. The clients are the real ones, in processes of their own, for which this file is a
-script.
+The Hub is a server of the tests. The clients are the real ones.
 """
 
 import json
-import os
-import sys
+import re
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from datasets import Dataset
+from diffusers import FluxPipeline
+from huggingface_hub import ModelCard, snapshot_download
+from peft import LoraConfig, PeftModel
+from PIL import Image
 
-import launching
 from hub_server import HubServer
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.checkpointing.weights import swapped
+from paco_trl.commands.doctor import Patient, check_hub
+from paco_trl.commands.main import main
+from paco_trl.commands.script_arguments import ScriptArguments
+from paco_trl.data import demo_prompts_path, load_image_set_prompts, make_pair, theme_question
+from paco_trl.hub.pushing import remember_repository
+from paco_trl.rewards import redness_reward
 
 
 TOKEN = "hf_rightTokenOfTheTester"
@@ -29,19 +41,11 @@ LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": "gaussian"}
 
 
 #########
-# The clients' processes
+# What the clients do
 #########
 
 
 def make_trainer(output_dir: str, base: str = BASE, **kwargs):
-    from peft import LoraConfig
-
-    from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
-    from paco_trl.data import demo_prompts_path, load_image_set_prompts
-    from paco_trl.hub import pushing
-    from paco_trl.rewards import redness_reward
-
-    pushing._FIRST_WAIT, pushing._LONGEST_WAIT = 0.05, 0.2  # a test has no seconds to wait
     prompts = load_image_set_prompts(demo_prompts_path())
     prompts = prompts.filter(lambda row: row["rows"] == row["cols"] == 2).remove_columns(["height", "width"])
     settings = {
@@ -70,16 +74,12 @@ def make_trainer(output_dir: str, base: str = BASE, **kwargs):
 
 
 def draw(pipeline) -> np.ndarray:
-    import torch
-
     generator = torch.Generator().manual_seed(5)
     size = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 32}
     return np.asarray(pipeline("a red fox", generator=generator, **size).images[0], dtype=np.int16)
 
 
 def train(output_dir: str, **kwargs) -> None:
-    from paco_trl.checkpointing.weights import swapped
-
     trainer = make_trainer(output_dir, hub_private_repo=True, **kwargs)
     trainer.train()
     trainer.save_model()
@@ -91,9 +91,6 @@ def train(output_dir: str, **kwargs) -> None:
 
 def pull(folder: str, base: str = BASE, repo: str = REPO) -> None:
     """Loads what is on the Hub in both ways, and draws."""
-    from diffusers import FluxPipeline
-    from peft import PeftModel
-
     np.save(Path(folder) / "base.npy", draw(FluxPipeline.from_pretrained(base)))
     for revision, name in (("main", "pulled"), ("raw", "pulled_raw")):
         by_diffusers = FluxPipeline.from_pretrained(base)
@@ -116,8 +113,6 @@ def train_two_steps(output_dir: str) -> None:
 
 
 def resume(output_dir: str) -> None:
-    from huggingface_hub import snapshot_download
-
     snapshot_download(REPO, allow_patterns="last-checkpoint/*", local_dir=Path(output_dir).parent, token=TOKEN)
     checkpoint = str(Path(output_dir).parent / "last-checkpoint")
     make_trainer(output_dir, resume_from_checkpoint=checkpoint, **WITHOUT_PICTURES).train(checkpoint)
@@ -132,32 +127,17 @@ def refuse(output_dir: str, **kwargs) -> str:
     return ""
 
 
-def refuse_all(output_dir: str, cases: list[dict]) -> None:
-    said = [refuse(**{"output_dir": output_dir, **case}) for case in cases]
-    Path(output_dir).mkdir(exist_ok=True)
-    (Path(output_dir).parent / "said.json").write_text(json.dumps(said))
-
-
 def judge_pairs():
-    from PIL import Image
-
     rng = np.random.default_rng(0)
     shades = rng.integers(0, 200, (8, 2, 1, 1, 3)) + rng.integers(0, 50, (8, 2, 56, 56, 3))
     return [tuple(Image.fromarray(shade.astype(np.uint8)) for shade in pair) for pair in shades]
 
 
 def judge_scores(judge) -> np.ndarray:
-    from paco_trl.data import theme_question
-
     return np.array(judge.score(judge_pairs(), theme_question("a fox")))
 
 
 def train_judge(output_dir: str) -> None:
-    from datasets import Dataset
-
-    from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
-    from paco_trl.data import make_pair, theme_question
-
     pairs = [make_pair(*pair, theme_question("a fox"), bool(row % 2), None) for row, pair in enumerate(judge_pairs())]
     trainer = PaCoRewardTrainer(
         model="makers/tiny-judge",
@@ -187,17 +167,11 @@ def train_judge(output_dir: str) -> None:
 
 
 def pull_judge(folder: str) -> None:
-    from paco_trl import PaCoReward
-
     np.save(Path(folder) / "pulled.npy", judge_scores(PaCoReward.from_pretrained("tester/judge")))
     np.save(Path(folder) / "base.npy", judge_scores(PaCoReward.from_pretrained("makers/tiny-judge")))
 
 
-def doctor(folder: str) -> None:
-    from paco_trl import PaCoGRPOConfig
-    from paco_trl.commands.doctor import Patient, check_hub
-    from paco_trl.commands.script_arguments import ScriptArguments
-
+def doctor(folder: Path) -> list[list[str]]:
     def check(model: str, **settings) -> list[str]:
         args = PaCoGRPOConfig(f"{folder}/out", use_cpu=True, bf16=False, hub_token=TOKEN, **settings)
         patient = Patient(lambda: None, folder, True, f"{folder}/out", script_args=ScriptArguments(model), args=args)
@@ -207,21 +181,15 @@ def doctor(folder: str) -> None:
             return ["failed", str(error)]
         return [row.verdict, row.finding]
 
-    said = [
+    return [
         check(BASE, hub_model_id="tester/not-there"),
         check(BASE, hub_model_id="tester/something"),
         check("makers/with-terms"),
     ]
-    (Path(folder) / "said.json").write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    name, arguments = json.loads(sys.argv[1])
-    globals()[name](**arguments)
 
 
 #########
-# The tests' process
+# Tests
 #########
 
 
@@ -238,20 +206,19 @@ def hub(tiny_flux, tiny_qwen):
         yield server
 
 
-def run(hub: HubServer, cache: Path, name: str, token: str | None = None, fails: bool = False, **arguments) -> str:
-    """Runs a function of this file in a process of its own, and gives what it printed."""
-    environment = {**os.environ, **hub.environment(str(cache))}
-    environment.pop("HF_TOKEN", None)
-    if token is not None:
-        environment["HF_TOKEN"] = token
-    command = [__file__, json.dumps([name, arguments])]
-    if name.startswith("paco-trl "):
-        command = ["-m", "paco_trl.commands.main", name.split()[1], *arguments.values()]
-    done = launching.run(command, env=environment)
-    printed = done.stdout + done.stderr
-    assert (done.returncode != 0) == fails, printed[-3000:]
+def run(hub: HubServer, cache: Path, function, *arguments, token: str | None = None, fails: bool = False, **keywords):
+    """Calls a function with clients of this Hub; gives what it gave, and all that was printed."""
+    result, has_failed = None, False
+    with hub.connected(cache, token) as log:
+        try:
+            result = function(*arguments, **keywords)
+        except Exception:
+            has_failed = True
+            traceback.print_exc()
+    printed = log.getvalue()
+    assert has_failed == fails, printed[-3000:]
     assert TOKEN not in printed and WRONG_TOKEN not in printed
-    return printed
+    return result, printed
 
 
 def assert_no_token(*folders: Path) -> None:
@@ -265,10 +232,10 @@ def assert_no_token(*folders: Path) -> None:
 def folder(hub, tmp_path_factory):
     """A run that was pushed, deleted here, and pulled with another cache."""
     folder = tmp_path_factory.mktemp("run")
-    run(hub, folder / "cache", "train", output_dir=str(folder / "out"))
+    run(hub, folder / "cache", train, str(folder / "out"))
     assert_no_token(folder / "out")
     (folder / "out").rename(folder / "taken away")
-    run(hub, folder / "other cache", "pull", TOKEN, folder=str(folder))
+    run(hub, folder / "other cache", pull, str(folder), token=TOKEN)
     return folder
 
 
@@ -296,8 +263,6 @@ class TestPushAndPull:
             assert TOKEN.encode() not in content and str(folder).encode() not in content
 
     def test_card(self, hub):
-        from huggingface_hub import ModelCard
-
         card = ModelCard(hub.files(REPO, "model")["README.md"].decode())
         assert card.data.base_model == BASE and card.data.base_model_relation == "adapter"
         assert f'load_lora_weights("{REPO}")' in card.content  # with the user's name
@@ -326,7 +291,7 @@ class TestOutages:
             return "500"
 
         hub.fault = fault
-        log = run(hub, tmp_path / "cache", "train_in_an_outage", fails=True, output_dir=str(output_dir))
+        _, log = run(hub, tmp_path / "cache", train_in_an_outage, str(output_dir), fails=True)
         assert (output_dir / "trained").exists()
         assert "was not pushed to the Hub, and training goes on" in log
         assert log.count(f"paco-trl push {output_dir}") >= 2  # beside training, and at its end
@@ -334,8 +299,8 @@ class TestOutages:
         assert set(hub.files(REPO, "model")) == {".gitattributes"}
         # Trained as without an outage, and pushed later
         hub.fault = lambda method, path: None
-        printed = run(hub, tmp_path / "cache", "paco-trl push", TOKEN, folder=str(output_dir))
-        assert f"{hub.url}/{REPO}" in printed
+        code, printed = run(hub, tmp_path / "cache", main, ["push", str(output_dir)], token=TOKEN)
+        assert code == 0 and f"{hub.url}/{REPO}" in printed
         files = hub.files(REPO, "model")
         assert files["adapter_model.safetensors"] == (output_dir / "adapter_model.safetensors").read_bytes()
         assert not any(path.is_dir() for path in (output_dir / ".pushing").iterdir())
@@ -347,10 +312,10 @@ class TestOutages:
     def test_a_run_goes_on_from_its_checkpoint_on_the_hub(self, hub, folder, tmp_path):
         hub.fault = lambda method, path: None
         hub.repos.pop(("model", REPO), None)
-        run(hub, tmp_path / "cache", "train_two_steps", output_dir=str(tmp_path / "gone" / "out"))
+        run(hub, tmp_path / "cache", train_two_steps, str(tmp_path / "gone" / "out"))
         files = hub.files(REPO, "model")
         assert {"last-checkpoint/optimizer.pt", "last-checkpoint/run.json", "README.md"} <= set(files)
-        run(hub, tmp_path / "cache", "resume", output_dir=str(tmp_path / "new" / "out"))
+        run(hub, tmp_path / "cache", resume, str(tmp_path / "new" / "out"))
         resumed = hub.files(REPO, "model")["adapter_model.safetensors"]
         assert resumed != files["adapter_model.safetensors"]
         without = folder / "taken away" / "checkpoint-4" / "adapter_model.safetensors"
@@ -374,19 +339,14 @@ def test_said_before_a_model_is_loaded(hub, tmp_path):
         # The negative twin: without `push_to_hub` it is the model that is missing
         ({"push_to_hub": False}, "no-such-model"),
     ]  # fmt: skip
-    run(hub, tmp_path / "cache", "refuse_all", output_dir=str(tmp_path / "out"), cases=[case for case, _ in cases])
-    said = json.loads((tmp_path / "said.json").read_text())
-    import re
-
-    for (case, expected), message in zip(cases, said, strict=True):
+    for case, expected in cases:
+        message, _ = run(hub, tmp_path / "cache", refuse, str(tmp_path / "out"), **case)
         assert re.search(expected, message), (case, message)
         assert ("PermissionError" in message or "ValueError" in message) or "push_to_hub" in case
 
 
 def test_down_at_the_start(hub, tmp_path):
     """A new run is told before its model is loaded; one that goes on goes on."""
-    from paco_trl.hub.pushing import remember_repository
-
     hub.fault = lambda method, path: "500" if path == "/api/whoami-v2" else None
     remember_repository(tmp_path / "known", "tester/known", None)
     cases = [{"output_dir": str(tmp_path / name), "hub_model_id": name} for name in ("new", "known")]
@@ -394,12 +354,12 @@ def test_down_at_the_start(hub, tmp_path):
         {**cases[1], **other}
         for other in ({"hub_model_id": "another"}, {"hub_private_repo": True}, {"hub_revision": "try"})
     ]
-    log = run(hub, tmp_path / "cache", "refuse_all", output_dir=str(tmp_path / "out"), cases=cases)
-    new, known, *others = json.loads((tmp_path / "said.json").read_text())
+    said = [run(hub, tmp_path / "cache", refuse, **case) for case in cases]
+    (new, _), (known, log), *others = said
     assert new.startswith("ConnectionError") and "push_to_hub=False" in new and f"paco-trl push {tmp_path}/new" in new
     assert "no-such-model" in known and "ConnectionError" not in known  # it got as far as the model
     assert "The run goes on all the same, since it has pushed to tester/known before" in log
-    assert len(others) == 3 and all(other.startswith("ConnectionError") for other in others)
+    assert len(others) == 3 and all(other.startswith("ConnectionError") for other, _ in others)
 
 
 def test_doctor(hub, tmp_path):
@@ -407,8 +367,7 @@ def test_doctor(hub, tmp_path):
     hub.add_repo("tester/something", {"README.md": b"", "notes/letter.txt": b"dear"})
     hub.add_repo("makers/with-terms", {"README.md": b""})
     hub.gated.add("makers/with-terms")
-    run(hub, tmp_path / "cache", "doctor", folder=str(tmp_path))
-    new, taken, gated = json.loads((tmp_path / "said.json").read_text())
+    (new, taken, gated), _ = run(hub, tmp_path / "cache", doctor, tmp_path)
     assert new == ["ok", f"The repository tester/not-there at {hub.url} will be made."]
     assert ("model", "tester/not-there") not in hub.repos
     assert taken[0] == "failed" and "files of something else" in taken[1]
@@ -418,7 +377,7 @@ def test_doctor(hub, tmp_path):
 @pytest.mark.slow
 def test_judge(hub, tmp_path):
     hub.fault = lambda method, path: None
-    run(hub, tmp_path / "cache", "train_judge", output_dir=str(tmp_path / "out"))
+    run(hub, tmp_path / "cache", train_judge, str(tmp_path / "out"))
     files = hub.files("tester/judge", "model")
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json"} <= set(files)
     assert {"checkpoint-2/optimizer.pt", "checkpoint-4/optimizer.pt"} <= set(files)
@@ -427,7 +386,7 @@ def test_judge(hub, tmp_path):
         assert TOKEN.encode() not in content, name
         assert str(tmp_path).encode() not in content or name.startswith("checkpoint-"), name
     assert b"license_name: made-up-1" in files["README.md"]
-    run(hub, tmp_path / "other cache", "pull_judge", folder=str(tmp_path))
+    run(hub, tmp_path / "other cache", pull_judge, str(tmp_path))
     scores = {path.stem: np.load(path) for path in tmp_path.glob("*.npy")}
     assert np.abs(scores["scores"] - scores["base"]).max() > 1e-3
     assert np.array_equal(scores["pulled"], scores["scores"])
