@@ -2,12 +2,10 @@
 """
 Publishing a built dataset: what arrives on the Hub, what the card says, and what happens when something is wrong.
 
-The Hub is a server of the tests. The clients are the real ones, in a process of their own, since they read `HF_ENDPOINT`
-when they are imported; run as a script, this file is that process.
+The Hub is a server of the tests. The clients are the real ones.
 """
 
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -17,11 +15,20 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from datasets import Dataset, DatasetDict, Features, Value, load_dataset
+from huggingface_hub import HfApi, ModelCard, ModelCardData, hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 
 from hub_server import HubServer
+from paco_trl.data import check_pair_columns, check_ranking_columns, make_pair, theme_question
+from paco_trl.data.rankings import ranking_features
+from paco_trl.dataset_building import StageFolder
+from paco_trl.dataset_building.make_pairs import built_pair_features
+from paco_trl.dataset_building.publish import publish_dataset
 
 
 TOKEN = "hf_rightTokenOfTheTester"
@@ -73,11 +80,6 @@ def write_panels(folder: Path) -> dict[tuple[int, int, int], str]:
 
 
 def make_pairs(paths: dict, prompts: range, with_reasons: bool = True):
-    from datasets import Dataset
-
-    from paco_trl.data import make_pair, theme_question
-    from paco_trl.dataset_building.make_pairs import built_pair_features
-
     rows = []
     for prompt in prompts:
         question = theme_question(f"A walk of fox {prompt}.")
@@ -100,10 +102,6 @@ def make_pairs(paths: dict, prompts: range, with_reasons: bool = True):
 
 
 def make_rankings(paths: dict, prompts: range):
-    from datasets import Dataset, Features, Value
-
-    from paco_trl.data.rankings import ranking_features
-
     features = Features({**ranking_features(), "theme": Value("string")})
     rows = [
         {
@@ -126,7 +124,7 @@ def pixels_digest(image: Image.Image) -> str:
 
 
 #########
-# The process of the clients
+# What the clients do
 #########
 
 
@@ -142,11 +140,6 @@ def publish(
     **kwargs,
 ) -> str:
     """Builds the dataset in a folder as the stages before would, and publishes it."""
-    from datasets import DatasetDict
-
-    from paco_trl.dataset_building import StageFolder
-    from paco_trl.dataset_building.publish import publish_dataset
-
     paths = write_panels(Path(folder) / "images")
     pairs = DatasetDict(train=make_pairs(paths, range(*train), with_reasons))
     if test is not None:
@@ -172,9 +165,6 @@ def publish(
 
 def load(repo_id: str, name: str | None = None, streaming: bool = False, check: bool = False) -> dict:
     """What comes back from the Hub: for each split its rows, with digests in the place of images."""
-    from datasets import load_dataset
-
-    from paco_trl.data import check_pair_columns, check_ranking_columns
 
     def plain(value):
         if isinstance(value, Image.Image):
@@ -210,17 +200,12 @@ def expected(folder: str) -> dict:
 
 def parquet_names(content_of: str) -> list[str]:
     """Names beside the images in a Parquet file."""
-    import pyarrow.parquet as pq
-
     rows = pq.read_table(content_of).to_pylist()
     return [image["path"] for row in rows for image in row.get("images") or [row["reference"], *row["candidates"]]]
 
 
 def use_other_clients(folder: str) -> dict:
     """The Hub of the tests as other clients use it: a repository of a model."""
-    from huggingface_hub import HfApi, ModelCard, ModelCardData, hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
     api = HfApi(token=TOKEN)
     source = Path(folder) / "model"
     (source / "sub").mkdir(parents=True)
@@ -252,71 +237,27 @@ def use_other_clients(folder: str) -> dict:
     }
 
 
-def serve() -> None:
-    """Does what standard input says, a line each, and writes what comes of it to standard output."""
-    import time
-
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
-    sleep = time.sleep
-    time.sleep = lambda seconds: sleep(seconds / 100)  # between retries, of which there are as many as ever
-    import paco_trl.dataset_building.publish  # noqa: F401
-
-    heavy = sorted({"datasets", "huggingface_hub", "torch"} & set(sys.modules))
-    print(json.dumps({"result": heavy}), file=out, flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            answer = {"result": globals()[asked["call"]](**asked["arguments"])}
-        except Exception as error:
-            answer = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
-        print(json.dumps(answer), file=out, flush=True)
-
-
 #########
 # Tests
 #########
 
 
 class Client:
-    """The process of the clients. Its errors are raised here as `Failed`."""
+    """Calls functions with clients of a Hub, and keeps what they print and log."""
 
     def __init__(self, hub: HubServer, folder: Path):
-        self.log = folder / "log"
-        environment = {**os.environ, **hub.environment(str(folder / "cache"))}
-        environment.pop("HF_TOKEN", None)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=open(self.log, "w"),  # noqa: SIM115
-            text=True,
-        )
-        self.heavy_modules = self._answer()
+        self.hub, self.folder, self.log = hub, folder, ""
 
-    def _answer(self):
-        line = self._process.stdout.readline()
-        assert line, self.log.read_text()
-        answer = json.loads(line)
-        if "error" in answer:
-            raise Failed(answer["error"], answer["message"], answer["trace"])
-        return answer["result"]
-
-    def __call__(self, function: str, **arguments):
-        self._process.stdin.write(json.dumps({"call": function, "arguments": arguments}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def stop(self) -> None:
-        self._process.kill()  # to go in peace takes seconds
-        self._process.wait()
-
-
-class Failed(Exception):
-    def __init__(self, kind: str, message: str, trace: str):
-        super().__init__(f"{kind}: {message}")
-        self.kind, self.message, self.trace = kind, message, trace
+    def __call__(self, function, **arguments):
+        with self.hub.connected(self.folder) as log:
+            try:
+                return function(**arguments)
+            except Exception:
+                traceback.print_exc()
+                raise
+            finally:
+                self.log += log.getvalue()
+                assert TOKEN not in log.getvalue() and WRONG_TOKEN not in log.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -329,9 +270,7 @@ def hub():
 
 @pytest.fixture(scope="module")
 def client(hub, tmp_path_factory):
-    process = Client(hub, tmp_path_factory.mktemp("client"))
-    yield process
-    process.stop()
+    return Client(hub, tmp_path_factory.mktemp("client"))
 
 
 @pytest.fixture(autouse=True)
@@ -346,7 +285,7 @@ def healthy(hub):
 def published(hub, client, tmp_path_factory):
     """Folder of a build that was published as `tester/foxes`."""
     folder = tmp_path_factory.mktemp("build")
-    assert client("publish", folder=str(folder), repo_id="foxes") == f"{hub.url}/datasets/tester/foxes"
+    assert client(publish, folder=str(folder), repo_id="foxes") == f"{hub.url}/datasets/tester/foxes"
     return folder
 
 
@@ -355,25 +294,30 @@ def readme(hub: HubServer, repo_id: str) -> tuple[dict, str]:
     return yaml.safe_load(metadata), text
 
 
-def test_importing_is_light(client):
-    assert client.heavy_modules == []
+def test_importing_is_light():
+    code = (
+        "import sys, paco_trl.dataset_building.publish; "
+        "print(sorted({'datasets', 'huggingface_hub', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_loads_back(client, published, tmp_path):
-    wanted = client("expected", folder=str(tmp_path))
-    pairs = client("load", repo_id="tester/foxes", check=True)  # the default configuration
+    wanted = expected(str(tmp_path))
+    pairs = client(load, repo_id="tester/foxes", check=True)  # the default configuration
     assert pairs["rows"] == wanted["pairs"]
     assert {len(rows) for rows in pairs["rows"].values()} == {8, 4}
     assert pairs["features"]["images"] == "List(Image(mode=None, decode=True))"
-    rankings = client("load", repo_id="tester/foxes", name="rankings", check=True)
+    rankings = client(load, repo_id="tester/foxes", name="rankings", check=True)
     assert rankings["rows"] == wanted["rankings"]
     assert rankings["features"]["reference"] == "Image(mode=None, decode=True)"
 
 
 def test_streams(hub, client, published, tmp_path):
     hub.requests.clear()
-    pairs = client("load", repo_id="tester/foxes", streaming=True)
-    assert pairs["rows"] == client("expected", folder=str(tmp_path))["pairs"]
+    pairs = client(load, repo_id="tester/foxes", streaming=True)
+    assert pairs["rows"] == expected(str(tmp_path))["pairs"]
     assert any(path.endswith(".parquet") and "/resolve/" in path for _, path in hub.requests)
 
 
@@ -387,7 +331,7 @@ def test_files(hub, client, published, tmp_path):
     named = {}
     for number, content in enumerate(shards.values()):
         (tmp_path / str(number)).write_bytes(content)
-        for name in client("parquet_names", content_of=str(tmp_path / str(number))):
+        for name in parquet_names(str(tmp_path / str(number))):
             named.setdefault(name, 0)
             named[name] += 1
     written = {path.read_bytes() for path in (published / "images").rglob("*.png")}
@@ -484,7 +428,7 @@ def test_pictures(hub, published):
 def test_second_run_sends_no_data(hub, client, published):
     commits = list(hub.repos["dataset", "tester/foxes"].commits)
     before = hub.files("tester/foxes")
-    client("publish", folder=str(published), repo_id="foxes")
+    client(publish, folder=str(published), repo_id="foxes")
     assert hub.uploads == []
     assert hub.files("tester/foxes") == before
     # Nor does the card go away meanwhile, since it is right
@@ -496,12 +440,12 @@ def test_second_run_sends_no_data(hub, client, published):
 
 def test_other_data_take_the_place_of_the_first(hub, client, tmp_path):
     arguments = {"folder": str(tmp_path), "repo_id": "tester/changed"}
-    client("publish", **arguments)
+    client(publish, **arguments)
     assert "| train | 8 |" in readme(hub, "tester/changed")[1]
     first = len(hub.repos["dataset", "tester/changed"].commits)
-    client("publish", train=[1, 4], **arguments)
+    client(publish, train=[1, 4], **arguments)
     assert "| train | 6 |" in readme(hub, "tester/changed")[1]
-    assert len(client("load", repo_id="tester/changed")["rows"]["train"]) == 6
+    assert len(client(load, repo_id="tester/changed")["rows"]["train"]) == 6
     # At no time does the card tell of the eight pairs beside the six
     repo = hub.repos["dataset", "tester/changed"]
     texts = [repo.commits[sha]["README.md"].content.decode() for sha in list(repo.commits)[first:]]
@@ -510,8 +454,7 @@ def test_other_data_take_the_place_of_the_first(hub, client, tmp_path):
 
 
 def test_without_what_is_not_known(hub, client, tmp_path):
-    client(
-        "publish", folder=str(tmp_path), repo_id="tester/few", test=None, ranked=None, with_reasons=False,
+    client(publish, folder=str(tmp_path), repo_id="tester/few", test=None, ranked=None, with_reasons=False,
         report={"ranking": {"by": ["automatic"]}}, license="mit", generator=None, pretty_name="A few | foxes",
         private=False,
     )  # fmt: skip
@@ -535,34 +478,31 @@ def test_without_what_is_not_known(hub, client, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"broken": "missing"}, "ValueError", r"`images` of row 7 of `pairs\[\"train\"\]` is the file .*p3/1-1.png, which does not"),
-        ({"broken": "text"}, "ValueError", r"row 7 .* which does not open: UnidentifiedImageError"),
-        ({"broken": "copied"}, "ValueError", "1 images are both in .*train.* and in .*test"),
-        ({"broken": "no groups"}, "ValueError", "no column `group`"),
-        ({"train": [0, 5]}, "ValueError", "1 prompts are both in .*train.* and in .*test.*'p4'"),
-        ({"ranked": [3, 6]}, "ValueError", "1 prompts are both in .*train.* and in `rankings`, such as 'p3'"),
-        ({"broken": "empty"}, "ValueError", r"`pairs\[.test.\]` has no rows"),
-        ({"repo_id": "tester/a/b"}, "ValueError", "The repository's name is 'tester/a/b'"),
-        ({"token": WRONG_TOKEN}, "PermissionError", "does not know the token.*hf auth login"),
-        ({"token": None}, "PermissionError", "no token.*hf auth login"),
-        ({"repo_id": "others/foxes"}, "PermissionError", "it has no right to 'others'"),
-        ({"generator": "nobody/nothing"}, "ValueError", "'nobody/nothing'.*cannot be read.*Set `license`"),
-        ({"generator": None}, "ValueError", "Neither `license` nor `generator`.*Set `license`"),
-        ({"license": "flux-1-dev"}, "ValueError", "does not take the metadata.*'flux-1-dev'.*\"other\""),
-        ({"report": {"prompts": {"language": "English"}}}, "ValueError", "correct `language`"),
-        ({"repo_id": "tester/other"}, "ValueError", "1 files that are not part.*'data.csv'.*another `repo_id`"),
-        ({"repo_id": "tester/public"}, "ValueError", "is there and public"),
+        ({"broken": "missing"}, ValueError, r"`images` of row 7 of `pairs\[\"train\"\]` is the file .*p3/1-1.png, which does not"),
+        ({"broken": "text"}, ValueError, r"row 7 .* which does not open: UnidentifiedImageError"),
+        ({"broken": "copied"}, ValueError, "1 images are both in .*train.* and in .*test"),
+        ({"broken": "no groups"}, ValueError, "no column `group`"),
+        ({"train": [0, 5]}, ValueError, "1 prompts are both in .*train.* and in .*test.*'p4'"),
+        ({"ranked": [3, 6]}, ValueError, "1 prompts are both in .*train.* and in `rankings`, such as 'p3'"),
+        ({"broken": "empty"}, ValueError, r"`pairs\[.test.\]` has no rows"),
+        ({"repo_id": "tester/a/b"}, ValueError, "The repository's name is 'tester/a/b'"),
+        ({"token": WRONG_TOKEN}, PermissionError, "does not know the token.*hf auth login"),
+        ({"token": None}, PermissionError, "no token.*hf auth login"),
+        ({"repo_id": "others/foxes"}, PermissionError, "it has no right to 'others'"),
+        ({"generator": "nobody/nothing"}, ValueError, "'nobody/nothing'.*cannot be read.*Set `license`"),
+        ({"generator": None}, ValueError, "Neither `license` nor `generator`.*Set `license`"),
+        ({"license": "flux-1-dev"}, ValueError, "does not take the metadata.*'flux-1-dev'.*\"other\""),
+        ({"report": {"prompts": {"language": "English"}}}, ValueError, "correct `language`"),
+        ({"repo_id": "tester/other"}, ValueError, "1 files that are not part.*'data.csv'.*another `repo_id`"),
+        ({"repo_id": "tester/public"}, ValueError, "is there and public"),
     ],
 )  # fmt: skip
 def test_nothing_is_sent_when_something_is_wrong(hub, client, tmp_path, arguments, kind, message):
     hub.add_repo("tester/other", {"data.csv": b"a,b"}, "dataset", private=True)
     hub.add_repo("tester/public", {"README.md": b""}, "dataset")
     before = {name: len(repo.commits) for name, repo in hub.repos.items()}
-    with pytest.raises(Failed) as caught:
-        client("publish", **{"folder": str(tmp_path), "repo_id": "tester/wrong", **arguments})
-    assert caught.value.kind == kind, caught.value.trace
-    assert re.search(message, caught.value.message), caught.value.message
-    assert TOKEN not in caught.value.trace and WRONG_TOKEN not in caught.value.trace
+    with pytest.raises(kind, match=message):
+        client(publish, **{"folder": str(tmp_path), "repo_id": "tester/wrong", **arguments})
     assert hub.uploads == [] and {name: len(repo.commits) for name, repo in hub.repos.items()} == before
 
 
@@ -577,7 +517,7 @@ def test_hub_that_fails_once(hub, client, tmp_path, status):
             return status
 
     hub.fault = fault
-    client("publish", folder=str(tmp_path), repo_id=f"tester/once-{status}")
+    client(publish, folder=str(tmp_path), repo_id=f"tester/once-{status}")
     assert failed == {"batch", "preupload", "PUT"}
     assert "| train | 8 |" in readme(hub, f"tester/once-{status}")[1]
 
@@ -585,18 +525,16 @@ def test_hub_that_fails_once(hub, client, tmp_path, status):
 def test_upload_that_is_cut(hub, client, tmp_path):
     """The third file never arrives. The next run sends it and the others, and not the first two again."""
     hub.fault = lambda method, path: "cut" if method == "PUT" and len(hub.uploads) == 2 else None
-    with pytest.raises(Failed) as caught:
-        client("publish", folder=str(tmp_path), repo_id="tester/cut")
-    assert caught.value.kind == "ConnectionError" and TOKEN not in caught.value.trace
-    assert hub.url in caught.value.message and "run the stage again" in caught.value.message
+    with pytest.raises(ConnectionError, match=f"{hub.url}.*run the stage again"):
+        client(publish, folder=str(tmp_path), repo_id="tester/cut")
     assert sum(method == "PUT" for method, _ in hub.requests) == 2 + 6  # the client's own tries
     arrived = list(hub.uploads)
     assert len(arrived) == 2 and set(hub.files("tester/cut")) == {".gitattributes"}
 
     hub.fault = lambda method, path: None
-    client("publish", folder=str(tmp_path), repo_id="tester/cut")
+    client(publish, folder=str(tmp_path), repo_id="tester/cut")
     assert hub.uploads[:2] == arrived and len(set(hub.uploads)) == len(hub.uploads) > 4
-    assert len(client("load", repo_id="tester/cut")["rows"]["train"]) == 8
+    assert len(client(load, repo_id="tester/cut")["rows"]["train"]) == 8
     assert "| train | 8 |" in readme(hub, "tester/cut")[1]
 
 
@@ -610,8 +548,8 @@ def test_failure_between_data_and_card(hub, client, tmp_path):
         return "503" if "Upload pairs" in commits and "/commit/" in path else None
 
     hub.fault = fault
-    with pytest.raises(Failed, match="ConnectionError.*503.*run the stage again"):
-        client("publish", folder=str(tmp_path), repo_id="tester/half")
+    with pytest.raises(ConnectionError, match="503.*run the stage again"):
+        client(publish, folder=str(tmp_path), repo_id="tester/half")
     metadata, text = readme(hub, "tester/half")
     assert [config["config_name"] for config in metadata["configs"]] == ["pairs"]
     assert text.strip() == "" and not any(path.startswith("rankings/") for path in hub.files("tester/half"))
@@ -620,15 +558,14 @@ def test_failure_between_data_and_card(hub, client, tmp_path):
 def test_hub_that_is_down(hub, client, tmp_path):
     hub.stop()
     try:
-        with pytest.raises(Failed) as caught:
-            client("publish", folder=str(tmp_path), repo_id="tester/down")
+        with pytest.raises(ConnectionError, match=hub.url):
+            client(publish, folder=str(tmp_path), repo_id="tester/down")
     finally:
         hub.start()
-    assert caught.value.kind == "ConnectionError" and hub.url in caught.value.message
 
 
 def test_hub_of_the_tests_knows_other_clients(client, tmp_path):
-    assert client("use_other_clients", folder=str(tmp_path)) == {
+    assert client(use_other_clients, folder=str(tmp_path)) == {
         "again": 409,
         "anonymous": 401,
         "snapshot": [".gitattributes", "README.md", "adapter.safetensors", "sub/config.json"],
@@ -639,12 +576,7 @@ def test_hub_of_the_tests_knows_other_clients(client, tmp_path):
     }
 
 
-def test_log_has_no_token(hub, client, published):
-    log = client.log.read_text()
-    assert "Retrying in" in log  # the log of the failures above is in it
-    assert TOKEN not in log and WRONG_TOKEN not in log
+def test_log(hub, client, published):
+    """No token is in it, which was tested at each call; but what a client may say it with is there."""
+    assert "Retrying in" in client.log and "Traceback" in client.log
     assert hub.unknown == []
-
-
-if __name__ == "__main__":
-    serve()
