@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""model_cards/check_published_weights.py, in a process of its own, with tiny weights under the published names."""
+"""model_cards/check_published_weights.py, with tiny weights under the published names."""
 
 import json
-import os
 import re
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText
 
-import launching
 from hub_server import HubServer
 from paco_trl import tiny
 from paco_trl.checkpointing.export import save_adapter
+from paco_trl.rollout.loading import check_peft_config
 
 
 ROOT = Path(__file__).parent.parent
@@ -48,13 +49,19 @@ def unchanged(name: str) -> str:
     return name
 
 
-def run(hub: HubServer, cache: Path, *command: str) -> tuple[int, str]:
-    environment = {**os.environ, **hub.environment(str(cache)), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    for name in ("HF_TOKEN", "HF_HUB_CACHE"):
-        environment.pop(name, None)
-    done = launching.run(command, env=environment)
-    assert "Traceback" not in done.stderr, done.stderr[-3000:]
-    return done.returncode, done.stdout
+@pytest.fixture
+def run(hub, tmp_path, monkeypatch):
+    """Runs the script with clients of this Hub; gives its exit code and what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+        with hub.connected(tmp_path / "cache") as printed, pytest.raises(SystemExit) as exit:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        assert "Traceback" not in printed.getvalue(), printed.getvalue()[-3000:]
+        return exit.value.code, printed.getvalue()
+
+    return call
 
 
 def row(output: str, repo: str) -> list[str]:
@@ -119,8 +126,8 @@ def hub(repositories):
         yield hub
 
 
-def test_all_fit(hub, tmp_path):
-    code, output = run(hub, tmp_path, str(SCRIPT))
+def test_all_fit(hub, run, tmp_path):
+    code, output = run()
     assert code == 0, output
     for repo in PUBLISHED:
         assert row(output, repo)[4:] == ["none", "yes"], output
@@ -137,7 +144,7 @@ def test_all_fit(hub, tmp_path):
     assert any(path.endswith(WEIGHTS) for _, path in hub.requests) and hub.unknown == []
 
 
-def test_what_does_not_fit(hub, repositories, tmp_path):
+def test_what_does_not_fit(hub, run, repositories, tmp_path):
     flux, judge = "X-GenGroup/PaCo-FLUX.1-dev-Lora", "X-GenGroup/PaCo-Reward-7B-Lora"
     kontext, qwen = "X-GenGroup/PaCo-FLUX.1-Kontext-Lora", "X-GenGroup/PaCo-Qwen-Image-Edit-Lora"
     whole = "X-GenGroup/PaCo-Reward-7B"
@@ -150,7 +157,7 @@ def test_what_does_not_fit(hub, repositories, tmp_path):
     )
     del hub.repos["model", qwen]
     hub.add_repo(whole, {name: c for name, c in repositories[whole].items() if name != "model.safetensors.index.json"})
-    code, output = run(hub, tmp_path, str(SCRIPT))
+    code, output = run()
     assert code == 1
     assert [row(output, repo)[5] for repo in (flux, judge, kontext)] == ["no"] * 3, output
     assert [row(output, repo)[4:] for repo in (qwen, whole)] == [["", "unknown"], ["none", "unknown"]], output
@@ -163,7 +170,7 @@ def test_what_does_not_fit(hub, repositories, tmp_path):
     assert f"{whole}: cannot be checked: NotASafetensorsRepoError" in output
 
 
-def test_other_repositories_and_layouts(hub, repositories, tiny_flux, tmp_path):
+def test_other_repositories_and_layouts(hub, run, repositories, tiny_flux, tmp_path):
     flux = repositories["X-GenGroup/PaCo-FLUX.1-dev-Lora"]
     hub.add_repo("someone/nameless", flux)
     hub.add_repo("someone/in-a-folder", {f"checkpoint-20/lora/{name}": content for name, content in flux.items()})
@@ -187,7 +194,7 @@ def test_other_repositories_and_layouts(hub, repositories, tiny_flux, tmp_path):
     base = "black-forest-labs/FLUX.1-dev"
     fitting = ["someone/nameless", "someone/in-a-folder", "someone/diffusers"]
     others = ["someone/pickled", "someone/wrong", "someone/other-layers"]
-    code, output = run(hub, tmp_path / "cache", str(SCRIPT), "--repo", *fitting, *others, "--base", base)
+    code, output = run("--repo", *fitting, *others, "--base", base)
     assert code == 1
     assert [row(output, repo)[5] for repo in fitting + others] == ["yes", "yes", "yes", "no", "no", "no"], output
     assert [row(output, repo)[1] for repo in fitting] == [
@@ -203,35 +210,21 @@ def test_other_repositories_and_layouts(hub, repositories, tiny_flux, tmp_path):
     assert "someone/other-layers: Target modules {'a_layer'} not found" in output
     assert "someone/wrong: Its file does not say `lora_alpha`" in output
 
-    code, output = run(hub, tmp_path / "cache", str(SCRIPT), "--repo", "someone/nameless")
+    code, output = run("--repo", "someone/nameless")
     assert code == 1 and "it does not name the model below it; give it with `--base`" in output
 
 
-# The trainer, on the same repositories: what it takes from the Hub itself
-READ = """
-import sys
-from paco_trl.rollout.loading import check_peft_config
-for adapter in sys.argv[2:]:
-    try:
-        check_peft_config(adapter, sys.argv[1])
-        print(adapter, "accepted")
-    except ValueError as error:
-        print(adapter, "refused:", error)
-"""
-
-
 def test_the_trainer_reads_the_same(hub, repositories, tmp_path):
-    kontext = "X-GenGroup/PaCo-FLUX.1-Kontext-Lora"
+    """What the trainer takes from the Hub itself."""
+    kontext, base = "X-GenGroup/PaCo-FLUX.1-Kontext-Lora", "Black-Forest-Labs/FLUX.1-Kontext-dev"
     flux = edited(repositories[kontext], unchanged, tmp_path, base_model_name_or_path="black-forest-labs/FLUX.1-dev")
     hub.add_repo("someone/of-flux", flux)
     pickled = {name: content for name, content in flux.items() if name != WEIGHTS} | {"adapter_model.bin": b"?"}
     hub.add_repo("someone/pickled", pickled)
-    adapters = [kontext, "someone/of-flux", "someone/pickled"]
-    code, output = run(hub, tmp_path / "cache", "-c", READ, "Black-Forest-Labs/FLUX.1-Kontext-dev", *adapters)
-    lines = output.splitlines()
-    assert code == 0 and lines[0] == f"{kontext} accepted"
-    assert lines[1].startswith(
-        "someone/of-flux refused: The adapter 'someone/of-flux' was made for 'black-forest-labs/FLUX.1-dev', but is to "
-        "be put on 'Black-Forest-Labs/FLUX.1-Kontext-dev'"
-    )
-    assert lines[2].startswith("someone/pickled refused: `peft_config` is 'someone/pickled', a repository without")
+    with hub.connected(tmp_path / "cache"):
+        check_peft_config(kontext, base)
+        made_for = "^The adapter 'someone/of-flux' was made for 'black-forest-labs/FLUX.1-dev', but is to be put on "
+        with pytest.raises(ValueError, match=f"{made_for}'{base}'"):
+            check_peft_config("someone/of-flux", base)
+        with pytest.raises(ValueError, match="^`peft_config` is 'someone/pickled', a repository without"):
+            check_peft_config("someone/pickled", base)

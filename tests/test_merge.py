@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl merge`: what the merged weights draw and say is what the model with its adapter does."""
 
+import contextlib
+import io
 import json
 import re
 import resource
 import shutil
-import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +22,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-import launching
 from hub_server import HubServer
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands.main import main
@@ -36,9 +37,21 @@ JUDGE_LAYERS = r"model\.language_model\..*\.\w+_proj"
 QUESTION = theme_question("A fox through the four seasons")
 
 
-def run(*arguments, **kwargs) -> subprocess.CompletedProcess:
-    """The command, in a process of its own."""
-    return launching.run(["-m", "paco_trl.commands.main", "merge", *arguments], **kwargs)
+class Outcome(NamedTuple):
+    """Exit code of the command, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: str) -> Outcome:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        code = main(["merge", *arguments])
+    return Outcome(code, out.getvalue(), err.getvalue())
 
 
 def options(adapter: Path | str, output_dir: Path | str, **further) -> list[str]:
@@ -131,10 +144,10 @@ def judge_with_adapter(tiny_qwen, judge_adapter) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def merged_flux(flux_adapter, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+def merged_flux(flux_adapter, tmp_path_factory) -> tuple[Path, Outcome]:
     folder = tmp_path_factory.mktemp("merged") / "new" / "folder"
     outcome = run(*options(flux_adapter, folder))
-    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.code == 0, outcome.err
     return folder, outcome
 
 
@@ -146,7 +159,7 @@ class TestPipeline:
         assert found < TOLERANCE
 
     def test_the_printed_code_runs(self, merged_flux, flux_with_adapter):
-        lines = re.findall(r"^    (.+)$", merged_flux[1].stdout, flags=re.M)
+        lines = re.findall(r"^    (.+)$", merged_flux[1].out, flags=re.M)
         names = {"torch": torch}
         exec("\n".join(lines), names)
         assert distance(latent(names["pipe"]), flux_with_adapter) < TOLERANCE
@@ -170,8 +183,8 @@ class TestPipeline:
         assert changed == {key for key in base if any(key.endswith(f"{layer}.weight") for layer in FLUX_LAYERS)}
         assert folder.stat().st_mode == folder.parent.stat().st_mode and leftovers(folder) == set()
         # Its size, and progress
-        assert "GB in float32" in outcome.stdout and "Rounding" not in outcome.stdout
-        assert "Merging: 100%" in outcome.stderr and "Writing the merged weights" in outcome.stderr
+        assert "GB in float32" in outcome.out and "Rounding" not in outcome.out
+        assert "Merging: 100%" in outcome.err and "Writing the merged weights" in outcome.err
 
     def test_card(self, merged_flux, tiny_flux, flux_adapter):
         card = ModelCard.load(merged_flux[0] / "README.md")
@@ -270,8 +283,8 @@ class TestDtype:
 def merged_judge(judge_adapter, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("merged") / "judge"
     outcome = run(*options(judge_adapter, folder))
-    assert outcome.returncode == 0, outcome.stderr
-    assert f'PaCoReward.from_pretrained("{folder}")' in outcome.stdout
+    assert outcome.code == 0, outcome.err
+    assert f'PaCoReward.from_pretrained("{folder}")' in outcome.out
     return folder
 
 
@@ -358,24 +371,17 @@ class TestHub:
         def files(folder: Path) -> dict[str, bytes]:
             return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-        hub = HubServer(tokens={})
-        try:
+        with HubServer(tokens={}) as hub:
             adapter = edit_config(
                 shutil.copytree(flux_adapter, tmp_path / "adapter"), base_model_name_or_path="painters/tiny-flux"
             )
             hub.add_repo("painters/tiny-flux", {**files(tiny_flux), "README.md": b"---\nlicense: mit\n---\n"})
             hub.add_repo("someone/adapter", files(adapter))
-            environment = {
-                "PATH": "/usr/bin:/bin",
-                "OMP_NUM_THREADS": "1",
-                **hub.environment(str(tmp_path / "cache")),
-            }
-            outcome = run(*options("someone/adapter", tmp_path / "merged"), env=environment)
-            missing = run(*options("someone/another", tmp_path / "other"), env=environment)
-        finally:
-            hub.stop()
-        assert outcome.returncode == 0, outcome.stderr
-        assert "'someone/adapter' is merged into 'painters/tiny-flux'" in outcome.stdout
+            with hub.connected(tmp_path / "cache"):
+                outcome = run(*options("someone/adapter", tmp_path / "merged"))
+                missing = run(*options("someone/another", tmp_path / "other"))
+        assert outcome.code == 0, outcome.err
+        assert "'someone/adapter' is merged into 'painters/tiny-flux'" in outcome.out
         pipeline = FluxPipeline.from_pretrained(
             tiny_flux,
             transformer=FluxTransformer2DModel.from_pretrained(tmp_path / "merged", subfolder="transformer"),
@@ -389,7 +395,7 @@ class TestHub:
         assert card.data.base_model == "painters/tiny-flux" and card.data.base_model_relation == "finetune"
         assert card.data.license == "mit"
         assert "someone/adapter" in card.text
-        assert missing.returncode == 1 and "someone/another" in missing.stderr and "Traceback" not in missing.stderr
+        assert missing.code == 1 and "someone/another" in missing.err and "Traceback" not in missing.err
         assert not (tmp_path / "other").exists()
 
 

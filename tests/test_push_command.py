@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import launching
 from hub_server import HubServer
 from paco_trl.commands.main import main
 from paco_trl.commands.push import PushArguments, find_saved_model
@@ -97,18 +96,16 @@ class TestCommand:
 
     @pytest.fixture
     def push(self, hub, tmp_path):
-        """Runs the command several times in one process."""
+        """Runs the command, with clients of this Hub, once for each of some lists of words."""
 
         def call(*commands: list, token: str | None = TOKEN) -> list[dict]:
-            environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
-            environment.pop("HF_TOKEN", None)
-            if token is not None:
-                environment["HF_TOKEN"] = token
-            listed = json.dumps([[str(word) for word in command] for command in commands])
-            done = launching.run([__file__, listed], env=environment)
-            assert done.stdout, done.stderr
-            assert TOKEN not in done.stdout + done.stderr
-            return json.loads(done.stdout.splitlines()[-1])
+            said = []
+            for words in commands:
+                with hub.connected(tmp_path / "cache", token) as log:
+                    code = main(["push", *map(str, words)])
+                assert TOKEN not in log.getvalue()
+                said.append({"code": code, "said": log.getvalue()})
+            return said
 
         return call
 
@@ -121,9 +118,9 @@ class TestCommand:
         (folder / "run.json").unlink()  # the card has another length than is written there
         options = ["--hub_model_id", "mine", "--hub_private_repo", "True", "--hub_revision", "try"]
         nowhere, done = push([run], [run, *options])
-        assert nowhere["code"] == 1 and "Give `--hub_model_id`" in nowhere["err"]
+        assert nowhere["code"] == 1 and "Give `--hub_model_id`" in nowhere["said"]
         assert done["code"] == 0, done
-        assert f"{hub.url}/tester/mine" in done["out"]
+        assert f"{hub.url}/tester/mine" in done["said"]
         files = hub.files("tester/mine", "model", "try")
         saved = {path.name for path in folder.iterdir()}
         (folder / "me_at_home.png").unlink()
@@ -153,7 +150,7 @@ class TestCommand:
         taken = ["--hub_model_id", "tester/taken"]
         hub.add_repo("tester/taken", {"README.md": b"", "letter.txt": b""})
         refused, elsewhere, done = push([run, *taken], [run, "--hub_model_id", "other"], ["--folder", run])
-        assert refused["code"] == 1 and "files of something else" in refused["err"]
+        assert refused["code"] == 1 and "files of something else" in refused["said"]
         # What waits is for the run's own repository, which it stays
         assert elsewhere["code"] == done["code"] == 0
         assert not any(name.startswith("checkpoint-") for name in hub.files("tester/other", "model"))
@@ -188,15 +185,3 @@ def test_options(capsys):
     assert "hf auth login" in shown.err and TOKEN not in shown.out + shown.err
     assert main(["push", "/nowhere"]) == 1
     assert "'/nowhere' is no folder" in capsys.readouterr().err
-
-
-if __name__ == "__main__":
-    import contextlib
-    import io
-
-    said = []
-    for words in json.loads(sys.argv[1]):
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-            code = main(["push", *words])
-        said.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
-    print(json.dumps(said))
