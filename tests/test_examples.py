@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/train_flux.py as users start it: alone, under `accelerate launch` with DDP, and with DeepSpeed ZeRO-3."""
 
+import contextlib
 import functools
+import io
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -74,9 +77,18 @@ def train(
     return output
 
 
+def run_here(command: list, cwd: Path) -> str:
+    """Run the script in this process, and give what it printed."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", [str(word) for word in command])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.fixture(scope="module")
 def alone(workspace) -> Path:
-    return train(workspace, "alone")
+    return train(workspace, "alone", launch=run_here)
 
 
 def scores(output: Path, round_index: int) -> list[float]:

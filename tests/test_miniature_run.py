@@ -231,19 +231,40 @@ class TestRefusals:
         assert done.returncode == 0, done.stderr
         assert (folder / "report.html").is_file() and read_settings(folder) == settings
 
-    def test_nobody_elses_folder_is_touched(self, tmp_path):
+    @pytest.fixture
+    def demo_here(self, monkeypatch, capsys):
+        """Runs the demo in this process; gives its exit code and what it wrote to standard error."""
+        import datasets
+
+        from miniature.demo import main
+
+        for name in ("HF_HUB_OFFLINE", "DS_ACCELERATOR"):
+            monkeypatch.setenv(name, os.environ.get(name, ""))  # as it was afterwards
+            monkeypatch.delenv(name)
+
+        def call(folder: Path, *options: str) -> tuple[int, str]:
+            try:
+                code = main(["--output_dir", str(folder), *options])
+            except SystemExit as exit:
+                code = exit.code
+            return code, capsys.readouterr().err
+
+        yield call
+        datasets.enable_progress_bars()
+
+    def test_nobody_elses_folder_is_touched(self, demo_here, tmp_path, monkeypatch):
         (tmp_path / "thesis.txt").write_text("years of work")
-        home = {**os.environ, "HOME": str(tmp_path.parent)}
+        monkeypatch.setenv("HOME", str(tmp_path.parent))
         for place, options in ((tmp_path, ()), (tmp_path, ("--restart",)), (Path("~") / tmp_path.name, ())):
-            done = demo(place, "--short", *options, env=home)
-            assert done.returncode == 1 and "is not from a demo" in done.stderr
+            code, said = demo_here(place, "--short", *options)
+            assert code == 1 and "is not from a demo" in said
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
-    def test_a_folder_that_cannot_be_written(self, tmp_path):
+    def test_a_folder_that_cannot_be_written(self, demo_here, tmp_path):
         (tmp_path / "file").write_text("")
-        done = demo(tmp_path / "file" / "below", "--short")
+        code, said = demo_here(tmp_path / "file" / "below", "--short")
         message = "Nothing can be written to '.*below': Not a directory. Give another `--output_dir`"
-        assert done.returncode == 1 and re.search(message, done.stderr) and "Traceback" not in done.stderr
+        assert code == 1 and re.search(message, said)
 
     @pytest.mark.parametrize(
         "options, message",
@@ -254,9 +275,9 @@ class TestRefusals:
             (["--step", "judge", "--restart"], "Give one of the two"),
         ],
     )
-    def test_options_that_do_not_exist(self, tmp_path, options, message):
-        done = demo(tmp_path / "out", *options)
-        assert done.returncode in (1, 2) and message in done.stderr and "Traceback" not in done.stderr
+    def test_options_that_do_not_exist(self, demo_here, tmp_path, options, message):
+        code, said = demo_here(tmp_path / "out", *options)
+        assert code in (1, 2) and message in said
         assert not (tmp_path / "out").exists()
 
     def test_help_docstring_and_defaults_agree(self):
@@ -279,18 +300,13 @@ class TestRefusals:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
 
-    def test_too_little_memory(self, tmp_path, monkeypatch, capsys):
+    def test_too_little_memory(self, demo_here, tmp_path, monkeypatch):
         import psutil
 
-        from miniature import demo as module
-
-        for name in ("HF_HUB_OFFLINE", "DS_ACCELERATOR"):
-            monkeypatch.setenv(name, os.environ.get(name, ""))  # as it was afterwards
-            monkeypatch.delenv(name)
         nearly_none = SimpleNamespace(available=2**28)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: nearly_none)
-        assert module.main(["--output_dir", str(tmp_path / "out")]) == 1
-        assert "needs about 2 GiB of free memory, and 0.2 GiB are free" in capsys.readouterr().err
+        code, said = demo_here(tmp_path / "out")
+        assert code == 1 and "needs about 2 GiB of free memory, and 0.2 GiB are free" in said
         assert os.environ["HF_HUB_OFFLINE"] == "1"
         assert not (tmp_path / "out").exists()
 
