@@ -19,6 +19,46 @@ from io import BytesIO
 from PIL import Image
 
 
+class LoopClock:
+    """
+    Clock of the event loop on which all clients ask. A test puts it forward, so that it does not wait for a timeout,
+    and the timeout can be long enough for an answer on a machine that stalls. A context manager.
+    """
+
+    def __init__(self):
+        from paco_trl.utils.chat_client import _event_loop  # takes long to import
+
+        self._loop, self._ahead, self._lock = _event_loop(), 0.0, threading.Lock()
+
+    def __enter__(self):
+        self._loop.time = lambda: time.monotonic() + self._ahead
+        return self
+
+    def __exit__(self, *_):
+        del self._loop.time
+
+    def forward(self, seconds: float) -> None:
+        with self._lock:
+            self._ahead += seconds
+        self._loop.call_soon_threadsafe(lambda: None)  # wakes it up: timers may be due
+
+    def after(self, seconds: float, fault: str | None = None) -> str | None:
+        """A fault, or a right answer, that takes so many seconds."""
+        self.forward(seconds)
+        return fault
+
+    def forward_when(self, condition: Callable[[], bool], seconds: float = 1000.0) -> None:
+        """Puts it forward, from another thread, as soon as a condition holds."""
+
+        def wait() -> None:
+            end = time.monotonic() + 60
+            while not condition() and time.monotonic() < end:
+                time.sleep(0.005)
+            self.forward(seconds)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+
 class JudgeServer:
     """
     Args:
@@ -60,7 +100,9 @@ class JudgeServer:
     def start(self) -> None:
         self._server = _Server(("127.0.0.1", self._port), _handler(self))
         self._port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:

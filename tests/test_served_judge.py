@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops
 
-from judge_server import JudgeServer, pictures_of
+from judge_server import JudgeServer, LoopClock, pictures_of
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, theme_question
 from paco_trl.data.questions import plain_question
@@ -111,7 +111,7 @@ def make_judge():
 
     def make(server, model="judge", **kwargs):
         url = server if isinstance(server, str) else server.url
-        judges.append(ServedJudge(url, model, **{"timeout": 5.0, "time_budget": 20.0, **kwargs}))
+        judges.append(ServedJudge(url, model, **{"timeout": 30.0, "time_budget": 120.0, **kwargs}))
         judges[-1]._client.first_wait = 0.02
         return judges[-1]
 
@@ -123,6 +123,12 @@ def make_judge():
 @pytest.fixture
 def judge(server, make_judge):
     return make_judge(server)
+
+
+@pytest.fixture
+def clock():
+    with LoopClock() as clock:
+        yield clock
 
 
 class TestYesProbability:
@@ -277,9 +283,10 @@ class TestFaultsThatPass:
     """Asked again, for the right score."""
 
     @pytest.mark.parametrize("fault", PASSING_FAULTS)
-    def test_once(self, server, make_judge, fault):
-        server.fault = {0: fault}.get
-        assert make_judge(server, timeout=1.0).score([PAIR], QUESTION) == [RIGHT]
+    def test_once(self, server, judge, clock, fault):
+        server.retry_after = "0.1"
+        server.fault = lambda number: clock.after(judge.timeout * (fault == "hang"), fault) if number == 0 else None
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
         assert len(server.requests) == 2 and server.requests[0] == server.requests[1]
 
     def test_some_times(self, server, judge):
@@ -289,25 +296,30 @@ class TestFaultsThatPass:
         assert len(server.requests) == 4
         assert random.getstate() == drawn  # waiting changes nothing that a run draws
 
-    def test_slow(self, server, make_judge):
-        server.latency = 0.4
-        assert make_judge(server, timeout=10.0).score([PAIR], QUESTION) == [RIGHT]
+    def test_slow(self, server, make_judge, clock):
+        server.fault = lambda number: clock.after(40.0)
+        assert make_judge(server, timeout=100.0).score([PAIR], QUESTION) == [RIGHT]
         assert len(server.requests) == 1
         # Twin: slower than the timeout
-        impatient = make_judge(server, timeout=0.2, time_budget=1.0)
         with pytest.raises(JudgeUnavailableError, match="the last error: timeout"):
-            impatient.score([PAIR], QUESTION)
-        assert len(server.requests) > 2
+            make_judge(server, timeout=30.0).score([PAIR], QUESTION)
+        assert len(server.requests) > 3
 
-    def test_asks_again_when_the_server_wants_it(self, server, judge):
-        server.fault, server.retry_after = {0: "429"}.get, "1.5"
-        assert judge.score([PAIR], QUESTION) == [RIGHT]
-        first, second = server.times
-        assert 1.5 <= second - first < 15
+    def test_asks_again_when_the_server_wants_it(self, server, judge, clock, monkeypatch):
+        waits, sleep = [], asyncio.sleep
+
+        async def at_once(seconds):
+            waits.append(seconds)
+            clock.forward(seconds)
+            await sleep(0)
+
+        monkeypatch.setattr(asyncio, "sleep", at_once)
         # Twin: without the header it is a moment
-        server.fault = {2: "503"}.get
-        judge.score([PAIR], QUESTION)
-        assert server.times[3] - server.times[2] < 1.5
+        server.fault, server.retry_after = {0: "429", 2: "503"}.get, "50.5"
+        assert judge.score([PAIR], QUESTION) == [RIGHT] == judge.score([PAIR], QUESTION)
+        assert len(server.requests) == 4
+        (after_429, after_503) = waits
+        assert after_429 == 50.5 and after_503 <= judge._client.first_wait
 
     @pytest.mark.parametrize("header", ["nan", "-5", "Wed, 21 Oct 2026 07:28:00 GMT", "soon"])
     def test_headers_that_are_no_time_to_wait(self, server, judge, header):
@@ -324,7 +336,7 @@ class TestFaultsThatPass:
         assert time.monotonic() - started < 15 and len(server.requests) == 2
 
     def test_restarted_between_two_requests(self, server, make_judge):
-        judge = make_judge(server, time_budget=5.0)
+        judge = make_judge(server)
         assert judge.score([PAIR], QUESTION) == [RIGHT]
         url = server.url
         server.stop()
@@ -332,7 +344,7 @@ class TestFaultsThatPass:
         assert server.url == url and judge.score([PAIR], QUESTION) == [RIGHT]
         assert len(server.requests) == 2 == server.connections
 
-    def test_restarted_in_the_middle_of_many(self, server, make_judge):
+    def test_restarted_in_the_middle_of_many(self, server, make_judge, caplog):
         server.fault = lambda number: "hang" if number > 10 else None
         judge = make_judge(server, max_concurrency=4)
         scores = []
@@ -341,11 +353,10 @@ class TestFaultsThatPass:
         thread.start()
         assert wait_until(lambda: len(server.requests) > 10)
         server.stop()
-        time.sleep(0.3)
-        assert thread.is_alive()
+        assert wait_until(lambda: "Trying again" in caplog.text) and "no connection" in caplog.text
         server.fault = lambda number: None
         server.start()
-        thread.join(20)
+        thread.join(120)
         assert scores == [right(*pair, QUESTION) for pair in pairs]
         assert len(server.requests) > 40
 
@@ -376,27 +387,40 @@ class TestFaultsThatStay:
         assert caplog.text.count("cannot answer a question: HTTP 400") == 1 and "fault 400" in caplog.text
         assert caplog.text.count("2 of 2 questions") == 3
 
-    def test_one_question_for_ever(self, server, make_judge, caplog):
+    def poison(self, server, clock, fault, seconds):
+        """One question fails, each time after so many seconds, as soon as the three others are answered."""
+
+        def fail(number):
+            if POISON not in question_of(server.requests[number]):
+                return None
+            assert wait_until(
+                lambda: Counter(map(question_of, server.requests))[QUESTION] == 3 and server.at_once == 1
+            )
+            return clock.after(seconds, fault)
+
+        server.fault = fail
+
+    def test_one_question_for_ever(self, server, judge, clock, caplog):
         """The others are answered: the server is not down."""
-        server.fault = lambda number: "500" if POISON in question_of(server.requests[number]) else None
-        judge = make_judge(server, timeout=1.5, time_budget=1.5)
+        self.poison(server, clock, "500", seconds=20.0)
         answers = asyncio.run(judge.answer([PAIR] * 4, [POISON, QUESTION, QUESTION, QUESTION]))
         assert answers == [Answer(None, "HTTP 500")] + [Answer(RIGHT)] * 3
         asked = Counter(map(question_of, server.requests))
         assert asked[QUESTION] == 3 and 2 <= asked[POISON] < 20
         assert "cannot answer a question: HTTP 500" in caplog.text and "fault 500" in caplog.text
 
-    def test_the_only_question_for_ever(self, server, make_judge):
+    def test_the_only_question_for_ever(self, server, judge, clock):
         """Nobody else asks: a question of another kind tells that the server is not down."""
-        server.fault = lambda number: "500" if POISON in question_of(server.requests[number]) else None
-        judge = make_judge(server, timeout=1.5, time_budget=1.5)
+        server.fault = lambda number: (
+            clock.after(20.0, "500") if POISON in question_of(server.requests[number]) else None
+        )
         assert asyncio.run(judge.answer([PAIR], [POISON])) == [Answer(None, "HTTP 500")]
         assert Counter(map(question_of, server.requests))[plain_question()] == 1
 
-    def test_one_question_hangs_for_ever(self, server, make_judge):
-        server.fault = lambda number: "hang" if POISON in question_of(server.requests[number]) else None
-        judge = make_judge(server, timeout=0.7, time_budget=1.4)
-        assert asyncio.run(judge.answer([PAIR] * 2, [POISON, QUESTION])) == [Answer(None, "timeout"), Answer(RIGHT)]
+    def test_one_question_hangs_for_ever(self, server, judge, clock):
+        self.poison(server, clock, "hang", seconds=judge.timeout)
+        answers = asyncio.run(judge.answer([PAIR] * 4, [POISON, QUESTION, QUESTION, QUESTION]))
+        assert answers == [Answer(None, "timeout")] + [Answer(RIGHT)] * 3
 
 
 class TestUnavailable:
@@ -411,36 +435,34 @@ class TestUnavailable:
             ("cut in the middle", r"no connection"),
         ],
     )
-    def test_for_ever(self, server, make_judge, fault, message):
-        server.fault = lambda number: fault
-        judge = make_judge(server, timeout=0.5 if fault == "hang" else 1.2, time_budget=1.5)
-        started = time.monotonic()
+    def test_for_ever(self, server, make_judge, clock, fault, message):
+        server.fault = lambda number: clock.after(5.0, fault)
+        judge = make_judge(server, timeout=5.0 if fault == "hang" else 100.0, time_budget=100.0)
         with pytest.raises(JudgeUnavailableError) as error:
             judge.score([PAIR] * 8, QUESTION)
-        assert 1.25 < time.monotonic() - started < 9
-        said = rf"judge at {server.url} has not answered for [1-9] seconds \(`time_budget`: 1.5\); the last error: "
+        said = rf"judge at {server.url} has not answered for 1\d\d seconds \(`time_budget`: 100\); the last error: "
         error.match(said + message)
         assert len(server.requests) >= 16
         # It recovers, and so does the judge
         server.fault = lambda number: None
         assert judge.score([PAIR], QUESTION) == [RIGHT]
 
-    def test_the_last_error_is_no_try_that_the_budget_cut_short(self, server, make_judge):
-        server.fault = lambda number: "hang" if number == 1 else "500"
-        judge = make_judge(server, timeout=1.5, time_budget=1.5)
+    def test_the_last_error_is_no_try_that_the_budget_cut_short(self, server, make_judge, clock):
+        server.fault = lambda number: clock.after(30.0, "hang") if number == 1 else "500"
+        judge = make_judge(server, timeout=30.0, time_budget=30.0)
         with pytest.raises(JudgeUnavailableError, match="the last error: HTTP 500"):
             judge.score([PAIR], QUESTION)
         assert len(server.requests) == 3  # the last one is the test question
         judge.close()
         # Twin: one that had its time
         server.forget_requests()
-        server.fault = lambda number: "500" if number == 0 else "hang"
+        server.fault = lambda number: "500" if number == 0 else clock.after(30.0, "hang")
         with pytest.raises(JudgeUnavailableError, match="the last error: timeout"):
-            make_judge(server, timeout=0.3, time_budget=1.2).score([PAIR], QUESTION)
+            make_judge(server).score([PAIR], QUESTION)
 
-    def test_goes_down_while_the_last_questions_are_under_way(self, server, make_judge):
+    def test_goes_down_while_the_last_questions_are_under_way(self, server, make_judge, clock, caplog):
         """Others were answered after they were asked: that says nothing of now."""
-        judge = make_judge(server, max_concurrency=6, timeout=0.7, time_budget=1.5)
+        judge = make_judge(server, max_concurrency=6)
 
         def fault(number: int):
             if number < 3:
@@ -450,32 +472,40 @@ class TestUnavailable:
             return "hang"
 
         server.fault = fault
+        clock.forward_when(lambda: "Trying again" in caplog.text)
         with pytest.raises(JudgeUnavailableError, match=f"judge at {server.url} has not answered"):
             judge.score([PAIR] * 6, QUESTION)
 
-    def test_refuses_connections(self, server, make_judge):
-        judge = make_judge(server, timeout=1.0, time_budget=1.0)
+    def test_refuses_connections(self, server, make_judge, clock, caplog):
+        # What is under way when the clock is put forward is cut short by the budget, not by the timeout
+        judge = make_judge(server, timeout=120.0)
         assert judge.score([PAIR], QUESTION) == [RIGHT]
         server.stop()
+        clock.forward_when(lambda: "Trying again" in caplog.text)
         with pytest.raises(JudgeUnavailableError, match=f"{server.url} has not answered .* no connection .*running"):
             judge.score([PAIR] * 3, QUESTION)
         server.start()
         assert judge.score([PAIR] * 3, QUESTION) == [RIGHT] * 3
 
-    def test_nobody_listens_at_start(self, make_judge):
+    def test_nobody_listens_at_start(self, make_judge, clock, caplog):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-            judge = make_judge(url, timeout=0.5, time_budget=0.5)
+            clock.forward_when(lambda: "Trying again" in caplog.text)
             with pytest.raises(JudgeUnavailableError, match=rf"No judge answers at {url} \(no connection .*serve-rew"):
-                judge.check()
+                make_judge(url, timeout=120.0).check()
 
-    def test_starts_later(self, server, make_judge):
+    def test_starts_later(self, server, judge, caplog):
         server.stop()
-        timer = threading.Timer(0.7, server.start)
-        timer.start()
-        make_judge(server, time_budget=10.0).check()
-        timer.join()
+
+        def start():
+            assert wait_until(lambda: "Trying again" in caplog.text)
+            server.start()
+
+        thread = threading.Thread(target=start)
+        thread.start()
+        judge.check(time_budget=120.0)
+        thread.join()
         assert len(server.requests) == 1
 
     def test_wrong_model(self, make_judge):
@@ -529,24 +559,25 @@ class TestCheck:
         assert images[0].getpixel((0, 0)) != images[1].getpixel((0, 0))
         assert server.paths == ["/v1/models", "/v1/chat/completions"]
 
-    def test_does_not_wait_for_a_whole_request(self, server, make_judge):
+    def test_does_not_wait_for_a_whole_request(self, server, make_judge, clock):
         """A server that takes a connection and says nothing: at the first address, and at the second."""
         budget, timeout = (
             inspect.signature(method).parameters[name].default
             for method, name in ((ServedJudge.check, "time_budget"), (ServedJudge, "timeout"))
         )
         assert budget < timeout
-        server.fault = lambda number: "hang"
+        server.fault = lambda number: clock.after(20.0, "hang")
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             silent.listen()
+            threading.Thread(target=lambda: (silent.accept(), clock.forward(20.0)), daemon=True).start()
             for url in (f"http://127.0.0.1:{silent.getsockname()[1]}/v1", server.url):
                 started = time.monotonic()
                 with pytest.raises(
-                    JudgeUnavailableError, match=rf"No judge answers at {url} \(timeout, for 1 seconds"
+                    JudgeUnavailableError, match=rf"No judge answers at {url} \(timeout, for 20 seconds"
                 ):
-                    make_judge(url, timeout=60.0, time_budget=300.0).check(time_budget=1.0)
-                assert time.monotonic() - started < 30
+                    make_judge(url, timeout=60.0, time_budget=300.0).check(time_budget=20.0)
+                assert time.monotonic() - started < 20
         assert len(server.requests) == 1
 
     @pytest.mark.parametrize(
@@ -569,10 +600,10 @@ class TestCheck:
             judge.check()
         assert len(server.requests) == 1
 
-    def test_a_server_that_fails_at_its_first_request(self, server, make_judge):
-        server.fault = lambda number: "500"
+    def test_a_server_that_fails_at_its_first_request(self, server, judge, clock):
+        server.fault = lambda number: clock.after(10.0, "500")
         with pytest.raises(JudgeUnavailableError, match=rf"No judge answers at {server.url} \(HTTP 500"):
-            make_judge(server, timeout=1.0, time_budget=1.0).check()
+            judge.check()
         assert server.paths[0] == "/v1/models" and len(server.requests) >= 2
 
 
@@ -609,11 +640,11 @@ class TestKey:
             assert not any("for OpenAI" in value for value in headers.values())
             assert headers["authorization"] == "Bearer EMPTY"
 
-    def test_is_in_no_log_repr_or_error(self, locked, make_judge, caplog):
+    def test_is_in_no_log_repr_or_error(self, locked, make_judge, clock, caplog):
         caplog.set_level(logging.DEBUG)
-        judge = make_judge(locked, api_key=KEY, timeout=1.0, time_budget=1.0)
+        judge = make_judge(locked, api_key=KEY)
         judge.check()
-        locked.fault = lambda number: "400" if number == 1 else "500"
+        locked.fault = lambda number: "400" if number == 1 else clock.after(30.0, "500")
         assert judge.score([PAIR], QUESTION) == [None]
         with pytest.raises(JudgeUnavailableError) as unavailable:
             judge.score([PAIR], QUESTION)
