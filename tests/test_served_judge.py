@@ -88,7 +88,7 @@ def question_of(request):
     return request["messages"][-1]["content"][-1]["text"]
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)

@@ -286,7 +286,7 @@ def test_what_is_under_way_is_cancelled(server, ending):
     assert wait_until(lambda: threading.active_count() <= threads + 1)
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
