@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from judge_server import JudgeServer, pictures_of
+from judge_server import JudgeServer, LoopClock, pictures_of
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, edit_following_question, theme_question
 from paco_trl.data.questions import edit_consistency_question
@@ -138,7 +138,8 @@ def server():
 
 @pytest.fixture
 def served_judge(server):
-    judge = ServedJudge(server.url, "judge", timeout=20.0, time_budget=20.0)
+    judge = ServedJudge(server.url, "judge", timeout=30.0, time_budget=120.0)
+    judge._client.first_wait = 0.02
     yield judge
     judge.close()
 
@@ -329,15 +330,14 @@ class TestServed:
         with pytest.raises(JudgeUnavailableError, match="has no model 'X-GenGroup/PaCo-Reward-7B'. It has: judge"):
             ConsistencyReward(base_url=server.url)
 
-    def test_a_server_that_is_down(self, server):
-        judge = ServedJudge(server.url, "judge", timeout=1.0, time_budget=1.0)
-        reward = ConsistencyReward(judge)
+    def test_a_server_that_is_down(self, server, served_judge, caplog):
+        reward = ConsistencyReward(served_judge)
         server.stop()
-        with pytest.raises(JudgeUnavailableError, match=f"{server.url} has not answered"):
+        with LoopClock() as clock, pytest.raises(JudgeUnavailableError, match=f"{server.url} has not answered"):
+            clock.forward_when(lambda: "Trying again" in caplog.text)
             call(reward)
         server.start()
         assert call(reward) == close(EXPECTED)
-        judge.close()
 
     def test_a_subclass_of_a_users_own(self, any_judge):
         by_hand = [
@@ -677,13 +677,15 @@ class TestMetrics:
             ("neither", "undecided"),
         ],
     )
-    def test_kinds(self, server, fault, kind):
-        judge = ServedJudge(server.url, "judge", timeout=1.5, time_budget=1.5)
+    def test_kinds(self, server, served_judge, fault, kind):
         # A test question is answered: the server is not down
         question = lambda number: server.requests[number]["messages"][-1]["content"][-1]["text"]  # noqa: E731
-        server.fault = lambda number: None if "in terms of style" in question(number) else fault
-        logged = self.metrics(ConsistencyReward(judge, question="criteria"), [SETS[0][:2]], criteria=[CRITERIA])
-        judge.close()
+        reward = ConsistencyReward(served_judge, question="criteria")
+        with LoopClock() as clock:
+            server.fault = lambda number: (
+                None if "in terms of style" in question(number) else clock.after(10.0 * (fault == "500"), fault)
+            )
+            logged = self.metrics(reward, [SETS[0][:2]], criteria=[CRITERIA])
         assert {name for name in _KINDS if logged[f"consistency/unanswered/{name}"] > 0} == {kind}
 
     def test_in_process(self, judge):
