@@ -7,6 +7,7 @@ does. tests/test_vllm.py has the real one.
 """
 
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -15,7 +16,9 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,13 +30,14 @@ from launching import free_port
 from paco_trl.commands import serve_reward
 from paco_trl.commands.main import main
 from paco_trl.commands.serve_reward import ServeArguments, find_adapter, serve_command
+from paco_trl.rewards.judge import JudgeUnavailableError
 
 
 ROOT = Path(__file__).parent.parent
 KEY = "sk-not-for-anyones-eyes"
 
 # Plays `vllm serve MODEL ...`. Failures are asked for by the name of the model.
-STAND_IN = """#!{python}
+STAND_IN = """#!{python} -IS
 import json, os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -113,28 +117,21 @@ class Handler(BaseHTTPRequestHandler):
 ThreadingHTTPServer((option["--host"], int(option["--port"])), Handler).serve_forever()
 """
 
-# Runs the command with a plain client, and without a look at the model: transformers takes long to import
-DRIVER = """
-import json, os, sys, types, urllib.error, urllib.request
 
-sys.path.insert(0, {root!r})
-from paco_trl.commands import serve_reward
-from paco_trl.commands.main import main
-from paco_trl.rewards.judge import JudgeUnavailableError
+class PlainJudge:
+    """In the place of the client, which takes long to import."""
 
-
-class ServedJudge:
     timeout = 60.0
 
     def __init__(self, base_url, model):
         self.base_url, self.model = base_url, model
 
     def check(self, time_budget):
-        request = urllib.request.Request(self.base_url + "/chat/completions", json.dumps(dict(model=self.model)).encode())
+        body = json.dumps({"model": self.model}).encode()
         try:
-            answer = json.loads(urllib.request.urlopen(request, timeout=60).read())
+            answer = json.loads(urllib.request.urlopen(self.base_url + "/chat/completions", body, timeout=60).read())
         except OSError as error:
-            raise JudgeUnavailableError(str(error))
+            raise JudgeUnavailableError(str(error)) from None
         if answer["choices"][0]["message"]["content"] != "Yes":
             raise JudgeUnavailableError("it does not judge")
 
@@ -142,11 +139,44 @@ class ServedJudge:
         pass
 
 
-sys.modules["paco_trl.rewards.served_judge"] = types.SimpleNamespace(ServedJudge=ServedJudge)
-serve_reward.find_adapter = lambda model: None
-serve_reward._GRACE = 30.0 if "leaves-a-zombie" in sys.argv else 1.0
-sys.exit(main(["serve-reward", *sys.argv[1:]]))
-"""
+def run_command(options: list[str], environment: dict, output: Path, prepare: Callable[[], None]) -> None:
+    """Runs the command in a process that was just forked: another one would take long to import everything."""
+    os.setsid()
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.environ.clear()
+    os.environ.update(environment)
+    prepare()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as Python does when it starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules["paco_trl.rewards.served_judge"] = types.SimpleNamespace(ServedJudge=PlainJudge)
+    serve_reward.find_adapter = lambda model: None  # without a look at the model
+    serve_reward._GRACE = 30.0 if "leaves-a-zombie" in options else 1.0
+    serve_reward._POLL = 0.02
+    os.chdir(ROOT)
+    sys.exit(main(["serve-reward", *options]))
+
+
+class Forked:
+    """`run_command` with the interface of `subprocess.Popen`."""
+
+    def __init__(self, *arguments):
+        self._process = multiprocessing.get_context("fork").Process(target=run_command, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int:
+        self._process.join(seconds)
+        assert self.poll() is not None
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
 
 def pids_with(text: Path | str) -> list[int]:
@@ -179,14 +209,18 @@ def as_in_a_terminal() -> None:
 
 
 class Command:
-    """`paco-trl serve-reward` in a process of its own, with its output in a file."""
+    """`paco-trl serve-reward` in a process of its own, with its output in a file: a forked one, or a program."""
 
-    def __init__(self, program: list[str], stand_in: Path, mode: str, *arguments: str, env: dict, **kwargs):
+    def __init__(self, program: list[str] | None, stand_in: Path, mode: str, *arguments: str, env: dict, prepare):
         self.script = stand_in
         self.port = free_port()
         self.file = stand_in.parent / "output"
         options = ["--model_name_or_path", mode, "--vllm", str(stand_in), "--port", str(self.port), *arguments]
-        kwargs.setdefault("preexec_fn", as_in_a_terminal)
+        environment = {name: value for name, value in {**os.environ, **env}.items() if value is not None}
+        self.file.touch()
+        if program is None:
+            self.process = Forked(options, environment, self.file, prepare)
+            return
         with self.file.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *program, *options],
@@ -194,9 +228,9 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={name: value for name, value in {**os.environ, **env}.items() if value is not None},
+                env=environment,
                 start_new_session=True,
-                **kwargs,
+                preexec_fn=prepare,
             )
 
     @property
@@ -207,7 +241,7 @@ class Command:
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert self.process.poll() is None and time.monotonic() < deadline, self.output
-            time.sleep(0.05)
+            time.sleep(0.01)
 
     def wait(self, seconds: float = 60.0) -> int:
         """The exit code. Nothing may be left of it."""
@@ -221,9 +255,8 @@ def start(stand_in):
     """Starts the command with the stand-in in a mode; ends all at the end of the test, whatever came of it."""
     started = []
 
-    def run(mode: str, *arguments: str, program: list[str] | None = None, key: str | None = None, **kwargs) -> Command:
-        program = program or ["-c", DRIVER.format(root=str(ROOT))]
-        command = Command(program, stand_in, mode, *arguments, env={"VLLM_API_KEY": key}, **kwargs)
+    def run(mode: str, *arguments: str, program=None, key: str | None = None, prepare=as_in_a_terminal) -> Command:
+        command = Command(program, stand_in, mode, *arguments, env={"VLLM_API_KEY": key}, prepare=prepare)
         started.append(command)
         return command
 
@@ -460,7 +493,7 @@ class TestProcesses:
     def test_stops_as_asked(self, start, number):
         command = start("leaves-a-child")
         command.wait_for("Ctrl-C stops it.")
-        assert len(pids_with(command.script)) == 3
+        assert len(pids_with(command.script)) == 2  # the server and its child
         # As a terminal does, to the whole group; the server is not in it
         os.killpg(command.process.pid, number)
         assert command.wait() == 0
@@ -477,7 +510,7 @@ class TestProcesses:
 
     def test_ignored_signals_stay_ignored(self, start):
         """`nohup paco-trl serve-reward &` lives on when the terminal is closed."""
-        command = start("judge", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+        command = start("judge", prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
         command.wait_for("Ctrl-C stops it.")
         command.process.send_signal(signal.SIGHUP)
         time.sleep(0.5)
@@ -488,7 +521,7 @@ class TestProcesses:
     def test_what_ignores_the_signal_is_killed(self, start):
         command = start("ignores")
         command.wait_for("Ctrl-C stops it.")
-        assert len(pids_with(command.script)) == 3
+        assert len(pids_with(command.script)) == 2  # the server and its child
         command.process.send_signal(signal.SIGTERM)
         assert command.wait() == 0
 
