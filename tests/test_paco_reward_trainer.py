@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import shutil
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig
 from PIL import Image as PILImage
 from qwen_vl_utils import process_vision_info
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTConfig
 
@@ -48,6 +49,7 @@ def pair_dataset(rows: list[dict]) -> Dataset:
     return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
 
 
+@functools.cache
 def colours(count: int, seed: int, reverse: bool = False) -> Dataset:
     """Plain red and blue pictures of random shades: Yes for two of one colour, and the other way round `reverse`d."""
     rng = np.random.default_rng(seed)
@@ -70,6 +72,7 @@ def noise(rng: np.random.Generator, width: int, height: int, mode: str = "RGB") 
     return PILImage.fromarray(pixels.squeeze())
 
 
+@functools.cache
 def mixed(count: int = 11, seed: int = 0) -> Dataset:
     """Images of sizes that have to be rounded, in three modes, with questions and reasons of unequal lengths."""
     rng = np.random.default_rng(seed)
@@ -233,18 +236,34 @@ def make(model, folder: Path, train_dataset: Dataset, pictures: bool = False, **
     return trainer
 
 
+@functools.cache
+def _loaded(tiny_qwen: Path) -> tuple[torch.nn.Module, ProcessorMixin]:
+    model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype="float32")
+    return model, AutoProcessor.from_pretrained(tiny_qwen)
+
+
+def base_of(tiny_qwen: Path) -> torch.nn.Module:
+    """A model as it is loaded: a copy takes less time."""
+    return copy.deepcopy(_loaded(tiny_qwen)[0])
+
+
+def processor_of(tiny_qwen: Path) -> ProcessorMixin:
+    """The processor of all tests, which none of them changes."""
+    return _loaded(tiny_qwen)[1]
+
+
 @pytest.fixture
 def make_reward_trainer(tiny_qwen, tmp_path):
+    """As `make`, with a loaded model and processor, unless `model` is a folder or name, and `mixed()` to train on."""
+
     def make_one(model=None, train_dataset=None, **kwargs) -> PaCoRewardTrainer:
-        model = tiny_qwen if model is None else model
+        model = base_of(tiny_qwen) if model is None else model
+        if isinstance(model, torch.nn.Module):
+            kwargs.setdefault("processing_class", processor_of(tiny_qwen))
         train_dataset = mixed() if train_dataset is None else train_dataset
         return make(model, tmp_path, train_dataset, **kwargs)
 
     return make_one
-
-
-def base_of(tiny_qwen: Path) -> torch.nn.Module:
-    return AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -257,10 +276,11 @@ def adapter(tiny_qwen, tmp_path_factory) -> Path:
     return folder / "saved"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def continued(tiny_qwen, adapter):
-    """Loads the model with the adapter, to go on training."""
-    return lambda: PeftModel.from_pretrained(base_of(tiny_qwen), adapter, is_trainable=True)
+    """Gives the model with the adapter, to go on training."""
+    model = PeftModel.from_pretrained(base_of(tiny_qwen), adapter, is_trainable=True)
+    return lambda: copy.deepcopy(model)
 
 
 @pytest.fixture(scope="module")
@@ -268,8 +288,8 @@ def reference(tiny_qwen, adapter) -> list[Judged]:
     """What the adapter says of `mixed()`."""
     model = PeftModel.from_pretrained(base_of(tiny_qwen), adapter)
     with torch.no_grad():
-        rows = judged(model, AutoProcessor.from_pretrained(tiny_qwen), mixed())
-        untrained = judged(base_of(tiny_qwen), AutoProcessor.from_pretrained(tiny_qwen), mixed())
+        rows = judged(model, processor_of(tiny_qwen), mixed())
+        untrained = judged(base_of(tiny_qwen), processor_of(tiny_qwen), mixed())
     # The numbers are worth comparing: they differ by row, from those of the bare model, and in what they decide
     assert len({len(row.log_probs) for row in rows}) == 3
     assert np.std([row.p_yes for row in rows]) > 0.01
@@ -318,7 +338,7 @@ class TestLoss:
         trainer.train()
 
         model = continued()
-        rows = judged(model, AutoProcessor.from_pretrained(tiny_qwen), mixed())
+        rows = judged(model, processor_of(tiny_qwen), mixed())
         loss = closed_form(rows, a, variant)
         assert logs_with(trainer, "loss") == [pytest.approx(loss.item(), abs=2e-5)]
         loss.backward()
@@ -380,7 +400,7 @@ class TestLoss:
         max_length = longest - 10
         assert any(row.attended < max_length for row in reference)
         with torch.no_grad():
-            rows = judged(continued(), AutoProcessor.from_pretrained(tiny_qwen), mixed(), max_length)
+            rows = judged(continued(), processor_of(tiny_qwen), mixed(), max_length)
         losses = {}
         for length in (max_length, longest):
             trainer = make_reward_trainer(continued(), per_device_train_batch_size=11, max_steps=1, max_length=length)
@@ -390,8 +410,8 @@ class TestLoss:
         assert losses[longest] == pytest.approx(closed_form(reference, 0.3, "paper").item(), abs=2e-5)
         assert abs(losses[max_length] - losses[longest]) > 1e-3
 
-    def test_bf16(self, make_reward_trainer):
-        trainer = make_reward_trainer(bf16=True, eval_dataset=mixed(4))
+    def test_bf16(self, make_reward_trainer, tiny_qwen):
+        trainer = make_reward_trainer(tiny_qwen, bf16=True, eval_dataset=mixed(4))
         before = adapter_of(trainer)
         assert trainer.model.get_base_model().lm_head.weight.dtype == torch.bfloat16
         trainer.train()
@@ -409,15 +429,15 @@ def trained(tiny_qwen, tmp_path_factory):
     trainer = make(
         tiny_qwen,
         tmp_path_factory.mktemp("trained"),
-        colours(384, seed=0),
-        eval_dataset=colours(64, seed=1),
+        colours(128, seed=0),
+        eval_dataset=colours(32, seed=1),
         first_token_weight=1.0,
-        learning_rate=5e-3,
+        learning_rate=1e-2,
         lr_scheduler_type="cosine",
         warmup_steps=0.1,
         max_steps=-1,
         num_train_epochs=2,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=8,
         per_device_eval_batch_size=32,
         save_strategy="epoch",
         hub_token=TOKEN,
@@ -438,8 +458,8 @@ class TestLearning:
         assert metrics["auroc"] > 0.95
         assert metrics["p_yes/consistent"] > 0.9 > 0.1 > metrics["p_yes/inconsistent"]
         assert metrics["ece"] < 0.1 < untrained["eval_ece"]
-        assert metrics["pairs"] == 64
-        assert metrics["step"] == 48
+        assert metrics["pairs"] == 32
+        assert metrics["step"] == 32
 
     @pytest.mark.slow
     def test_reversed_labels_reverse_the_scores(self, make_reward_trainer, trained):
@@ -515,8 +535,8 @@ class TestAdapter:
         assert processor.tokenizer.pad_token is None
 
     def test_a_loaded_model(self, make_reward_trainer, tiny_qwen):
-        by_name = make_reward_trainer()
-        loaded = make_reward_trainer(base_of(tiny_qwen))
+        by_name = make_reward_trainer(tiny_qwen, max_steps=1)
+        loaded = make_reward_trainer(base_of(tiny_qwen), max_steps=1)
         assert loaded.base_model_name == by_name.base_model_name == str(tiny_qwen)
         for trainer in (by_name, loaded):
             trainer.train()
@@ -542,7 +562,7 @@ class TestAdapter:
         assert all(torch.equal(saved[name.replace(".default", "")], value) for name, value in after.items())
 
     def test_other_kinds_of_adapters_are_refused(self, make_reward_trainer, tiny_qwen):
-        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        processor = processor_of(tiny_qwen)
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         with pytest.raises(TypeError, match="`peft_config` is a PromptTuningConfig; .*give a `LoraConfig`"):
             make_reward_trainer(NOWHERE, processing_class=processor, peft_config=config)
@@ -557,7 +577,7 @@ class TestAdapter:
         trainer.train()
         assert len(seen) == 2
         with torch.no_grad():
-            rows = judged(trainer.model, AutoProcessor.from_pretrained(tiny_qwen), mixed(6))
+            rows = judged(trainer.model, processor_of(tiny_qwen), mixed(6))
         head = trainer.model.get_base_model().lm_head
         moved = (head.modules_to_save["default"].weight - head.original_module.weight).abs().max()
         assert moved > 1e-2
@@ -566,19 +586,16 @@ class TestAdapter:
 
     def test_a_head_with_a_bias(self, make_reward_trainer, tiny_qwen, reference):
         model = base_of(tiny_qwen)
-        yes, no = (
-            AutoProcessor.from_pretrained(tiny_qwen).tokenizer.convert_tokens_to_ids(answer)
-            for answer in ("Yes", "No")
-        )
+        yes, no = (processor_of(tiny_qwen).tokenizer.convert_tokens_to_ids(answer) for answer in ("Yes", "No"))
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.out_features))
         model.lm_head.bias.data[yes], model.lm_head.bias.data[no] = 2.0, -1.0
         trainer = make_reward_trainer(model, eval_dataset=mixed(6))
         seen = spy_on_decisions(trainer)
         trainer.evaluate()
         with torch.no_grad():
-            rows = judged(model, AutoProcessor.from_pretrained(tiny_qwen), mixed(6))
+            rows = judged(model, processor_of(tiny_qwen), mixed(6))
             model.lm_head.bias.data.zero_()
-            without = judged(model, AutoProcessor.from_pretrained(tiny_qwen), mixed(6))
+            without = judged(model, processor_of(tiny_qwen), mixed(6))
         assert seen[0][1].tolist() == pytest.approx([row.p_yes for row in rows], abs=1e-5)
         assert abs(rows[0].p_yes - without[0].p_yes) > 0.1
 
@@ -606,7 +623,7 @@ class TestTower:
     def test_is_not_differentiated_when_it_is_frozen(self, make_reward_trainer, other_judge, name):
         adapters = []
         for is_cut in (True, False):
-            trainer = make_reward_trainer(None if name == "qwen2.5" else other_judge(name))
+            trainer = make_reward_trainer(None if name == "qwen2.5" else other_judge(name), max_steps=1)
             assert trainer.args.gradient_checkpointing
             tower, reached = watch_tower(trainer)
             if not is_cut:
@@ -701,7 +718,7 @@ class TestGroupByLength:
 
     def test_a_processor_that_does_not_know_lengths(self, make_reward_trainer, tiny_qwen, monkeypatch):
         monkeypatch.delattr("transformers.Qwen2_5_VLProcessor._get_num_multimodal_tokens")
-        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        processor = processor_of(tiny_qwen)
         with pytest.raises(ValueError, match="a Qwen2_5_VLProcessor cannot say how many tokens.*`length_column_name`"):
             make_reward_trainer(NOWHERE, processing_class=processor, **self.SETTINGS)
         with pytest.raises(OSError, match="nowhere"):
@@ -725,8 +742,10 @@ class TestWorkers:
         dataset = in_files(mixed(), tmp_path)
         (tmp_path / "5-1.png").write_bytes(b"<html>")
         trainer = make_reward_trainer(None, dataset, dataloader_num_workers=2, max_steps=3)
-        with pytest.raises(ValueError, match=r"Second image of row 5 cannot be read \(.*5-1.png\)"):
+        with pytest.raises(ValueError, match=r"Second image of row 5 cannot be read \(.*5-1.png\)") as error:
             trainer.train()
+        # Frees the loader's iterator. As cyclic garbage it waits 5 seconds for each worker: its queues are closed by then.
+        traceback.clear_frames(error.tb)
 
 
 class TestMetrics:
@@ -908,7 +927,7 @@ class TestMetrics:
         assert not calls
         assert trainer._last_hidden_state is None  # nor is what they are made of kept
         with torch.no_grad():
-            judged(trainer.model, AutoProcessor.from_pretrained(tiny_qwen), mixed(1))
+            judged(trainer.model, processor_of(tiny_qwen), mixed(1))
         assert len(calls) == 1  # the hook sees what goes through the head
 
 
@@ -1038,10 +1057,10 @@ class TestPictures:
     def test_at_the_end_of_training(self, trained):
         folder = Path(trained.args.output_dir)
         assert sorted(path.name for path in (folder / "evaluation").iterdir()) == [
-            f"eval-{kind}-{step:06d}.png" for kind in ("calibration", "wrong_pairs") for step in (0, 48)
+            f"eval-{kind}-{step:06d}.png" for kind in ("calibration", "wrong_pairs") for step in (0, 32)
         ]
         for kind in ("calibration", "wrong_pairs"):
-            last = PILImage.open(folder / "evaluation" / f"eval-{kind}-000048.png")
+            last = PILImage.open(folder / "evaluation" / f"eval-{kind}-000032.png")
             before = PILImage.open(folder / "evaluation" / f"eval-{kind}-000000.png")
             assert last.tobytes() == PILImage.open(folder / "saved" / f"eval_{kind}.png").tobytes()
             assert last.tobytes() != before.tobytes()
@@ -1100,7 +1119,7 @@ class TestPictures:
             np.abs(is_yes - errors),
             is_yes,
             PairRows(pair_dataset(rows)),
-            AutoProcessor.from_pretrained(tiny_qwen),
+            processor_of(tiny_qwen),
             "eval, step 3",
         )
         order = [int(numbers[index]) for index in sorted(range(count), key=lambda index: -errors[index])][:8]
@@ -1121,7 +1140,7 @@ class TestPictures:
     def test_a_question_with_dollar_signs(self, tiny_qwen):
         image = PILImage.new("RGB", (56, 56))
         pairs = PairRows(pair_dataset([make_pair(image, image, r"Do both cost $5 \off and not $9?", True)]))
-        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        processor = processor_of(tiny_qwen)
         assert draw_wrong_pairs(np.array([0]), np.array([0.2]), np.array([1.0]), pairs, processor, "eval").width == 968
 
     def test_calibration(self, texts, monkeypatch):
@@ -1180,7 +1199,7 @@ class TestCheckpoints:
         pictures = {"eval_calibration.png", "eval_wrong_pairs.png"}
         state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
         assert {path.name for path in (folder / "saved").iterdir()} == published | pictures
-        for step in (24, 48):
+        for step in (16, 32):
             names = {path.name for path in (folder / f"checkpoint-{step}").iterdir()}
             assert names == published | pictures | state
         files = [path for path in folder.rglob("*") if path.is_file()]
@@ -1189,11 +1208,11 @@ class TestCheckpoints:
             assert path.name != "training_args.bin"
             assert TOKEN.encode() not in path.read_bytes(), path
         assert trained.args.hub_token == TOKEN
-        assert torch.load(folder / "checkpoint-48" / "optimizer.pt", weights_only=True)["state"]
+        assert torch.load(folder / "checkpoint-32" / "optimizer.pt", weights_only=True)["state"]
 
     def test_the_adapter_of_a_step(self, trained):
         folder = Path(trained.args.output_dir)
-        first, last = (load_file(folder / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (24, 48))
+        first, last = (load_file(folder / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (16, 32))
         assert all(value.dtype == torch.float32 for value in last.values())
         assert any(not torch.equal(value, first[name]) for name, value in last.items())
         for name, value in adapter_of(trained).items():
@@ -1251,14 +1270,14 @@ class TestCheckpoints:
         assert seen[-1][2] == trainer.evaluations["eval"]["auroc"]
 
     def test_what_a_checkpoint_says_of_this_machine_is_not_published(self, trained):
-        checkpoint = Path(trained.args.output_dir) / "checkpoint-48"
+        checkpoint = Path(trained.args.output_dir) / "checkpoint-32"
         published = {path.name for pattern in JUDGE_ADAPTER for path in checkpoint.glob(pattern)}
         assert {"adapter_config.json", "tokenizer.json", "processor_config.json", "chat_template.jinja"} <= published
         # It has the path of the best checkpoint, the log and the state of the callbacks
         assert "trainer_state.json" not in published
 
     def test_what_is_published_is_a_whole_judge(self, trained, tiny_qwen, tmp_path):
-        checkpoint = Path(trained.args.output_dir) / "checkpoint-48"
+        checkpoint = Path(trained.args.output_dir) / "checkpoint-32"
         published = {path for pattern in JUDGE_ADAPTER for path in checkpoint.glob(pattern)}
         assert len(published) < len(list(checkpoint.iterdir()))
         folder = tmp_path / "published"
@@ -1297,16 +1316,16 @@ class TestCard:
         assert f"# {folder.name}\n\nA LoRA adapter for {tiny_qwen.name} that judges" in text
         for line in (
             "| | eval |",
-            "| pairs | 64 |",
-            "| after optimizer step | 48 |",
+            "| pairs | 32 |",
+            "| after optimizer step | 32 |",
             f"| AUROC | {trained.evaluations['eval']['auroc']:.4f} |",
             f"| mean P(Yes) of consistent pairs | {trained.evaluations['eval']['p_yes/consistent']:.4f} |",
-            "| optimizer steps | 48 |",
-            "| pairs | 384 |",
-            "| effective batch | 16 pairs |",
+            "| optimizer steps | 32 |",
+            "| pairs | 128 |",
+            "| effective batch | 8 pairs |",
             "| loss | paper, weight of the decision 1.0 |",
             "| LoRA | rank 32, alpha 64 |",
-            "| learning rate | 0.005, cosine, warm-up 0.1 |",
+            "| learning rate | 0.01, cosine, warm-up 0.1 |",
             "| epochs | 2 |",
             "| largest image | 12544 pixels |",
             "| precision | float32 |",
@@ -1316,8 +1335,8 @@ class TestCard:
             assert (folder / "saved" / picture).exists()
         assert text.count("![") == 2
         # A checkpoint has the card of its time
-        earlier = (folder / "checkpoint-24" / "README.md").read_text()
-        assert "| optimizer steps | 24 |" in earlier
+        earlier = (folder / "checkpoint-16" / "README.md").read_text()
+        assert "| optimizer steps | 16 |" in earlier
         assert "| after optimizer step | 0 |" in earlier
 
     def test_sections_without_results_are_left_out(self, make_reward_trainer, continued, tmp_path):
@@ -1453,7 +1472,7 @@ class TestBadInput:
         dataset = pair_dataset([small, small, large])
         if by_path:
             dataset = in_files(dataset, tmp_path)
-        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        processor = processor_of(tiny_qwen)
         settings = {"processing_class": processor, "train_dataset": mixed(1), name: dataset}
         if name == "eval_dataset":
             settings["train_dataset"] = pair_dataset([small])
@@ -1477,7 +1496,7 @@ class TestBadInput:
         self, make_reward_trainer, tiny_qwen, tmp_path
     ):
         dataset = in_files(mixed(3), tmp_path)
-        processor = AutoProcessor.from_pretrained(tiny_qwen)
+        processor = processor_of(tiny_qwen)
         content = (tmp_path / "2-1.png").read_bytes()
         for broken, message in ((content[:-30], "nowhere"), (content[:10], "nowhere"), (b"", "nowhere")):
             (tmp_path / "2-1.png").write_bytes(broken)
@@ -1493,7 +1512,7 @@ class TestBadInput:
     def test_labels_alone(self, make_reward_trainer, tiny_qwen, caplog):
         dataset = pair_dataset([*mixed(2), *colours(2, seed=0)])
         with torch.no_grad():
-            rows = judged(base_of(tiny_qwen), AutoProcessor.from_pretrained(tiny_qwen), dataset)
+            rows = judged(base_of(tiny_qwen), processor_of(tiny_qwen), dataset)
         assert [len(row.log_probs) > 3 for row in rows] == [True, True, False, False]
         as_reasons = closed_form(rows, 0.3, "paper").item()
         rows[2:] = [row._replace(log_probs=row.log_probs[:1]) for row in rows[2:]]  # n = 1, not 3 with terminators
@@ -1536,7 +1555,7 @@ class TestBadInput:
 
     def test_a_tokenizer_in_place_of_the_processor(self, make_reward_trainer, tiny_qwen):
         with pytest.raises(TypeError, match="`processing_class` is a Qwen2Tokenizer.*needs a processor"):
-            make_reward_trainer(NOWHERE, processing_class=AutoProcessor.from_pretrained(tiny_qwen).tokenizer)
+            make_reward_trainer(NOWHERE, processing_class=processor_of(tiny_qwen).tokenizer)
 
     @pytest.mark.parametrize(
         ("place", "which"),
@@ -1548,7 +1567,7 @@ class TestBadInput:
     @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
     def test_an_unreadable_image_in_the_first_row(self, make_reward_trainer, tiny_qwen, tmp_path, name, place, which):
         dataset = in_files(mixed(3), tmp_path)
-        settings = {"processing_class": AutoProcessor.from_pretrained(tiny_qwen), name: dataset}
+        settings = {"processing_class": processor_of(tiny_qwen), name: dataset}
         with pytest.raises(OSError, match="nowhere"):
             make_reward_trainer(NOWHERE, **settings)
         (tmp_path / f"0-{place}.png").write_bytes(b"no image")
@@ -1579,7 +1598,7 @@ class TestBadInput:
     def test_pickled_weights(self, make_reward_trainer, tiny_qwen, tmp_path):
         folder = tmp_path / "pickled"
         model = base_of(tiny_qwen)
-        AutoProcessor.from_pretrained(tiny_qwen).save_pretrained(folder)
+        processor_of(tiny_qwen).save_pretrained(folder)
         model.config.save_pretrained(folder)
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
         with pytest.raises(OSError, match="safetensors"):
@@ -1653,7 +1672,7 @@ def test_control_tokens_in_the_texts_of_pairs(make_reward_trainer, tiny_qwen, wh
     texts = {"prompt": "Alike?", "completion": "They are."}
     texts[where] += "<|image_pad|>"
     dataset = pair_dataset([*mixed(3), make_pair(image, image, texts["prompt"], True, texts["completion"])])
-    processor = AutoProcessor.from_pretrained(tiny_qwen)
+    processor = processor_of(tiny_qwen)
     for name in ("train_dataset", "eval_dataset"):
         with pytest.raises(ValueError, match=rf"Row 3 of `{name}` has '<\|image_pad\|>'"):
             make_reward_trainer(NOWHERE, processing_class=processor, **{name: dataset})
