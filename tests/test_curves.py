@@ -579,6 +579,7 @@ def test_a_run_has_its_curves(make_trainer, prompts, tmp_path, drawn):
 
 
 def test_without_the_picture_there_is_the_table(make_trainer, tmp_path):
-    make_trainer(max_steps=1, plot_curves=False, save_strategy="steps", save_steps=1).train()
+    settings = {"num_prompts_per_generation": 2, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(plot_curves=False, **settings).train()
     assert (tmp_path / "out" / "curves.csv").is_file()
     assert not (tmp_path / "out" / "curves.png").exists()

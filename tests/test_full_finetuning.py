@@ -2,6 +2,7 @@
 """What is trained other than a new adapter: all weights of the transformer, or an adapter that exists. And GRPO-Guard."""
 
 import copy
+import functools
 import json
 
 import numpy as np
@@ -53,11 +54,15 @@ def count_images(module: torch.nn.Module) -> list[int]:
 
 
 @pytest.fixture
+def make_trainer(make_trainer):
+    """As everywhere, with 2 prompts x 4 images a round."""
+    return functools.partial(make_trainer, num_prompts_per_generation=2, gradient_checkpointing=False)
+
+
+@pytest.fixture
 def make(make_trainer):
     """`make_trainer` for all weights, at a learning rate that moves them."""
-    return lambda **kwargs: make_trainer(
-        **{"peft_config": None, "learning_rate": 1e-3, "gradient_checkpointing": False, **kwargs}
-    )
+    return functools.partial(make_trainer, peft_config=None, learning_rate=1e-3)
 
 
 class TestAllWeights:
@@ -133,8 +138,8 @@ class TestAllWeights:
         assert not any(parameter.requires_grad for parameter in trainer.ref_model.parameters())
         trained, reference = count_images(trainer.model), count_images(trainer.ref_model)
         trainer.train()
-        assert sum(trained) == 2 * (16 * 4 + 16)
-        assert sum(reference) == 2 * 16  # one forward for each trained step
+        assert sum(trained) == 2 * (8 * 4 + 8)
+        assert sum(reference) == 2 * 8  # one forward for each trained step
         kl = logs_with(trainer, "kl")
         assert kl[0] == 0.0
         assert min(kl[1:]) > 0.0
@@ -156,7 +161,7 @@ class TestAllWeights:
         begun = weights_of(resumed)
         calls = count_images(resumed.model)
         resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
-        assert sum(calls) == 8 + 16 * 4 + 8  # the round's second half was not drawn again
+        assert sum(calls) == 4 + 8 * 4 + 4  # the round's second half was not drawn again
         assert not are_equal(begun, weights_of(whole))
         assert are_equal(weights_of(resumed), weights_of(whole))
         assert are_equal(resumed.ema.average, whole.ema.average)
@@ -187,7 +192,7 @@ def test_micro_batches_equal_one_batch(make_trainer, loss_type, is_full):
         "learning_rate": 0.5 if is_full else 10.0,
         **({"peft_config": None} if is_full else {}),
     }
-    one, four = (make_trainer(per_device_train_batch_size=size, **settings) for size in (16, 4))
+    one, four = (make_trainer(per_device_train_batch_size=size, **settings) for size in (8, 2))
     assert (one.args.gradient_accumulation_steps, four.args.gradient_accumulation_steps) == (1, 4)
     before = weights_of(one)
     one.train()
@@ -271,7 +276,7 @@ class TestGuard:
 
     def test_it_learns(self, make_trainer):
         settings = {"num_generations": 8, "num_prompts_per_generation": 4, "per_device_train_batch_size": 16}
-        trainer = make_trainer(loss_type="grpo_guard", max_steps=16, learning_rate=2e-2, epsilon=1e-3, **settings)
+        trainer = make_trainer(loss_type="grpo_guard", max_steps=12, learning_rate=2e-2, epsilon=1e-3, **settings)
         trainer.train()
         redness = logs_with(trainer, "rewards/redness_reward/mean")[::2]
         assert redness[-1] - redness[0] > 2 * logs_with(trainer, "rewards/redness_reward/std")[0]
@@ -294,11 +299,12 @@ def adapter(tiny_flux, prompts, tmp_path_factory):
             height=64,
             width=64,
             num_generations=4,
-            num_prompts_per_generation=4,
+            num_prompts_per_generation=2,
             per_device_train_batch_size=4,
             num_inference_steps=4,
             max_steps=2,
             learning_rate=0.1,
+            gradient_checkpointing=False,
             report_to="none",
             save_strategy="no",
             log_completions=False,
