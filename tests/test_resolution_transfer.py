@@ -272,13 +272,13 @@ class TestResolutionTransfer:
 
     def test_the_draws_are_those_of_whole_prompts(self):
         pairs = correlated(7, 3, 0.6, share=0.9, seed=2)
-        (result,) = resolution_transfer(pairs, n_resamples=4000)
+        (result,) = resolution_transfer(pairs, n_resamples=2000)
         scores = np.stack([pairs.training["clip_t"], pairs.inference["clip_t"]]).reshape(2, 7, 3)
         rng = np.random.default_rng(5)
-        draws = [np.corrcoef(scores[:, rng.integers(0, 7, 7)].reshape(2, -1))[0, 1] for _ in range(4000)]
+        draws = [np.corrcoef(scores[:, rng.integers(0, 7, 7)].reshape(2, -1))[0, 1] for _ in range(2000)]
         assert (result.low, result.high) == pytest.approx(np.percentile(draws, [2.5, 97.5]), abs=0.03)
         images = [
-            np.corrcoef(scores.reshape(2, 21)[:, rng.integers(0, 21, 21)])[0, 1] for _ in range(4000)
+            np.corrcoef(scores.reshape(2, 21)[:, rng.integers(0, 21, 21)])[0, 1] for _ in range(2000)
         ]  # drawn one by one they would give another interval
         assert np.abs(np.percentile(images, [2.5, 97.5]) - [result.low, result.high]).max() > 0.06
 
@@ -302,7 +302,7 @@ class TestResolutionTransfer:
         for num_prompts in (10, 40, 160):
             results = [
                 resolution_transfer(correlated(num_prompts, 4, 0.7, seed, share=0.5), n_resamples=300)[0]
-                for seed in range(60)
+                for seed in range(30)
             ]
             widths.append(np.mean([result.high - result.low for result in results]))
             assert np.mean([result.low <= 0.7 <= result.high for result in results]) >= 0.8
