@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PaCoGRPOTrainer.evaluate()`: what is drawn and how often, what is said of it, the baseline, the best checkpoint."""
 
+import copy
 import functools
 import json
 import os
@@ -67,16 +68,21 @@ def watch() -> Watch:
     return Watch()
 
 
+@pytest.fixture(scope="module")
+def pipeline(tiny_flux) -> FluxPipeline:
+    return FluxPipeline.from_pretrained(str(tiny_flux))
+
+
 @pytest.fixture
-def make(tiny_flux, prompts, tmp_path, watch) -> Callable:
+def make(pipeline, prompts, tmp_path, watch) -> Callable:
     """
-    As `make_trainer`, with three prompts to evaluate by `watch`, in two denoising steps, and no contact sheets of
-    the rounds to look at.
+    As `make_trainer`, with 2 prompts x 4 images a round, and three prompts to evaluate by `watch`, in two denoising
+    steps.
     """
 
     def make(**kwargs) -> PaCoGRPOTrainer:
         trainer_arguments = {
-            "model": str(tiny_flux),
+            "model": copy.deepcopy(pipeline),  # takes less time than to load it
             "reward_funcs": redness_reward,
             "train_dataset": prompts,
             "eval_dataset": prompts.select(range(3)),
@@ -94,7 +100,7 @@ def make(tiny_flux, prompts, tmp_path, watch) -> Callable:
             "height": 64,
             "width": 64,
             "num_generations": 4,
-            "num_prompts_per_generation": 4,
+            "num_prompts_per_generation": 2,
             "per_device_train_batch_size": 4,
             "num_inference_steps": 4,
             "num_inference_steps_eval": 2,
@@ -114,9 +120,9 @@ def make(tiny_flux, prompts, tmp_path, watch) -> Callable:
 
 
 @pytest.fixture(scope="module")
-def base_images(tiny_flux, prompts) -> list[np.ndarray]:
+def base_images(pipeline, prompts) -> list[np.ndarray]:
     """The first three prompts as the pipeline itself draws them, with the noise of an evaluation."""
-    pipeline = FluxPipeline.from_pretrained(tiny_flux)
+    pipeline = copy.deepcopy(pipeline)
     pipeline.set_progress_bar_config(disable=True)
     return [
         pixels(
@@ -164,7 +170,7 @@ class TestDrawing:
         assert metrics["eval_reward"] != metrics["eval_reward_baseline"]
 
     def test_the_noise_is_the_same_at_every_evaluation(self, make, watch, base_images):
-        trainer = make(max_steps=4)
+        trainer = make(learning_rate=0.1)
         first, series = trainer.evaluate(), [watch.take()]
         trainer.train()
         for _ in range(2):
@@ -181,7 +187,7 @@ class TestDrawing:
 
     def test_training_does_not_change_the_noise(self, make, watch, base_images):
         # Weights that have moved by next to nothing draw next to the same images after training
-        trainer = make(learning_rate=1e-12, max_steps=4)
+        trainer = make(learning_rate=1e-12)
         trainer.train()
         assert not watch.images
         trainer.evaluate()
@@ -537,7 +543,7 @@ class TestSheets:
                 assert two.height > 1.3 * one.height
 
     def test_sheet_and_table_are_in_the_card(self, make, tmp_path):
-        trainer = make(log_completions=True, learning_rate=0.1)
+        trainer = make(log_completions=True, learning_rate=0.1, max_steps=1)
         trainer.train()
         metrics = trainer.evaluate()
         trainer.save_model()
@@ -554,11 +560,11 @@ class TestSheets:
 
 class TestInTraining:
     def test_on_start_and_at_steps(self, make, watch):
-        trainer = make(max_steps=4, eval_on_start=True, eval_strategy="steps", eval_steps=2)
+        trainer = make(learning_rate=0.1, eval_on_start=True, eval_strategy="steps", eval_steps=1)
         trainer.train()
-        assert watch.steps == [0] * 3 + [2] * 3 + [4] * 3
+        assert watch.steps == [0] * 3 + [1] * 3 + [2] * 3
         entries = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
-        assert [entry["step"] for entry in entries] == [0, 2, 4]
+        assert [entry["step"] for entry in entries] == [0, 1, 2]
         assert {entry["eval_reward_baseline"] for entry in entries} == {entries[0]["eval_reward"]}
         assert len({entry["eval_reward"] for entry in entries}) == 3
 
@@ -583,34 +589,35 @@ class TestInTraining:
         assert {"eval_a_reward", "eval_b_reward"} <= metrics.keys()
         assert len(watch.take()) == 3
 
-    @pytest.mark.parametrize("best", [4, 6])
+    @pytest.mark.parametrize("best", [2, 3])
     @pytest.mark.parametrize("ema_decay", [0.8, None])
-    def test_the_best_checkpoint_is_loaded_as_it_was_evaluated(self, make, tmp_path, best, ema_decay):
-        planted = {2: 0.2, 4: 0.5, 6: 0.3} | {best: 0.9}
+    def test_the_best_checkpoint_is_loaded_as_it_was_evaluated(self, make, prompts, tmp_path, best, ema_decay):
+        planted = {1: 0.2, 2: 0.5, 3: 0.3} | {best: 0.9}
 
         def judge(prompts, completions, trainer_state, **kwargs):
             return [planted[trainer_state.global_step]] * len(prompts)
 
         trainer = make(
             eval_reward_funcs=judge,
-            max_steps=6,
+            eval_dataset=prompts.select(range(1)),
+            max_steps=3,
             eval_strategy="steps",
-            eval_steps=2,
+            eval_steps=1,
             save_strategy="steps",
-            save_steps=2,
+            save_steps=1,
             load_best_model_at_end=True,
             ema_decay=ema_decay,
         )
         assert (trainer.args.metric_for_best_model, trainer.args.greater_is_better) == ("reward", True)
         trainer.train()
         evaluated = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
-        assert evaluated == pytest.approx([planted[step] for step in (2, 4, 6)])
+        assert evaluated == pytest.approx([planted[step] for step in (1, 2, 3)])
         assert trainer.state.best_metric == pytest.approx(0.9)
         out = tmp_path / "out"
         assert Path(trainer.state.best_model_checkpoint) == out / f"checkpoint-{best}"
         name = "policy" if ema_decay is None else "ema"
-        weights = {step: load_file(out / f"checkpoint-{step}" / f"{name}.safetensors") for step in (4, 6)}
-        assert not are_equal(weights[4], weights[6])
+        weights = {step: load_file(out / f"checkpoint-{step}" / f"{name}.safetensors") for step in (2, 3)}
+        assert not are_equal(weights[2], weights[3])
         assert are_equal(weights_of(trainer), weights[best])
         if ema_decay is None:
             assert trainer.ema is None
@@ -636,7 +643,7 @@ class TestResolutionTransfer:
     """Rewards before training at both resolutions: 32 x 32 and 64 x 64."""
 
     def transferred(self, make, tmp_path, reward, **settings):
-        trainer = make(reward_funcs=reward, eval_dataset=None, resolution_transfer_prompts=5, max_steps=2, **settings)
+        trainer = make(reward_funcs=reward, eval_dataset=None, resolution_transfer_prompts=5, max_steps=1, **settings)
         trainer.train()
         folder = tmp_path / "out" / "evaluation"
         assert (folder / "resolution_transfer.png").stat().st_size > 10_000
@@ -646,7 +653,7 @@ class TestResolutionTransfer:
     def test_the_correlation_is_that_of_the_rewards(self, make, tmp_path, watch):
         trainer, result = self.transferred(make, tmp_path, watch, num_generations_eval=2, log_completions=True)
         widths = [image.shape[1] for image in watch.images]
-        assert widths == [32] * 10 + [64] * 10 + [32] * 16  # both sides, then the round
+        assert widths == [32] * 10 + [64] * 10 + [32] * 8  # both sides, then the round
         assert watch.prompts[:10] == watch.prompts[10:20]
         assert len(set(watch.prompts[:10])) == 5
         rewards = redness_reward([], [Image.fromarray(image.astype(np.uint8)) for image in watch.images])
@@ -681,9 +688,9 @@ class TestResolutionTransfer:
         assert [image.shape[1] for image in watch.take()].count(64) == 3
         resumed = make(resolution_transfer_prompts=3, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-        assert [image.shape[1] for image in watch.take()] == [32] * 16
-        make(output_dir=str(tmp_path / "other"), **settings).train()
-        assert [image.shape[1] for image in watch.take()] == [32] * 32
+        assert [image.shape[1] for image in watch.take()] == [32] * 8
+        make(output_dir=str(tmp_path / "other"), reward_funcs=watch).train()
+        assert [image.shape[1] for image in watch.take()] == [32] * 8
         assert not (tmp_path / "other" / "evaluation").exists()
 
 
