@@ -36,9 +36,9 @@ SETTINGS = {
     "width": 32,
     "resolution_scale": 1.0,
     "guidance_scale": 4.0,
-    "num_generations": 4,
+    "num_generations": 2,
     "num_prompts_per_generation": 2,
-    "per_device_train_batch_size": 4,
+    "per_device_train_batch_size": 2,
     "num_inference_steps": 3,
     "num_inference_steps_eval": 2,
     "gradient_checkpointing": False,
@@ -196,8 +196,8 @@ class TestSizes:
         assert trainer.train_rows.inference_sizes == self.INFERENCE
         assert trainer.train_rows.training_sizes == self.TRAINING
         trainer.train()
-        assert len(spy.calls) == 6 * 4
-        assert Counter(call["prompt"] for call in spy.calls) == dict.fromkeys(mixed["prompt"], 4)
+        assert len(spy.calls) == 6 * 2
+        assert Counter(call["prompt"] for call in spy.calls) == dict.fromkeys(mixed["prompt"], 2)
         for call in spy.calls:
             row = list(mixed["prompt"]).index(call["prompt"])
             assert call["completion"].size == self.TRAINING[row][::-1]
@@ -237,7 +237,7 @@ class TestSizes:
         trainer.train()
         # The size follows from the first source
         assert trainer.train_rows.training_sizes == [(32, 32), (40, 28)]
-        assert len(spy.calls) == 8
+        assert len(spy.calls) == 4
         for call in spy.calls:
             expected = next(row["images"] for row in rows if row["prompt"] == call["prompt"])
             assert [np.asarray(image).tolist() for image in call["images"]] == [
@@ -640,9 +640,9 @@ class TestModelErrors:
 
     def test_micro_batches_that_cross_prompts(self, klein, tmp_path):
         same_size = edits(*((f"Edit {number}.", picture(64, 64, number)) for number in range(4)))
-        make(klein, same_size, tmp_path, per_device_train_batch_size=2)
+        make(klein, same_size, tmp_path, per_device_train_batch_size=1)
         with pytest.raises(ValueError, match="source images of its own.*`per_device_train_batch_size`"):
-            make(klein, same_size, tmp_path, num_prompts_per_generation=4, per_device_train_batch_size=8)
+            make(klein, same_size, tmp_path, num_prompts_per_generation=4, per_device_train_batch_size=4)
 
     @pytest.mark.parametrize(
         ("pipeline", "settings", "option"),
