@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaCoNFTTrainer on a tiny real FLUX pipeline: the method, its old policy, resuming, settings, documentation."""
 
+import copy
 import dataclasses
 import re
 from pathlib import Path
@@ -36,13 +37,18 @@ def make_config(tmp_path):
     return make
 
 
+@pytest.fixture(scope="module")
+def pipeline(tiny_flux):
+    return DiffusionPipeline.from_pretrained(str(tiny_flux))
+
+
 @pytest.fixture
-def make_nft(tiny_flux, prompts, make_config):
+def make_nft(pipeline, prompts, make_config):
     """As `make_trainer`: 2 prompts x 4 images a round of 2 optimizer steps; each image at 2 of its 3 times."""
 
     def make(**kwargs):
         arguments = {
-            "model": str(tiny_flux),
+            "model": copy.deepcopy(pipeline),  # takes less time than to load it
             "reward_funcs": redness_reward,
             "train_dataset": prompts,
             "peft_config": LORA,
