@@ -18,7 +18,7 @@ def new_figure(width: float, height: float, dpi: int = 110) -> Figure:
 def png_bytes(figure: Figure) -> bytes:
     """Give a figure as a PNG file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer, format="png", pil_kwargs={"compress_level": 4})  # 6 takes three times as long for 4 % less
     return buffer.getvalue()
 
 
