@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An adapter changes the weights by the same amount in every program that loads it, whatever scale it knows of."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -31,9 +32,20 @@ CONFIGS = {
 }
 
 
-def train(folder: Path, config: LoraConfig) -> tuple[PeftModel, DiffusionPipeline]:
+@pytest.fixture(scope="module")
+def flux(tiny_flux) -> DiffusionPipeline:
+    """The tiny FLUX, as it is loaded."""
+    return DiffusionPipeline.from_pretrained(tiny_flux)
+
+
+def fresh(pipeline: DiffusionPipeline) -> DiffusionPipeline:
+    """The pipeline with a transformer of its own, as if it were loaded again."""
+    return type(pipeline)(**{**pipeline.components, "transformer": copy.deepcopy(pipeline.transformer)})
+
+
+def train(base: DiffusionPipeline, config: LoraConfig) -> tuple[PeftModel, DiffusionPipeline]:
     """A pipeline with an adapter that has an effect."""
-    pipeline = load_pipeline(str(folder), torch.float32)
+    pipeline = load_pipeline(fresh(base), torch.float32)
     model = prepare_transformer(pipeline, family_of(pipeline), config, autocast_adapter_dtype=True)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -67,8 +79,8 @@ def changes_in_comfyui(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     return found
 
 
-def changes_in_diffusers(folder: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    pipeline = DiffusionPipeline.from_pretrained(folder)
+def changes_in_diffusers(base: DiffusionPipeline, adapter: Path) -> dict[str, torch.Tensor]:
+    pipeline = fresh(base)
     pipeline.load_lora_weights(adapter)
     return changes(pipeline.transformer)
 
@@ -87,8 +99,8 @@ def without_metadata(folder: Path, copied: Path) -> Path:
 
 @pytest.mark.parametrize("builder", PIPELINES)
 def test_full_strength_by_every_rule(builder, tmp_path):
-    folder = getattr(tiny, builder)(tmp_path / "tiny")
-    model, pipeline = train(folder, LoraConfig(r=4, lora_alpha=8))
+    base = DiffusionPipeline.from_pretrained(getattr(tiny, builder)(tmp_path / "tiny"))
+    model, pipeline = train(base, LoraConfig(r=4, lora_alpha=8))
     trained = changes(model)
     assert len(trained) >= 12 and min(float(change.norm()) for change in trained.values()) > 0
     adapter = save(model, pipeline, tmp_path / "adapter")
@@ -97,27 +109,27 @@ def test_full_strength_by_every_rule(builder, tmp_path):
     halves = changes_in_comfyui(load_file(adapter / "adapter_model.safetensors"))
     assert deviation({name: 2 * half for name, half in halves.items()}, trained) == 0
     assert deviation(changes_in_comfyui(load_file(adapter / FILE)), trained) == 0
-    assert deviation(changes_in_diffusers(folder, adapter), trained) == 0
-    assert deviation(changes_in_diffusers(folder, without_metadata(adapter, tmp_path / "copied")), trained) == 0
+    assert deviation(changes_in_diffusers(base, adapter), trained) == 0
+    assert deviation(changes_in_diffusers(base, without_metadata(adapter, tmp_path / "copied")), trained) == 0
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_scales_of_every_kind(name, tiny_flux, tmp_path):
-    model, pipeline = train(tiny_flux, LoraConfig(**{"r": 4, **CONFIGS[name]}))
+def test_scales_of_every_kind(name, flux, tmp_path):
+    model, pipeline = train(flux, LoraConfig(**{"r": 4, **CONFIGS[name]}))
     trained = changes(model)
     scales = {layer.scaling["default"] for layer in model.modules() if isinstance(layer, LoraLayer)}
     assert 1 not in scales and len(scales) == {"alpha": 1, "rsLoRA": 1, "patterns": 4, "rsLoRA and patterns": 2}[name]
     adapter = save(model, pipeline, tmp_path / "adapter")
     assert deviation(changes_in_comfyui(load_file(adapter / FILE)), trained) < 1e-6
-    assert deviation(changes_in_diffusers(tiny_flux, adapter), trained) < 1e-6
-    assert deviation(changes_in_diffusers(tiny_flux, without_metadata(adapter, tmp_path / "copied")), trained) < 1e-6
-    by_peft = PeftModel.from_pretrained(DiffusionPipeline.from_pretrained(tiny_flux).transformer, adapter)
+    assert deviation(changes_in_diffusers(flux, adapter), trained) < 1e-6
+    assert deviation(changes_in_diffusers(flux, without_metadata(adapter, tmp_path / "copied")), trained) < 1e-6
+    by_peft = PeftModel.from_pretrained(fresh(flux).transformer, adapter)
     assert deviation(changes(by_peft), trained) == 0
 
 
-def test_files_of_before_are_read_as_well(tiny_flux, tmp_path):
+def test_files_of_before_are_read_as_well(tiny_flux, flux, tmp_path):
     """Their matrices are PEFT's, and alpha is in the metadata."""
-    model, pipeline = train(tiny_flux, LoraConfig(r=4, lora_alpha=8))
+    model, pipeline = train(flux, LoraConfig(r=4, lora_alpha=8))
     trained = changes(model)
     layers = {
         name.removeprefix("base_model.model."): tensor for name, tensor in get_peft_model_state_dict(model).items()
@@ -135,10 +147,10 @@ def test_files_of_before_are_read_as_well(tiny_flux, tmp_path):
         assert deviation(changes(system.transformer), trained) == 0
 
 
-def test_the_code_of_the_page(tiny_flux, tmp_path):
+def test_the_code_of_the_page(tiny_flux, flux, tmp_path):
     expected = {}
     for name, alpha in (("paco-flux", 8), ("style", 12)):
-        model, pipeline = train(tiny_flux, LoraConfig(r=4, lora_alpha=alpha))
+        model, pipeline = train(flux, LoraConfig(r=4, lora_alpha=alpha))
         expected[name] = changes(model)
         save(model, pipeline, tmp_path / name)
     page = PAGE.read_text(encoding="utf-8").replace("bfloat16", "float32").replace("user/", f"{tmp_path}/")
@@ -149,7 +161,7 @@ def test_the_code_of_the_page(tiny_flux, tmp_path):
     assert deviation(changes(names["pipe"].transformer), expected["paco-flux"]) == 0
     exec(two + fuse, names)
     fused = names["pipe"].transformer.state_dict()
-    base = DiffusionPipeline.from_pretrained(tiny_flux).transformer.state_dict()
+    base = flux.transformer.state_dict()
     assert fused.keys() == base.keys()
     wanted = {name: change + 0.6 * expected["style"][name] for name, change in expected["paco-flux"].items()}
     found = {name: fused[f"{name}.weight"] - base[f"{name}.weight"] for name in wanted}

@@ -34,9 +34,21 @@ TOKENS = (SIZE // 4) ** 2  # latents of 2 x 2 pixels, packed in 2 x 2 patches
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 
 
-def build_policy(folder, family=None):
+@pytest.fixture(scope="module")
+def loaded(tiny_flux):
+    """The tiny FLUX, as it is loaded."""
+    return FluxPipeline.from_pretrained(tiny_flux)
+
+
+def fresh(loaded):
+    """The pipeline with a transformer and a VAE of its own, as if it were loaded again."""
+    own = {name: copy.deepcopy(loaded.components[name]) for name in ("transformer", "vae", "scheduler")}
+    return FluxPipeline(**{**loaded.components, **own})
+
+
+def build_policy(loaded, family=None):
     """As the trainer builds it; then the LoRA's B matrices, which start as zeros, are filled."""
-    pipeline = load_pipeline(str(folder), torch.float32)
+    pipeline = load_pipeline(fresh(loaded), torch.float32)
     family = family or family_of(pipeline)
     signature = inspect.signature(pipeline.transformer.forward)
     model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
@@ -48,15 +60,15 @@ def build_policy(folder, family=None):
 
 
 @pytest.fixture
-def policy(tiny_flux):
-    return build_policy(tiny_flux)
+def policy(loaded):
+    return build_policy(loaded)
 
 
-@pytest.fixture
-def prompt_arguments(policy, prompts):
+@pytest.fixture(scope="module")
+def prompt_arguments(loaded, prompts):
     """Two different prompts, encoded: batch dimension 2, float32."""
     with torch.no_grad():
-        encoded = [policy.family.encode_prompt(policy.pipeline, text, "cpu") for text in prompts["prompt"][:2]]
+        encoded = [family_of(loaded).encode_prompt(loaded, text, "cpu") for text in prompts["prompt"][:2]]
     return {name: torch.cat([each[name].float() for each in encoded]) for name in encoded[0]}
 
 
@@ -89,9 +101,9 @@ class CountForwards:
 
 class TestUnmodifiedPipeline:
     @pytest.fixture
-    def reference(self, tiny_flux, policy):
+    def reference(self, loaded, policy):
         """A fresh pipeline of its own class and scheduler, with the same adapter, that nobody has touched."""
-        pipeline = FluxPipeline.from_pretrained(tiny_flux)
+        pipeline = fresh(loaded)
         pipeline.set_progress_bar_config(disable=True)
         base = pipeline.transformer
         config = copy.deepcopy(LORA)
@@ -115,8 +127,7 @@ class TestUnmodifiedPipeline:
         draw_reference.model = with_adapter
         return draw_reference
 
-    @pytest.mark.parametrize("sde", [None, SDESettings((1,), 0.0)], ids=["no sde", "noise level 0"])
-    def test_draws_the_same_image_without_noise(self, policy, prompt_arguments, reference, sde):
+    def test_draws_the_same_image_without_noise(self, policy, prompt_arguments, reference):
         expected = reference(prompt_arguments)
         # What the image depends on: the adapter, the guidance, the prompt, the key
         with reference.model.disable_adapter():
@@ -127,9 +138,10 @@ class TestUnmodifiedPipeline:
         )
         assert not np.array_equal(reference(prompt_arguments, keys=[KEYS[0], (42, 3, 0, 0, 2)]), expected)
 
-        images, records = draw(policy, prompt_arguments, sde)
-        assert images[0].size == (SIZE, SIZE) and records == []
-        assert np.array_equal(pixels(images), expected)
+        for sde in (None, SDESettings((1,), 0.0)):
+            images, records = draw(policy, prompt_arguments, sde)
+            assert images[0].size == (SIZE, SIZE) and records == []
+            assert np.array_equal(pixels(images), expected), sde
 
     def test_noise_makes_another_image(self, policy, prompt_arguments, reference):
         images, _ = draw(policy, prompt_arguments, SDESettings((1,), 0.7))
@@ -345,15 +357,15 @@ class ReorderedFamily(FluxFamily):
 
 class TestGuidanceRule:
     @pytest.mark.parametrize("family", [DoubledFamily, NegatedFamily, SlightlyWrongFamily])
-    def test_a_wrong_rule_is_an_error(self, tiny_flux, prompt_arguments, family):
-        policy = build_policy(tiny_flux, family())
+    def test_a_wrong_rule_is_an_error(self, loaded, prompt_arguments, family):
+        policy = build_policy(loaded, family())
         with pytest.raises(RuntimeError, match=f"At step 1 .* {family.__name__}.combine .*1 output.*differ by up to"):
             draw(policy, prompt_arguments, SDESettings((1,), 0.7))
         # Without a stochastic step nothing is trained, and nothing is checked
         assert len(draw(policy, prompt_arguments, None)[0]) == 2
 
-    def test_another_order_of_the_right_operations_passes(self, tiny_flux, prompt_arguments):
-        policy = build_policy(tiny_flux, ReorderedFamily())
+    def test_another_order_of_the_right_operations_passes(self, loaded, prompt_arguments):
+        policy = build_policy(loaded, ReorderedFamily())
         _, (record,) = draw(policy, prompt_arguments, SDESettings((1,), 0.7))
         output = policy.model(**record.calls[0])[0]
         assert not torch.equal(policy.family.combine([output], GUIDANCE, record.sample), output)
@@ -448,22 +460,22 @@ class TestRecordedArguments:
 
 
 class TestSignature:
-    def test_an_argument_that_the_pipeline_does_not_take_is_named_before_drawing(self, tiny_flux):
+    def test_an_argument_that_the_pipeline_does_not_take_is_named_before_drawing(self, loaded):
         class NewerFamily(FluxFamily):
             def call_arguments(self, *args):
                 return super().call_arguments(*args) | {"fidelity": 1.0}
 
-        build_policy(tiny_flux, FluxFamily())
+        build_policy(loaded, FluxFamily())
         with pytest.raises(TypeError, match="FluxPipeline.__call__ of diffusers .* takes no argument `fidelity`"):
-            build_policy(tiny_flux, NewerFamily())
+            build_policy(loaded, NewerFamily())
 
-    def test_an_image_of_another_size_is_an_error(self, tiny_flux, prompt_arguments):
+    def test_an_image_of_another_size_is_an_error(self, loaded, prompt_arguments):
         class SmallFamily(FluxFamily):
             def call_arguments(self, height, width, *args):
                 return super().call_arguments(height // 2, width, *args)
 
         with pytest.raises(RuntimeError, match="asked for images of 32 x 32 pixels and drew 32 x 16"):
-            draw(build_policy(tiny_flux, SmallFamily()), prompt_arguments, None)
+            draw(build_policy(loaded, SmallFamily()), prompt_arguments, None)
 
 
 class TestCastFloatingInputs:
@@ -530,9 +542,8 @@ class TestFamilyOf:
         with pytest.raises(ValueError, match=r"no family page for MysteryPipeline,.* that have one: .*FluxPipeline"):
             family_of(MysteryPipeline())
 
-    def test_default_targets_exist_in_the_transformer(self, tiny_flux):
-        transformer = load_pipeline(str(tiny_flux), torch.float32).transformer
-        names = [name for name, _ in transformer.named_modules()]
+    def test_default_targets_exist_in_the_transformer(self, loaded):
+        names = [name for name, _ in loaded.transformer.named_modules()]
         for target in FluxFamily.lora_target_modules:
             assert any(name.endswith("." + target) for name in names), target
 
