@@ -97,11 +97,18 @@ def make_arguments(tiny_flux, prompt_rows, tmp_path):
 
 
 @pytest.fixture
-def examine(make_arguments):
-    """Runs the checks; keyword arguments are changes of the settings. Gives the rows by name."""
+def examine(make_arguments, monkeypatch):
+    """
+    Runs the checks up to the last one named, or all; keyword arguments are changes of the settings. Gives the rows by
+    name.
+    """
 
-    def run(**changes) -> dict[str, doctor.Row]:
-        return {row.check: row for row in doctor.examine(make_arguments(**changes), Console(quiet=True))}
+    def run(last: str | None = None, **changes) -> dict[str, doctor.Row]:
+        with monkeypatch.context() as patch:
+            if last is not None:
+                names = [check.name for check in doctor.CHECKS]
+                patch.setattr(doctor, "CHECKS", doctor.CHECKS[: names.index(last) + 1])
+            return {row.check: row for row in doctor.examine(make_arguments(**changes), Console(quiet=True))}
 
     return run
 
@@ -109,6 +116,12 @@ def examine(make_arguments):
 def studio_of(trainer) -> doctor.Studio:
     is_new_adapter = isinstance(trainer.model, PeftModel) and trainer.trained_from is None
     return doctor.Studio(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter)
+
+
+def healthy(last: str) -> dict[str, str]:
+    """The verdicts of a healthy run up to a row."""
+    names = list(HEALTHY)
+    return dict.fromkeys(names[: names.index(last) + 1], "ok")
 
 
 def verdicts(rows: dict[str, doctor.Row]) -> dict[str, str]:
@@ -157,7 +170,9 @@ class TestCommandLine:
 
     def test_exit_code_and_table(self, make_arguments, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
-        assert main(["doctor", *make_arguments(num_generations=4)]) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(doctor, "CHECKS", doctor.CHECKS[:5])  # `test_the_command` makes all
+            assert main(["doctor", *make_arguments(num_generations=4)]) == 0
         capsys.readouterr()
         assert main(["doctor", *make_arguments(num_generations=1)]) == 1
         shown = capsys.readouterr().out
@@ -213,15 +228,15 @@ class TestHealthy:
         assert "torch.bfloat16" in rows["model and adapter"].finding
 
     def test_rounding_up_is_a_warning(self, examine):
-        rows = examine(num_prompts_per_generation=4, per_device_train_batch_size=4)
+        rows = examine("configuration", num_prompts_per_generation=4, per_device_train_batch_size=4)
         assert rows["configuration"].verdict == "ok"
-        rows = examine(num_prompts_per_generation=3, per_device_train_batch_size=4)
+        rows = examine("configuration", num_prompts_per_generation=3, per_device_train_batch_size=4)
         assert rows["configuration"].verdict == "warning"
         assert "rounded up to 4" in rows["configuration"].advice
 
     def test_repeated_prompts_are_a_warning(self, examine, prompt_rows):
-        rows = examine(rows=[*prompt_rows, prompt_rows[0]])
-        assert verdicts(rows) == HEALTHY | {"data": "warning"}
+        rows = examine("memory", rows=[*prompt_rows, prompt_rows[0]])
+        assert verdicts(rows) == healthy("memory") | {"data": "warning"}
         assert "1 row(s) repeat a prompt" in rows["data"].finding
 
 
@@ -268,49 +283,41 @@ class TestFaults:
         monkeypatch.setattr(doctor, "save_adapter", save_wrong)
         assert verdicts(examine()) == HEALTHY | {"saved files": "failed"}
 
-    @pytest.mark.parametrize(
-        "values, verdict, message",
-        [
-            (lambda images: 1 / 0, "failed", "'planted' raised ZeroDivisionError"),
-            (lambda images: ["good"] * len(images), "failed", "'planted' returned 'good'"),
-            (lambda images: [None] * len(images), "failed", "3 None"),
-            (lambda images: [1.0] * len(images), "warning", "1, 1, 1"),
-            (lambda images: [None, *range(1, len(images))], "warning", "None, 1, 2; 1 None"),
-            (lambda images: list(range(len(images))), "ok", "0, 1, 2; 0 None"),
-        ],
-    )
-    def test_rewards(self, planted_reward, values, verdict, message):
-        rows = planted_reward(lambda prompts, completions, panel_images, theme, **kwargs: values(completions))
-        assert verdicts(rows) == self.with_planted(verdict)
-        assert message in rows["reward planted"].finding
-        assert bool(rows["reward planted"].advice) == (verdict != "ok")
-
-    def test_asynchronous_rewards(self, planted_reward):
-        async def reward(prompts, completions, **kwargs):
+    def test_rewards(self, examine, monkeypatch):
+        async def asynchronous(prompts, completions, **kwargs):
             return [float(index) for index in range(len(completions))]
 
-        rows = planted_reward(reward)
-        assert verdicts(rows) == self.with_planted("ok")
-        assert "0, 1, 2; 0 None" in rows["reward planted"].finding
+        planted = {
+            "raises": (lambda images: 1 / 0, "failed", "'raises' raised ZeroDivisionError"),
+            "text": (lambda images: ["good"] * len(images), "failed", "'text' returned 'good'"),
+            "none": (lambda images: [None] * len(images), "failed", "3 None"),
+            "constant": (lambda images: [1.0] * len(images), "warning", "1, 1, 1"),
+            "one_none": (lambda images: [None, *range(1, len(images))], "warning", "None, 1, 2; 1 None"),
+            "good": (lambda images: list(range(len(images))), "ok", "0, 1, 2; 0 None"),
+            "asynchronous": (asynchronous, "ok", "0, 1, 2; 0 None"),
+        }
 
-    @staticmethod
-    def with_planted(verdict: str) -> dict[str, str]:
-        expected = HEALTHY | {"reward planted": verdict}
-        return {name: value for name, value in expected.items() if name != "reward redness_reward"}
+        def load(name, args, own=script_arguments.load_reward):
+            if name not in planted:
+                return own(name, args)
+            values, _, _ = planted[name]
+            if values is asynchronous:
+                return values
 
-    @pytest.fixture
-    def planted_reward(self, examine, monkeypatch):
-        """Runs the checks with a reward in the place of `redness`."""
+            def reward(prompts, completions, panel_images, theme, **kwargs):
+                return values(completions)
 
-        def run(reward):
-            reward.__name__ = "planted"
-            load = script_arguments.load_reward
-            monkeypatch.setattr(
-                script_arguments, "load_reward", lambda name, args: reward if name == "redness" else load(name, args)
-            )
-            return examine()
+            reward.__name__ = name
+            return reward
 
-        return run
+        monkeypatch.setattr(script_arguments, "load_reward", load)
+        rows = examine(rewards=[*planted, "panel_similarity"])
+        expected = HEALTHY | {f"reward {name}": verdict for name, (_, verdict, _) in planted.items()}
+        del expected["reward redness_reward"]
+        assert verdicts(rows) == expected
+        for name, (_, verdict, message) in planted.items():
+            assert message in rows[f"reward {name}"].finding
+            assert bool(rows[f"reward {name}"].advice) == (verdict != "ok")
 
     def test_a_reward_that_does_not_exist(self, examine):
         rows = examine(rewards=["redness", "rednes"])
@@ -319,7 +326,7 @@ class TestFaults:
         assert "'rednes'" in rows["rewards"].finding
 
     def test_fewer_prompts_than_a_round(self, examine, prompt_rows):
-        assert examine(rows=prompt_rows[:4])["data"].verdict == "ok"
+        assert examine("data", rows=prompt_rows[:4])["data"].verdict == "ok"
         rows = examine(rows=prompt_rows[:3])
         assert verdicts(rows) == HEALTHY | {"data": "failed"}
         assert "at most 3" in rows["data"].advice
@@ -329,7 +336,7 @@ class TestFaults:
         assert rows["data"].verdict == "failed"
         assert rows["model and adapter"].verdict == "skipped"
         assert rows["model and adapter"].finding == "needs: data"
-        rows = examine(dataset_name="/no/such/prompts.jsonl")
+        rows = examine("data", dataset_name="/no/such/prompts.jsonl")
         assert rows["data"].verdict == "failed"
         assert "prompts.jsonl" in rows["data"].finding
 
@@ -341,8 +348,8 @@ class TestFaults:
         assert {row.verdict for name, row in rows.items() if name not in ("versions", "configuration")} == {"skipped"}
 
     def test_a_layer_that_does_not_exist(self, examine):
-        rows = examine(lora_target_modules=["attn.to_q", "attn.to_k"])
-        assert verdicts(rows) == HEALTHY
+        rows = examine("memory", lora_target_modules=["attn.to_q", "attn.to_k"])
+        assert verdicts(rows) == healthy("memory")
         rows = examine(lora_target_modules=["attn.to_q", "attn.to_kk"])
         assert verdicts(rows) == HEALTHY | {"model and adapter": "failed"}
         assert "named attn.to_kk" in rows["model and adapter"].finding
@@ -445,7 +452,7 @@ class TestExistingAdapter:
         assert "differ by 0 (" in rows["noise-free image"].finding
 
         (folder / "adapter_model.safetensors").unlink()
-        rows = examine(adapter_name_or_path=str(folder))
+        rows = examine("model and adapter", adapter_name_or_path=str(folder))
         assert rows["model and adapter"].verdict == "failed"
         assert "adapter_model.safetensors" in rows["model and adapter"].finding
 
@@ -460,27 +467,26 @@ class TestEvaluation:
                 trainers.append(self)
 
         def judge(prompts, completions, **kwargs):
-            return [index if is_able else None for index in range(len(completions))]
+            return list(range(len(completions)))
 
-        load = script_arguments.load_reward
+        def unable(prompts, completions, **kwargs):
+            return [None] * len(completions)
+
+        planted, load = {"judge": judge, "unable": unable}, script_arguments.load_reward
         loaded = []
 
         def load_counted(name, script_args):
             loaded.append(name)
-            return judge if name == "judge" else load(name, script_args)
+            return planted[name] if name in planted else load(name, script_args)
 
         monkeypatch.setattr(script_arguments, "load_reward", load_counted)
         monkeypatch.setattr(doctor, "PaCoGRPOTrainer", Trainer)
-        is_able = True
-        rows = examine(eval_split="train", eval_rewards=["redness", "judge"])
-        assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "ok"}
-        assert "Evaluation: redness_reward, judge." in rows["rewards"].finding
-        assert loaded == ["redness", "panel_similarity", "judge"]
+        rows = examine(eval_split="train", eval_rewards=["redness", "judge", "unable"])
+        assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "ok", "evaluation reward unable": "failed"}
+        assert "Evaluation: redness_reward, judge, unable." in rows["rewards"].finding
+        assert loaded == ["redness", "panel_similarity", "judge", "unable"]
         assert trainers[0].reward_func_names == ["redness_reward", "panel_similarity_reward"]
-        assert trainers[0].evaluator.rewards.names == ["redness_reward", "judge"]
-        is_able = False
-        rows = examine(eval_split="train", eval_rewards=["redness", "judge"])
-        assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "failed"}
+        assert trainers[0].evaluator.rewards.names == ["redness_reward", "judge", "unable"]
 
     def test_a_reward_of_the_evaluation_that_does_not_exist(self, examine):
         rows = examine(eval_split="train", eval_rewards=["rednes"])
@@ -488,11 +494,12 @@ class TestEvaluation:
         assert "'rednes'" in rows["rewards"].finding
 
     def test_without_a_split(self, examine):
-        for setting in ({"eval_strategy": "steps", "eval_steps": 2}, {"eval_on_start": True}):
-            rows = examine(**setting)
-            assert verdicts(rows) == HEALTHY | {"data": "failed"}
+        steps = {"eval_strategy": "steps", "eval_steps": 2}
+        for setting in (steps, {"eval_on_start": True}):
+            rows = examine("memory", **setting)
+            assert verdicts(rows) == healthy("memory") | {"data": "failed"}
             assert "`--eval_split`" in rows["data"].advice
-        assert verdicts(examine(**setting, eval_strategy="steps", eval_steps=2, eval_split="train")) == HEALTHY
+        assert verdicts(examine("memory", eval_on_start=True, **steps, eval_split="train")) == healthy("memory")
 
 
 class TestOutputFolder:
@@ -548,7 +555,9 @@ class TestOutputFolder:
         assert "2 checkpoint(s), the latest 'checkpoint-10'" in row.finding
 
     def test_the_other_rows_do_not_depend_on_it(self, examine, add_checkpoint, tmp_path):
-        assert verdicts(examine(resume_from_checkpoint=True)) == HEALTHY | {"output folder": "failed"}
+        assert verdicts(examine("memory", resume_from_checkpoint=True)) == healthy("memory") | {
+            "output folder": "failed"
+        }
         checkpoint = add_checkpoint(2)
         assert verdicts(examine(resume_from_checkpoint=True)) == HEALTHY
         files = sorted(path.name for path in (tmp_path / "out").rglob("*"))
@@ -587,8 +596,8 @@ class TestMemory:
         assert ("8-bit: a quarter of the states" in text) == is_8bit
 
     def test_the_row_names_the_optimizer(self, examine):
-        rows = examine(optim="adafactor")
-        assert verdicts(rows) == HEALTHY
+        rows = examine("memory", optim="adafactor")
+        assert verdicts(rows) == healthy("memory")
         assert "optimizer (`adafactor`, counted as AdamW in float32) " in rows["memory"].finding
 
     def test_weights(self):
