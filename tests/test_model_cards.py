@@ -80,7 +80,7 @@ def trained(tiny_flux, tiny_clip, prompts, tmp_path_factory):
             output_dir=str(folder), use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
             num_prompts_per_generation=4, per_device_train_batch_size=4, num_inference_steps=4,
             num_inference_steps_eval=2, max_steps=4, learning_rate=0.1, epsilon=0.1, ema_decay=0.5,
-            reward_weights=[1.0, 0.25], report_to="none", save_strategy="steps", save_steps=2,
+            reward_weights=[1.0, 0.25], report_to="none", save_strategy="steps", save_steps=4,
             eval_strategy="steps", eval_steps=2, hub_token=TOKEN, disable_tqdm=True,
         ),
         train_dataset=prompts,
@@ -850,8 +850,7 @@ class TestInABrowser:
             shutil.copy(picture, folder)
         page_file.write_text(PAGE.format(MarkdownIt("commonmark").enable("table").render(text)), encoding="utf-8")
         page = browser.new_page(viewport={"width": 960, "height": 1200})
-        page.goto(page_file.as_uri())
-        page.wait_for_load_state("networkidle")
+        page.goto(page_file.as_uri())  # with its pictures
         if os.environ.get("PACO_TRL_SCREENSHOTS"):
             page.screenshot(path=f"{os.environ['PACO_TRL_SCREENSHOTS']}/{page_file.stem}.png", full_page=True)
         return page, text
