@@ -64,8 +64,7 @@ class TestFlux:
         assert 1e6 < sum(parameter.numel() for parameter in pipeline.transformer.parameters()) < 5e6
         assert {parameter.dtype for parameter in pipeline.transformer.parameters()} == {torch.float32}
 
-    @pytest.mark.parametrize("named", [True, False])
-    @pytest.mark.parametrize("size", [128, 64])
+    @pytest.mark.parametrize(("size", "named"), [(128, True), (64, False)])
     def test_it_draws_the_world_and_is_not_always_consistent(self, pipeline, size, named):
         means = np.mean(draw(pipeline, make_prompts(24, seed=3, named=named), size), axis=0)
         assert means[3] < 0.1  # panels that show nothing of the world
