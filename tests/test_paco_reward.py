@@ -355,10 +355,14 @@ class TestScoreImages:
         scores = other.score_images(images, questions)
         assert scores == close(expected_single) and all(isinstance(score, float) for score in scores)
         assert other.score_images(images[::-1], questions[::-1]) == close(expected_single[::-1])
-        # Twin: image and question are seen
-        assert other.score_images(images[::-1], questions) != close(expected_single, 1e-3)
-        assert other.score_images(images, questions[::-1]) != close(expected_single, 1e-3)
-        assert other.score([(image, image) for image in images], questions) != close(expected_single, 1e-3)
+
+    @pytest.mark.parametrize("encoded", [True, False])
+    def test_image_and_question_are_seen(self, judge, single, expected_single, encoded, monkeypatch):
+        monkeypatch.setattr(judge, "_takes_encoded_images", encoded)
+        images, questions = single
+        assert judge.score_images(images[::-1], questions) != close(expected_single, 1e-3)
+        assert judge.score_images(images, questions[::-1]) != close(expected_single, 1e-3)
+        assert judge.score([(image, image) for image in images], questions) != close(expected_single, 1e-3)
 
     def test_one_question_for_all(self, judge, single):
         images = single[0][:4]
@@ -503,6 +507,25 @@ def tokens_before_an_image(processor):
 class TestSharedBeginnings:
     """Pairs of a batch with the same first image: the language model reads what they begin with once."""
 
+    @pytest.fixture(scope="class")
+    def expected_shared(self, reference, shared):
+        expected = usages(*reference, *shared)
+        assert spread(expected) > 1e-4
+        return expected
+
+    @pytest.fixture(scope="class")
+    def expected_turned(self, reference, shared):
+        return usages(*reference, [pair[::-1] for pair in shared[0]], shared[1])
+
+    @pytest.fixture(scope="class")
+    def all_questions(self, reference, shared):
+        """Each pair with each question, and the scores of the usage example."""
+        pairs = [pair for pair in shared[0] for _ in QUESTIONS]
+        questions = QUESTIONS * len(shared[0])
+        expected = usages(*reference, pairs, questions)
+        assert spread(expected) > 1e-5
+        return pairs, questions, expected
+
     def test_of_a_grid(self, judge, reference):
         judge = PaCoReward(judge.model, judge.processor)
         panels = [noise(seed, (56, 56)) for seed in range(4)]
@@ -519,20 +542,17 @@ class TestSharedBeginnings:
         assert first[1] + rest[1] == whole[1]
 
     @pytest.mark.parametrize("batch_size", [2, 3, 5, 8])
-    def test_of_different_sizes_and_questions(self, judge, reference, shared, batch_size):
-        pairs, questions = shared
+    def test_of_different_sizes_and_questions(self, judge, shared, expected_shared, expected_turned, batch_size):
+        (pairs, questions), expected = shared, expected_shared
         judge = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
-        expected = usages(*reference, pairs, questions)
-        assert spread(expected) > 1e-4
         with rows_of(judge) as rows:
             assert judge.score(pairs, questions) == close(expected)
         assert len(rows) > -(-8 // batch_size)  # there is something to share
         order = [5, 2, 7, 0, 6, 3, 1, 4]
         shuffled = judge.score([pairs[index] for index in order], [questions[index] for index in order])
         assert shuffled == close([expected[index] for index in order])
-        turned = usages(*reference, [pair[::-1] for pair in pairs], questions)
         assert judge.score(pairs, questions, symmetric=True) == close(
-            [(a + b) / 2 for a, b in zip(expected, turned, strict=True)]
+            [(a + b) / 2 for a, b in zip(expected, expected_turned, strict=True)]
         )
 
     def test_of_several_questions_about_each_pair(self, judge, reference):
@@ -569,11 +589,8 @@ class TestSharedBeginnings:
             assert shared is None or rows[0][1] == shared
 
     @pytest.mark.parametrize("batch_size", [3, 5, 8, 40])
-    def test_of_questions_and_images_of_different_sizes(self, judge, reference, shared, batch_size):
-        pairs = [pair for pair in shared[0] for _ in QUESTIONS]
-        questions = QUESTIONS * len(shared[0])
-        expected = usages(*reference, pairs, questions)
-        assert spread(expected) > 1e-5
+    def test_of_questions_and_images_of_different_sizes(self, judge, all_questions, batch_size):
+        pairs, questions, expected = all_questions
         judge = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
         order = np.random.default_rng(0).permutation(len(pairs)).tolist()
         with calls_of(judge.model) as calls:
@@ -595,14 +612,14 @@ class TestSharedBeginnings:
             judge.score([(first, second), (third, second)], SHORT)
         assert [count for count, _ in rows] == [2]
 
-    def test_with_an_adapter(self, adapter, peft_model, reference, shared):
+    def test_with_an_adapter(self, adapter, peft_model, reference, shared, expected_shared):
         judge = PaCoReward.from_pretrained(adapter, device="cpu")
         with rows_of(judge) as rows:
             scores = judge.score(*shared)
         # The padding of the rows is not part of what is shared: the largest of the images has 16 tokens
         assert rows[0] == (4, tokens_before_an_image(reference[1]) + 16) and rows[1][0] == 8
         assert scores == close(usages(peft_model, reference[1], *shared))
-        assert scores != close(usages(*reference, *shared), 1e-2)
+        assert scores != close(expected_shared, 1e-2)
 
     def test_with_surrounding_autocast(self, judge, shared):
         scores = judge.score(*shared)
