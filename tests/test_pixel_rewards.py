@@ -275,8 +275,7 @@ class TestLayout:
             assert layout_score(change(grid(2, 2, seed=seed)), 2, 2) > 0.8
 
     @pytest.mark.parametrize("size", SIZES, ids=str)
-    @pytest.mark.parametrize(("rows", "cols"), GRIDS)
-    def test_one_picture_is_no_grid(self, size, rows, cols):
+    def test_one_picture_is_no_grid(self, size):
         down, across = np.mgrid[: size[1], : size[0]] / np.array([size[1], size[0]])[:, None, None]
         pictures = {
             "flat": Image.new("RGB", size, (120, 130, 90)),
@@ -286,7 +285,8 @@ class TestLayout:
             **{f"scene {seed}": scene(seed, size) for seed in range(6)},
         }
         for name, picture in pictures.items():
-            assert layout_score(picture, rows, cols) < 0.3, name
+            for rows, cols in GRIDS:
+                assert layout_score(picture, rows, cols) < 0.3, (name, rows, cols)
 
     @pytest.mark.parametrize("gutter", [0, 6])
     @pytest.mark.parametrize(
