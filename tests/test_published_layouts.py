@@ -4,6 +4,7 @@ The layouts in which the published weights, and others of their time, are saved:
 result is that of the model they were made from.
 """
 
+import copy
 import json
 import re
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -122,6 +123,15 @@ def both(tiny_qwen):
     return adapted(tiny_qwen, rf".*\.({'|'.join([*PROJECTIONS, 'qkv'])})")
 
 
+@pytest.fixture(scope="module")
+def scores(tiny_qwen, language, both, pair) -> dict[str, float]:
+    """Scores of the pair, without adapter and with each."""
+    base = AutoModelForImageTextToText.from_pretrained(tiny_qwen)
+    processor = AutoProcessor.from_pretrained(tiny_qwen)
+    models = {"base": base, "language": language, "both": both}
+    return {name: PaCoReward(model, processor).score([pair], QUESTION)[0] for name, model in models.items()}
+
+
 class TestJudge:
     def save(self, model: PeftModel, folder: Path, targets, is_old: bool) -> Path:
         model.save_pretrained(folder, save_embedding_layers=False)
@@ -135,12 +145,9 @@ class TestJudge:
         assert sum(name.startswith(beginning) for name in names) == 2 * 7 * 2
         return folder
 
-    def score(self, tiny_qwen, model, pair) -> float:
-        return PaCoReward(model, AutoProcessor.from_pretrained(tiny_qwen)).score([pair], QUESTION)[0]
-
     @pytest.mark.parametrize("is_old", [True, False], ids=["old", "new"])
     @pytest.mark.parametrize("targets", ["pattern", "names", "endings"])
-    def test_adapter(self, tiny_qwen, hub, language, pair, tmp_path, targets, is_old):
+    def test_adapter(self, hub, language, scores, pair, tmp_path, targets, is_old):
         layers = {
             name.removeprefix("base_model.model.").removesuffix(".lora_A.default.weight")
             for name, _ in language.named_parameters()
@@ -155,28 +162,25 @@ class TestJudge:
         }[targets]
         folder = self.save(language, tmp_path / "adapter", written, is_old)
         judge = PaCoReward.from_pretrained(folder, device="cpu", cache_dir=hub)
-        expected = self.score(tiny_qwen, language, pair)
-        base = self.score(tiny_qwen, AutoModelForImageTextToText.from_pretrained(tiny_qwen), pair)
-        assert abs(expected - base) > 1e-2  # the adapter does something
-        assert judge.score([pair], QUESTION)[0] == pytest.approx(expected, abs=1e-6)
+        assert abs(scores["language"] - scores["base"]) > 1e-2  # the adapter does something
+        assert judge.score([pair], QUESTION)[0] == pytest.approx(scores["language"], abs=1e-6)
 
         change(folder, with_unknown)
         with pytest.raises(ValueError, match="does not fit.*layers.7"):
             PaCoReward.from_pretrained(folder, device="cpu", cache_dir=hub)
 
     @pytest.mark.parametrize("is_old", [True, False], ids=["old", "new"])
-    def test_adapter_on_the_vision_tower_too(self, tiny_qwen, hub, both, language, pair, tmp_path, is_old):
+    def test_adapter_on_the_vision_tower_too(self, hub, both, scores, pair, tmp_path, is_old):
         folder = self.save(both, tmp_path / "adapter", [*PROJECTIONS, "qkv"], is_old)
         names = list(load_file(folder / "adapter_model.safetensors"))
         assert any(name.startswith("base_model.model." + ("visual" if is_old else "model.visual")) for name in names)
         judge = PaCoReward.from_pretrained(folder, device="cpu", cache_dir=hub)
-        expected = self.score(tiny_qwen, both, pair)
-        assert abs(expected - self.score(tiny_qwen, language, pair)) > 1e-4
-        assert judge.score([pair], QUESTION)[0] == pytest.approx(expected, abs=1e-6)
+        assert abs(scores["both"] - scores["language"]) > 1e-4
+        assert judge.score([pair], QUESTION)[0] == pytest.approx(scores["both"], abs=1e-6)
 
     @pytest.mark.parametrize("has_flat_config", [True, False])
     @pytest.mark.parametrize("is_old", [True, False], ids=["old", "new"])
-    def test_merged_model(self, tiny_qwen, language, pair, tmp_path, is_old, has_flat_config):
+    def test_merged_model(self, tiny_qwen, language, scores, pair, tmp_path, is_old, has_flat_config):
         folder = shutil.copytree(tiny_qwen, tmp_path / "merged")
         with torch.random.fork_rng():
             merged = adapted(tiny_qwen, language.peft_config["default"].target_modules).merge_and_unload()
@@ -193,9 +197,8 @@ class TestJudge:
             config |= {"rope_theta": rope["rope_theta"], "torch_dtype": config.pop("dtype")}
             config["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
             (folder / "config.json").write_text(json.dumps(config))
-        expected = self.score(tiny_qwen, language, pair)
         judge = PaCoReward.from_pretrained(folder, device="cpu")
-        assert judge.score([pair], QUESTION)[0] == pytest.approx(expected, abs=1e-5)
+        assert judge.score([pair], QUESTION)[0] == pytest.approx(scores["language"], abs=1e-5)
 
         change(folder, with_unknown, "model.safetensors")
         with pytest.raises(ValueError, match=r"do not fit.*have no place in it \(model.language_model.layers.7"):
@@ -252,7 +255,7 @@ def draw(pipeline, family: str) -> np.ndarray:
 def published(request, tmp_path_factory):
     """
     Family, folder of a pipeline, folder of an adapter as PEFT saves one of a diffusers transformer, image with the
-    adapter, image without.
+    adapter, image without, and what gives the pipeline with a transformer of its own.
     """
     folder = tmp_path_factory.mktemp(request.param)
     FAMILIES[request.param](folder / "pipeline")
@@ -260,8 +263,8 @@ def published(request, tmp_path_factory):
     base = draw(pipeline, request.param)
     targets = family_of(pipeline).lora_target_modules
     config = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=targets)
-    transformer = pipeline.transformer
-    pipeline.transformer = get_peft_model(transformer, config)
+    transformer = copy.deepcopy(pipeline.transformer)
+    pipeline.transformer = get_peft_model(pipeline.transformer, config)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(3)
         for name, parameter in pipeline.transformer.named_parameters():
@@ -270,12 +273,16 @@ def published(request, tmp_path_factory):
     pipeline.transformer.save_pretrained(folder / "adapter", save_embedding_layers=False)
     tuned = draw(pipeline, request.param)
     assert np.abs(tuned - base).mean() > 2  # the adapter does something
-    return request.param, folder / "pipeline", folder / "adapter", tuned, base
+
+    def load() -> DiffusionPipeline:
+        return type(pipeline)(**{**pipeline.components, "transformer": copy.deepcopy(transformer)})
+
+    return request.param, folder / "pipeline", folder / "adapter", tuned, base, load
 
 
 class TestPipelines:
     def test_what_is_in_the_files(self, published):
-        _, _, folder, _, _ = published
+        folder = published[2]
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] is None and config["task_type"] is None
         assert config["auto_mapping"]["parent_library"].startswith("diffusers.models.transformers.")
@@ -288,7 +295,7 @@ class TestPipelines:
         }
 
     def test_it_is_continued(self, published, tmp_path):
-        family, base, folder, tuned, untuned = published
+        family, base, folder, tuned, untuned, _ = published
         pipeline = load_pipeline(str(base), torch.float32)
         pipeline.transformer = prepare_transformer(pipeline, family_of(pipeline), str(folder), True)
         assert np.array_equal(draw(pipeline, family), tuned)
@@ -301,8 +308,8 @@ class TestPipelines:
             prepare_transformer(pipeline, family_of(pipeline), str(broken), True)
 
     def test_peft_loads_it(self, published):
-        family, base, folder, tuned, _ = published
-        pipeline = DiffusionPipeline.from_pretrained(base)
+        family, _, folder, tuned, _, load = published
+        pipeline = load()
         pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, folder)
         assert np.array_equal(draw(pipeline, family), tuned)
 
@@ -312,8 +319,8 @@ class TestPipelines:
         Qwen-Image without one. And whatever loads the weights without the adapter's config takes the rank for
         `lora_alpha`.
         """
-        family, base, folder, tuned, untuned = published
-        pipeline = DiffusionPipeline.from_pretrained(base)
+        family, _, folder, tuned, untuned, load = published
+        pipeline = load()
         if family == "qwen-image-edit":
             pipeline.load_lora_weights(folder)
             assert np.array_equal(draw(pipeline, family), untuned)
@@ -327,20 +334,20 @@ class TestPipelines:
         config = json.loads((folder / "adapter_config.json").read_text())
         pipeline.transformer.load_lora_adapter(weights, prefix=None, metadata=config)
         assert np.array_equal(draw(pipeline, family), tuned)
-        pipeline = DiffusionPipeline.from_pretrained(base)
+        pipeline = load()
         pipeline.transformer.load_lora_adapter(weights, prefix=None)
         assert not np.array_equal(draw(pipeline, family), tuned)
 
     def test_diffusers_loads_its_own_layout(self, published, tmp_path):
-        family, base, folder, tuned, untuned = published
-        pipeline = load_pipeline(str(base), torch.float32)
+        family, _, folder, tuned, untuned, load = published
+        pipeline = load_pipeline(load(), torch.float32)
         model = prepare_transformer(pipeline, family_of(pipeline), str(folder), True)
         weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         save_adapter(model, pipeline, weights, tmp_path)
         assert all(
             name.startswith("transformer.") for name in load_file(tmp_path / "pytorch_lora_weights.safetensors")
         )
-        pipeline = DiffusionPipeline.from_pretrained(base)
+        pipeline = load()
         pipeline.load_lora_weights(tmp_path)
         assert np.array_equal(draw(pipeline, family), tuned)
         pipeline.unload_lora_weights()
@@ -394,9 +401,9 @@ class TestBase:
         """Makes an adapter of the tiny pipeline that names another base."""
 
         def make(base: str | None) -> str:
-            pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+            transformer = FluxTransformer2DModel.from_pretrained(str(tiny_flux), subfolder="transformer")
             config = LoraConfig(r=4, lora_alpha=8, target_modules=["attn.to_q"])
-            get_peft_model(pipeline.transformer, config).save_pretrained(tmp_path, save_embedding_layers=False)
+            get_peft_model(transformer, config).save_pretrained(tmp_path, save_embedding_layers=False)
             path = tmp_path / "adapter_config.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
             return str(tmp_path)
