@@ -240,6 +240,7 @@ CASES = {
     ),
 }
 GUIDED = [name for name, case in CASES.items() if case.is_guided]
+ONE_FOR_EACH_TRANSFORMER = list({(case.builder, *case.options): name for name, case in CASES.items()}.values())
 EDITING = [name for name, case in CASES.items() if case.images]
 SEEN_BY_THE_TEXT_ENCODER = ["build_tiny_qwen_image_edit", "build_tiny_qwen_image_edit_plus"]
 
@@ -403,14 +404,18 @@ def guided(request, setup_of) -> Setup:
 
 @pytest.fixture(scope="module")
 def recorded(setup_of) -> Callable:
-    """The two stochastic steps of a setup, drawn once."""
-    records = {}
+    """The two stochastic steps of a setup, drawn once; with `counts`, the forwards of the modules meanwhile."""
+    drawn = {}
 
-    def of(setup: Setup):
+    def of(setup: Setup, counts: bool = False):
         key = next(name for name, case in CASES.items() if case is setup.case)
-        if key not in records:
-            records[key] = setup.draw(SDE)[1]
-        return records[key]
+        if key not in drawn:
+            pipeline = setup.policy.pipeline
+            modules = {name: getattr(pipeline, name) for name in setup.family.text_encoders}
+            modules |= {"vae": pipeline.vae.encoder, "decoder": pipeline.vae.decoder}
+            with counted(**modules, transformer=setup.policy.model) as forwards:
+                drawn[key] = setup.draw(SDE)[1], forwards
+        return drawn[key][counts]
 
     return of
 
@@ -485,7 +490,20 @@ def test_class_and_default_targets(setup):
 
 
 class TestUnusedLayers:
-    def test_are_those_that_no_prediction_depends_on(self, setup, recorded):
+    @pytest.fixture(scope="class")
+    def load_qwen(self, folder_of) -> Callable:
+        """Gives a pipeline with a transformer of its own; the rest is loaded once."""
+        loaded = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+        transformer = loaded.transformer
+
+        def load():
+            return type(loaded)(**{**loaded.components, "transformer": copy.deepcopy(transformer)})
+
+        return load
+
+    @pytest.mark.parametrize("name", ONE_FOR_EACH_TRANSFORMER)
+    def test_are_those_that_no_prediction_depends_on(self, setup_of, recorded, name):
+        setup = setup_of(name)
         transformer = setup.policy.model.get_base_model()
         weights = {
             name.removesuffix(".base_layer"): module.weight
@@ -520,8 +538,8 @@ class TestUnusedLayers:
         ids=str,
     )
     @pytest.mark.filterwarnings("error:You have passed exclude_modules")
-    def test_get_no_adapter_whatever_the_targets_are(self, folder_of, tmp_path, settings, excluded):
-        pipeline = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+    def test_get_no_adapter_whatever_the_targets_are(self, load_qwen, tmp_path, settings, excluded):
+        pipeline = load_qwen()
         family = family_of(pipeline)
         unused = set(family.unused_layers(pipeline.transformer))
         config = LoraConfig(r=2, **settings)
@@ -531,7 +549,7 @@ class TestUnusedLayers:
         assert config.exclude_modules == LoraConfig(**settings).exclude_modules  # the user's is left as it is
 
         # As it is without the family's
-        pipeline = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+        pipeline = load_qwen()
         plain = LoraConfig(r=2, **{"target_modules": family.lora_target_modules, **settings})
         others = layers_with_adapter(get_peft_model(pipeline.transformer, plain))
         assert others - adapted == others & unused
@@ -540,12 +558,12 @@ class TestUnusedLayers:
 
         # PEFT reads it back without a word
         model.save_pretrained(tmp_path)
-        pipeline = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+        pipeline = load_qwen()
         assert layers_with_adapter(PeftModel.from_pretrained(pipeline.transformer, tmp_path)) == adapted
 
-    def test_an_adapter_on_them_is_continued_without_them(self, folder_of, tmp_path):
+    def test_an_adapter_on_them_is_continued_without_them(self, load_qwen, tmp_path):
         def load():
-            pipeline = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+            pipeline = load_qwen()
             return pipeline, family_of(pipeline)
 
         def draw(pipeline, model):
@@ -585,18 +603,24 @@ class TestUnmodifiedPipeline:
     def test_draws_the_image_of_a_users_call(self, setup):
         case = setup.case
         expected = setup.draw_plain(num_steps=2)
-        # What the image depends on
-        assert not np.array_equal(setup.draw_plain(num_steps=2, prompt=OTHER_PROMPT), expected)
+
+        # What the image depends on; with a source of its own size, of which the call of a user makes a megapixel
+        own = {"_auto_resize": False} if case.builder == "build_tiny_flux_kontext" and case.images else {}
+        plain = setup.draw_plain(num_steps=2, **own) if own else expected
+
+        def has_effect(**changes) -> bool:
+            return not np.array_equal(setup.draw_plain(num_steps=2, **own, **changes), plain)
+
+        assert has_effect(prompt=OTHER_PROMPT)
         with setup.plain.transformer.disable_adapter():
-            assert not np.array_equal(setup.draw_plain(num_steps=2), expected)
+            assert has_effect()
         (name,) = {"guidance_scale", "true_cfg_scale"} & case.plain.keys()
         if case.is_guided or "flux" in case.builder and not case.options:
-            assert not np.array_equal(setup.draw_plain(num_steps=2, **{name: case.plain[name] - 1}), expected)
+            assert has_effect(**{name: case.plain[name] - 1})
         if case.negative_prompt is not None:
-            assert not np.array_equal(setup.draw_plain(num_steps=2, negative_prompt=OTHER_PROMPT), expected)
+            assert has_effect(negative_prompt=OTHER_PROMPT)
         if case.images:
-            other = GREEN if len(case.images) == 1 else [*case.images[:-1], GREEN]
-            assert not np.array_equal(setup.draw_plain(num_steps=2, image=other), expected)
+            assert has_effect(image=GREEN if len(case.images) == 1 else [*case.images[:-1], GREEN])
 
         for sde in (None, replace(SDE, steps=(1,), noise_level=0.0)):
             images, records = setup.draw(sde, batch_size=1, num_steps=2)
@@ -604,9 +628,9 @@ class TestUnmodifiedPipeline:
             assert np.array_equal(pixels(images), expected)
 
     def test_draws_the_images_of_a_users_call_in_a_batch(self, setup):
-        expected = setup.draw_plain(batch_size=2)
+        expected = setup.draw_plain(batch_size=2, num_steps=2)
         assert not np.array_equal(expected[0], expected[1])
-        images, _ = setup.draw()
+        images, _ = setup.draw(num_steps=2)
         assert np.array_equal(pixels(images), expected)
 
     @pytest.mark.slow
@@ -695,9 +719,9 @@ class TestAWrongRuleIsCaught:
             setup.draw(SDE, batch_size=1)
 
     @pytest.mark.parametrize("name", CASES)
-    def test_other_sign(self, setup_of, name, monkeypatch):
+    def test_other_sign(self, setup_of, recorded, name, monkeypatch):
         setup = setup_of(name)
-        setup.draw(SDE, batch_size=1)
+        assert len(recorded(setup)) == 2  # nothing is wrong with it before
         own = setup.family.branches
 
         def wrong(outputs, sample):
@@ -783,12 +807,8 @@ def is_same(first, second) -> bool:
 
 
 class TestCounts:
-    def test_drawing_calls_the_transformer_only(self, setup):
-        pipeline = setup.policy.pipeline
-        modules = {name: getattr(pipeline, name) for name in setup.family.text_encoders}
-        modules |= {"vae": pipeline.vae.encoder, "decoder": pipeline.vae.decoder, "transformer": setup.policy.model}
-        with counted(**modules) as counts:
-            setup.draw(SDE)
+    def test_drawing_calls_the_transformer_only(self, setup, recorded):
+        counts = recorded(setup, counts=True)
         assert counts == {"transformer": NUM_STEPS * setup.case.calls, "decoder": 1}
 
     def test_what_is_the_same_is_encoded_once(self, setup):
