@@ -331,7 +331,7 @@ def prepare_transformer(
         model.config = config
     if isinstance(model, PeftModel):
         # PEFT leaves the base model's name empty for diffusers models
-        model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
+        model.peft_config[model.active_adapter].base_model_name_or_path = str(pipeline.name_or_path)
 
     def enable_checkpointing(**kwargs) -> None:
         transformer.enable_gradient_checkpointing()
