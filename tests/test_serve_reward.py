@@ -154,7 +154,8 @@ def run_command(options: list[str], environment: dict, output: Path, prepare: Ca
     sys.modules["paco_trl.rewards.served_judge"] = types.SimpleNamespace(ServedJudge=PlainJudge)
     serve_reward.find_adapter = lambda model: None  # without a look at the model
     serve_reward._GRACE = 30.0 if "leaves-a-zombie" in options else 1.0
-    serve_reward._POLL = 0.02
+    # A server that ends with a question under way has broken the connection a moment before it has ended
+    serve_reward._POLL = 0.2 if "exits-when-asked" in options else 0.02
     os.chdir(ROOT)
     sys.exit(main(["serve-reward", *options]))
 
