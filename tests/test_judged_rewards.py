@@ -678,12 +678,13 @@ class TestMetrics:
         ],
     )
     def test_kinds(self, server, served_judge, fault, kind):
-        # A test question is answered: the server is not down
+        # A test question is answered: the server is not down. One at a time: the clock is not put forward for others
         question = lambda number: server.requests[number]["messages"][-1]["content"][-1]["text"]  # noqa: E731
+        served_judge._client.slots = asyncio.Semaphore(1)
         reward = ConsistencyReward(served_judge, question="criteria")
         with LoopClock() as clock:
             server.fault = lambda number: (
-                None if "in terms of style" in question(number) else clock.after(10.0 * (fault == "500"), fault)
+                None if "in terms of style" in question(number) else clock.after(50.0 * (fault == "500"), fault)
             )
             logged = self.metrics(reward, [SETS[0][:2]], criteria=[CRITERIA])
         assert {name for name in _KINDS if logged[f"consistency/unanswered/{name}"] > 0} == {kind}
