@@ -10,7 +10,6 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -20,11 +19,19 @@ from rich.console import Console
 from paco_trl.cards import load_reference_card, render_card
 from paco_trl.evaluation.published import published_tables, published_text
 from paco_trl.image_benchmarks.card_results import add_results_to_card, check_card
-from paco_trl.image_benchmarks.report_markdown import PUBLISHED_HEADING, markdown_report, print_report
+from paco_trl.image_benchmarks.report_content import (
+    PUBLISHED_HEADING,
+    breakdown_tables,
+    comparable_tables,
+    leakage_line,
+    leaks,
+    metric_tables,
+    settings_table,
+    summary,
+)
+from paco_trl.image_benchmarks.report_markdown import markdown_report, print_report
 from paco_trl.image_benchmarks.report_numbers import cell_text, find_row, verdict
 from paco_trl.image_benchmarks.report_page import choose_sets, difference_chart, save_generation_report
-from paco_trl.image_benchmarks.report_sentences import leakage_line, leaks, summary
-from paco_trl.image_benchmarks.report_tables import breakdown_tables, metric_tables, settings_table
 from paco_trl.utils.tables import interval_text, markdown_table, number_text
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
 
@@ -250,14 +257,6 @@ def test_metric_tables_have_a_row_for_each_metric_of_each_judge(planted):
     assert "Lower is better: Duplicate rate." in first.lines
     # The weights are written out
     assert rows["Weighted average (0.2 aesthetics + 0.3 alignment + 0.5 consistency)"][0] == "n/a"
-    # The published protocol where it differs, and no column of it where it does not
-    assert first.columns[-2:] == ("published: base", "published: tuned")
-    assert rows["Logic"][-2:] == ("", "0.411") and rows["Identity"][-2:] == ("", "")
-    assert {texts[-2:] for name, texts in rows.items() if name != "Logic"} == {("", "")}
-    assert any(
-        line.startswith("Published: the value under the published protocol; empty where") for line in first.lines
-    )
-    assert not any("published" in name for name in second.columns)
     assert {row[0]: row[1] for row in second.rows}["Identity"] == "0.601 [0.581, 0.621]"
 
 
@@ -271,69 +270,56 @@ def test_counts_are_shown_where_systems_differ(results):
 def test_one_system_has_no_differences(world):
     results = plant_t2is(world / "one", num_systems=1)
     (first, _), (broken_down, *_) = metric_tables(results), breakdown_tables(results)
-    assert first.columns == ("metric", "fox-lora (tuned)", "n", "published: tuned")
+    assert first.columns == ("metric", "fox-lora (tuned)", "n")
     assert broken_down.columns == ("", "prompts", "fox-lora (tuned)")
     assert settings_table(results).columns == ("setting", "fox-lora (tuned)")
     assert difference_chart(results["tables"][0]) is None
     assert summary(results) == [
-        "On 10 prompts of T2IS-Bench, consistency (judge Qwen2.5-VL-7B-Instruct) is 0.480 [0.460, 0.500] for fox-lora "
-        "(tuned).",
-        "It is 0.780 [0.760, 0.800] (judge gemma-3-4b-it).",
-        "The alignment is 0.760 [0.740, 0.780] (scorer clip-flant5-xxl).",
-        "The duplicate rate is 0.150 [0.130, 0.170].",
+        "Consistency (judge Qwen2.5-VL-7B-Instruct): 0.480 [0.460, 0.500] for fox-lora (tuned).",
+        "Consistency (judge gemma-3-4b-it): 0.780 [0.760, 0.800] for fox-lora (tuned).",
+        "Alignment (scorer clip-flant5-xxl): 0.760 [0.740, 0.780] for fox-lora (tuned).",
+        "Duplicate rate: 0.150 [0.130, 0.170] for fox-lora (tuned).",
     ]
 
 
 def test_summary_says_what_the_intervals_say(results):
     first, second, alignment, copies = summary(results)
-    assert "the paired difference is +0.111 [+0.091, +0.131], whose interval excludes 0: better." in first
-    assert second == (
-        "The difference in consistency is +0.111 [+0.091, +0.131], whose interval excludes 0: better (judge "
-        "gemma-3-4b-it)."
+    assert first == (
+        "Consistency (judge Qwen2.5-VL-7B-Instruct): 0.480 [0.460, 0.500] for fox-lora (tuned), 0.369 [0.349, 0.389] for "
+        "FLUX.1-dev (base); the paired difference is +0.111 [+0.091, +0.131], whose interval excludes 0: better."
     )
+    assert second.startswith("Consistency (judge gemma-3-4b-it): 0.780") and second.endswith("excludes 0: better.")
     # What a gain in consistency was paid for with
-    assert alignment == (
-        "The difference in alignment is -0.029 [-0.049, -0.009], whose interval excludes 0: worse (scorer "
-        "clip-flant5-xxl)."
-    )
-    assert copies == (
-        "The duplicate rate is 0.150 [0.130, 0.170] against 0.000 [-0.020, 0.020]: a difference of +0.150 [+0.140, "
-        "+0.160], whose interval excludes 0: worse."
-    )
+    assert alignment.startswith("Alignment (scorer clip-flant5-xxl): 0.760")
+    assert alignment.endswith("; the paired difference is -0.029 [-0.049, -0.009], whose interval excludes 0: worse.")
+    assert copies.startswith("Duplicate rate: 0.150 [0.130, 0.170] for fox-lora (tuned), 0.000") and "worse." in copies
     for table in results["tables"]:
         table["rows"][3]["difference"] = cell(0.111, 0.2)
-    first, second = summary(results)[:2]
-    assert "+0.111 [-0.089, +0.311], whose interval includes 0." in first and "excludes" not in first
-    assert "whose interval includes 0 (judge gemma-3-4b-it)" in second
+    for line in summary(results)[:2]:
+        assert line.endswith("+0.111 [-0.089, +0.311], whose interval includes 0.") and "excludes" not in line
     for row in results["tables"][0]["rows"]:
-        row["cells"], row["difference"] = [cell(None, count=0)] * 2, cell(None, count=0)
-    assert "the paired difference is n/a." in summary(results)[0]
+        row["difference"] = cell(None, count=0)
+    assert summary(results)[0].endswith("; the paired difference is n/a.")
 
 
 def test_summary_says_the_average_of_each_judge(results):
     for number, table in enumerate(results["tables"]):
         row = find_row(table, "average")
         row["cells"], row["difference"] = [cell(0.6), cell(0.5)], cell(-0.1 * (number + 1), 0.15)
-    assert summary(results)[3] == (
-        "The difference in weighted average is -0.100 [-0.250, +0.050], whose interval includes 0 (judge "
-        "Qwen2.5-VL-7B-Instruct); -0.200 [-0.350, -0.050], whose interval excludes 0: worse (judge gemma-3-4b-it)."
-    )
-    # What was not scored is not spoken of, but that nothing says how many are copies
+    first, second = [line for line in summary(results) if line.startswith("Weighted average (judge ")]
+    assert first.endswith("-0.100 [-0.250, +0.050], whose interval includes 0.")
+    assert second.endswith("-0.200 [-0.350, -0.050], whose interval excludes 0: worse.")
+    # What was not scored is not mentioned, except the duplicate rate
     for table in results["tables"]:
         table["rows"] = [row for row in table["rows"] if row["metric"] not in ("alignment", "duplicate_rate")]
     sentences = summary(results)
-    assert not any("alignment" in sentence for sentence in sentences)
-    assert sentences[-2:] == [
-        "There is no duplicate rate.",
-        "Of 10 results, pictures are missing: 0 of FLUX.1-dev (base), 1 of fox-lora (tuned).",
-    ]
+    assert not any("Alignment" in sentence for sentence in sentences)
+    assert sentences[-1] == "There is no duplicate rate."
 
 
 def test_summary_of_edits_says_the_headline_once(tmp_path):
-    results = plant_gedit(tmp_path)
-    first, missing = summary(results)
-    assert "overall (English: all instructions) is 6.469" in first
-    assert missing == "Of 4 results, pictures are missing: 0 of FLUX.1-Kontext-dev (base), 0 of kontext-lora (tuned)."
+    (line,) = summary(plant_gedit(tmp_path))
+    assert line.startswith("Overall (English: all instructions): 6.469")
 
 
 def test_alerts_stand_under_the_summary(results, tmp_path):
@@ -428,9 +414,9 @@ def test_many_leaks_are_cut_off_but_in_the_json(results, tmp_path):
     assert shown(page) == ["leak"] * 20 and "more" not in page.text("leakage").replace("and 14 more", "")
     near += [{"id": f"m{number}", "training_row": number, "text": "B", "similarity": 0.9} for number in range(11)]
     rows, num_more = leaks(results)
-    assert rows[0] == {"what": "0001: training row 70, the same text", "text": "A fox"}
+    assert rows[0] == ("0001: training row 70, the same text", "A fox")
     # The most similar first
-    assert rows[1]["what"] == "m0: training row 0, similarity 0.90" and rows[12]["what"].startswith("n18: ")
+    assert rows[1][0] == "m0: training row 0, similarity 0.90" and rows[12][0].startswith("n18: ")
     assert len(rows) == 20 and num_more == 11
     paths = save_generation_report(results, tmp_path)
     page = Page(paths["html"])
@@ -454,7 +440,7 @@ def test_markdown_has_the_numbers_of_the_tables(planted):
     assert "nan" not in markdown.lower()
     assert "aesthetics: no scorer was given" in markdown
     assert rows_of(section_of(markdown, "Images"), "missing") == [["missing", "0", "1"]]
-    assert "fox-lora (tuned): pictures are missing of 1: 0008/0." in section_of(markdown, "Images")
+    assert "fox-lora (tuned): 1 sets lack images: 0008/0." in section_of(markdown, "Images")
     assert "not checked" in section_of(markdown, "Leakage")
 
 
@@ -468,6 +454,24 @@ def test_published_figures_stand_apart(planted):
             assert rows_of(published, row[0]) and not rows_of(before, row[0])
     # Once, though two tables have it
     assert published.count("It is not the untuned FLUX.1-dev") == 1
+
+
+def test_published_figures_are_those_of_the_same_scorers(results, tmp_path):
+    def columns(**scorers) -> list[tuple[str, ...]]:
+        scored = {**results, "protocol": "published", "scorers": {**results["scorers"], **scorers}}
+        return [table.columns[1:] for table in comparable_tables(scored)]
+
+    consistency, alignment = ("identity", "style", "logic"), ("entity", "attribute", "relation")
+    ablation = ("prompt following", "visual consistency")
+    # The scorer of aesthetics is not known, so neither that column nor the average is there
+    assert columns() == [alignment + consistency, alignment + consistency, ablation]
+    assert columns(alignment="Qwen2.5-VL-7B-Instruct") == [consistency, consistency, ablation[1:]]
+    judge = ["google/gemma-3-4b-it"]
+    assert columns(consistency=judge, alignment=None) == [consistency]
+    assert columns(consistency=["PaCo-Reward-7B"], alignment=None) == []
+    # By whom the published edits were judged is not known
+    edits = {**plant_gedit(tmp_path), "protocol": "published"}
+    assert comparable_tables(edits) == [] and PUBLISHED_HEADING not in markdown_report(edits)
 
 
 def test_published_figures_stand_only_beside_the_published_protocol(results, tmp_path):
@@ -517,8 +521,8 @@ def test_terminal_tables_have_the_same_numbers(results):
             for part in "\n".join(row[1:5]).replace(" [", "\n[").split("\n"):
                 assert part in text
     assert "[bold]fox[/bold]" in text
-    assert "Leakage: not checked" in text and "pictures are missing of 1: 0008/0" in text
-    assert "On 10 prompts of T2IS-Bench, consistency" in text
+    assert "Leakage: not checked" in text and "1 sets lack images: 0008/0" in text
+    assert "Consistency (judge Qwen2.5-VL-7B-Instruct): 0.480" in text
 
 
 ################
@@ -552,10 +556,10 @@ def test_sections_have_entries_in_the_navigation(results, tmp_path):
         return {attrs["href"][1:] for tag, _, attrs in page.tags if tag == "a"}
 
     page = Page(save_generation_report(results, tmp_path, num_shown=1)["html"])
-    assert entries(page) == set(page.texts) - {"", "versions"} and {"notes", "leakage"} <= entries(page)
+    assert entries(page) == set(page.texts) - {""} and {"notes", "leakage"} <= entries(page)
     results["notes"] = []
     page = Page(save_generation_report(results, tmp_path, num_shown=1)["html"])
-    assert entries(page) == set(page.texts) - {"", "versions"} and "notes" not in entries(page)
+    assert entries(page) == set(page.texts) - {""} and "notes" not in entries(page)
 
 
 @pytest.mark.parametrize("per_panel", [False, True])
@@ -565,17 +569,18 @@ def test_page_shows_the_planted_sets(tmp_path, per_panel):
     assert page.sets["best"] == ["0003/0", "0005/0"] and page.sets["worst"] == ["0000/0", "0007/0"]
     assert page.sets["gained"] == ["0003/0", "0005/0"] and page.sets["lost"] == ["0007/0", "0000/0"]
     assert page.sets["copies"] == ["0005/0", "0006/0"]
-    base, tuned = page.pictures("best")[:2]
+    files = 4 if per_panel else 1
+    base, tuned = page.pictures("best")[: 2 * files : files]
     for number, shown in ((3, base), (4, tuned)):
-        left, top = shown.width // 4, shown.height // 16
+        # At (20, 8) of the first of the panels, of which a grid has two in a row
+        left, top = (round(place * shown.width / (96 if per_panel else 192)) for place in (20, 8))
         expected = panel(number, 0).getpixel((20, 8))
         assert max(abs(a - b) for a, b in zip(shown.getpixel((left, top)), expected, strict=True)) < 12
     assert "Consistency 0.250 0.950 +0.700" in page.text("best")
     assert "Number 3." in page.text("best") and "published" not in page.texts
     # With files of their own, one panel of set 0 is not there
-    assert ("panels are missing" in page.text("worst")) == per_panel
-    red, green, blue = np.moveaxis(np.asarray(page.pictures("worst")[0]).astype(int), 2, 0)
-    assert ((abs(red - 176) < 30) & (green < 60) & (blue < 80)).any() == per_panel
+    frames = [where for tag, where, attrs in page.tags if tag == "div" and attrs.get("class") == "empty"]
+    assert frames.count("worst") == 2 * per_panel and ("panels are missing" in page.text("worst")) == per_panel
 
 
 def test_missing_pictures_are_shown_as_empty_frames(results, tmp_path):
@@ -643,16 +648,25 @@ def test_page_needs_nothing_from_elsewhere(planted, tmp_path):
     assert "@import" not in text and text.count("<svg") == 2
 
 
-def test_chart_draws_what_the_intervals_say(results):
+def test_chart_places_differences_and_intervals(results, tmp_path):
     table = results["tables"][0]
     chart = difference_chart(table)
-    assert "var(--better)" in chart and "var(--worse)" in chart and "var(--muted)" in chart
-    assert chart == difference_chart(table)
-    assert "Identity +0.211; Style +0.121" in chart and "Aesthetics" not in chart
+    low, high = -0.09, 0.231  # the lowest and the highest end of an interval
+    assert chart["zero"] == pytest.approx(100 * -low / (high - low), abs=0.01)
+    marks = {mark["label"]: mark for mark in chart["marks"]}
+    assert {name: marks[name]["kind"] for name in ("Identity", "Entity", "Logic", "Duplicate rate")} == {
+        "Identity": "better", "Entity": "worse", "Logic": "open", "Duplicate rate": "worse"
+    }  # fmt: skip
+    identity = [100 * (value - low) / (high - low) for value in (0.191, 0.211, 0.231)]
+    assert [marks["Identity"]["ends"][0], marks["Identity"]["mean"], marks["Identity"]["ends"][1]] == pytest.approx(
+        identity, abs=0.01
+    )
+    assert "Aesthetics" not in marks and chart["ticks"] == [(0.0, "-0.090"), (100.0, "+0.231")]
+    page = save_generation_report(results, tmp_path, num_shown=1)["html"].read_text()
+    assert "Identity +0.211; Style +0.121" in page and page.count("<circle") == 2 * len(marks)
     for row in table["rows"]:
         row["difference"] = cell(0.01, 0.5)
-    chart = difference_chart(table)
-    assert "var(--better)" not in chart and "var(--worse)" not in chart and "var(--muted)" in chart
+    assert {mark["kind"] for mark in difference_chart(table)["marks"]} == {"open"}
 
 
 ################
@@ -781,18 +795,17 @@ def test_results_are_added_to_a_card(results, card):
         "0.512 [0.492, 0.532]",
         "+0.211 [+0.191, +0.231]",
         "yes: better",
+        "10",
     ]
     assert "Leakage: not checked" in section and "missing: 1" in section
     bullets = re.findall(r"^- (.+)$", section[: section.index("<!-- end")], re.MULTILINE)
     assert bullets[0] == "**Missing pictures count 0 (1 of tuned).**"
-    assert bullets[-4:] == [
+    assert bullets[-3:] == [
         "Leakage: not checked: the training prompts were not given.",
-        "Logic under the published protocol: 0.411 for fox-lora (tuned).",
         "The pictures are in images.",
         "Which scorer of aesthetics the published figures are of is not known.",
     ]
-    # Of the second judge no value differs
-    assert after.count("under the published protocol") == 1 and after.count("scorer of aesthetics") == 2
+    assert after.count("scorer of aesthetics") == 2
     assert "Seedream" not in after and "Gemini" not in after
 
 

@@ -6,6 +6,7 @@ None of them was measured here. They never enter one table, one mean or one mode
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -16,7 +17,7 @@ from ..utils.tables import number_text
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A table of published figures."""
+    """A table of published figures; `scorers` has the scorer of each column for which it is known."""
 
     benchmark: str
     title: str
@@ -25,6 +26,7 @@ class PublishedTable:
     rows: tuple[tuple[str | float | None, ...], ...]
     source: str
     remarks: tuple[str, ...]
+    scorers: Mapping[str, str]
 
 
 def published_tables(benchmark: str) -> tuple[PublishedTable, ...]:
@@ -74,6 +76,7 @@ def _tables() -> tuple[PublishedTable, ...]:
             rows=tuple(map(tuple, table["rows"])),
             source=f"{PAPER['title']} (arXiv {PAPER['id']}), Table {table['number']}",
             remarks=tuple(table["remarks"]),
+            scorers=table.get("scorers", {}),
         )
         for table in content
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of an evaluation in the card of the model that was evaluated."""
+"""Put the results of an evaluation into the card of the evaluated model."""
 
 import re
 from pathlib import Path
@@ -14,29 +14,28 @@ from huggingface_hub.utils import yaml_dump
 from ..utils.files import write_atomically
 from ..utils.names import public_name
 from ..utils.tables import markdown_text
-from .report_markdown import report_table
-from .report_numbers import benchmark_name, cell_text, protocol_of, public_results, row_label, system_name, verdict
-from .report_sentences import alerts, facts, leakage_line, published_lines
-from .report_tables import ReportTable, scored_by
+from .report_content import alerts, facts, leakage_line, metric_tables, scored_by
+from .report_markdown import bullet_list, report_table
+from .report_numbers import benchmark_name, in_sentence, protocol_of, public_results, row_label
 
 
 _SHOWN_KINDS = ("dimension", "group", "average")
 
-# Sections that the results stand before, the first that there is
+# The results go before the first of these sections
 _NEXT_HEADING = re.compile(r"^## (?:Training|Adapter|Limits|Licence|License|Citation)\b", re.MULTILINE)
 _TOP_LEVEL_KEY = re.compile(r"^(?![\s#-])", re.MULTILINE)
 
 
 def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     """
-    Puts the results of the tuned system into its model card: into the metadata, which the Hub shows beside the card, and
-    into a section for each table, with the system that it is compared with and with what the numbers depend on.
+    Add the results of the tuned system to its model card: to the metadata, which the Hub shows next to the card, and as
+    a section for each table, with the system it is compared with and with what the numbers depend on.
 
-    Results of the same benchmark and judge that are there are replaced. Everything else remains as it is, to the letter.
+    Earlier results of the same benchmark and judge are replaced. Everything else stays as it is, to the letter.
 
     Args:
         card_path (`str` or `Path`):
-            `README.md` of the tuned model, or the folder that has it.
+            `README.md` of the tuned model, or its directory.
         results (`dict`):
             Results of [`t2is_results`] or [`gedit_results`], in which one system has the role `"tuned"`.
 
@@ -59,14 +58,14 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     roles = [system["role"] for system in results["systems"]]
     if "tuned" not in roles:
         raise ValueError(
-            f"The results are of {', '.join(map(repr, roles))}, and no system has the role 'tuned': a card tells of its "
-            "own model only. Score the tuned model, and give its card."
+            f"The results are of {', '.join(map(repr, roles))}, and no system has the role 'tuned': a card has results "
+            "of its own model only. Score the tuned model, and give its card."
         )
     text, found, metadata, body = _read(card_path)
     line_break = "\r\n" if "\r\n" in text else "\n"
     metadata = _with_results(metadata, body, card_path, results, line_break)
-    for table in results["tables"]:
-        body = _with_section(body, results, table, line_break)
+    for number in range(len(results["tables"])):
+        body = _with_section(body, results, number, line_break)
     before, after = (found[1], found[3]) if found else (f"---{line_break}", f"{line_break}---{line_break * 2}")
     changed = before + metadata + after + body
     ModelCard(changed)  # raises if the Hub could not read it
@@ -76,11 +75,11 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
 
 def check_card(card_path: str | Path) -> Path:
     """
-    Checks that results can be added to a model card, before hours are spent on them.
+    Check that results can be added to a model card, before hours are spent on them.
 
     Args:
         card_path (`str` or `Path`):
-            `README.md` of the tuned model, or the folder that has it.
+            `README.md` of the tuned model, or its directory.
 
     Returns:
         `Path`: the card.
@@ -88,21 +87,14 @@ def check_card(card_path: str | Path) -> Path:
     Raises:
         FileNotFoundError: If there is no card.
         ValueError: If the card's `model-index` cannot be read.
-
-    Example:
-
-    ```python
-    >>> check_card("paco-flux")
-    PosixPath('paco-flux/README.md')
-    ```
     """
     card_path = Path(card_path)
     if card_path.is_dir():
         card_path = card_path / "README.md"
     if not card_path.is_file():
         raise FileNotFoundError(
-            f"There is no model card {card_path}, so that the results have nowhere to go. Give the folder of the tuned "
-            "model, whose README.md the training writes, or save the model again."
+            f"There is no model card {card_path} to add the results to. Give the directory of the tuned model, whose "
+            "README.md the training writes, or save the model again."
         )
     _, _, metadata, body = _read(card_path)
     _model_index(metadata, body, card_path)
@@ -110,15 +102,13 @@ def check_card(card_path: str | Path) -> Path:
 
 
 def _read(card_path: Path) -> tuple[str, re.Match | None, str, str]:
-    """A card, where its metadata is, the metadata, and the text below it."""
-    # Bytes, as `read_text` would change the ends of the lines
-    text = card_path.read_bytes().decode("utf-8")
+    """Read a card: its text, the place of its metadata, the metadata, and the text below it."""
+    text = card_path.read_bytes().decode("utf-8")  # `read_text` would change the line ends
     found = REGEX_YAML_BLOCK.search(text)
     return text, found, found[2] if found else "", text[found.end() :] if found else text
 
 
-def card_eval_results(results: dict[str, Any], task_type: str) -> list[EvalResult]:
-    """Gives the values of the tuned system for the metadata of its card."""
+def _eval_results(results: dict[str, Any], task_type: str) -> list[EvalResult]:
     place = [system["role"] for system in results["systems"]].index("tuned")
     dataset = public_name(results["dataset"] or results["benchmark"])
     entries: dict[tuple[str, str], EvalResult] = {}
@@ -142,21 +132,19 @@ def card_eval_results(results: dict[str, Any], task_type: str) -> list[EvalResul
 
 
 def _scorer_of(row: dict[str, Any], table: dict[str, Any], results: dict[str, Any]) -> str:
-    """By what a metric was scored, such as `judge Qwen2.5-VL-7B-Instruct`."""
+    """Name what scored a metric, such as `judge Qwen2.5-VL-7B-Instruct`."""
     scorer = scored_by(row["metric"], table["title"], results)
     if not (scorer.startswith(("judge ", "scorer ")) or "judge: " in scorer):
-        # The only judge is not in the title of a language
+        # The title of a language does not name the only judge
         scorer = f"{scorer}, judge {' and '.join(results['scorers']['consistency'])}"
     return scorer + (", published protocol" if protocol_of(results) == "published" else "")
 
 
 def _with_results(metadata: str, body: str, card_path: Path, results: dict[str, Any], line_break: str) -> str:
-    """The metadata with the results. Only the lines of `model-index` change: YAML written anew loses its comments."""
+    """Change only the lines of `model-index` in the metadata: YAML that is dumped again loses its comments."""
     values, model, kept_under = _model_index(metadata, body, card_path)
-    task = values.get("pipeline_tag") or (
-        "image-to-image" if results["benchmark"] == "GEdit-Bench" else "text-to-image"
-    )
-    ours = card_eval_results(results, task)
+    default_task = "image-to-image" if results["benchmark"] == "GEdit-Bench" else "text-to-image"
+    ours = _eval_results(results, values.get("pipeline_tag") or default_task)
     replaced = {(one.dataset_name, one.dataset_config) for one in ours}
     entries = [entry for entry, under in zip(model["results"], kept_under, strict=True) if under not in replaced]
     entries += eval_results_to_model_index(model["name"], ours)[0]["results"]
@@ -175,33 +163,31 @@ def _with_results(metadata: str, body: str, card_path: Path, results: dict[str, 
 def _model_index(
     metadata: str, body: str, card_path: Path
 ) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str | None, str | None]]]:
-    """The metadata, its only model (a new one if there is none), and the dataset and configuration of each result."""
+    """Read the metadata, its only model (a new one if there is none), and dataset and configuration of each result."""
+    title = re.search(r"^# +(.+?)\s*$", body, re.MULTILINE)
+    new = {"name": title[1] if title else card_path.absolute().parent.name, "results": []}
     values = yaml.safe_load(metadata) or {}
     try:
-        (model,) = values.get("model-index") or [{"name": _title(body, card_path), "results": []}]
+        (model,) = values.get("model-index") or [new]
         under = [(entry["dataset"].get("name"), entry["dataset"].get("config")) for entry in model["results"]]
         return values, model | {"name": model["name"]}, under
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"The `model-index` in the metadata of {card_path} is not what the Hub takes (one model with a name and "
-            "results, each with its dataset), so that results cannot be added to it. Correct it, or delete it."
+            f"The `model-index` in the metadata of {card_path} does not have the Hub's form (one model with a name and "
+            "results, each with its dataset), so results cannot be added to it. Correct it, or delete it."
         ) from error
 
 
-def _title(body: str, card_path: Path) -> str:
-    title = re.search(r"^# +(.+?)\s*$", body, re.MULTILINE)
-    return title[1] if title else card_path.absolute().parent.name
-
-
-def _with_section(body: str, results: dict[str, Any], table: dict[str, Any], line_break: str) -> str:
-    """The text of the card with the section of a table: in the place of the one that is there, or a new one."""
-    name = re.sub(r"[^\w.,:-]+", " ", f"{benchmark_name(results)}, {table['title']}").replace("--", "-")
+def _with_section(body: str, results: dict[str, Any], number: int, line_break: str) -> str:
+    """Replace the section of a table in the text of a card, or add it."""
+    title = results["tables"][number]["title"]
+    name = re.sub(r"[^\w.,:-]+", " ", f"{benchmark_name(results)}, {title}").replace("--", "-")
     begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
-    section = "\n\n".join([begin, *_section(results, table), end]).replace("\n", line_break)
-    there = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", body, re.DOTALL)
-    if there:
-        return body[: there.start()] + section + body[there.end() :]
-    # What is in a code block is no heading. Blanks of the same length keep the places
+    section = "\n\n".join([begin, *_section(results, number), end]).replace("\n", line_break)
+    present = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", body, re.DOTALL)
+    if present:
+        return body[: present.start()] + section + body[present.end() :]
+    # No headings in code blocks. Blanks of the same length keep the positions
     prose = re.sub(r"^```.*?^```", lambda found: " " * len(found[0]), body, flags=re.MULTILINE | re.DOTALL)
     heading = _NEXT_HEADING.search(prose)
     if heading:
@@ -209,33 +195,16 @@ def _with_section(body: str, results: dict[str, Any], table: dict[str, Any], lin
     return body.rstrip() + line_break * 2 + section + line_break
 
 
-def _section(results: dict[str, Any], table: dict[str, Any]) -> list[str]:
-    systems = results["systems"]
-    place = [system["role"] for system in systems].index("tuned")
-    is_paired = len(systems) > 1
-    columns = ["metric", *map(system_name, systems)]
-    columns += ["difference", "interval excludes 0"] if is_paired else []
-    rows = []
-    for row in table["rows"]:
-        cells = [row_label(row, results), *map(cell_text, row["cells"])]
-        if is_paired:
-            cells.append(cell_text(row["difference"], signed=True))
-            cells.append(verdict(row["difference"], row["higher_is_better"]))
-        rows.append(tuple(cells))
-    kinds = tuple(row["kind"] for row in table["rows"])
-    title = f"{benchmark_name(results)}, {re.sub('^Judge: ', 'judge ', table['title'])}"
-    shown = report_table(ReportTable(title, tuple(columns), tuple(rows), kinds))
-    lower = [row["label"] for row in table["rows"] if not row["higher_is_better"]]
-    said = ["In brackets: 95 % bootstrap interval over prompts."]
-    said += ["The difference is paired, tuned minus base."] if is_paired and place == 1 else []
-    said += [f"Lower is better: {', '.join(lower)}."] if lower else []
-    counts = "; ".join(f"{name}: {number}" for name, number in systems[place]["counts"].items())
-    said += [f"Counts: {counts}."] if counts else []
-    # What the alerts say is in the notes as well
+def _section(results: dict[str, Any], number: int) -> list[str]:
+    table = metric_tables(results)[number]
+    (tuned,) = (system for system in results["systems"] if system["role"] == "tuned")
+    counts = "; ".join(f"{name}: {count}" for name, count in tuned["counts"].items())
+    lines = [*table.lines, *([f"Counts: {counts}."] if counts else [])]
     notes = [note for note in results["notes"] if note not in alerts(results)]
-    bullets = [f"- **{markdown_text(line)}**" for line in alerts(results)]
-    bullets += [
-        f"- {markdown_text(line)}"
-        for line in (*facts(results), leakage_line(results), *published_lines(table, results), *notes)
+    said = [*facts(results), leakage_line(results), *notes]
+    return [
+        f"## {markdown_text(f'{benchmark_name(results)}, {in_sentence(table.title)}')}",
+        report_table(table),
+        markdown_text(" ".join(lines)),
+        "\n".join(filter(None, (bullet_list(alerts(results), bold=True), bullet_list(said)))),
     ]
-    return [f"## {markdown_text(title)}", shown, markdown_text(" ".join(said)), "\n".join(bullets)]
