@@ -5,12 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from operator import mul
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..evaluation.runs import PROTOCOLS, check_protocol, dataset_fingerprint
+from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.text import some_of
 from .edit_drawing import FoundEdits
 from .image_sets import FoundImages
@@ -65,14 +64,13 @@ class System:
 _Metrics = dict[str, dict[Unit, float]]
 
 
-@dataclass
-class _Scored:
-    """A system with its scores as values, by protocol: those that all judges share, and those of each judge."""
+class _Scored(NamedTuple):
+    """A system with its scores as values: those that all judges share, and those of each judge."""
 
     system: System
     protocol: str
-    shared: dict[str, _Metrics]
-    by_judge: dict[str, dict[str, _Metrics]]
+    shared: _Metrics
+    by_judge: dict[str, _Metrics]
     counts: dict[str, int]
     scorers: dict[str, list[Scores]]
     gaps: dict[str, list[str]]
@@ -81,9 +79,8 @@ class _Scored:
         """Names of the scorers of a kind."""
         return [one.settings["scorer"] for one in self.scorers.get(kind, [])]
 
-    def metrics(self, judge: str, protocol: str | None = None) -> _Metrics:
-        protocol = protocol or self.protocol
-        return {**self.shared[protocol], **self.by_judge[protocol][judge]}
+    def metrics(self, judge: str) -> _Metrics:
+        return self.shared | self.by_judge[judge]
 
 
 def t2is_results(
@@ -99,8 +96,7 @@ def t2is_results(
     intervals, by category, and as a paired difference of two systems.
 
     Nothing is dropped or set to 0 silently: a dimension that a prompt does not have is undefined for it, a set with a
-    question that has no answer is left out and counted, and pictures that are missing are an error or count 0. The
-    value under the published protocol stands beside ours where it is another one.
+    question that has no answer is left out and counted, and pictures that are missing are an error or count 0.
 
     Args:
         benchmark ([`~datasets.Dataset`]):
@@ -217,11 +213,8 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
     gaps = {kind: _gaps(by_kind[kind][0]) for kind in ("alignment", "aesthetics") if kind in by_kind}
     gaps |= {scores.settings["scorer"]: _gaps(scores) for scores in by_kind["consistency"]}
     counts |= {f"sets without an answer ({name})": len(keys) for name, keys in gaps.items()}
-    shared = {name: _shared_values(by_kind, sets, rows, name) for name in PROTOCOLS}
-    by_judge = {
-        name: {scores.settings["scorer"]: _judge_values(scores, sets, name) for scores in by_kind["consistency"]}
-        for name in PROTOCOLS
-    }
+    shared = _shared_values(by_kind, sets, rows, protocol)
+    by_judge = {scores.settings["scorer"]: _judge_values(scores, sets, protocol) for scores in by_kind["consistency"]}
     return _Scored(system, protocol, shared, by_judge, counts, by_kind, gaps)
 
 
@@ -378,11 +371,6 @@ def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
         if found is None:
             continue
         cells, change = found
-        published = [_mean(one.metrics(judge, "published"), name) for one in scored]
-        differs = any(
-            value is not None and one["mean"] is not None and abs(value - one["mean"]) > 1e-9
-            for value, one in zip(published, cells, strict=True)
-        )
         rows.append(
             {
                 "metric": name,
@@ -391,17 +379,9 @@ def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
                 "higher_is_better": name != "duplicates",
                 "cells": cells,
                 "difference": change,
-                "published": published if differs else None,
             }
         )
     return {"title": f"Judge: {judge}", "rows": rows}
-
-
-def _mean(metrics: _Metrics, name: str) -> float | None:
-    values, weights = _parts(metrics, name)
-    defined = [[value for value in part.values() if not math.isnan(value)] for part in values]
-    weights = weights or [1 / len(values)] * len(values)
-    return sum(map(mul, weights, map(fmean, defined))) if all(defined) else None
 
 
 def _breakdown(title: str, column: str, judge: str, scored: list[_Scored], rows: dict[str, dict]) -> dict[str, Any]:
@@ -520,7 +500,7 @@ def _alerts(scored: list[_Scored], missing: str) -> list[str]:
             )
         for name, keys in one.gaps.items():
             if keys:
-                takes_rest = one.protocol == "published" and name in one.by_judge["published"]
+                takes_rest = one.protocol == "published" and name in one.by_judge
                 then = "their other answers count" if takes_rest else "they are left out of what it is about"
                 alerts.append(
                     f"{len(keys)} sets of {one.system.name!r} have a question without an answer ({name}), and {then}: "
