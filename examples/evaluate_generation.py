@@ -39,12 +39,8 @@ from paco_trl.dataset_building import ChatEndpoint, StageFolder, digest, draw_gr
 from paco_trl.evaluation import AestheticScorer
 from paco_trl.image_benchmarks import (
     System,
-    adapter_weights_digest,
     add_results_to_card,
-    check_card,
     draw_edits,
-    edit_keys,
-    find_drawn_sets,
     find_edits,
     find_image_sets,
     find_leaks,
@@ -58,11 +54,14 @@ from paco_trl.image_benchmarks import (
     score_consistency,
     score_duplicates,
     score_edits,
-    sole_writer,
     t2is_results,
-    write_panel_files,
 )
-from paco_trl.utils.files import write_atomically
+from paco_trl.image_benchmarks.card_results import check_card
+from paco_trl.image_benchmarks.drawing import adapter_weights_digest, write_panel_files
+from paco_trl.image_benchmarks.edit_drawing import edit_keys
+from paco_trl.image_benchmarks.image_sets import find_drawn_sets
+from paco_trl.utils.addresses import check_base_url
+from paco_trl.utils.files import sole_writer, write_atomically
 from paco_trl.utils.names import public_name
 
 
@@ -167,6 +166,9 @@ def check_options(args: ScoreArguments) -> None:
     given = [f"`--{name}`" for name in others if getattr(args, name) != defaults[name]]
     if given:
         raise ValueError(f"{', '.join(given)} would do nothing with `--benchmark {args.benchmark}`. Leave it out.")
+    for url in (args.judge_url, args.alignment_url):
+        if url is not None:
+            check_base_url(url, "--api_key_variable")
     if args.alignment_model is not None and args.alignment_file is None:
         raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
 

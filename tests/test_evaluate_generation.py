@@ -242,7 +242,7 @@ class TestT2IS:
         # The same pictures, a file for each panel: the same figures
         assert means(results) == pytest.approx(means(evaluated), abs=1e-6)
         (pictures / sorted(path.name for path in pictures.iterdir())[0]).unlink()
-        with pytest.raises(ValueError, match="1 of 5 sets lack pictures"):
+        with pytest.raises(ValueError, match="1 of 5 sets lack images"):
             script.main(["score", *options["score"], "--output_dir", system, "--images", str(pictures)])
         words = ["score", *options["score"], "--output_dir", system, "--images", str(workspace / "elsewhere")]
         shutil.copytree(tmp_path / "drawn" / "panels", workspace / "elsewhere")
@@ -402,6 +402,11 @@ class TestOptions:
             (["score", "--benchmark", "gedit", "--batch_size", "2"], "`--batch_size` would do nothing"),
             (["score", "--alignment_model", "model"], "`--alignment_model` needs `--alignment_file`"),
             (["score", "--api_key_variable", "NO_SUCH_VARIABLE"], "'NO_SUCH_VARIABLE' .* is not set"),
+            (
+                ["score", "--judge_url", "http://a:1/v1 http://b:1/v1"],
+                "`base_url` is 'http://a:1/v1 .* at one address",
+            ),
+            (["score", "--alignment_url", "judge:8000"], "`base_url` is 'judge:8000', but must be an address"),
             (["report", "--card", "adapter"], "`--card` is for the adapter of a tuned system"),
             (["report", "--card", "nowhere", "--tuned", "tuned"], "There is no model card nowhere"),
         ],
@@ -409,6 +414,11 @@ class TestOptions:
     def test_wrong_options(self, script, words, message):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             script.main(words)
+
+    def test_addresses_as_a_list_in_a_file(self, script, tmp_path):
+        (tmp_path / "score.yaml").write_text("judge_url: [http://a:1/v1, http://b:1/v1]\njudges: [judge]\n")
+        with pytest.raises(ValueError, match=r"`base_url` is \['http://a:1/v1', .* at one address"):
+            script.main(["score", "--config", str(tmp_path / "score.yaml")])
 
     def test_unknown_step_and_usage(self, script, capsys):
         with pytest.raises(SystemExit, match="There is no step 'print'"):

@@ -161,7 +161,7 @@ class TestLazyExports:
         import paco_trl.evaluation
         import paco_trl.image_benchmarks
 
-        for package, count in ((paco_trl.evaluation, 16), (paco_trl.image_benchmarks, 32)):
+        for package, count in ((paco_trl.evaluation, 16), (paco_trl.image_benchmarks, 20)):
             assert len(package.__all__) == count
             for name in package.__all__:
                 assert getattr(package, name).__name__ == name
@@ -1028,7 +1028,7 @@ class TestResume:
         for dataset in (moved, prompts, images):
             with pytest.raises(ValueError, match="another run: `dataset_fingerprint` is '[0-9a-f]{16}' there and '"):
                 evaluate_rankings(scorer, dataset, output_path=path)
-        with pytest.raises(ValueError, match="exists and is no result file of this benchmark"):
+        with pytest.raises(ValueError, match="exists and is not a result file of this benchmark"):
             evaluate_edit_reward(EditScorer(), edits(), output_path=path)
         assert scorer.calls == [] and path.read_bytes() == whole[1]
         # The same rows from elsewhere, with columns that are not read, are the same dataset
@@ -1040,10 +1040,10 @@ class TestResume:
     def test_other_files_are_left_alone(self, whole, tmp_path):
         path = tmp_path / "notes.txt"
         for content, message in (
-            ("my notes", "exists and is no result file of an evaluation"),
-            ("my notes\n", "Line 1 of .* is not valid JSON"),
-            ('["a"]\n', "exists and is no result file of this benchmark"),
-            (whole[1].decode().replace('{"index": 3', '{"index 3'), "Line 5 of .* is not valid JSON"),
+            ("my notes", "exists and is not a result file of an evaluation"),
+            ("my notes\n", "line 1 is not valid JSON"),
+            ('["a"]\n', "exists and is not a result file of this benchmark"),
+            (whole[1].decode().replace('{"index": 3', '{"index 3'), "line 5 is not valid JSON"),
             (
                 whole[1].decode().replace('{"index": 3', '{"index": 1'),
                 "Line 5 of .* has the index 1 of an earlier line",

@@ -348,7 +348,7 @@ class TestFinding:
         assert found.missing == ["en/k1", "cn/k3"] and len(found.files) == 10
         assert found.unknown == ["en/K2 copy.png", "en/k10.png", "en/k1_0.png"]
         assert "2 of 12 prompts have no edit: en/k1, cn/k3. The edit of 'k1', for example, was looked" in caplog.text
-        assert "3 pictures belong to no prompt: en/K2 copy.png" in caplog.text
+        assert "3 images belong to no prompt: en/K2 copy.png" in caplog.text
         with pytest.raises(ValueError, match="2 of 12 edits are missing: en/k1, cn/k3"):
             found.check_complete()
 
@@ -388,25 +388,25 @@ class TestFinding:
         assert {key: path.stem for key, path in found.files.items()} == {"a b": "a%20b", "a%20b": "a%2520b"}
 
     def test_folders_and_files_that_are_none(self, prompts, tmp_path):
-        with pytest.raises(FileNotFoundError, match="no folder"):
+        with pytest.raises(FileNotFoundError, match="is not a directory of edits"):
             find_edits(tmp_path / "no", prompts)
         (tmp_path / "en").mkdir()
         # One level deeper than what is read, or another format
         for places in ("en/{language}/{id}.png", "{language}/{id}.bmp"):
             plant(tmp_path, places=places)
-            with pytest.raises(ValueError, match=r"None of the 0 pictures that were found in ") as error:
+            with pytest.raises(ValueError, match=r"None of the 0 images found in ") as error:
                 find_edits(tmp_path, prompts)
             assert "'k0', for example, was looked for as k0 with one of the extensions .png, .jpg," in str(error.value)
             for place in ("en", "images/en", "fullset/ps_human/en"):
                 assert f"{tmp_path / place}{';' if 'fullset' in place else ','} " in str(error.value)
             assert "folders below these are not read" in str(error.value)
         Image.new("RGB", (8, 8)).save(tmp_path / "en/other.png")
-        with pytest.raises(ValueError, match="None of the 1 pictures .* the first is en/other.png"):
+        with pytest.raises(ValueError, match="None of the 1 images .* the first is en/other.png"):
             find_edits(tmp_path, prompts)
         (tmp_path / "en/other.png").unlink()
         plant(tmp_path)
         (tmp_path / "cn/k3.png").write_text("no picture")
-        with pytest.raises(ValueError, match="cn/k3.png is no picture"):
+        with pytest.raises(ValueError, match="cn/k3.png is not a readable image"):
             find_edits(tmp_path, prompts)
 
 
@@ -505,7 +505,7 @@ class TestScoring:
             lambda: score_edits(endpoint_of(server), prompts, changed, tmp_path),
             lambda: gedit_results(prompts, [System("base", "model", changed, tmp_path)]),
         ):
-            with pytest.raises(ValueError, match="2 of the pictures .* changed since: semantic/cn/k2, quality/cn/k2"):
+            with pytest.raises(ValueError, match="2 of the images .* changed since: semantic/cn/k2, quality/cn/k2"):
                 call()
         # So is one whose instruction is another one
         texts = [*prompts["prompt"]]
@@ -541,8 +541,7 @@ class TestScoring:
         assert [key for key, score in scores.items() if score is None] == ["en/k3", "en/k4"]
         assert scores["en/k2"] == pytest.approx(by_hand(2))
         assert (
-            "no readable answer about 2 of 12 edits after 3 attempt(s)" in caplog.text
-            and "en/k3, en/k4" in caplog.text
+            "no readable answer about 2 of 12 edits in 3 attempt(s)" in caplog.text and "en/k3, en/k4" in caplog.text
         )
         # Only these are asked about again in the next run
         num_requests = len(server.requests)
@@ -556,7 +555,7 @@ class TestScoring:
         with caplog.at_level(logging.WARNING):
             for max_attempts in (2, 3, 1):
                 assert score_edits(endpoint_of(server), prompts, found, tmp_path, max_attempts)["en/k3"] is None
-        assert "1 of 12 edits after 2 attempt(s) of this run" in caplog.text
+        assert "1 of 12 edits in 2 attempt(s)" in caplog.text
         assert "Run the same again to ask about these alone." in caplog.text
         bodies = [body for body in server.requests if asked(body) == silent]
         assert [body["temperature"] for body in bodies] == [0.0] + 5 * [0.7]
@@ -684,7 +683,7 @@ class TestResults:
         # One task type of five edits and one of one
         uneven = prompts.select(range(6)).remove_columns("task_type").add_column("task_type", ["a"] * 5 + ["b"])
         base = System("base", "the base one", find_edits(systems[0].folder, uneven), systems[0].folder)
-        with pytest.raises(ValueError, match="are not there any more: .*cn/k0"):  # of the scores that are there
+        with pytest.raises(ValueError, match="are gone: .*cn/k0"):  # of the scores that are there
             gedit_results(uneven, [base])
         both = prompts.remove_columns("task_type").add_column("task_type", (["a"] * 5 + ["b"]) * 2)
         table = gedit_results(both, systems[:1])["tables"][0]
@@ -768,15 +767,15 @@ class TestResults:
         assert results["notes"][-2:] == results["alerts"] and len(set(results["notes"])) == len(results["notes"])
         assert gedit_results(prompts, [first])["alerts"] == [left_out]
         unknown = System("tuned", "a folder", second.found, second.folder)
-        assert "How 'a folder' drew is not known" in gedit_results(prompts, [first, unknown], "zero")["alerts"][0]
+        assert "How 'a folder' generated is not known" in gedit_results(prompts, [first, unknown], "zero")["alerts"][0]
 
     def test_leakage_is_that_of_texts(self, prompts, systems):
         found = find_leaks(prompts["prompt"][:], prompts["prompt"][:], edit_keys(prompts))
         assert len({one["id"] for one in found["exact"]}) == 12  # both languages have the ids k0 to k5
         results = gedit_results(prompts, systems[:1], leakage=found)
         assert results["leakage"] == found
-        assert sum("texts of the instructions alone, not in the source pictures" in x for x in results["notes"]) == 1
-        assert not any("source pictures" in note for note in gedit_results(prompts, systems[:1])["notes"])
+        assert sum("checked in the texts of the instructions only" in x for x in results["notes"]) == 1
+        assert not any("texts of the instructions" in note for note in gedit_results(prompts, systems[:1])["notes"])
 
     def test_sets_show_source_and_edits(self, prompts, systems, tmp_path):
         results = gedit_results(prompts, systems, missing="zero", source_folder=tmp_path)
@@ -807,7 +806,7 @@ class TestResults:
             gedit_results(prompts, [])
         with pytest.raises(ValueError, match="not all prompts have a `task_type`"):
             gedit_results(prompts.remove_columns("task_type"), [first])
-        with pytest.raises(ValueError, match="'the base one' were looked for with other prompts"):
+        with pytest.raises(ValueError, match="'the base one' were found for other prompts"):
             gedit_results(prompts.select(range(6)), [first])
         unscored = System("tuned", "unscored", find_edits(plant(tmp_path / "a"), prompts), tmp_path / "a")
         with pytest.raises(
@@ -879,7 +878,7 @@ class TestPublishedProtocol:
                 "no text _prompts_0shot_rule_PQ. It is of another",
             ),
             (PROMPTS_FILE.replace("<instruction>", "<prompt>"), "has no <instruction>"),
-            (PROMPTS_FILE[:-5], "is no Python file"),
+            (PROMPTS_FILE[:-5], "is not a Python file"),
         ):
             file.write_text(text)
             with pytest.raises(ValueError, match=message):
@@ -952,7 +951,7 @@ class TestPublishedProtocol:
         with caplog.at_level(logging.WARNING):
             scores = score_edits(endpoint_of(server), prompts, found, tmp_path, **published)
         assert [key for key, score in scores.items() if score is None] == ["cn/k4"]
-        assert "about 1 of 11 edits after 2 attempt(s)" in caplog.text
+        assert "about 1 of 11 edits in 2 attempt(s)" in caplog.text
         assert len(server.requests) == 22 + 1 and not any({"seed", "temperature"} & set(b) for b in server.requests)
         assert scores["en/k3"] == EditScore(5.0, 4.0, math.sqrt(20))
         system = System("base", "model", found, tmp_path)

@@ -18,11 +18,9 @@ from paco_trl.data import join_grid, load_image_set_prompts, t2is_bench_question
 from paco_trl.evaluation import bootstrap_interval
 from paco_trl.evaluation.published import published_tables
 from paco_trl.image_benchmarks import (
-    ScoreStore,
     System,
     alignment_means,
     consistency_means,
-    find_drawn_sets,
     find_image_sets,
     load_t2is_bench,
     score_aesthetics,
@@ -30,11 +28,12 @@ from paco_trl.image_benchmarks import (
     score_consistency,
     score_duplicates,
     t2is_results,
-    weighted_average,
-    write_panel_files,
 )
+from paco_trl.image_benchmarks.drawing import write_panel_files
+from paco_trl.image_benchmarks.image_sets import find_drawn_sets
+from paco_trl.image_benchmarks.score_store import ScoreStore
 from paco_trl.image_benchmarks.statistics import cell, difference
-from paco_trl.image_benchmarks.t2is_bench import consistency_criteria
+from paco_trl.image_benchmarks.t2is_bench import consistency_criteria, weighted_average
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 
 
@@ -489,7 +488,7 @@ class TestFolders:
         folder = tmp_path / "pictures"
         folder.mkdir()
         panel(1).save(folder / "a_1.png")
-        with pytest.raises(ValueError, match="can be the grid of 'a_1' and panel 1 of 'a'"):
+        with pytest.raises(ValueError, match="can be the grid of 'a_1' or panel 1 of 'a'"):
             find_image_sets(folder, bench)
 
     @pytest.mark.parametrize(
@@ -497,8 +496,8 @@ class TestFolders:
         [
             (lambda f: panel(1).save(f / "0003_0002.png"), "0003_0002.png has the number 2, but '0003' has 2 panels"),
             (lambda f: panel(1).save(f / "0003_0001.jpg"), "0003_0001.jpg and 0003_0001.png .* in two formats"),
-            (lambda f: panel(1).save(f / "0003.png"), "a grid of '0003' and pictures of its panels"),
-            (lambda f: (f / "0003_0001.png").write_bytes(b"GIF"), "0003_0001.png is no picture"),
+            (lambda f: panel(1).save(f / "0003.png"), "a grid of '0003' and images of its panels"),
+            (lambda f: (f / "0003_0001.png").write_bytes(b"GIF"), "0003_0001.png is not a readable image"),
         ],
     )
     def test_wrong_files(self, bench, tmp_path, change, message):
@@ -514,7 +513,7 @@ class TestFolders:
         with pytest.raises(ValueError, match="0001.png: .* does not divide into a 2x2 grid"):
             find_image_sets(folder, bench)
         Image.new("RGB", (4 * SIZE, SIZE)).save(folder / "0001.png")  # divides, but is no square
-        with pytest.raises(ValueError, match="32x128 pixels .* is 64x64: another shape"):
+        with pytest.raises(ValueError, match="32x128 pixels .* is 64x64: the shape differs"):
             find_image_sets(folder, bench)
         Image.new("RGB", (6 * SIZE, 6 * SIZE)).save(folder / "0001.png")  # larger is no other shape
         find_image_sets(folder, bench)
@@ -525,7 +524,7 @@ class TestFolders:
             grid = join_grid([panel(value) for value in values], *PROMPTS[name][0])
             grid.resize((96, 96)).save(tmp_path / name / "0.png")
         assert len(find_drawn_sets(tmp_path, bench, [0], height=96, width=96).sets) == 3
-        with pytest.raises(ValueError, match="another shape"):
+        with pytest.raises(ValueError, match="the shape differs"):
             find_drawn_sets(tmp_path, bench, [0])
 
     def test_which_number_is_the_first(self, bench, tmp_path):
@@ -551,7 +550,7 @@ class TestFolders:
         folder.mkdir()
         panel(1).save(folder / "fox.png")
         with pytest.raises(
-            ValueError, match="None of the 1 pictures .* '0001' or '0009_0001'; the first file is 'fox.png'"
+            ValueError, match="None of the 1 images .* '0001' or '0009_0001'; the first file is 'fox.png'"
         ):
             find_image_sets(folder, bench)
         with pytest.raises(FileNotFoundError, match="nowhere"):
@@ -613,7 +612,7 @@ class TestPlantedSets:
         found = find_image_sets(write_panels(tmp_path / "panels", IDENTICAL, leave_out=left_out), bench)
         assert found.missing == {"0001/0": [3], "0003/0": [0]}
         system = evaluate(bench, tmp_path / "scores", found)
-        with pytest.raises(ValueError, match=r"2 of 3 sets lack pictures: 0001/0 \(panel 4\); 0003/0 \(panel 1\)"):
+        with pytest.raises(ValueError, match=r"2 of 3 sets lack images: 0001/0 \(panel 4\); 0003/0 \(panel 1\)"):
             t2is_results(bench, [system])
         results = t2is_results(bench, [system], missing="zero")
         # Three of six pairs are there; of the set of two panels none
@@ -644,7 +643,7 @@ class TestPlantedSets:
         folder = write_grids(tmp_path / "grids", IDENTICAL)
         (folder / "0002.png").unlink()
         system = evaluate(bench, tmp_path / "scores", find_image_sets(folder, bench))
-        with pytest.raises(ValueError, match=r"1 of 3 sets lack pictures: 0002/0 \(all\)"):
+        with pytest.raises(ValueError, match=r"1 of 3 sets lack images: 0002/0 \(all\)"):
             t2is_results(bench, [system])
         results = t2is_results(bench, [system], missing="zero")
         assert mean(results, "style") == pytest.approx(fmean([0.925, 0.0, 0.91]))
@@ -721,9 +720,9 @@ class TestPlantedSets:
         [
             (lambda scores: [*scores, 0.5], "gave 34 scores for 33 questions"),
             (lambda scores: scores[1:], "gave 32 scores for 33 questions"),
-            (lambda scores: [87.0, *scores[1:]], "gave 87.0 for the question 'Do images meet .*no probability"),
+            (lambda scores: [87.0, *scores[1:]], "gave 87.0 for the question 'Do images meet .*not a probability"),
             (lambda scores: [-0.5, *scores[1:]], "gave -0.5"),
-            (lambda scores: [math.inf, *scores[1:]], "gave inf, of which there is no mean"),
+            (lambda scores: [math.inf, *scores[1:]], "gave inf, which has no mean"),
         ],
     )
     def test_a_judge_that_gives_something_else(self, bench, tmp_path, change, message):
@@ -764,7 +763,7 @@ class TestPlantedSets:
         assert by_key["0001/0"]["consistency"] is None and by_key["0003/0"]["consistency"] is None
         assert by_key["0002/0"]["consistency"] is not None  # it has no identity, and was not asked about it
         (alert,) = results["alerts"]
-        assert "2 sets of 'it' have a question without an answer (planted)" in alert and "0001/0, 0003/0" in alert
+        assert "2 sets of 'it' have an unanswered question (planted)" in alert and "0001/0, 0003/0" in alert
         # The next run asks about these two again, and no other
         judge.answers, judge.pairs = True, 0
         score_consistency(judge, found, bench, tmp_path / "scores")
@@ -805,7 +804,7 @@ class TestResume:
         score_consistency(PlantedJudge(), found, bench, tmp_path / "scores")
         before = (folder / "0002.png").read_bytes()
         join_grid([panel(7)] * 3, 1, 3).save(folder / "0002.png")
-        message = "1 of the pictures .*consistency-planted.* were changed since: 0002/0"
+        message = "1 of the images .*consistency-planted.* have changed since: 0002/0"
         found = find_image_sets(folder, bench)
         with pytest.raises(ValueError, match=message):
             score_consistency(PlantedJudge(), found, bench, tmp_path / "scores")
@@ -860,7 +859,7 @@ class TestResume:
     def test_two_runs_do_not_write_one_file(self, bench, tmp_path):
         found = find_image_sets(write_grids(tmp_path / "grids", FOREIGN), bench)
         code = (
-            "import sys, time; from paco_trl.image_benchmarks import ScoreStore\n"
+            "import sys, time; from paco_trl.image_benchmarks.score_store import ScoreStore\n"
             "with ScoreStore(sys.argv[1], 'consistency-planted', {}, {}):\n"
             "    print('locked', flush=True); time.sleep(60)"
         )
@@ -879,7 +878,7 @@ class TestResume:
     def test_parts_of_several_processes_are_one(self, tmp_path):
         digests = {key: key for key in "abcd"}
         with ScoreStore(tmp_path, "it", {}, digests) as store:
-            store.append([{"key": "a", "digest": "a", "incomplete": False}])
+            store.append({"key": "a", "digest": "a", "incomplete": False})
         part = tmp_path / "scores" / "it.0.jsonl"
         header = part.read_text().splitlines()[0]
         lines = [header, json.dumps({"key": "c", "digest": "c", "incomplete": False})]
@@ -888,7 +887,7 @@ class TestResume:
             assert store.pending == ["b", "d"]
         part.write_text(part.read_text() + lines[1] + "\n")
         with (
-            pytest.raises(ValueError, match="has scores of 'c', which another file there has too"),
+            pytest.raises(ValueError, match="has scores of 'c', as does another file there"),
             ScoreStore(tmp_path, "it", {}, digests),
         ):
             pass

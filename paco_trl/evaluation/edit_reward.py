@@ -18,7 +18,7 @@ from ..data.questions import (
     edit_reward_bench_consistency_question,
     edit_reward_bench_following_question,
 )
-from ..utils.journals import KeyedJournal
+from ..utils.journals import Journal
 from .runs import (
     RowImages,
     batches,
@@ -27,6 +27,7 @@ from .runs import (
     mean_and_interval,
     rows_in_order,
     score_pairs,
+    shared_settings,
 )
 
 
@@ -164,22 +165,20 @@ def evaluate_edit_reward(
         "dataset_size": len(dataset),
         "dataset_fingerprint": dataset_fingerprint(dataset, TEXT_COLUMNS, IMAGE_COLUMNS),
     }
-    file = KeyedJournal(output_path, settings, key="key")
+    file = Journal(output_path, settings, key="key")
     images = RowImages(dataset, IMAGE_COLUMNS, protocol)
 
     sizes = [sum(len(questions) for questions in keys.values()) for _, keys in work]
     total = sum(len(keys) for _, keys in work)
-    progress = tqdm(total=total, initial=len(file.records), desc=f"EditReward-Bench, {scorer.name}", unit="image")
+    progress = tqdm(total=total, initial=len(file.by_key), desc=f"EditReward-Bench, {scorer.name}", unit="image")
     with progress:
         for batch in batches(sizes, batch_size):
-            records = _score_keys(
-                scorer, images, rows, [work[number] for number in batch], set(file.records), protocol
-            )
+            records = _score_keys(scorer, images, rows, [work[number] for number in batch], set(file.by_key), protocol)
             if records:
-                file.append(records)
+                file.append(*records)
                 progress.update(len(records))
 
-    scores = {key: record["scores"] for key, record in file.records.items()}
+    scores = {key: record["scores"] for key, record in file.by_key.items()}
     groups = _groups(rows)
     dimensions = {}
     for dimension in QUESTIONS_OF:
@@ -187,12 +186,12 @@ def evaluate_edit_reward(
         if of_dimension:
             dimensions[dimension] = _accuracies(dimension, rows, scores, groups, of_dimension)
     return {
-        "settings": settings,
+        "settings": shared_settings(settings, scorer),
         "num_instances": len(rows),
         "skipped": skipped,
         "num_keys": len(scores),
         "num_groups": len(set(groups)),
-        "num_unanswered": sum(record["unanswered"] for record in file.records.values()),
+        "num_unanswered": sum(record["unanswered"] for record in file.by_key.values()),
         "dimensions": dimensions,
     }
 

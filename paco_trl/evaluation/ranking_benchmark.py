@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from ..data.image_sets import criteria_dict
 from ..data.questions import criterion_question, plain_question
 from ..data.rankings import check_ranking_types, default_question, find_broken_rankings
-from ..utils.journals import KeyedJournal
+from ..utils.journals import Journal
 from .ranking import list_order_metrics, ranking_metrics
 from .runs import (
     RowImages,
@@ -21,6 +21,7 @@ from .runs import (
     mean_and_interval,
     rows_in_order,
     score_pairs,
+    shared_settings,
     without_nan,
 )
 
@@ -171,26 +172,26 @@ def evaluate_rankings(
         "dataset_size": len(dataset),
         "dataset_fingerprint": dataset_fingerprint(dataset, text_columns, IMAGE_COLUMNS),
     }
-    file = KeyedJournal(output_path, settings, key="index")
+    file = Journal(output_path, settings, key="index")
     images = RowImages(dataset, IMAGE_COLUMNS, protocol)
 
     pairs_per_row = [
         len(row["ranking"]) * sum(len(asked) for asked in of_row) for row, of_row in zip(rows, questions, strict=True)
     ]
-    progress = tqdm(total=len(rows), initial=len(file.records), desc=f"Rankings, {scorer.name}", unit="row")
+    progress = tqdm(total=len(rows), initial=len(file.by_key), desc=f"Rankings, {scorer.name}", unit="row")
     with progress:
         # Batches are those of an uninterrupted run: with the batch the last bits of a score may change
         for batch in batches(pairs_per_row, batch_size):
-            batch = [index for index in batch if index not in file.records]
+            batch = [index for index in batch if index not in file.by_key]
             if not batch:
                 continue
-            file.append(_score_rows(scorer, images, rows, questions, batch, protocol))
+            file.append(*_score_rows(scorer, images, rows, questions, batch, protocol))
             progress.update(len(batch))
 
-    records = [file.records[index] for index in range(len(rows))]
+    records = [file.by_key[index] for index in range(len(rows))]
     groups = [row["group"] for row in rows] if "group" in text_columns else None
     return {
-        "settings": settings,
+        "settings": shared_settings(settings, scorer),
         "num_instances": len(rows),
         "skipped": skipped,
         "num_groups": len(set(groups)) if groups is not None else len(rows),

@@ -118,6 +118,11 @@ def check_scorer(scorer: Any, protocol: str = "default") -> None:
         )
 
 
+def shared_settings(settings: dict[str, Any], scorer: Any) -> dict[str, Any]:
+    """Copy the settings of a run for its results, which are shared: without the address of a judge's server."""
+    return settings | {"scorer": scorer.model_name if "://" in scorer.name else scorer.name}
+
+
 def _reads_questions(scorer: Any) -> bool:
     return getattr(scorer, "reads_questions", True)
 

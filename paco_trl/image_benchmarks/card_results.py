@@ -74,20 +74,7 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
 
 
 def check_card(card_path: str | Path) -> Path:
-    """
-    Check that results can be added to a model card, before hours are spent on them.
-
-    Args:
-        card_path (`str` or `Path`):
-            `README.md` of the tuned model, or its directory.
-
-    Returns:
-        `Path`: the card.
-
-    Raises:
-        FileNotFoundError: If there is no card.
-        ValueError: If the card's `model-index` cannot be read.
-    """
+    """Find the card, and check that results can be added to it, before hours are spent on them."""
     card_path = Path(card_path)
     if card_path.is_dir():
         card_path = card_path / "README.md"

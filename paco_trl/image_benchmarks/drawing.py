@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline as it is, or with an adapter; and pictures for the benchmark's own script."""
+"""Load a pipeline with or without an adapter, and write panels for the benchmark's own script."""
 
 import hashlib
-import io
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..utils.files import write_atomically
-from ..utils.generation import load_pipeline
+from ..utils.generation import load_pipeline, to_png
 from .image_sets import FoundImages
 
 
@@ -22,7 +21,7 @@ def load_system(
     model: str, dtype: "torch.dtype", adapter: str | None = None, device: "torch.device | str | None" = None
 ) -> "DiffusionPipeline":
     """
-    Load a pipeline to draw with, with or without a trained adapter.
+    Load a pipeline, with or without a trained adapter.
 
     Args:
         model (`str`):
@@ -33,7 +32,7 @@ def load_system(
             Hub id or folder of an adapter of its transformer, in PEFT's format (which a checkpoint of
             [`PaCoGRPOTrainer`] has), or a diffusers LoRA.
         device (`torch.device` or `str`, *optional*):
-            Device. The one of this process when left out.
+            Device. If `None`, that of this process.
 
     Returns:
         [`~diffusers.DiffusionPipeline`].
@@ -65,19 +64,7 @@ def load_system(
 
 
 def adapter_weights_digest(adapter: str) -> str:
-    """
-    Tell the weights of an adapter from others under the same name, such as those of the same run some steps later.
-
-    Args:
-        adapter (`str`):
-            Hub id or folder.
-
-    Returns:
-        `str`: SHA-256 of its safetensors file, as 64 hexadecimal digits.
-
-    Raises:
-        ValueError: If it has none.
-    """
+    """Digest the weights of an adapter: checkpoints of one run can have the same name."""
     from transformers.utils import cached_file
 
     for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
@@ -92,28 +79,11 @@ def adapter_weights_digest(adapter: str) -> str:
 
 
 def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> list[Path]:
-    """
-    Write each panel as a file with the name that the benchmark's own script looks for: `<case id>_<number>.png`, from
-    0000, and the row's `id` where there is no case id.
-
-    Args:
-        found ([`FoundImages`]):
-            Pictures, one set for each prompt.
-        benchmark ([`~datasets.Dataset`]):
-            The prompts.
-        folder (`str` or `Path`):
-            Folder for the files.
-
-    Returns:
-        `list[Path]`: the files.
-
-    Raises:
-        ValueError: If a prompt has several sets: the names have no place for a seed.
-    """
+    """Write each panel under the name that the benchmark's own script expects, `<case id or id>_<number>.png`."""
     seeds = {one.seed for one in found.sets.values()}
     if len(seeds) > 1:
         raise ValueError(
-            f"There are {len(seeds)} seeds, but the names of panel files have no place for one. Draw with a single seed."
+            f"There are {len(seeds)} seeds, but the names of panel files have no place for one. Generate with one seed."
         )
     names = dict(zip(benchmark["id"], benchmark["id"], strict=True))
     if "case_id" in benchmark.column_names:
@@ -125,8 +95,7 @@ def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Pa
         for number, panel in enumerate(one.panels()):
             if panel is None:
                 continue
-            path, buffer = Path(folder) / f"{names[one.prompt_id]}_{number:04}.png", io.BytesIO()
-            panel.save(buffer, "PNG", compress_level=1)
-            write_atomically(path, buffer.getvalue())
+            path = Path(folder) / f"{names[one.prompt_id]}_{number:04}.png"
+            write_atomically(path, to_png(panel))
             written.append(path)
     return written

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edited pictures of editing prompts: drawn by a pipeline, or found in a folder that somebody else made."""
+"""Edited images: generate them with a pipeline, or find those that were made elsewhere."""
 
 import hashlib
 import inspect
@@ -17,7 +17,7 @@ from ..utils.files import file_name
 from ..utils.generation import check_call, generate_missing, name_prompts, read_image, warn_of_flat
 from ..utils.stage_folder import StageFolder
 from ..utils.text import some_of
-from .image_sets import EXTENSIONS, picture_size
+from .image_sets import EXTENSIONS, image_file_size
 
 
 if TYPE_CHECKING:
@@ -40,56 +40,25 @@ _MANY_FILES = 200
 
 @dataclass
 class FoundEdits:
-    """
-    The edited pictures of a system.
-
-    Attributes:
-        files (`dict[str, Path]`):
-            Key (see [`edit_keys`]) -> picture, in the order of the prompts.
-        digests (`dict[str, str]`):
-            Key -> SHA-256 of the picture's file, as 64 hexadecimal digits.
-        missing (`list[str]`):
-            Keys of the prompts that have no picture.
-        unknown (`list[str]`):
-            Pictures beside those that belong to no prompt, relative to the folder.
-    """
+    """The edited images of a system: files and their digests by key (see [`edit_keys`]), in the order of the prompts."""
 
     files: dict[str, Path]
     digests: dict[str, str]
-    missing: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # keys without an image
+    unknown: list[str] = field(default_factory=list)  # images that belong to no prompt
 
     def check_complete(self) -> None:
-        """
-        Refuse edits that are not all there.
-
-        Raises:
-            ValueError: If one is missing.
-        """
+        """Refuse missing edits."""
         if self.missing:
             raise ValueError(
                 f"{len(self.missing)} of {len(self.files) + len(self.missing)} edits are missing: "
-                f"{some_of(self.missing)}. A mean over the others would favour a system that leaves out what is hard. "
-                "Add the pictures, or count the missing ones as 0 (`missing='zero'`)."
+                f"{some_of(self.missing)}. A mean over the others would favor a system that leaves out what is hard. "
+                "Add the images, or count missing ones as 0 (`missing='zero'`)."
             )
 
 
 def edit_keys(prompts: "Dataset") -> list[str]:
-    """
-    Name each editing prompt: `"<language>/<id>"`, or the id alone where there is no column `language`. The same id in
-    two languages is two edits.
-
-    Args:
-        prompts ([`~datasets.Dataset`]):
-            Editing prompts with `id`.
-
-    Returns:
-        `list[str]`: in the order of the rows.
-
-    Raises:
-        ValueError: If the prompts are no editing prompts, an id or a language is no text, or two rows of one language
-            have the same id.
-    """
+    """Name each editing prompt: `"<language>/<id>"`, or the id alone without the column `language`."""
     check_edit_columns(prompts, "prompts")
     return name_prompts(prompts, "edits", ("language", "id"))
 
@@ -100,13 +69,13 @@ def draw_edits(
     """
     Edit the source of each prompt once, on one process or several (`accelerate launch`).
 
-    Each image begins with the noise of the seed, drawn on the CPU, so that two models edit from the same noise, on any
-    device. A file that is there and whole is kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` where
-    there is no column `language`, with the id as [`~paco_trl.utils.files.file_name`] writes it.
+    Each image starts from the noise of the seed, generated on the CPU, so that two models edit from the same noise on any
+    device. Complete files are kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` without the column
+    `language`, with the id as [`~paco_trl.utils.files.file_name`] writes it.
 
     The size is that of the row (`height` and `width`) or of `call_arguments`, and otherwise what the pipeline makes of
-    the source. FLUX.1-Kontext would make squares of about a megapixel of all sources: it is asked for the aspect ratio
-    of the source, with the area of its argument `max_area`.
+    the source. FLUX.1-Kontext would make squares of about a megapixel: it is asked for the aspect ratio of the source,
+    with the area of its argument `max_area`.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`]):
@@ -114,7 +83,7 @@ def draw_edits(
         prompts ([`~datasets.Dataset`]):
             Editing prompts with `id` and, where known, `language`.
         folder ([`~paco_trl.dataset_building.StageFolder`]):
-            Folder of the edits. Its settings should have all that the images depend on.
+            Directory of the edits. Its settings should have everything that the images depend on.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the noise.
         **call_arguments:
@@ -122,13 +91,13 @@ def draw_edits(
             `true_cfg_scale`.
 
     Returns:
-        [`~datasets.Dataset`]: the edits in the order of the prompts: `id`, `language` where the prompts have it, `seed`
-        and `image`, a path. The folder has it too, with a report.
+        [`~datasets.Dataset`]: the edits in the order of the prompts: `id`, `language` if the prompts have it, `seed` and
+        `image`, a path. It is saved in the directory too, with a report.
 
     Raises:
-        TypeError: If `prompts` is no [`~datasets.Dataset`].
-        ValueError: Before anything is drawn: the prompts are no editing prompts, or have no ids of their own; a source
-            cannot be read; `seed` is no seed; the pipeline takes no image, prompt or generator, or not so many sources.
+        TypeError: If `prompts` is not a [`~datasets.Dataset`].
+        ValueError: Before anything is generated: the prompts are invalid, or have no ids of their own; a source cannot be
+            read; `seed` is invalid; the pipeline takes no image, prompt or generator, or not so many sources.
     """
     from accelerate import PartialState
 
@@ -145,12 +114,12 @@ def draw_edits(
     def read(number: int, place: int) -> "Image | None":
         return read_image(paths[number][place])
 
-    def draw(number: int) -> dict[int, "Image"]:
+    def generate(number: int) -> dict[int, "Image"]:
         size = _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
         arguments = {**call_arguments, **size}
-        return {number: _draw(pipeline, rows[number]["prompt"], sources.load(number), seed, arguments, keys[number])}
+        return {number: _edit(pipeline, rows[number]["prompt"], sources.load(number), seed, arguments, keys[number])}
 
-    flat = [keys[row] for row in sorted(generate_missing(paths, read, draw, "Drawing edits"))]
+    flat = [keys[row] for row in sorted(generate_missing(paths, read, generate, "Generating edits"))]
     dataset = _make_dataset(rows, [path for of_row in paths for path in of_row.values()], seed)
     state = PartialState()
     if state.is_main_process:
@@ -162,26 +131,26 @@ def draw_edits(
 
 def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
     """
-    Find the edited picture of each prompt, by its id.
+    Find the edited image of each prompt, by its id.
 
     The name of a file without its extension has to be the id, letter by letter: the plain id, or as [`draw_edits`]
-    writes it. It is looked for in `<folder>/<language>/`, in `<folder>/images/<language>/` (a folder that
-    [`draw_edits`] filled) and in `<folder>/fullset/<task_type>/<language>/` (the layout of GEdit-Bench's own script),
-    or without `<language>` where the prompts have no such column. Copies of sources, `<id>_SRCIMG`, which the
-    benchmark's own example writes, are passed over.
+    writes it. Searched are `<folder>/<language>/`, `<folder>/images/<language>/` (where [`draw_edits`] writes) and
+    `<folder>/fullset/<task_type>/<language>/` (the layout of GEdit-Bench's own script), or the same without `<language>`
+    if the prompts have no such column. Copies of sources, `<id>_SRCIMG`, which the benchmark's own example writes, are
+    skipped.
 
     Args:
         folder (`str` or `Path`):
-            Folder of `.png`, `.jpg`, `.jpeg` or `.webp` files.
+            Directory of `.png`, `.jpg`, `.jpeg` or `.webp` files.
         prompts ([`~datasets.Dataset`]):
             Editing prompts with `id` and, where known, `language` and `task_type`.
 
     Returns:
-        [`FoundEdits`]. Prompts without a picture, and pictures without a prompt, are named in the log too.
+        [`FoundEdits`]. Prompts without an image, and images without a prompt, are logged too.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If no picture belongs to a prompt, a prompt has two, or one is no picture.
+        FileNotFoundError: If there is no such directory.
+        ValueError: If no image belongs to a prompt, a prompt has two, or one cannot be read.
     """
     from accelerate import PartialState
 
@@ -189,32 +158,32 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
     folder = Path(folder).expanduser().absolute()
     keys = edit_keys(prompts)
     if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder} with edits.")
+        raise FileNotFoundError(f"{folder} is not a directory of edits.")
     names = [name for name in ("id", "language", "task_type") if name in prompts.column_names]
     rows = list(prompts.with_format(None).select_columns(names))
 
-    pictures = _pictures(dict.fromkeys(place for values in rows for place in _places(folder, values)))
+    images = _images_in(dict.fromkeys(place for values in rows for place in _places(folder, values)))
     found: dict[str, list[Path]] = {key: [] for key in keys}
     taken: set[Path] = set()
-    # A name that is the plain id of one prompt and the written id of another is that of the latter
+    # A name that is the plain id of one prompt and the written id of another belongs to the latter
     for written in (True, False):
         for key, values in zip(keys, rows, strict=True):
             stem = file_name(values["id"]) if written else values["id"]
             for place in _places(folder, values):
-                new = [path for path in pictures.get((place, stem), []) if path not in taken]
+                new = [path for path in images.get((place, stem), []) if path not in taken]
                 found[key] += new
                 taken.update(new)
-                taken.update(pictures.get((place, stem + _SOURCE_COPY), []))
+                taken.update(images.get((place, stem + _SOURCE_COPY), []))
     for key, paths in found.items():
         if len(paths) > 1:
             raise ValueError(
                 f"{paths[0]} and {paths[1]} are both named as the edit of {key!r}. Keep the one that is to be scored."
             )
     files = {key: paths[0] for key, paths in found.items() if paths}
-    unknown = sorted(str(path.relative_to(folder)) for paths in pictures.values() for path in set(paths) - taken)
+    unknown = sorted(str(path.relative_to(folder)) for paths in images.values() for path in set(paths) - taken)
     if not files:
         raise ValueError(
-            f"None of the {len(unknown)} pictures that were found in {folder} belongs to a prompt"
+            f"None of the {len(unknown)} images found in {folder} belongs to a prompt"
             + (f"; the first is {unknown[0]}" if unknown else "")
             + f". {_looked_for(folder, rows[0])}"
         )
@@ -223,7 +192,7 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
         example = _looked_for(folder, rows[keys.index(missing[0])])
         logger.warning(f"{folder}: {len(missing)} of {len(keys)} prompts have no edit: {some_of(missing)}. {example}")
     if unknown and is_main_process:
-        logger.warning(f"{folder}: {len(unknown)} pictures belong to no prompt: {some_of(unknown)}.")
+        logger.warning(f"{folder}: {len(unknown)} images belong to no prompt: {some_of(unknown)}.")
     is_quiet = len(files) < _MANY_FILES or not is_main_process
     bar = tqdm(files.items(), desc="Reading edits", unit="image", disable=is_quiet)
     return FoundEdits(files, {key: _digest(path) for key, path in bar}, missing, unknown)
@@ -252,8 +221,8 @@ def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -
 def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str]) -> None:
     from ..rollout.families import FAMILIES
 
-    page = FAMILIES.get(type(pipeline).__name__)
-    most = page.max_images if page is not None else None
+    family = FAMILIES.get(type(pipeline).__name__)
+    most = family.max_images if family is not None else None
     if most is not None and sources.max_count > most:
         raise ValueError(
             f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images, but "
@@ -263,8 +232,8 @@ def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: l
     for row, key in enumerate(keys):
         for width, height in sources.sizes(row):
             try:
-                if page is not None:
-                    page().check_image_size(width, height)
+                if family is not None:
+                    family().check_image_size(width, height)
             except ValueError as error:
                 raise ValueError(f"The prompt {key!r}: {error}") from error
 
@@ -275,7 +244,7 @@ def _size_arguments(
     sizes: list[tuple[int, int]],
     call_arguments: dict[str, Any],
 ) -> dict[str, int]:
-    """The arguments that say how large a row's image is to be, other than those that were given for all rows."""
+    """Give the size arguments of a row, other than those that were given for all rows."""
     from ..rollout.families import FAMILIES
 
     height, width = (call_arguments.get(name) or row.get(name) for name in ("height", "width"))
@@ -283,14 +252,14 @@ def _size_arguments(
         return {} if height is None or width is None else {"height": height, "width": width}
     # The pipeline makes a size of its own of an area, by default of a megapixel, whatever height and width say
     if height is None or width is None:
-        page = FAMILIES["FluxKontextPipeline"]()
-        height, width = page.edited_size(pipeline, sizes, call_arguments.get("max_area") or _AREA)
+        family = FAMILIES["FluxKontextPipeline"]()
+        height, width = family.edited_size(pipeline, sizes, call_arguments.get("max_area") or _AREA)
     elif "max_area" in call_arguments:
         return {"height": height, "width": width}
     return {"height": height, "width": width, "max_area": height * width}
 
 
-def _draw(
+def _edit(
     pipeline: "DiffusionPipeline", prompt: str, images: list["Image"], seed: int, arguments: dict[str, Any], key: str
 ) -> "Image":
     import torch
@@ -326,7 +295,7 @@ def _make_dataset(rows: list[dict[str, Any]], paths: list[Path], seed: int) -> "
 
 
 def _places(folder: Path, row: dict[str, Any]) -> Iterator[Path]:
-    """The folders where the edit of a row may be."""
+    """List the directories where the edit of a row may be."""
     bases = [folder, folder / "images"]
     if row.get("task_type"):
         bases.append(folder / "fullset" / row["task_type"])
@@ -335,7 +304,7 @@ def _places(folder: Path, row: dict[str, Any]) -> Iterator[Path]:
 
 
 def _looked_for(folder: Path, row: dict[str, Any]) -> str:
-    """Where the edit of a row was looked for, and under which names."""
+    """Say where the edit of a row was searched, and under which names."""
     names = " or ".join(dict.fromkeys((row["id"], file_name(row["id"]))))
     places = ", ".join(str(place) for place in _places(folder, row))
     return (
@@ -344,8 +313,8 @@ def _looked_for(folder: Path, row: dict[str, Any]) -> str:
     )
 
 
-def _pictures(places: dict[Path, None]) -> dict[tuple[Path, str], list[Path]]:
-    """The pictures in some folders, by folder and name without extension."""
+def _images_in(places: dict[Path, None]) -> dict[tuple[Path, str], list[Path]]:
+    """List the images in directories, by directory and name without extension."""
     pictures: dict[tuple[Path, str], list[Path]] = {}
     for place in places:
         for path in sorted(place.iterdir()) if place.is_dir() else ():
@@ -356,6 +325,6 @@ def _pictures(places: dict[Path, None]) -> dict[tuple[Path, str], list[Path]]:
 
 
 def _digest(path: Path) -> str:
-    picture_size(path)  # what is no picture is found before a judge is asked about the others
+    image_file_size(path)  # finds unreadable files before a judge is asked about the others
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-GEdit-Bench (https://huggingface.co/papers/2504.17761): are instructions carried out, is the rest left alone, and is the
-picture good? Asked of a served vision-language model, see [`~paco_trl.image_benchmarks.gedit_rubric`].
+Evaluate edits on GEdit-Bench (https://huggingface.co/papers/2504.17761): a served vision-language model rates how well
+instructions are carried out, how well the rest is preserved, and how good the image is.
 """
 
 import base64
@@ -30,10 +30,18 @@ from .gedit_published import (
     read_published_prompts,
 )
 from .gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
-from .image_sets import open_picture
+from .image_sets import load_image_file
 from .score_store import ScoreStore, read_scores
-from .statistics import Unit, cell, difference
-from .t2is_comparison import PACKAGES, System, condition_notes
+from .statistics import Unit
+from .t2is_comparison import (
+    PACKAGES,
+    System,
+    breakdown,
+    check_results_arguments,
+    condition_notes,
+    metric_row,
+    paired_cells,
+)
 
 
 if TYPE_CHECKING:
@@ -51,13 +59,13 @@ METRICS = {
 }
 LANGUAGES = {"en": "English", "cn": "Chinese"}
 
-# Pixels of a picture when it is sent, as the benchmark's own script resizes it
+# Pixels of an image that is sent, as the benchmark's own script resizes it
 _AREA = 512 * 512
 _MAX_TOKENS = 1024
 _MAX_ATTEMPTS = 3
-# Of the attempts after the first, which has 0: at 0 an unreadable answer would come again
+# For attempts after the first, which has 0: at 0 an unreadable answer would come again
 _RETRY_TEMPERATURE = 0.7
-# Answers after which it is clear that there will be no readable one
+# Give up after this many answers without a readable one
 _ONLY_NONSENSE = 24
 
 _QUESTIONS = {"semantic": SEMANTIC, "quality": QUALITY}
@@ -69,9 +77,9 @@ class EditScore(NamedTuple):
 
     Attributes:
         semantic_consistency (`float`):
-            How far the instruction was carried out, or how well the rest was left alone: the lower of the two.
+            How far the instruction was carried out, or how well the rest was preserved: the lower of the two.
         perceptual_quality (`float`):
-            How natural the picture is, or how free of flaws: the lower of the two.
+            How natural the image is, or how free of flaws: the lower of the two.
         overall (`float`):
             Geometric mean of both.
     """
@@ -104,25 +112,25 @@ def score_edits(
     gedit_repo: str | Path | None = None,
 ) -> dict[str, EditScore | None]:
     """
-    Ask a served vision-language model two questions about each edit, each with two numbers from 0 to 10: of source and
-    edit, how far the instruction was carried out and how well the rest was left alone; of the edit alone, how natural
+    Ask a served vision-language model two questions about each edit, each with two numbers from 0 to 10: from source and
+    edit, how far the instruction was carried out and how well the rest was preserved; from the edit alone, how natural
     and how free of flaws it is. The lower number of each pair counts, and overall their geometric mean.
 
-    With `protocol="default"`, pictures are sent with an area of 512 x 512 pixels and their own aspect ratio, the source first. A question is asked
-    at temperature 0, and if the answer cannot be read again at 0.7 with another seed. Each answer is on the disk as it
-    comes: a run that was stopped asks only what is left, on any number of processes (`accelerate launch`), which share
-    the questions. What had no readable answer is asked again in the next run, at 0.7 and with further seeds.
+    With `protocol="default"`, images are sent with an area of 512 x 512 pixels and their own aspect ratio, the source
+    first. A question is asked at temperature 0, and if the answer is unreadable again at 0.7 with another seed. Each answer
+    is saved as it comes: interrupted runs resume, on any number of processes (`accelerate launch`), which share the
+    questions. A question without a readable answer is asked again by the next run, at 0.7 and with further seeds.
 
     With `protocol="published"`, the judge is asked as the benchmark's own script asks GPT-4.1: with its prompts, the text
-    before the pictures, the edit in the size of the source, both as JPEG, at most 1,400 tokens, neither temperature nor
+    before the images, the edit in the size of the source, both as JPEG, at most 1,400 tokens, neither temperature nor
     seed; and its answers are read as that script reads them. Give `input_image` as source, as the script does
-    (`load_edit_prompts(..., source_column="input_image")`). Where the script takes a random score, because it cannot read
-    a second answer, there is none; numbers outside of 0 to 10, which it takes, cannot be read; and of the two questions
-    only the one whose answer it could not read is asked again, not both. The script asks Qwen2.5-VL-72B-Instruct in
-    another way (pictures first, PNG), which is not repeated.
+    (`load_edit_prompts(..., source_column="input_image")`). There is no score where the script takes a random one because
+    a second answer is unreadable; numbers outside of 0 to 10, which it takes, are unreadable; and only a question whose
+    answer was unreadable is asked again, not both. The script asks Qwen2.5-VL-72B-Instruct in another way (images first,
+    PNG), which is not supported.
 
     > [!WARNING]
-    > The default prompts are this project's own wording, and scores depend on wording and judge: they do not compare with
+    > The default prompts are this project's own, and scores depend on prompt and judge: they do not compare with
     > published tables, nor do those of the published protocol by another judge than that of the table.
 
     Args:
@@ -131,30 +139,30 @@ def score_edits(
         prompts ([`~datasets.Dataset`]):
             Editing prompts with `id` and one source each.
         edits ([`FoundEdits`]):
-            The edited pictures. Prompts without one are not asked about.
+            The edited images. Prompts without one are skipped.
         folder (`str` or `Path`):
-            Folder of the system; the answers are put into `scores` in it.
+            Directory of the system; the answers go to `scores` in it.
         max_attempts (`int`, *optional*):
             How often a question is asked in one run. If `None`, 3, or with the published protocol 2, as its script does.
         seed (`int`, *optional*, defaults to `0`):
             Seed from which that of each request follows; not for the published protocol.
         rescore_changed (`bool`, *optional*, defaults to `False`):
-            Whether edits that have changed since they were scored are scored anew, and the scores of those that are not
-            there any more dropped. Otherwise they are an error.
+            Whether to score edits again that have changed since they were scored, and to drop the scores of those that
+            are gone. Otherwise they are an error.
         protocol (`str`, *optional*, defaults to `"default"`):
-            `"default"` or `"published"`. Scores of both stand beside one another in the folder.
+            `"default"` or `"published"`. The directory can have scores of both.
         gedit_repo (`str` or `Path`, *optional*):
-            Folder of a clone of `stepfun-ai/Step1X-Edit`, from which the published prompts are read.
+            Clone of `stepfun-ai/Step1X-Edit`, from which the published prompts are read.
 
     Returns:
-        `dict[str, EditScore | None]`: key (see [`edit_keys`]) -> scores, `None` for an edit with an answer that could not
-        be read, which is named in the log too.
+        `dict[str, EditScore | None]`: key (`"<language>/<id>"`, or the id without the column `language`) -> scores; `None`
+        for an edit with an unreadable answer, which is also logged.
 
     Raises:
-        EndpointUnavailableError: If the judge cannot be asked. What came until then is kept.
+        EndpointUnavailableError: If the judge cannot be asked. Earlier answers are kept.
         FileNotFoundError: If `gedit_repo` has no file with the prompts.
-        ValueError: If an argument is out of its range, a picture cannot be read, a picture or an instruction has changed
-            since it was scored, the folder has answers to other questions, or nothing that the judge says can be read.
+        ValueError: If an argument is invalid, an image cannot be read, an image or an instruction has changed since it was
+            scored, the directory has answers to other questions, or no answer of the judge is readable.
     """
     check_protocol(protocol)
     is_published = protocol == "published"
@@ -164,8 +172,8 @@ def score_edits(
         raise ValueError(f"`max_attempts` is {max_attempts!r}. It must be an int of at least 1.")
     if is_published != (gedit_repo is not None):
         raise ValueError(
-            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol needs the folder of a clone "
-            "of https://github.com/stepfun-ai/Step1X-Edit for its prompts, and the default one has no use for it."
+            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol reads its prompts from a "
+            "clone of https://github.com/stepfun-ai/Step1X-Edit, and only that one does."
         )
     if is_published and seed:
         raise ValueError(f"`seed` is {seed}, but the published protocol sends none. Leave it out.")
@@ -197,7 +205,7 @@ def score_edits(
             (source,) = sources.load(row, in_rgb=False)
             edited = open_like_source(edits.files[key], source)
             return published_request(question, [source, edited] if kind == "semantic" else [edited])
-        images = [*(sources.load(row) if kind == "semantic" else ()), open_picture(edits.files[key])]
+        images = [*(sources.load(row) if kind == "semantic" else ()), load_image_file(edits.files[key])]
         content = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
         return ChatRequest(
             messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
@@ -206,8 +214,8 @@ def score_edits(
             temperature=_RETRY_TEMPERATURE if attempt else 0.0,
         )
 
-    def read(text: str, is_again: bool) -> Sequence[float] | None:
-        return read_published_answer(text, is_again) if is_published else read_answer(text)
+    def read(text: str, is_retry: bool) -> Sequence[float] | None:
+        return read_published_answer(text, is_retry) if is_published else read_answer(text)
 
     digests = _digests(prompts, sources, edits)
     with ScoreStore(folder, f"{BENCHMARK} {protocol} {endpoint.model}", settings, digests, rescore_changed) as store:
@@ -217,9 +225,9 @@ def score_edits(
     unanswered = [key for key, score in scores.items() if score is None]
     if unanswered and store.is_main_process:
         logger.warning(
-            f"{endpoint.model} gave no readable answer about {len(unanswered)} of {len(scores)} edits after "
-            f"{max_attempts} attempt(s) of this run, and these have no score: {some_of(unanswered)}. What it said is in "
-            f"{store.folder}. Run the same again to ask about these alone."
+            f"{endpoint.model} gave no readable answer about {len(unanswered)} of {len(scores)} edits in {max_attempts} "
+            f"attempt(s), so these have no score: {some_of(unanswered)}. Its answers are in {store.folder}. Re-run to ask "
+            "about these alone."
         )
     return scores
 
@@ -235,20 +243,20 @@ def gedit_results(
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
-    The figures of GEdit-Bench: for each language, over all instructions and over those with `intersection`, the mean
-    over the task types of the mean over the edits of each, with intervals, by task type, and as a paired difference of
-    two systems.
+    Compute the figures of GEdit-Bench: for each language, over all instructions and over those with `intersection`, the
+    mean over the task types of the mean over the edits of each, with intervals, by task type, and as a paired difference
+    of two systems.
 
     Edits without a readable answer are left out, counted and named, and a difference is over the edits that have scores
-    of both systems. The benchmark's own script also leaves missing edits out without a word, which favours a system
-    that draws only what it can: here they are an error or count 0, and are left out under the published protocol alone.
+    of both systems. The benchmark's own script also leaves missing edits out without a word, which favors a system that
+    generates only what it can: here they are an error or count 0, and are left out under the published protocol alone.
 
     Args:
         prompts ([`~datasets.Dataset`]):
             Editing prompts with `id` and `task_type`, and optionally `language` and `intersection`.
         systems (`Sequence[System]`):
             One system, or two, of which the second is compared with the first. `found` has its edits ([`FoundEdits`]),
-            and `folder` the scores that [`score_edits`] put there.
+            and `folder` the scores of [`score_edits`].
         missing (`str`, *optional*, defaults to `"error"`):
             What missing edits are: `"error"`, or `"zero"`: 0 in all scores. With `"zero"`, the published protocol leaves
             them out.
@@ -257,9 +265,9 @@ def gedit_results(
         leakage (`dict[str, Any]`, *optional*):
             From [`find_leaks`]. If `None`, the report says that it was not checked.
         seed (`int`, *optional*, defaults to `0`):
-            Seed that the edits were drawn with.
+            Seed that the edits were generated with.
         source_folder (`str` or `Path`, *optional*):
-            Folder for copies of the sources that are no files, as PNG. If `None`, the results name no file of these.
+            Directory for copies, as PNG, of sources that are not files. If `None`, the results name no file of these.
         protocol (`str`, *optional*, defaults to `"default"`):
             Protocol whose scores are taken: `"default"` or `"published"`.
 
@@ -270,11 +278,7 @@ def gedit_results(
         ValueError: If there are more than two systems, an edit is missing, not scored or changed since, a column is
             missing, or the systems have scores of different judges or prompts.
     """
-    check_protocol(protocol)
-    if missing not in ("error", "zero"):
-        raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
-    if len(systems) not in (1, 2):
-        raise ValueError(f"There are {len(systems)} systems, but one is evaluated alone or two are compared.")
+    check_results_arguments(systems, missing, protocol)
     keys = edit_keys(prompts)
     prompts = prompts.with_format(None)
     if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
@@ -287,7 +291,7 @@ def gedit_results(
             system.found.check_complete()
         if system.found.files.keys() | set(system.found.missing) != set(keys):
             raise ValueError(
-                f"The edits of {system.name!r} were looked for with other prompts. Call `find_edits` with the same ones."
+                f"The edits of {system.name!r} were found for other prompts. Call `find_edits` with the same ones."
             )
     sources = SourceImages(prompts, "the prompts")
     scored = [_scored(system, prompts, sources, protocol) for system in systems]
@@ -357,7 +361,7 @@ def _ask(
     read: Callable[[str, bool], Sequence[float] | None],
     max_attempts: int,
 ) -> None:
-    """Ask this process's share of what has no answer yet."""
+    """Ask this process's share of the questions without an answer."""
     from accelerate import PartialState
 
     earlier = _earlier_attempts(store)
@@ -365,13 +369,13 @@ def _ask(
         return
     endpoint.check()
     waiting = iter(store.pending)
-    # Those of earlier runs count: their seeds would bring the same answers again
+    # Attempts of earlier runs count: their seeds would give the same answers again
     attempts = {name: earlier.get(name, 0) for name in store.pending}
     most = {name: count + max_attempts for name, count in attempts.items()}
-    # Where less than all is left, there have been readable answers before
+    # If some questions are done, there were readable answers before
     num_replies, is_readable = 0, len(store.pending) < len(store.digests) // PartialState().num_processes
-    description, is_quiet = f"Asking {endpoint.model} about edits", not store.is_main_process
-    bar = tqdm(total=len(store.pending), desc=description, unit="question", disable=is_quiet)
+    title = f"Asking {endpoint.model} about edits"
+    bar = tqdm(total=len(store.pending), desc=title, unit="question", disable=not store.is_main_process)
     with endpoint.asking() as asking, bar:
         while True:
             while asking.has_room and (name := next(waiting, None)) is not None:
@@ -397,19 +401,19 @@ def _ask(
                 "answer": reply.text,
                 "problem": reply.problem,
             }
-            store.append([record])
+            store.append(record)
             bar.update()
 
 
 def _earlier_attempts(store: ScoreStore) -> dict[str, int]:
-    """How often each question was asked until now, by its name."""
+    """Count how often each question was asked in earlier runs."""
     from accelerate.utils import gather_object
 
-    gather_object([None])  # nobody is making a file any more
+    gather_object([None])  # all files exist
     attempts: dict[str, int] = {}
-    # File by file: an earlier run may have had another number of processes, and asked on another one
+    # File by file: in a run with another number of processes, another one may have asked
     for part in store.parts():
-        for name, record in store.check([part.name]).items():
+        for name, record in store.check([part]).items():
             attempts[name] = max(record["attempts"], attempts.get(name, 0))
     gather_object([None])  # nobody writes before all have read
     return attempts
@@ -418,8 +422,8 @@ def _earlier_attempts(store: ScoreStore) -> dict[str, int]:
 def _only_nonsense(endpoint: ChatEndpoint, num_replies: int, name: str, reply: Reply) -> str:
     said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
     return (
-        f"None of {num_replies} answers of {endpoint.name} can be read as scores. To {name!r} it {said}. A model is needed "
-        "that sees images and follows instructions; one that thinks at length must have that turned off."
+        f"None of {num_replies} answers of {endpoint.name} can be read as scores. To {name!r} it {said}. Use a model that sees "
+        "images and follows instructions, and turn long thinking off."
     )
 
 
@@ -429,20 +433,20 @@ def _data_url(image: "Image") -> str:
 
 
 def _sent_size(width: int, height: int) -> tuple[int, int]:
-    """Width and height of the area at which pictures are sent, rounded down."""
+    """Scale width and height to the area of an image that is sent, rounded down."""
     ratio = width / height
     return max(1, int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))
 
 
 def _digests(prompts: "Dataset", sources: SourceImages, edits: FoundEdits) -> dict[str, str]:
-    """What each question is about, by its name: `"semantic/<key>"` and `"quality/<key>"`."""
+    """Give a digest of what each question (`"semantic/<key>"`, `"quality/<key>"`) is about."""
     instructions = prompts.with_format(None)["prompt"][:]
     seen = {
         key: digest([edits.digests[key], *sources.digests(row), instructions[row]])
         for row, key in enumerate(edit_keys(prompts))
         if key in edits.files
     }
-    # The one kind after the other, so that processes share the questions of each
+    # Kind by kind, so that processes share the questions of each
     return {f"{kind}/{key}": seen[key] for kind in _QUESTIONS for key in edits.files}
 
 
@@ -472,7 +476,7 @@ class _Parts(NamedTuple):
     missing_score: float | None
 
     def values(self, metric: str, rows: Mapping[str, Mapping[str, Any]]) -> list[dict[Unit, float]]:
-        """A metric by unit, for each system; without the edits that have no answer."""
+        """Give a metric by unit for each system, without the edits that have no answer."""
         values: list[dict[Unit, float]] = [{} for _ in self.scored]
         for (system, by_judge, _), of_system in zip(self.scored, values, strict=True):
             for key, row in rows.items():
@@ -490,7 +494,7 @@ def _scored(system: System, prompts: "Dataset", sources: SourceImages, protocol:
     if not found:
         raise ValueError(
             f"No judge has scored the edits of {system.name!r} under the protocol {protocol!r} ({system.folder}). Call "
-            "`score_edits`. Scores of an earlier version name no protocol, and are not read."
+            "`score_edits`. Scores of an earlier version name no protocol and are not read."
         )
     return _Scored(
         system,
@@ -510,7 +514,7 @@ def _check_comparable(scored: list[_Scored]) -> None:
         if first.settings[judge]["rubric"] != second.settings[judge]["rubric"]:
             raise ValueError(
                 f"{judge} was asked with other prompts about {first.system.name!r} than about {second.system.name!r}. "
-                "Delete the scores of one of them, and score it anew."
+                "Delete the scores of one of them, and score it again."
             )
 
 
@@ -518,37 +522,20 @@ def _table(title: str, rows: Mapping[str, Mapping[str, Any]], parts: _Parts) -> 
     strata = {(row["id"], parts.seed): row["task_type"] for row in rows.values()}
     lines = []
     for metric, label in METRICS.items():
-        values = parts.values(metric, rows)
-        cells = [cell([of_system], strata=strata) for of_system in values]
-        lines.append(
-            {
-                "metric": metric,
-                "label": label,
-                "kind": "average" if metric == "overall" else "dimension",
-                "higher_is_better": True,
-                "cells": cells,
-                "difference": difference(values[:1], values[1:], strata=strata) if len(values) == 2 else None,
-            }
-        )
+        cells = paired_cells([[of_system] for of_system in parts.values(metric, rows)], strata=strata)
+        lines.append(metric_row(metric, label, "average" if metric == "overall" else "dimension", *cells))
     return {"title": title, "rows": lines}
 
 
 def _breakdown(title: str, table: str, rows: Mapping[str, Mapping[str, Any]], parts: _Parts) -> dict[str, Any]:
-    lines = []
-    for task_type in sorted({row["task_type"] for row in rows.values()}):
-        of_type = {key: row for key, row in rows.items() if row["task_type"] == task_type}
-        values = {metric: parts.values(metric, of_type) for metric in METRICS}
-        lines.append(
-            {
-                "name": task_type,
-                "num_prompts": len(of_type),
-                "cells": {metric: [cell([part]) for part in of_metric] for metric, of_metric in values.items()},
-                "difference": {
-                    metric: difference(two[:1], two[1:]) for metric, two in values.items() if len(two) == 2
-                },
-            }
-        )
-    return {"title": title, "table": table, "columns": list(METRICS), "rows": lines}
+    members: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for key, row in rows.items():
+        members.setdefault(row["task_type"], {})[key] = row
+
+    def cells(metric: str, of_type: Mapping[str, Mapping[str, Any]]) -> tuple:
+        return paired_cells([[of_system] for of_system in parts.values(metric, of_type)])
+
+    return breakdown(title, table, list(METRICS), members, cells)
 
 
 def _describe(one: _Scored) -> dict[str, Any]:
@@ -565,7 +552,7 @@ def _metrics_of(score: EditScore | None) -> dict[str, float | None]:
 
 
 def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
-    """What a reader has to know beside the headline."""
+    """Write what readers must know next to the headline."""
     alerts = condition_notes([one.system for one in scored])
     for one in scored:
         found = one.system.found
@@ -575,8 +562,8 @@ def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
         for judge in one.by_judge:
             if unanswered := one.unanswered(judge):
                 alerts.append(
-                    f"{one.system.name}: {len(unanswered)} edits are left out, as {judge} gave no readable answer about "
-                    f"them ({some_of(unanswered)}); differences are without them too."
+                    f"{one.system.name}: {len(unanswered)} edits are left out, also of differences, because {judge} gave no "
+                    f"readable answer about them ({some_of(unanswered)})."
                     + " The benchmark's own script gives them a random score."
                     * (protocol == "published")
                 )
@@ -600,14 +587,14 @@ def _notes(first: _Scored, leakage: dict[str, Any] | None) -> list[str]:
     )
     if leakage is not None:
         notes.append(
-            "Leakage was looked for in the texts of the instructions alone, not in the source pictures: the same "
-            "instruction for another picture is another edit."
+            "Leakage was checked in the texts of the instructions only: the same instruction for another source image is "
+            "another edit."
         )
     return notes
 
 
 def _source_file(sources: SourceImages, row: int, source_folder: str | Path | None) -> str | None:
-    """The file of a row's first source; one that is stored as bytes is written, under the digest of these."""
+    """Name the file of a row's first source; one stored as bytes is written to `source_folder`."""
     file = sources.files(row)[0]
     if file is not None:
         return str(file.absolute())

@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 
 from ..utils.chat import ChatRequest
 from .gedit_rubric import PLACEHOLDER
+from .image_sets import load_image_file
 
 
 # The script's own: one try, and another one when an answer cannot be read
@@ -47,7 +48,7 @@ def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
     try:
         statements = ast.parse(path.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{path} is no Python file ({error}). Clone the benchmark's repository again.") from error
+        raise ValueError(f"{path} is not a Python file ({error}). Clone the benchmark's repository again.") from error
     texts = {
         statement.targets[0].id: statement.value.value
         for statement in statements
@@ -81,13 +82,7 @@ def published_request(question: str, images: Sequence[Image.Image]) -> ChatReque
 
 def open_like_source(path: Path, source: Image.Image) -> Image.Image:
     """Read an edit as the script does: transparency is dropped, and it gets the size of the source."""
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB").resize(source.size)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read to its end ({error}). Replace it; what is scored already is kept."
-        ) from error
+    return load_image_file(path, lambda image: image.convert("RGB").resize(source.size))
 
 
 def read_published_answer(text: str, again: bool) -> list[float] | None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of a system: which file belongs to which prompt, what is missing, and whether anything has changed."""
+"""Find the images of a system: which file belongs to which prompt, what is missing, and what has changed."""
 
 import hashlib
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,21 +30,9 @@ _ASPECT_TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class ImageSet:
-    """
-    The pictures of one prompt and seed: one grid, or a file for each panel.
+    """The images of one prompt and seed: one grid, or a file for each panel, row by row (`None` if it is missing)."""
 
-    Attributes:
-        key (`str`):
-            `"<prompt id>/<seed>"`.
-        prompt_id (`str`), seed (`int`):
-            Prompt and seed; 0 for pictures that somebody else made.
-        rows (`int`), cols (`int`):
-            Layout.
-        files (`tuple[Path | None, ...]`):
-            One file for a grid, or one for each panel, row by row; `None` for one that is missing.
-    """
-
-    key: str
+    key: str  # "<prompt id>/<seed>"
     prompt_id: str
     seed: int
     rows: int
@@ -56,88 +45,66 @@ class ImageSet:
         return len(self.files) == 1
 
     @property
+    def num_panels(self) -> int:
+        """Number of panels, missing ones included."""
+        return self.rows * self.cols
+
+    @property
     def missing(self) -> list[int]:
-        """Numbers of the panels that are not there, from 0."""
-        if self.is_grid:
-            return [] if self.files[0] is not None else list(range(self.rows * self.cols))
-        return [number for number, file in enumerate(self.files) if file is None]
+        """Numbers of the missing panels, from 0."""
+        files = self.files * self.num_panels if self.is_grid else self.files
+        return [number for number, file in enumerate(files) if file is None]
 
     def panels(self) -> list["Image | None"]:
-        """
-        Read the panels.
-
-        Returns:
-            `list[PIL.Image.Image | None]`: in RGB, row by row; `None` for one that is missing.
-
-        Raises:
-            ValueError: If a file cannot be read, or a grid does not divide into its panels.
-        """
+        """Read the panels in RGB, row by row; `None` for a missing one."""
         if not self.is_grid:
-            return [None if file is None else open_picture(file) for file in self.files]
+            return [None if file is None else load_image_file(file) for file in self.files]
         if self.files[0] is None:
-            return [None] * (self.rows * self.cols)
-        image = open_picture(self.files[0])
+            return [None] * self.num_panels
+        image = load_image_file(self.files[0])
         try:
             return split_grid(image, self.rows, self.cols)
         except ValueError as error:
             raise ValueError(f"{self.files[0]}: {error}") from error
 
     def digest(self) -> str:
-        """SHA-256 of the files, those that are missing included, as 64 hexadecimal digits."""
-        digest = hashlib.sha256()
-        for file in self.files:
-            part = b"missing" if file is None else hashlib.sha256(file.read_bytes()).digest()
-            digest.update(part)
-        return digest.hexdigest()
+        """Give the SHA-256 of the files, missing ones included."""
+        parts = [b"missing" if file is None else hashlib.sha256(file.read_bytes()).digest() for file in self.files]
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 @dataclass
 class FoundImages:
-    """
-    All pictures of a system.
-
-    Attributes:
-        sets (`dict[str, ImageSet]`):
-            Key -> set, in the order of the prompts, then of the seeds; those with missing pictures included.
-        unknown (`list[str]`):
-            Names of pictures in the folder that belong to no prompt.
-        mixed_sizes (`list[str]`):
-            Keys of the sets whose panels are files of different sizes.
-    """
+    """All images of a system: `sets` by key, in the order of prompts and seeds, incomplete ones included."""
 
     sets: dict[str, ImageSet]
-    unknown: list[str] = field(default_factory=list)
-    mixed_sizes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # file names that belong to no prompt
+    mixed_sizes: list[str] = field(default_factory=list)  # keys of sets whose panels differ in size
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """Key -> digest of the files, as they were when it was first asked for."""
+        """Digest of each set, from the first access on."""
         return {key: one.digest() for key, one in self.sets.items()}
 
     @property
     def missing(self) -> dict[str, list[int]]:
-        """Key -> numbers of the panels that are not there."""
+        """Numbers of the missing panels of each incomplete set."""
         return {key: one.missing for key, one in self.sets.items() if one.missing}
 
     def check_complete(self) -> None:
-        """
-        Refuse pictures that are not all there.
-
-        Raises:
-            ValueError: If one is missing.
-        """
+        """Refuse missing images."""
         missing = self.missing
         if missing:
             some = [
                 f"{key} (all)"
-                if len(numbers) == self.sets[key].rows * self.sets[key].cols
+                if len(numbers) == self.sets[key].num_panels
                 else f"{key} (panel {', '.join(str(number + 1) for number in numbers)})"
                 for key, numbers in list(missing.items())[:10]
             ]
             raise ValueError(
-                f"{len(missing)} of {len(self.sets)} sets lack pictures: {'; '.join(some)}{'; ...' * (len(missing) > 10)}. "
-                "A mean over the others would favour a system that leaves out what is hard. Add the pictures, or count "
-                "the missing ones as 0 (`missing='zero'`)."
+                f"{len(missing)} of {len(self.sets)} sets lack images: {'; '.join(some)}{'; ...' * (len(missing) > 10)}. "
+                "A mean over the others would favor a system that leaves out what is hard. Add the images, or count "
+                "missing ones as 0 (`missing='zero'`)."
             )
 
 
@@ -148,22 +115,7 @@ def find_drawn_sets(
     height: int | None = None,
     width: int | None = None,
 ) -> FoundImages:
-    """
-    Find the grids that [`~paco_trl.dataset_building.draw_grids`] drew.
-
-    Args:
-        folder (`str` or `Path`):
-            Folder of images, with a folder for each prompt.
-        benchmark ([`~datasets.Dataset`]):
-            Image-set prompts with `id`.
-        seeds (`list[int]`):
-            Seeds.
-        height (`int`, *optional*), width (`int`, *optional*):
-            Size in pixels that all of them were drawn with. If `None`, that of the prompt's row.
-
-    Returns:
-        [`FoundImages`].
-    """
+    """Find the grids that [`~paco_trl.dataset_building.draw_grids`] generated, of the rows' size or of the given one."""
     sets = {}
     for row in _layouts(benchmark):
         for seed in seeds:
@@ -176,15 +128,15 @@ def find_drawn_sets(
 
 def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     """
-    Find pictures that somebody else made: `<name>.png` is a grid, `<name>_<number>.png` a panel.
+    Find images that were generated elsewhere: `<name>.png` is a grid, `<name>_<number>.png` a panel.
 
     The name is the prompt's `id`, or its `case_id`, as in files for the benchmark's own script (`0001_0003_0000.png`):
-    whichever more of the files have. The numbers of the panels begin with 0 or 1, in the whole folder alike. Names are
-    compared whole: `0001_0003_0001.png` is no picture of the prompt `0001`.
+    whichever more of the files have. The numbers of the panels begin with 0 or 1, the same in the whole directory. Names
+    are compared whole: `0001_0003_0001.png` is not an image of the prompt `0001`.
 
     Args:
         folder (`str` or `Path`):
-            Folder of `.png`, `.jpg`, `.jpeg` or `.webp` files.
+            Directory of `.png`, `.jpg`, `.jpeg` or `.webp` files.
         benchmark ([`~datasets.Dataset`]):
             Image-set prompts with `id` and, where known, `case_id`.
 
@@ -192,13 +144,13 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
         [`FoundImages`].
 
     Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If no file belongs to a prompt, a name can be read in two ways, a prompt has two pictures of one
-            panel, more pictures than panels, or a grid and panels, or a grid has another shape than its prompt asks for.
+        FileNotFoundError: If there is no such directory.
+        ValueError: If no file belongs to a prompt, a name is ambiguous, a prompt has two images of one panel, more images
+            than panels, or a grid and panels, or a grid has another shape than its prompt asks for.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder} with pictures.")
+        raise FileNotFoundError(f"{folder} is not a directory of images.")
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS and path.is_file())
     rows = _layouts(benchmark)
     columns = [name for name in ("id", "case_id") if name in benchmark.column_names]
@@ -206,18 +158,16 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     counts = {column: len(found) for column, found in matched.items()}
     column = max(columns, key=counts.__getitem__)
     if not counts[column]:
+        ids = repr(rows[0]["id"]) + (f" or {rows[0]['case_id']!r}" if rows[0].get("case_id") else "")
         raise ValueError(
-            f"None of the {len(files)} pictures in {folder} ({', '.join(EXTENSIONS)}, not in folders inside it) belongs to a "
-            "prompt of the benchmark: `<id>.png` is a grid "
-            f"and `<id>_<number>.png` a panel, with ids such as {rows[0]['id']!r}"
-            + (f" or {rows[0]['case_id']!r}" if rows[0].get("case_id") else "")
-            + (f"; the first file is {files[0].name!r}" if files else "")
-            + "."
+            f"None of the {len(files)} images in {folder} ({', '.join(EXTENSIONS)}, subdirectories not included) belongs to a "
+            f"prompt of the benchmark: `<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {ids}"
+            + (f"; the first file is {files[0].name!r}." if files else ".")
         )
     if len(columns) == 2 and counts["id"] == counts["case_id"] and matched["id"] != matched["case_id"]:
         raise ValueError(
-            f"The names of the pictures in {folder}, such as {files[0].name!r}, can be ids of the rows with numbers of "
-            "panels as well as case ids: rename them so that they begin with the one or the other."
+            f"The names of the images in {folder}, such as {files[0].name!r}, can be ids with panel numbers as well as case "
+            "ids. Rename the files so that they begin with one or the other."
         )
     found = matched[column]
 
@@ -237,7 +187,7 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     unknown = [path.name for path in files if path not in found]
     if unknown and _is_main_process():
         logger.warning(
-            f"{len(unknown)} of {len(files)} pictures in {folder} belong to no prompt of the benchmark and are left out: "
+            f"{len(unknown)} of {len(files)} images in {folder} belong to no prompt of the benchmark and are left out: "
             f"{some_of(unknown)}."
         )
     return _checked(FoundImages(sets, unknown), benchmark)
@@ -250,7 +200,7 @@ def _layouts(benchmark: "Dataset") -> list[dict]:
 
 
 def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, int | None]]:
-    """The files whose names are those of prompts: file -> (name, number of the panel or `None` for a grid)."""
+    """Match files to prompts by name: file -> (name, number of the panel or `None` for a grid)."""
     known, found = {name for name in names if name}, {}
     for path in files:
         readings: list[tuple[str, int | None]] = [(path.stem, None)] if path.stem in known else []
@@ -259,8 +209,8 @@ def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, 
             readings.append((head, int(tail)))
         if len(readings) == 2:
             raise ValueError(
-                f"{path} can be the grid of {readings[0][0]!r} and panel {readings[1][1]} of {readings[1][0]!r}. Rename "
-                "the pictures, or the ids, so that none is another one with a number."
+                f"{path} can be the grid of {readings[0][0]!r} or panel {readings[1][1]} of {readings[1][0]!r}. Rename the "
+                "files, or the ids, so that no id is another one with a number."
             )
         if readings:
             found[path] = readings[0]
@@ -268,14 +218,14 @@ def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, 
 
 
 def _first_number(panels: dict[str, dict[int, list[Path]]], counts: dict[str, int], folder: Path) -> int:
-    """Whether the panels of a folder are numbered from 0 or from 1."""
+    """Tell whether the panels are numbered from 0 or from 1."""
     if not panels or any(0 in numbers for numbers in panels.values()):
         return 0
     if any(counts[name] in numbers for name, numbers in panels.items()):
         return 1
     raise ValueError(
-        f"The pictures of panels in {folder} are numbered neither from 0 nor up to the number of panels: whether the first or "
-        "the last of each is missing cannot be told. Add one of them, an empty picture if there is no other."
+        f"The panels in {folder} are numbered neither from 0 nor up to the number of panels, so the first or the last of each "
+        "is missing. Add one of them, an empty image if need be."
     )
 
 
@@ -284,12 +234,12 @@ def _files_of(row: dict, name: str, grids: dict, panels: dict, start: int) -> tu
     twice = next((paths for paths in (grids.get(name, []), *numbered.values()) if len(paths) > 1), None)
     if twice is not None:
         raise ValueError(
-            f"{twice[0].name} and {twice[1].name} in {twice[0].parent} are the same picture of {name!r} in two formats. "
-            "Keep one."
+            f"{twice[0].name} and {twice[1].name} in {twice[0].parent} are the same image of {name!r} in two formats. Keep "
+            "one."
         )
     if grids.get(name) and numbered:
         raise ValueError(
-            f"{grids[name][0].parent} has a grid of {name!r} and pictures of its panels, such as "
+            f"{grids[name][0].parent} has a grid of {name!r} and images of its panels, such as "
             f"{next(iter(numbered.values()))[0].name}. Keep one kind."
         )
     if not numbered:
@@ -306,10 +256,10 @@ def _files_of(row: dict, name: str, grids: dict, panels: dict, start: int) -> tu
 def _checked(
     found: FoundImages, benchmark: "Dataset", height: int | None = None, width: int | None = None
 ) -> FoundImages:
-    """Look at the sizes, from the headers: a wrong file is found before hours of scoring."""
+    """Check the sizes in the headers: a wrong file is found before hours of scoring."""
     wanted = {row["id"]: (height or row.get("height"), width or row.get("width")) for row in _layouts(benchmark)}
     for key, one in found.sets.items():
-        sizes = {file: picture_size(file) for file in one.files if file is not None}  # (height, width)
+        sizes = {file: image_file_size(file) for file in one.files if file is not None}  # (height, width)
         if not one.is_grid:
             if len(set(sizes.values())) > 1:
                 found.mixed_sizes.append(key)
@@ -326,12 +276,12 @@ def _checked(
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
                 raise ValueError(
                     f"{file} has {size[0]}x{size[1]} pixels (height x width), but the {one.rows}x{one.cols} grid of "
-                    f"{one.prompt_id!r} is {asked[0]}x{asked[1]}: another shape, so that it would be cut in wrong places. "
-                    "Is it of another prompt or layout?"
+                    f"{one.prompt_id!r} is {asked[0]}x{asked[1]}: the shape differs, so it would be cut in the wrong places. "
+                    "Is it an image of another prompt or layout?"
                 )
     if found.mixed_sizes and _is_main_process():
         logger.warning(
-            f"The panels of {len(found.mixed_sizes)} sets have different sizes, as pictures of different prompts would: "
+            f"The panels of {len(found.mixed_sizes)} sets have different sizes, like images of different prompts: "
             f"{some_of(found.mixed_sizes)}. They are scored as they are, each at the size of the question."
         )
     return found
@@ -343,26 +293,26 @@ def _is_main_process() -> bool:
     return PartialState().is_main_process
 
 
-def picture_size(path: Path) -> tuple[int, int]:
-    """Read the size of a picture from its header."""
+def image_file_size(path: Path) -> tuple[int, int]:
+    """Read the size of an image from its header."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             return image.height, image.width
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises all three
-        raise ValueError(f"{path} is no picture that can be read ({error}). Replace it.") from error
+        raise ValueError(f"{path} is not a readable image ({error}). Replace it.") from error
 
 
-def open_picture(path: Path) -> "Image":
-    """Read a picture to its end."""
+def load_image_file(path: Path, convert: Callable[["Image"], "Image"] | None = None) -> "Image":
+    """Read an image to its end, in RGB or as `convert` makes it."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             image.load()
-            return to_rgb(image, str(path))
+            return to_rgb(image, str(path)) if convert is None else convert(image)
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(
-            f"{path} cannot be read to its end ({error}). Replace it; what is scored already is kept."
+            f"{path} cannot be read to its end ({error}). Replace it. Finished scores are kept."
         ) from error

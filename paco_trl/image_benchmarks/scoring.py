@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scorers of T2IS-Bench at work: each goes over the sets of a system, and can be stopped at any time."""
+"""Score image sets with the scorers of T2IS-Bench. Interrupted runs resume."""
 
 import logging
 import math
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from functools import partial
+from itertools import combinations, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Pairs from this similarity on are near-identical: the threshold of `DuplicateReward`, which says what it is measured on
+# Pairs of at least this similarity are near-identical: the threshold of `DuplicateReward`, which says where it is from
 DUPLICATE = 0.9
 
 # Columns of the benchmark that scores of a kind depend on
@@ -51,68 +52,64 @@ def score_consistency(
     rescore_changed: bool = False,
 ) -> dict[str, Record]:
     """
-    Visual consistency: a judge is asked about each criterion of identity, style and logic, for all unordered pairs of
+    Score visual consistency: ask a judge about each criterion of identity, style and logic, for all unordered pairs of
     panels, with the benchmark's own question and both panels at 512 x 512 pixels.
 
-    The panels are resized as the benchmark's script does it for Qwen2.5-VL: at once to the multiple of its patches that
-    is nearest to 512, which is 504.
+    The panels are resized as the benchmark's script does it for Qwen2.5-VL: to the multiple of its patches that is
+    nearest to 512, which is 504.
 
     Args:
         judge (`Any`):
             [`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`] or an object with `name` and `score(images,
             prompts)`, which gives P(Yes) of each pair, or `None`.
         found ([`FoundImages`]):
-            The pictures.
+            The images.
         benchmark ([`~datasets.Dataset`]):
             From [`load_t2is_bench`].
         folder (`str` or `Path`):
-            Folder of the system, for the scores.
+            Directory of the system, for the scores.
         batch_size (`int`, *optional*, defaults to `64`):
-            Questions in one call of the judge, about: sets are not split. Scores are on the disk after each call.
+            Approximate number of questions in a call of the judge: sets are not split. Scores are saved after each call.
         rescore_changed (`bool`, *optional*, defaults to `False`):
-            Whether to score pictures anew that were changed since they were scored. Otherwise they are an error.
+            Whether to score images again that have changed since they were scored. Otherwise they are an error.
 
     Returns:
-        `dict[str, dict]`: key -> record with `pairs` (of panels that are there) and `scores`: dimension -> P(Yes) of
-        each pair for each criterion. `None` where there is no answer; such a set is asked about again by the next run.
+        `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`: dimension -> P(Yes) of
+        each pair for each criterion. `None` where there is no answer; the next run asks about such a set again.
 
     Raises:
         TypeError: If `judge` has no `score` or no `name`.
-        ValueError: If the pictures were changed since they were scored, another run is writing these scores, the scores
-            in the folder were made in another way (by other weights under the same name too), or the judge gives
-            another number of scores than questions, or one that is no probability.
+        ValueError: If images have changed since they were scored, another run is writing these scores, the scores in the
+            directory were made in another way (also by other weights of the same name), or the judge does not give a
+            probability or `None` for each question.
     """
     _check_has(judge, "score", "`score(images, prompts)`")
     side = _resized_side(judge)
 
-    def questions(one: ImageSet, row: dict) -> int:
-        present = one.rows * one.cols - len(one.missing)
+    def prepare(one: ImageSet, row: dict) -> tuple[list, Callable]:
+        panels = one.panels()
+        pairs = _pairs(panels)
+        resized = [panel and panel.resize((side, side)) for panel in panels]  # Pillow's default, as `qwen_vl_utils`
+        criteria = consistency_criteria(row)
+        texts = [text for of_dimension in criteria.values() for text in of_dimension]
+        questions = [
+            ((resized[first], resized[second]), t2is_bench_question(text)) for text in texts for first, second in pairs
+        ]
+
+        def record(answers: Iterator[float | None]) -> Record:
+            scores = {name: [[next(answers) for _ in pairs] for _ in texts] for name, texts in criteria.items()}
+            return {"pairs": pairs, "scores": scores}
+
+        return questions, record
+
+    def count(one: ImageSet, row: dict) -> int:
+        present = one.num_panels - len(one.missing)
         return sum(map(len, consistency_criteria(row).values())) * present * (present - 1) // 2
 
-    def ask(sets: list[ImageSet], rows: list[dict]) -> list[Record]:
-        asked, layout = [], []
-        for one, row in zip(sets, rows, strict=True):
-            panels = [None if panel is None else _resized(panel, side) for panel in one.panels()]
-            pairs = list(combinations([number for number, panel in enumerate(panels) if panel is not None], 2))
-            criteria = consistency_criteria(row)
-            for texts in criteria.values():
-                # All criteria of a pair together would be as good: the judge puts them into an order of its own
-                for text in texts:
-                    question = t2is_bench_question(text)
-                    asked += [((panels[first], panels[second]), question) for first, second in pairs]
-            layout.append((pairs, criteria))
-        answers = _answers(judge, judge.score, asked)
-        records = []
-        for pairs, criteria in layout:
-            scores = {name: [[next(answers) for _ in pairs] for _ in texts] for name, texts in criteria.items()}
-            gap = any(score is None for texts in scores.values() for of_pairs in texts for score in of_pairs)
-            records.append({"pairs": [list(pair) for pair in pairs], "scores": scores, "incomplete": gap})
-        return records
-
     settings = {"question": t2is_bench_question("{criterion}"), "side": side}
-    return _score(
-        judge, "consistency", settings, found, benchmark, folder, batch_size, questions, ask, rescore_changed
-    )
+    ask = partial(_probabilities, judge, judge.score)
+    where = (found, benchmark, folder, batch_size, rescore_changed)
+    return _score(judge, "consistency", settings, count, prepare, ask, *where)
 
 
 def score_alignment(
@@ -124,22 +121,22 @@ def score_alignment(
     rescore_changed: bool = False,
 ) -> dict[str, Record]:
     """
-    Prompt alignment: a model is asked whether each panel shows each of its texts, of entity, attribute and relation.
+    Score prompt alignment: ask a model whether each panel shows each of its texts, of entity, attribute and relation.
 
     The question is that of [VQAScore](https://huggingface.co/papers/2404.01291), the score P(Yes) / (P(Yes) + P(No)) of
-    whatever model is given. The benchmark takes P(Yes) of CLIP-FlanT5-XXL, which transformers does not have: figures of
-    another model do not compare with the published ones.
+    the given model. The benchmark takes P(Yes) of CLIP-FlanT5-XXL, which transformers does not have: figures of another
+    model do not compare with the published ones.
 
     Args:
         judge (`Any`):
             [`~paco_trl.PaCoReward`] (which loads any vision-language model), [`~paco_trl.rewards.ServedJudge`] or an
             object with `name` and `score_images(images, prompts)`.
         found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`), rescore_changed (`bool`, *optional*, defaults to `False`):
-            As of [`score_consistency`]; the benchmark needs the column `alignment`.
+            As in [`score_consistency`]; the benchmark needs the column `alignment`.
 
     Returns:
         `dict[str, dict]`: key -> record with `scores`: for each panel dimension -> P(Yes) of each text; `None` for a
-        panel that is missing, and where there is no answer.
+        missing panel, and where there is no answer.
 
     Raises:
         TypeError: If `judge` has no `score_images` or no `name`.
@@ -152,32 +149,32 @@ def score_alignment(
             "prompt_alignment.json: `load_t2is_bench(..., alignment_file=...)`."
         )
 
-    def questions(one: ImageSet, row: dict) -> int:
-        return sum(len(texts) for panel in alignment_texts(row) for texts in panel.values())
+    def prepare(one: ImageSet, row: dict) -> tuple[list, Callable]:
+        panels = list(zip(one.panels(), alignment_texts(row), strict=True))
+        questions = [
+            (panel, shows_question(text))
+            for panel, dimensions in panels
+            if panel is not None
+            for texts in dimensions.values()
+            for text in texts
+        ]
 
-    def ask(sets: list[ImageSet], rows: list[dict]) -> list[Record]:
-        asked, layout = [], []
-        for one, row in zip(sets, rows, strict=True):
-            panels, wanted = one.panels(), alignment_texts(row)
-            for panel, dimensions in zip(panels, wanted, strict=True):
-                if panel is not None:
-                    asked += [(panel, shows_question(text)) for texts in dimensions.values() for text in texts]
-            layout.append((panels, wanted))
-        answers = _answers(judge, judge.score_images, asked)
-        records = []
-        for panels, wanted in layout:
+        def record(answers: Iterator[float | None]) -> Record:
             scores = [
                 None if panel is None else {name: [next(answers) for _ in texts] for name, texts in dimensions.items()}
-                for panel, dimensions in zip(panels, wanted, strict=True)
+                for panel, dimensions in panels
             ]
-            gap = any(
-                None in texts for dimensions in scores if dimensions is not None for texts in dimensions.values()
-            )
-            records.append({"scores": scores, "incomplete": gap})
-        return records
+            return {"scores": scores}
+
+        return questions, record
+
+    def count(one: ImageSet, row: dict) -> int:
+        return sum(len(texts) for panel in alignment_texts(row) for texts in panel.values())
 
     settings = {"question": shows_question("{text}")}
-    return _score(judge, "alignment", settings, found, benchmark, folder, batch_size, questions, ask, rescore_changed)
+    ask = partial(_probabilities, judge, judge.score_images)
+    where = (found, benchmark, folder, batch_size, rescore_changed)
+    return _score(judge, "alignment", settings, count, prepare, ask, *where)
 
 
 def score_aesthetics(
@@ -189,17 +186,17 @@ def score_aesthetics(
     rescore_changed: bool = False,
 ) -> dict[str, Record]:
     """
-    Aesthetics of each panel, by any scorer. Which one the benchmark uses is not published.
+    Score the aesthetics of each panel, with any scorer. Which one the benchmark uses is not published.
 
     Args:
         scorer (`Any`):
             [`AestheticScorer`], or an object with `name` and `score_images(images)`, which gives a score in [0, 1] for
             each image, or `None`.
         found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`), rescore_changed (`bool`, *optional*, defaults to `False`):
-            As of [`score_consistency`].
+            As in [`score_consistency`].
 
     Returns:
-        `dict[str, dict]`: key -> record with `scores`, one for each panel; `None` for one that is missing.
+        `dict[str, dict]`: key -> record with `scores`, one for each panel; `None` for a missing one.
 
     Raises:
         TypeError: If `scorer` has no `score_images` or no `name`.
@@ -207,71 +204,85 @@ def score_aesthetics(
     """
     _check_has(scorer, "score_images", "`score_images(images)`")
 
-    def ask(sets: list[ImageSet], rows: list[dict]) -> list[Record]:
-        panels = [one.panels() for one in sets]
-        there = [panel for of_set in panels for panel in of_set if panel is not None]
-        answers = iter(_checked_scores(scorer, scorer.score_images(there) if there else [], len(there)))
-        records = []
-        for of_set in panels:
-            scores = [None if panel is None else next(answers) for panel in of_set]
-            gap = any(score is None for score, panel in zip(scores, of_set, strict=True) if panel is not None)
-            records.append({"scores": scores, "incomplete": gap})
-        return records
+    def prepare(one: ImageSet, row: dict) -> tuple[list, Callable]:
+        panels = one.panels()
 
-    return _score(scorer, "aesthetics", {}, found, benchmark, folder, batch_size, _panel_count, ask, rescore_changed)
+        def record(answers: Iterator[float | None]) -> Record:
+            return {"scores": [None if panel is None else next(answers) for panel in panels]}
+
+        return [panel for panel in panels if panel is not None], record
+
+    def ask(panels: list[Image.Image]) -> list[float | None]:
+        return _checked_scores(scorer, scorer.score_images(panels), len(panels))
+
+    where = (found, benchmark, folder, batch_size, rescore_changed)
+    return _score(scorer, "aesthetics", {}, _num_present, prepare, ask, *where)
 
 
 def score_duplicates(
     found: FoundImages, benchmark: "Dataset", folder: str | Path, rescore_changed: bool = False
 ) -> dict[str, Record]:
     """
-    Similarity of all pairs of panels, without a model: consistency alone is highest for copies.
+    Score the similarity of all pairs of panels, without a model: copies have the highest consistency.
 
     Args:
         found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), rescore_changed (`bool`, *optional*, defaults to `False`):
-            As of [`score_consistency`].
+            As in [`score_consistency`].
 
     Returns:
-        `dict[str, dict]`: key -> record with `pairs` (of panels that are there) and `scores`, the
-        [`panel_similarity`] of each.
+        `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`, the [`panel_similarity`]
+        of each.
 
     Raises:
         ValueError: As [`score_consistency`].
     """
 
-    def ask(sets: list[ImageSet], rows: list[dict]) -> list[Record]:
-        records = []
-        for one in sets:
-            panels = one.panels()
-            pairs = list(combinations([number for number, panel in enumerate(panels) if panel is not None], 2))
-            scores = [panel_similarity(panels[first], panels[second]) for first, second in pairs]
-            records.append({"pairs": [list(pair) for pair in pairs], "scores": scores, "incomplete": False})
-        return records
+    def prepare(one: ImageSet, row: dict) -> tuple[list, Callable]:
+        panels = one.panels()
+        pairs = _pairs(panels)
+        questions = [(panels[first], panels[second]) for first, second in pairs]
+        return questions, lambda answers: {"pairs": pairs, "scores": [next(answers) for _ in pairs]}
 
-    return _score(_Similarity, "duplicates", {}, found, benchmark, folder, 1, _panel_count, ask, rescore_changed)
+    def ask(pairs: list[tuple[Image.Image, Image.Image]]) -> list[float]:
+        return [panel_similarity(*pair) for pair in pairs]
+
+    return _score(
+        _Similarity, "duplicates", {}, _num_present, prepare, ask, found, benchmark, folder, 1, rescore_changed
+    )
 
 
 class _Similarity:
     name = "panel_similarity"
 
 
-def _panel_count(one: ImageSet, row: dict) -> int:
-    return one.rows * one.cols - len(one.missing)
+def _num_present(one: ImageSet, row: dict) -> int:
+    return one.num_panels - len(one.missing)
+
+
+def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
+    """List the pairs of panels that exist."""
+    return list(map(list, combinations([number for number, panel in enumerate(panels) if panel is not None], 2)))
 
 
 def _score(
     scorer: Any,
     kind: str,
     settings: dict[str, Any],
+    count: Callable[[ImageSet, dict], int],
+    prepare: Callable[[ImageSet, dict], tuple[list, Callable[[Iterator], Record]]],
+    ask: Callable[[list], list[float | None]],
     found: FoundImages,
     benchmark: "Dataset",
     folder: str | Path,
     batch_size: int,
-    size: Callable[[ImageSet, dict], int],
-    ask: Callable[[list[ImageSet], list[dict]], list[Record]],
     rescore_changed: bool,
 ) -> dict[str, Record]:
-    """Ask about all sets that have no complete record yet, in calls of about `batch_size` questions."""
+    """
+    Ask about all sets that have no complete record, in calls of about `batch_size` questions.
+
+    `count` gives the number of questions about a set without reading its images, `prepare` the questions and a function
+    that makes a record of their answers, and `ask` the answers to questions.
+    """
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     benchmark = benchmark.with_format(None)
@@ -280,40 +291,36 @@ def _score(
     settings = {
         "kind": kind,
         "scorer": name,
-        # What is behind the name of a served model is not known
+        # What a server has behind the name of a model is not known
         "weights": getattr(scorer, "fingerprint", None),
         **settings,
         "benchmark": dataset_fingerprint(benchmark, COLUMNS[kind], ()),
     }
     digests = found.digests
     with ScoreStore(folder, f"{kind}-{name}", settings, digests, rescore_changed) as store:
-        sets = [found.sets[key] for key in store.pending]
-        rows = [benchmark[row_of[one.prompt_id]] for one in sets]
-        sizes = [size(one, row) for one, row in zip(sets, rows, strict=True)]
+        sets = [(found.sets[key], benchmark[row_of[found.sets[key].prompt_id]]) for key in store.pending]
         title = f"Scoring {kind} with {name}"
         with tqdm(total=len(sets), desc=title, unit="set", disable=not store.is_main_process) as progress:
-            for batch in batches(sizes, batch_size):
-                records = ask([sets[place] for place in batch], [rows[place] for place in batch])
-                store.append(
-                    [
-                        {
-                            "key": sets[place].key,
-                            "digest": digests[sets[place].key],
-                            **record,
-                        }
-                        for place, record in zip(batch, records, strict=True)
-                    ]
-                )
+            for batch in batches([count(*one) for one in sets], batch_size):
+                prepared = [prepare(*sets[place]) for place in batch]
+                questions = [question for asked, _ in prepared for question in asked]
+                answers = ask(questions) if questions else []
+                remaining, records = iter(answers), []
+                for place, (asked, record) in zip(batch, prepared, strict=True):
+                    own = list(islice(remaining, len(asked)))
+                    key = sets[place][0].key
+                    records.append(
+                        {"key": key, "digest": digests[key], **record(iter(own)), "incomplete": None in own}
+                    )
+                store.append(*records)
                 progress.update(len(batch))
         records = store.finish()
-        if store.is_main_process:
-            gaps = [key for key, record in records.items() if record["incomplete"]]
-            if gaps:
-                logger.warning(
-                    f"{name} gave no score for {len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}"
-                    ". They are left out of its figures and counted in the report; run the "
-                    "same again to ask anew."
-                )
+        gaps = [key for key, record in records.items() if record["incomplete"]]
+        if gaps and store.is_main_process:
+            logger.warning(
+                f"{name} gave no score for {len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}. They are left out "
+                "of its figures and counted in the report. Re-run to ask about them again."
+            )
     return records
 
 
@@ -325,37 +332,32 @@ def _check_has(scorer: Any, method: str, described: str) -> None:
 
 
 def _resized_side(judge: Any) -> int:
-    """The multiple of a judge's merged patches that is nearest to the benchmark's side, as `qwen_vl_utils` rounds."""
+    """Round the benchmark's side to a multiple of a judge's merged patches, as `qwen_vl_utils` does."""
     processor = getattr(judge, "processor", None)
     patch = getattr(judge, "patch_size", None) or (patch_size_of(processor) if processor is not None else 14)
     return round(SIDE / (2 * patch)) * 2 * patch
 
 
-def _resized(panel: Image.Image, side: int) -> Image.Image:
-    return panel.resize((side, side))  # Pillow's default filter, as in `qwen_vl_utils`
-
-
-def _answers(judge: Any, ask: Callable, asked: list[tuple[Any, str]]) -> Iterator[float | None]:
-    """The judge's P(Yes) of each question."""
-    if not asked:
-        return iter(())
-    scores = _checked_scores(judge, ask([what for what, _ in asked], [text for _, text in asked]), len(asked))
-    for score, (_, text) in zip(scores, asked, strict=True):
+def _probabilities(judge: Any, method: Callable, questions: list[tuple[Any, str]]) -> list[float | None]:
+    images, texts = zip(*questions, strict=True)
+    scores = _checked_scores(judge, method(list(images), list(texts)), len(questions))
+    for score, text in zip(scores, texts, strict=True):
         if score is not None and not 0 <= score <= 1:
-            raise ValueError(f"{judge.name!r} gave {score} for the question {text!r}, which is no probability of Yes.")
-    return iter(scores)
+            raise ValueError(
+                f"{judge.name!r} gave {score} for the question {text!r}, which is not a probability of Yes."
+            )
+    return scores
 
 
 def _checked_scores(scorer: Any, scores: Any, count: int) -> list[float | None]:
     scores = [None if score is None else float(score) for score in scores]
     if len(scores) != count:
         raise ValueError(
-            f"{scorer.name!r} gave {len(scores)} scores for {count} questions. It must give one for each, `None` where it has "
-            "none."
+            f"{scorer.name!r} gave {len(scores)} scores for {count} questions, but must give one for each, or `None`."
         )
     # NaN is what many scorers give for what they cannot score
     scores = [None if score is not None and math.isnan(score) else score for score in scores]
     infinite = next((score for score in scores if score is not None and math.isinf(score)), None)
     if infinite is not None:
-        raise ValueError(f"{scorer.name!r} gave {infinite}, of which there is no mean. Correct the scorer.")
+        raise ValueError(f"{scorer.name!r} gave {infinite}, which has no mean. Fix the scorer.")
     return scores

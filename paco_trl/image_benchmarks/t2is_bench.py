@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T2IS-Bench (https://huggingface.co/papers/2506.23275): prompts, criteria, and its arithmetic."""
+"""Load the prompts and criteria of T2IS-Bench (https://huggingface.co/papers/2506.23275), and repeat its arithmetic."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def load_t2is_bench(
 
             - the folder of the benchmark's own files, `T2IS-Bench.json` and `prompt_consistency.json`, or
               `"ChengyouJia/T2IS-Bench"`. The case id is the `id`. The prompt of a case is its text that describes a
-              grid. A case with an instruction alone has no `panels`: pictures of it can be scored, but not drawn;
+              grid. A case with only an instruction has no `panels`: images of it can be scored, but not generated;
             - raw T2IS rows or image-set prompts with `id` and `criteria`, as
               [`~paco_trl.data.load_image_set_prompts`] takes them.
         split (`str`, *optional*, defaults to `"train"`):
@@ -82,7 +82,7 @@ def load_t2is_bench(
             raise ValueError(
                 f"The `id` of row {row} is {name!r}"
                 + (f", which row {seen[name]} has too" if name in seen else "")
-                + ". Pictures and scores are found by ids: give each row a text of its own."
+                + ". Images and scores are found by ids: give each row its own."
             )
         seen[name] = row
         if rows * cols < 2:
@@ -98,14 +98,14 @@ def load_t2is_bench(
 
 
 def consistency_criteria(row: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Criteria of a prompt for pairs of panels."""
+    """Give the criteria of a prompt for pairs of panels."""
     criteria = criteria_dict(row.get("criteria"))
     found = {name: list(criteria.get(title, {}).values()) for name, title in CONSISTENCY.items()}
     return {name: texts for name, texts in found.items() if texts}
 
 
 def alignment_texts(row: Mapping[str, Any]) -> list[dict[str, list[str]]]:
-    """What each panel of a prompt should show."""
+    """Give the texts that each panel of a prompt should show, by dimension."""
     entries = row.get("alignment")
     if not entries:
         return []
@@ -117,16 +117,7 @@ def alignment_texts(row: Mapping[str, Any]) -> list[dict[str, list[str]]]:
 
 
 def weighted_average(dimensions: Mapping[str, float]) -> float:
-    """
-    The average of T2IS-Bench: 0.2 aesthetics + 0.3 mean(entity, attribute, relation) + 0.5 mean(identity, style, logic).
-
-    Args:
-        dimensions (`Mapping[str, float]`):
-            The seven dimensions by name; other entries are not read.
-
-    Returns:
-        `float`.
-    """
+    """Compute 0.2 aesthetics + 0.3 mean(entity, attribute, relation) + 0.5 mean(identity, style, logic)."""
     return sum(weight * dimensions[name] for name, weight in DIMENSION_WEIGHTS.items())
 
 
@@ -134,20 +125,10 @@ def dimension_score(
     scores: Sequence[Sequence[float | None]], num_pairs: int | None = None, protocol: str = "default"
 ) -> float | None:
     """
-    Consistency of a set in one dimension: the mean over its criteria of the mean over all pairs.
+    Compute the consistency of a set in one dimension: the mean over its criteria of the mean over all pairs.
 
-    Args:
-        scores (`Sequence[Sequence[float | None]]`):
-            P(Yes) of each pair, for each criterion.
-        num_pairs (`int`, *optional*):
-            Pairs of the set when it is complete: those that are missing count 0. If `None`, the pairs that are there.
-        protocol (`str`, *optional*, defaults to `"default"`):
-            `"published"`: the arithmetic of the benchmark's own script, see [`consistency_means`]. It takes the pairs
-            that are there and does not use `num_pairs`.
-
-    Returns:
-        `float` or `None`: `None` if a question has no answer, or nothing was asked. The mean of the others would be
-        that of other pairs than the other sets have. With `"published"`, `None` if the script leaves the set out.
+    Of `num_pairs`, those that are missing count 0. The set has no score if a question has no answer: the mean of the others
+    would be of other pairs. The published protocol takes the pairs that exist, and drops a score of 0.
     """
     check_protocol(protocol)
     if protocol == "published":
@@ -165,7 +146,7 @@ def consistency_means(
     cases: Sequence[Mapping[str, Sequence[Sequence[float | None]]]], protocol: str = "default"
 ) -> dict[str, float]:
     """
-    Consistency of a corpus in each dimension.
+    Compute the consistency of a corpus in each dimension.
 
     Args:
         cases (`Sequence[Mapping]`):
@@ -174,9 +155,8 @@ def consistency_means(
             `"default"`: the mean over the cases that have the dimension; a case with a question that has no answer
             (`None`) is left out, and one whose score is 0 counts. `"published"`: the arithmetic of the benchmark's own
             script. A case without the dimension has 0 there, the mean is over the cases above 0, and a case is scored
-            on the pairs that are there. So it leaves out without a word: pictures that are missing, sets of one
-            picture, and sets whose score is exactly 0. (The script knows no questions without an answer: they are left
-            out.)
+            on the pairs that exist. So it silently leaves out missing images, sets of one image, and sets whose score is
+            exactly 0. (The script has no unanswered questions: they are left out.)
 
     Returns:
         `dict[str, float]`: dimension -> mean; where no case has it NaN, and 0 with `"published"`.
@@ -189,7 +169,7 @@ def consistency_means(
 
 def alignment_means(images: Sequence[Mapping[str, float | None]], protocol: str = "default") -> dict[str, float]:
     """
-    Alignment of a corpus in each dimension: the mean over its images, not over its cases.
+    Compute the alignment of a corpus in each dimension: the mean over its images, not over its cases.
 
     Args:
         images (`Sequence[Mapping[str, float | None]]`):
@@ -220,7 +200,7 @@ def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
     except json.JSONDecodeError:
         cases = None
     if not isinstance(cases, dict):
-        raise ValueError(f"{path} is no JSON object of cases. Give the benchmark's prompt_alignment.json.")
+        raise ValueError(f"{path} is not a JSON object of cases. Give the benchmark's prompt_alignment.json.")
     known = dataset["case_id"][:] if "case_id" in dataset.column_names else [None] * len(dataset)
     column, lacking = [], []
     dimensions: set[str] = set()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the scores of one system or two to the figures of T2IS-Bench."""
+"""Compute the figures of T2IS-Bench from the scores of one system or two."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,7 @@ from .t2is_bench import (
 
 if TYPE_CHECKING:
     from datasets import Dataset
-# What tells whether two systems drew under the same conditions
+# Settings that two systems must share to be comparable
 CONDITIONS = ("seeds", "num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "height", "width", "dtype")  # fmt: skip
 PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")
 
@@ -38,7 +38,7 @@ PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")
 @dataclass
 class System:
     """
-    What drew, or a folder of pictures.
+    A model that generated images, or a directory of images.
 
     Attributes:
         role (`str`):
@@ -46,11 +46,11 @@ class System:
         name (`str`):
             Name for reports.
         found ([`FoundImages`] or [`FoundEdits`]):
-            Its pictures.
+            Its images.
         folder (`Path`):
-            Folder with its scores.
+            Directory with its scores.
         settings (`dict[str, Any]`):
-            How it drew, as far as known.
+            How the images were generated, as far as known.
     """
 
     role: str
@@ -92,11 +92,11 @@ def t2is_results(
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
-    The figures of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate, with
+    Compute the figures of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate, with
     intervals, by category, and as a paired difference of two systems.
 
-    Nothing is dropped or set to 0 silently: a dimension that a prompt does not have is undefined for it, a set with a
-    question that has no answer is left out and counted, and pictures that are missing are an error or count 0.
+    Nothing is dropped or set to 0 silently: a dimension that a prompt does not have is undefined for it, a set with an
+    unanswered question is left out and counted, and missing images are an error or count 0.
 
     Args:
         benchmark ([`~datasets.Dataset`]):
@@ -104,7 +104,7 @@ def t2is_results(
         systems (`Sequence[System]`):
             One system, or two, of which the second is compared with the first.
         missing (`str`, *optional*, defaults to `"error"`):
-            What missing pictures are: `"error"`, or `"zero"`: a score of 0 for each of them, and for each pair with one.
+            What missing images are: `"error"`, or `"zero"`: a score of 0 for each of them, and for each pair with one.
             With `"zero"`, the published protocol leaves them out.
         dataset_name (`str`, *optional*):
             Name of the benchmark's data, for the report.
@@ -118,14 +118,10 @@ def t2is_results(
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
 
     Raises:
-        ValueError: If there are more than two systems, pictures are missing, scores are incomplete, no judge of
+        ValueError: If there are more than two systems, images are missing, scores are incomplete, no judge of
             consistency has scored, or two systems have other seeds or other scorers.
     """
-    check_protocol(protocol)
-    if missing not in ("error", "zero"):
-        raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
-    if len(systems) not in (1, 2):
-        raise ValueError(f"There are {len(systems)} systems, but one is evaluated alone or two are compared.")
+    check_results_arguments(systems, missing, protocol)
     if len({Path(one.folder).resolve() for one in systems}) < len(systems):
         raise ValueError(f"Both systems are {systems[0].folder}: a model is not compared with itself.")
     benchmark = benchmark.with_format(None)
@@ -139,7 +135,7 @@ def t2is_results(
 
     judges = scored[0].names("consistency")
     breakdowns = [("By category", "category"), ("By subcategory", "subcategory")]
-    results = {
+    return {
         "benchmark": "T2IS-Bench",
         "protocol": protocol,
         "dataset": dataset_name,
@@ -170,7 +166,15 @@ def t2is_results(
         "headline": "consistency",
         "versions": {name: version(name) for name in PACKAGES},
     }
-    return results
+
+
+def check_results_arguments(systems: Sequence[System], missing: str, protocol: str) -> None:
+    """Refuse invalid arguments of [`t2is_results`] and [`gedit_results`]."""
+    check_protocol(protocol)
+    if missing not in ("error", "zero"):
+        raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
+    if len(systems) not in (1, 2):
+        raise ValueError(f"There are {len(systems)} systems, but one is evaluated alone or two are compared.")
 
 
 def _fingerprint(benchmark: "Dataset") -> str:
@@ -195,13 +199,13 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
         if kind != "consistency" and len(scores) > 1:
             names = [one.settings["scorer"] for one in scores]
             raise ValueError(
-                f"{system.folder} has {kind} by {len(names)} scorers, {' and '.join(names)}, and the table has a place for "
-                "one. Move the scores of the other away."
+                f"{system.folder} has {kind} by {len(names)} scorers, {' and '.join(names)}, but the table has only one. Move "
+                "the scores of the other away."
             )
     sets = system.found.sets
     counts = {
-        "sets": sum(len(one.missing) < one.rows * one.cols for one in sets.values()),
-        "missing sets": sum(len(one.missing) == one.rows * one.cols for one in sets.values()),
+        "sets": sum(len(one.missing) < one.num_panels for one in sets.values()),
+        "missing sets": sum(len(one.missing) == one.num_panels for one in sets.values()),
         "missing panels": sum(len(one.missing) for one in sets.values()),
         "sets whose panels have different sizes": len(system.found.mixed_sizes),
         "pictures of no prompt, left out": len(system.found.unknown),
@@ -243,10 +247,10 @@ def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str,
 
 
 def _judge_values(scores: Scores, sets: dict, protocol: str) -> _Metrics:
-    """Score of each set in each dimension; NaN without one. With the default protocol, pairs that have a missing panel count 0."""
+    """Give the score of each set in each dimension, or NaN. Under the default protocol, pairs with a missing panel count 0."""
     values: _Metrics = {name: {} for name in CONSISTENCY}
     for key, record in scores.records.items():
-        panels = sets[key].rows * sets[key].cols
+        panels = sets[key].num_panels
         for name, of_sets in values.items():
             score = dimension_score(record["scores"].get(name, []), panels * (panels - 1) // 2, protocol)
             of_sets[sets[key].prompt_id, sets[key].seed] = math.nan if score is None else score
@@ -254,18 +258,18 @@ def _judge_values(scores: Scores, sets: dict, protocol: str) -> _Metrics:
 
 
 def _check_asked(scores: Scores, benchmark: "Dataset", system: System) -> None:
-    """Refuse scores that were asked about with another benchmark than the one of now."""
+    """Refuse scores of another benchmark than this one."""
     kind, columns = scores.settings["kind"], COLUMNS[scores.settings["kind"]]
     lacking = [name for name in columns if name not in benchmark.column_names]
     if lacking:
         raise ValueError(
             f"{kind} of {system.name!r} was scored ({system.folder}), but the benchmark has no {', '.join(lacking)} now. Load "
-            "it as it was loaded then, for alignment with the alignment file."
+            "it as before, for alignment with the alignment file."
         )
     if scores.settings["benchmark"] != dataset_fingerprint(benchmark, columns, ()):
         raise ValueError(
             f"{kind} of {system.name!r} was scored by {scores.settings['scorer']!r} with another {columns[-1]}, or other "
-            f"prompts, than the benchmark has now ({system.folder}). Give the same data, or score anew into another folder."
+            f"prompts, than the benchmark has now ({system.folder}). Give the same data, or score into another directory."
         )
 
 
@@ -299,8 +303,8 @@ def _check_comparable(scored: list[_Scored]) -> None:
     if first.system.found.sets.keys() != second.system.found.sets.keys():
         only = sorted(first.system.found.sets.keys() ^ second.system.found.sets.keys())
         raise ValueError(
-            f"{first.system.name!r} and {second.system.name!r} have other prompts or seeds: {some_of(only)} are of one "
-            "of them alone. Draw both with the same; pictures that somebody else made count as seed 0."
+            f"{first.system.name!r} and {second.system.name!r} have other prompts or seeds: only one of them has "
+            f"{some_of(only)}. Generate both with the same; images of other origin count as seed 0."
         )
     for kind in sorted(first.scorers.keys() | second.scorers.keys()):
         names = [set(one.names(kind)) for one in scored]
@@ -327,23 +331,16 @@ def _check_comparable(scored: list[_Scored]) -> None:
 # From values to tables
 ################
 def _parts(metrics: _Metrics, name: str) -> tuple[list[dict[Unit, float]], list[float] | None] | None:
-    """What a metric is the weighted sum of: values by unit, and weights; `None` if not all of it was scored."""
-    if name == "alignment":
-        names, weights = list(ALIGNMENT), None
-    elif name == "consistency":
-        names, weights = list(CONSISTENCY), None
-    elif name == "average":
-        names, weights = list(DIMENSION_WEIGHTS), list(DIMENSION_WEIGHTS.values())
-    else:
-        names, weights = [name], None
+    """Give what a metric is the weighted sum of: values by unit, and weights; `None` if a part was not scored."""
+    names = {"alignment": ALIGNMENT, "consistency": CONSISTENCY, "average": DIMENSION_WEIGHTS}.get(name, [name])
     if not all(part in metrics for part in names):
         return None
-    return [metrics[part] for part in names], weights
+    return [metrics[part] for part in names], list(DIMENSION_WEIGHTS.values()) if name == "average" else None
 
 
 def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | None = None) -> tuple | None:
-    """The cells of a metric, one for each system, and that of the difference; `None` if it was not scored."""
-    found = []
+    """Compute the cells of a metric and of its difference; `None` if it was not scored."""
+    found, weights = [], None
     for one in scored:
         parts = _parts(one.metrics(judge), name)
         if parts is None:
@@ -352,7 +349,45 @@ def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | Non
         if prompts is not None:
             values = [{unit: value for unit, value in part.items() if unit[0] in prompts} for part in values]
         found.append(values)
-    return [cell(values, weights) for values in found], difference(*found, weights) if len(found) == 2 else None
+    return paired_cells(found, weights)
+
+
+def paired_cells(
+    values: list[list[dict[Unit, float]]], weights: list[float] | None = None, strata: Any = None
+) -> tuple:
+    """Compute the cell of each system, and that of the difference of two."""
+    cells = [cell(parts, weights, strata) for parts in values]
+    return cells, difference(*values, weights, strata) if len(values) == 2 else None
+
+
+def metric_row(metric: str, label: str, kind: str, cells: list[dict], change: dict | None) -> dict[str, Any]:
+    """Make a row of a table of results."""
+    return {
+        "metric": metric,
+        "label": label,
+        "kind": kind,
+        "higher_is_better": metric != "duplicates",
+        "cells": cells,
+        "difference": change,
+    }
+
+
+def breakdown(
+    title: str, table: str, columns: list[str], members: Mapping[str, Any], cells: Callable[[str, Any], tuple]
+) -> dict[str, Any]:
+    """Compute metrics for each group of prompts."""
+    rows = []
+    for name, group in sorted(members.items()):
+        found = {metric: cells(metric, group) for metric in columns}
+        rows.append(
+            {
+                "name": name,
+                "num_prompts": len(group),
+                "cells": {metric: own for metric, (own, _) in found.items()},
+                "difference": {metric: change for metric, (_, change) in found.items() if change is not None},
+            }
+        )
+    return {"title": title, "table": table, "columns": columns, "rows": rows}
 
 
 def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
@@ -365,22 +400,8 @@ def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
         "average": ("Weighted average", "average"),
         "duplicates": ("Duplicate rate", "other"),
     }
-    rows = []
-    for name, (label, kind) in labels.items():
-        found = _cells(judge, scored, name)
-        if found is None:
-            continue
-        cells, change = found
-        rows.append(
-            {
-                "metric": name,
-                "label": label,
-                "kind": kind,
-                "higher_is_better": name != "duplicates",
-                "cells": cells,
-                "difference": change,
-            }
-        )
+    found = {name: _cells(judge, scored, name) for name in labels}
+    rows = [metric_row(name, *labels[name], *cells) for name, cells in found.items() if cells is not None]
     return {"title": f"Judge: {judge}", "rows": rows}
 
 
@@ -390,18 +411,9 @@ def _breakdown(title: str, column: str, judge: str, scored: list[_Scored], rows:
         members.setdefault(row.get(column) or "without one", set()).add(name)
     metrics = ("consistency", "alignment", "aesthetics", "average", "duplicates")
     columns = [name for name in metrics if _parts(scored[0].metrics(judge), name) is not None]
-    shown = []
-    for name, prompts in sorted(members.items()):
-        cells = {metric: _cells(judge, scored, metric, prompts) for metric in columns}
-        shown.append(
-            {
-                "name": name,
-                "num_prompts": len(prompts),
-                "cells": {metric: found[0] for metric, found in cells.items()},
-                "difference": {metric: found[1] for metric, found in cells.items()} if len(scored) == 2 else {},
-            }
-        )
-    return {"title": title, "table": f"Judge: {judge}", "columns": columns, "rows": shown}
+    return breakdown(
+        title, f"Judge: {judge}", columns, members, lambda metric, prompts: _cells(judge, scored, metric, prompts)
+    )
 
 
 def _sets(scored: list[_Scored], judge: str, rows: dict[str, dict]) -> list[dict[str, Any]]:
@@ -429,7 +441,7 @@ def _sets(scored: list[_Scored], judge: str, rows: dict[str, dict]) -> list[dict
 
 
 def _scores_of_sets(one: _Scored, judge: str, rows: dict[str, dict]) -> dict[str, dict[str, float | None]]:
-    """Key -> metric -> mean over the panels or pairs of the set; `None` where undefined, or where an answer lacks."""
+    """Average each metric over the panels or pairs of each set; `None` where undefined or incomplete."""
     values: dict[Unit, dict[str, list[float]]] = {}
     for name, of_units in one.metrics(judge).items():
         for unit, value in of_units.items():
@@ -444,7 +456,7 @@ def _scores_of_sets(one: _Scored, judge: str, rows: dict[str, dict]) -> dict[str
             scores["aesthetics"] = None
         if key in without["alignment"]:
             scores |= dict.fromkeys(ALIGNMENT)
-        # Of the dimensions that this prompt has: over fewer of them it would be another figure than the other system's
+        # Of all dimensions of this prompt: over fewer it would not compare with the other system's
         asked = list(consistency_criteria(rows[of_set.prompt_id]))
         scores["consistency"] = None if key in without[judge] else _mean_of(scores, asked)
         shown = [name for name in ALIGNMENT if scores.get(name) is not None]
@@ -464,7 +476,7 @@ def _mean_of(scores: dict[str, float | None], names: list[str]) -> float | None:
 # Words
 ################
 def condition_notes(systems: Sequence[System]) -> list[str]:
-    """Say whether two systems drew under the same conditions."""
+    """Say whether the images of two systems were generated under the same conditions."""
     if len(systems) < 2:
         return []
     notes, settings = [], [one.settings for one in systems]
@@ -474,15 +486,15 @@ def condition_notes(systems: Sequence[System]) -> list[str]:
         if all(settings) and settings[0].get(name) != settings[1].get(name)
     ]
     if other:
-        notes.append(f"The two systems drew under different conditions: {'; '.join(other)}.")
+        notes.append(f"The two systems generated under different conditions: {'; '.join(other)}.")
     if not all(settings):
         unknown = " and ".join(repr(one.name) for one in systems if not one.settings)
-        notes.append(f"How {unknown} drew is not known: the difference may come from other settings.")
+        notes.append(f"How {unknown} generated is not known: the difference may come from other settings.")
     return notes
 
 
 def _alerts(scored: list[_Scored], missing: str) -> list[str]:
-    """What a reader has to know beside the headline."""
+    """Write what readers must know next to the headline."""
     alerts = condition_notes([one.system for one in scored])
     for one in scored:
         lacking = one.system.found.missing
@@ -495,15 +507,15 @@ def _alerts(scored: list[_Scored], missing: str) -> list[str]:
             )
         if one.system.found.mixed_sizes:
             alerts.append(
-                f"The panels of {len(one.system.found.mixed_sizes)} sets of {one.system.name!r} have different sizes, as "
-                f"pictures of different prompts would: {some_of(one.system.found.mixed_sizes)}."
+                f"The panels of {len(one.system.found.mixed_sizes)} sets of {one.system.name!r} have different sizes, like "
+                f"images of different prompts: {some_of(one.system.found.mixed_sizes)}."
             )
         for name, keys in one.gaps.items():
             if keys:
                 takes_rest = one.protocol == "published" and name in one.by_judge
                 then = "their other answers count" if takes_rest else "they are left out of what it is about"
                 alerts.append(
-                    f"{len(keys)} sets of {one.system.name!r} have a question without an answer ({name}), and {then}: "
+                    f"{len(keys)} sets of {one.system.name!r} have an unanswered question ({name}), and {then}: "
                     f"{some_of(keys)}."
                 )
     return alerts
@@ -522,8 +534,8 @@ def _notes(scored: list[_Scored]) -> list[str]:
         )
     if "aesthetics" in first.scorers:
         notes.append(
-            f"Aesthetics are those of {first.names('aesthetics')[0]}. Which scorer the published figures are of is not known: "
-            "do not compare them."
+            f"Aesthetics are those of {first.names('aesthetics')[0]}. The scorer of the published figures is not known: do not "
+            "compare them."
         )
     if "duplicates" not in first.scorers:
         notes.append("The duplicate rate was not computed: a gain in consistency may be one in copies.")
@@ -534,7 +546,7 @@ def _notes(scored: list[_Scored]) -> list[str]:
         )
     if len(first.names("consistency")) == 1:
         notes.append(
-            "One judge has scored consistency. A model that was trained against a judge of the same family can be right "
-            "for it and for no other: score with an independent one as well."
+            "Only one judge has scored consistency. A model that was trained against the same family of judges may please "
+            "that one alone: score with an independent one as well."
         )
     return notes
