@@ -994,7 +994,7 @@ class TestResume:
         lines = whole[1].splitlines(keepends=True)
         for cut, rows in (
             (len(b"".join(lines[:4])) + 10, 3),  # in the fourth row
-            (len(b"".join(lines[:5])) - 1, 3),  # all of it but the end of the line
+            (len(b"".join(lines[:5])) - 1, 4),  # all of it but the end of the line
             (len(b"".join(lines[:5])), 4),
             (len(lines[0]) + 1, 0),
             (len(lines[0]) - 5, 0),  # in the header
@@ -1268,7 +1268,7 @@ class TestReport:
         results = evaluate_rankings(ColorScorer(), rankings(2))
         for content in ("{}x", '{"a": 1}', "[1]", '[{"settings": {}}]'):
             (tmp_path / "results.json").write_text(content)
-            with pytest.raises(ValueError, match="results.json exists and is no report of an evaluation"):
+            with pytest.raises(ValueError, match="results.json exists and is not a report of an evaluation"):
                 save_report(results, tmp_path)
             assert (tmp_path / "results.json").read_text() == content
         assert not (tmp_path / "results.md").exists()

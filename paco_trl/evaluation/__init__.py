@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Evaluation of judges: how well do the scores of image pairs agree with people? And of a model trained at a reduced
-resolution: do its scores carry over to the inference resolution, and does it leave a grid in its images?
+Evaluate judges: how well do the scores of image pairs agree with people? And models trained at a reduced resolution: do
+their scores carry over to the inference resolution, and do their images show a grid?
 
 A scorer is any object with `score(images, prompts) -> list[float]` and a `name` (str): `images` is a list of
 `(first, second)` pairs of PIL images, `prompts` has one question per pair, and a higher score means more consistent.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How people would rate a picture, predicted from its CLIP embedding."""
+"""Predict from the CLIP embedding of an image how people would rate it."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..utils.names import public_name
 
 class AestheticScorer:
     """
-    An aesthetic predictor in the form of the [LAION ones](https://github.com/LAION-AI/aesthetic-predictor): linear
+    Predict aesthetics in the form of the [LAION ones](https://github.com/LAION-AI/aesthetic-predictor): linear
     layers, one after the other, on the unit vector that CLIP gives for an image. Their ratings are from 1 to 10, and a
     score is a tenth of a rating.
 
@@ -39,16 +39,8 @@ class AestheticScorer:
             Name for reports: of the head and of the CLIP.
 
     Raises:
-        ValueError: If the file is no safetensors, or its layers do not follow one another from the width of CLIP's
+        ValueError: If the file is not safetensors, or its layers do not follow one another from the width of CLIP's
             embedding to one number.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.evaluation import AestheticScorer
-
-    >>> AestheticScorer("aesthetic-head.safetensors").score_images([image])  # a list of one float
-    ```
     """
 
     def __init__(
@@ -87,9 +79,6 @@ class AestheticScorer:
 
         Returns:
             `list[float]`: a tenth of the rating of each.
-
-        Raises:
-            ValueError: If an image cannot be converted to RGB.
         """
         if not images:
             return []
@@ -105,8 +94,8 @@ def _linear_layers(weights: dict[str, torch.Tensor], width: int, where: str) -> 
         rows, columns = weights[name].shape
         if columns != width:
             raise ValueError(
-                f"`{name}` of {where} takes {columns} numbers, but {width} come in: from CLIP's embedding, or from the "
-                "layer before. It is the head of another CLIP, or no sequence of linear layers."
+                f"`{name}` of {where} takes {columns} numbers, but gets {width} from CLIP's embedding or the previous "
+                "layer. It is the head of another CLIP, or not a sequence of linear layers."
             )
         layer = nn.Linear(columns, rows)
         layer.weight.data = weights[name].float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909): does a judge prefer the edit that people prefer?"""
+"""Evaluate judges on EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909)."""
 
 import math
 from pathlib import Path
@@ -56,7 +56,7 @@ IMAGE_COLUMNS = ("input_image", "output_images")
 
 
 def overall_score(consistency: float, prompt_following: float) -> float:
-    """Score of an edit: the geometric mean sqrt(consistency * prompt_following) (PaCo-RL, Part 2)."""
+    """Compute the geometric mean sqrt(consistency * prompt_following) (PaCo-RL, Part 2)."""
     if consistency < 0 or prompt_following < 0:
         raise ValueError(
             f"`consistency` is {consistency} and `prompt_following` is {prompt_following}, but the geometric mean "
@@ -74,14 +74,12 @@ def evaluate_edit_reward(
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
-    Let a scorer compare pairs of edits, and count how often it prefers the one that people prefer.
+    Count how often a scorer prefers the edit that people prefer.
 
-    The benchmark is EditScore's. TIGER-Lab has another one of the same name.
-
-    The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
-    edited image); that of the dimension `overall` is [`overall_score`] of both. The edited image is resized to the size
-    of the input image first. Both are RGB with transparency on white, and the questions are those that the judge is asked
-    as a reward.
+    The benchmark is EditScore's; TIGER-Lab's of the same name is another one. The score of an edited image is the scorer's
+    answer to the question of the dimension about the pair (input image, edited image); that of the dimension `overall` is
+    the geometric mean of both. The edited image is resized to the input image first. Both are RGB with transparency on
+    white, and the questions are those that the judge is asked as a reward.
 
     The paper's figures were measured by the published script. `protocol="published"` does the same:
 
@@ -93,9 +91,7 @@ def evaluate_edit_reward(
     The script also counts the one token that it samples at random when it is not among the 20. That is not repeated.
     Only such results compare with those tables of [`published_tables`]`("EditReward-Bench")` that have this protocol.
 
-    The run can be stopped at any time: with `output_path`, what is finished is in that file, and the same call goes on
-    from there. A file of another scorer, protocol or dataset is refused. A scorer is known by its name: delete the file
-    when the weights behind the name have changed.
+    Interrupted runs resume, as with [`evaluate_rankings`].
 
     Args:
         scorer (`Any`):
@@ -104,34 +100,23 @@ def evaluate_edit_reward(
             `EditScore/EditReward-Bench`: `key` (names of the two edited images), `instruction`, `input_image`,
             `output_images` (two, the preferred one first), `task_type`, and `dimension`, one of `prompt_following`,
             `consistency` and `overall`. A key that several rows name is scored once.
-        output_path (`str` or `Path`, *optional*):
-            File for the finished images, JSON lines. If `None`, nothing is kept.
-        batch_size (`int`, *optional*, defaults to `16`):
-            Pairs in one call of the scorer, about: a row's two images and their questions are not split.
-        skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave rows with an image that cannot be read out, with one warning that lists them, instead of raising an
-            error. All images are opened once more to find them.
-        protocol (`str`, *optional*, defaults to `"default"`):
-            `"default"`, or `"published"` for that of the published script. The latter needs a scorer with
-            `top_logprobs` ([`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`]), or one that reads no questions.
+        output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), skip_broken (`bool`, *optional*, defaults to `False`), protocol (`str`, *optional*, defaults to `"default"`):
+            As in [`evaluate_rankings`].
 
     Returns:
         `dict[str, Any]`:
-            - `settings`: benchmark, protocol, scorer, size and fingerprint of the dataset.
-            - `num_instances`: number of rows that are evaluated.
-            - `skipped`: a sentence for each broken row that is left out.
+            - `settings`, `num_instances`, `skipped`, `num_unanswered`: as in [`evaluate_rankings`].
             - `num_keys`: number of distinct edited images.
-            - `num_groups`: number of groups that the intervals are drawn from: rows that share an image, directly or
-              over other rows, are one group.
-            - `num_unanswered`: number of questions whose score is 0 because no answer was among the 20 likeliest tokens.
+            - `num_groups`: number of groups for the intervals: rows that share an image, directly or through other rows,
+              are one group.
             - `dimensions`: for each dimension in the dataset `strict` and `geq`, `num_rows`, `num_ties` (rows whose two
               images have the same score) and `task_types`. `strict` is the accuracy, the share of rows whose preferred
               image scores higher, averaged over the task types as the published evaluation does; with `geq` a tie counts
-              as well. Both have a `mean` and the `interval` of it. `task_types` has `strict`, `geq` and `num_rows` of each task type.
+              as well. Both have a `mean` and its `interval`. `task_types` has `strict`, `geq` and `num_rows` of each.
 
     Raises:
         TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
-        ValueError: If `protocol` is unknown, the dataset is not of this form, an image cannot be read (the error names
+        ValueError: If `protocol` is unknown, the dataset does not have this form, an image cannot be read (the error names
             the row), the file is of another run, or the scorer gives no finite score for a pair, or a negative one where
             `overall` needs it.
 
@@ -234,7 +219,7 @@ def _check_rows(dataset: "Dataset") -> None:
 
 
 def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
-    """List the keys to score at the first row that names them, with the questions that any row needs answered."""
+    """List the keys to score at the first row that names them, with the questions that any row needs."""
     needed: dict[str, set[str]] = {}
     first_row: dict[str, int] = {}
     for index, row in enumerate(rows):

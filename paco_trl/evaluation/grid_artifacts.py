@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does an image show the grid of the latent patches that it was drawn from?"""
+"""Measure whether an image shows the grid of its latent patches."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from ..data.grids import panel_size
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# ITU-R BT.601, the weights of PIL's mode "L", which would round to whole grey levels
+# ITU-R BT.601, the weights of PIL's mode "L", which would round to whole gray levels
 LUMINANCE = (0.299, 0.587, 0.114)
 
 # Pixels on each side of a border between panels that may still belong to its edge
@@ -20,13 +20,13 @@ BORDER = 2
 
 def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 1) -> float:
     """
-    How much stronger neighbouring pixels differ across the lines of the patch grid than elsewhere.
+    Measure how much more neighboring pixels differ across the lines of the patch grid than elsewhere.
 
-    A diffusion transformer draws an image patch by patch. A model that is trained at one size and used at another can
+    A diffusion transformer generates an image patch by patch. A model that is trained at one size and used at another can
     leave the grid of its patches in the image, as faint lines or tiles. The score is relative: 0 means that the lines
-    cannot be told from their surroundings, 1 that neighbouring pixels differ twice as much across a line as elsewhere.
+    cannot be told from their surroundings, 1 that neighboring pixels differ twice as much across a line as elsewhere.
 
-    For either direction, the absolute differences of neighbouring pixels are averaged along each line of pixels. The
+    For either direction, the absolute differences of neighboring pixels are averaged along each line of pixels. The
     averages are cut into stretches of one period with a grid line in the middle, each divided by its own mean, so that
     a detailed part of the image does not outweigh a plain one. Of each of the `period` positions in a stretch the
     median over all stretches is taken, so that edges of the content that lie on a few lines do not count. The score of
@@ -58,16 +58,6 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
     Raises:
         ValueError: If `period` is less than 2, if the image is smaller than two periods or does not divide into the
             panels, or if no line of the grid is left between the borders of its panels.
-
-    Example:
-
-    ```python
-    >>> from PIL import Image
-    >>> from paco_trl.evaluation import grid_artifact_score
-
-    >>> grid_artifact_score(Image.new("RGB", (64, 64), "gray"), period=16)
-    0.0
-    ```
     """
     if period < 2:
         raise ValueError(
@@ -87,7 +77,7 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
 
 
 def _direction_score(luminance: np.ndarray, period: int, panel: int, name: str) -> float:
-    """Give the score of the grid lines between columns; `panel` is the width of a panel."""
+    """Score the grid lines between columns; `panel` is the width of a panel."""
     width = luminance.shape[1]
     # Entry i belongs to the pixels i and i + 1
     differences = np.abs(np.diff(luminance, axis=1)).mean(axis=0)  # (width - 1,)

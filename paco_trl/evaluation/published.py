@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The figures that the paper publishes, from `published.json`, to be shown beside a measurement.
+Look up the figures that the paper publishes.
 
 None of them was measured here. They never enter one table, one mean or one model-index with figures that were.
 """
@@ -31,7 +31,7 @@ class PublishedTable:
 
 def published_tables(benchmark: str) -> tuple[PublishedTable, ...]:
     """
-    Gives the published figures of a benchmark.
+    Look up the published figures of a benchmark.
 
     Args:
         benchmark (`str`):
@@ -42,15 +42,6 @@ def published_tables(benchmark: str) -> tuple[PublishedTable, ...]:
 
     Raises:
         ValueError: If the paper has no figures of it.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.evaluation import published_tables
-
-    >>> published_tables("ConsistencyRank")[0].rows[-1]
-    ('PaCo-Reward-7B', 0.449, 0.25, 0.288, 0.557)
-    ```
     """
     tables = tuple(table for table in _tables() if table.benchmark == benchmark)
     if not tables:

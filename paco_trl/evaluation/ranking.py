@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Agreement of scores with a human ranking (ConsistencyRank, PaCo-RL, https://huggingface.co/papers/2512.04784).
+Measure the agreement of scores with a human ranking (ConsistencyRank, https://huggingface.co/papers/2512.04784).
 
 Notation: n items; an *order* lists the items, best first; the *rank* of an item is its place in the order, from 1. As
 permutations the two are inverse to one another, and a correlation of orders is not a correlation of ranks.
@@ -15,7 +15,7 @@ from scipy.stats import kendalltau, rankdata, spearmanr
 
 def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> dict[str, float]:
     """
-    Agreement of scores with a human ranking, on the ranks of the items.
+    Measure the agreement of scores with a human ranking, on the ranks of the items.
 
     Items of equal score share the average of their ranks. A tie never counts as a hit, also where that average happens
     to be a human rank (three items that share ranks 1 to 3 have rank 2 each).
@@ -66,7 +66,7 @@ def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> di
 
 def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> dict[str, float]:
     """
-    The published evaluation's variant of [`ranking_metrics`], for comparison with the numbers of the paper only.
+    Compute the published variant of [`ranking_metrics`], only for comparison with the numbers of the paper.
 
     The paper's table is made with it. Its tau and rho correlate the two *order lists*, that is the index of the item
     that comes first, second and so on, as if an item's index were a quantity. For about half of all pairs of orders of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ConsistencyRank and other datasets of human rankings: does a judge order the candidates as people do?"""
+"""Evaluate judges on ConsistencyRank and other datasets of human rankings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ IMAGE_COLUMNS = ("reference", "candidates")
 
 
 def questions_of_row(row: Mapping[str, Any], template: str) -> list[list[str]]:
-    """Questions about each pair of a row, in lists: the score is the mean over the lists of the mean within each."""
+    """List the questions about each pair of a row: the score is the mean over the lists of the mean within each."""
     if template == "theme":
         return [[default_question(row)]]  # the question that `rankings_to_pairs` trains on
     if template == "plain":
@@ -62,12 +62,11 @@ def evaluate_rankings(
     """
     Let a scorer order the candidates of each row by their consistency with the reference, and compare with people.
 
-    The run can be stopped at any time: with `output_path`, what is finished is in that file, and the same call goes on
-    from there. A file of another scorer, protocol, template or dataset is refused. A scorer is known by its name: delete
-    the file when the weights behind the name have changed.
+    Interrupted runs resume: with `output_path`, finished rows are in that file, and the same call continues from there. A
+    file of another scorer, protocol, template or dataset is refused. A scorer is known by its name: delete the file when
+    the weights behind the name have changed.
 
-    The paper's figures were measured by the published script, which differs from the default here in what the judge sees
-    and in what is computed. `protocol="published"` does the same:
+    The paper's figures were measured by the published script. `protocol="published"` does the same:
 
     - The question is that of `template="plain"`, with `<img1>: ` and `<img2>: ` in front of the images.
     - A score counts an answer only if it is among the 20 likeliest tokens, and is 0 if neither is.
@@ -80,8 +79,8 @@ def evaluate_rankings(
     Args:
         scorer (`Any`):
             Object with `score(images, prompts) -> list[float]` and a `name`: [`~paco_trl.PaCoReward`],
-            [`ClipIScorer`], [`DreamSimScorer`] or your own. It gets RGB images (transparency on white, as a judge is trained), and for
-            one row the same object as the reference in each pair, so that it may encode it once.
+            [`ClipIScorer`], [`DreamSimScorer`] or your own. It gets RGB images (transparency on white, as in training),
+            and for one row the same object as the reference in each pair, so that it can encode it once.
         dataset ([`~datasets.Dataset`]):
             Rankings: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best
             first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent, such as those
@@ -96,35 +95,36 @@ def evaluate_rankings(
             - `"plain"`: whether style, logic and identity are consistent, without the theme. The default of the
               published evaluation script.
         output_path (`str` or `Path`, *optional*):
-            File for the finished rows, JSON lines. If `None`, nothing is kept.
+            File for the finished rows, JSON lines. If `None`, nothing is saved.
         batch_size (`int`, *optional*, defaults to `16`):
-            Pairs in one call of the scorer, about: rows are not split, and a row with more pairs is a call of its own.
+            Approximate number of pairs in a call of the scorer: rows are not split.
         skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave broken rows out, with one warning that lists them, instead of raising an error: rows that are no
-            valid ranking, and rows with an image that cannot be read. All images are opened once more to find them.
+            Leave out broken rows, with one warning that lists them, instead of raising an error: rows that are not a valid
+            ranking, and rows with an unreadable image. All images are opened once more to find them.
         protocol (`str`, *optional*, defaults to `"default"`):
             `"default"`, or `"published"` for that of the published script. The latter needs a scorer with
             `top_logprobs` ([`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`]), or one that reads no questions.
 
     Returns:
         `dict[str, Any]`:
-            - `settings`: benchmark, protocol, scorer, template, size and fingerprint of the dataset.
-            - `num_instances`: number of rows that are evaluated.
+            - `settings`: benchmark, protocol, scorer (without the address of a server), template, size and fingerprint of
+              the dataset.
+            - `num_instances`: number of evaluated rows.
             - `skipped`: a sentence for each broken row that is left out.
-            - `num_groups`: number of groups that the intervals are drawn from.
+            - `num_groups`: number of groups for the intervals.
             - `num_undefined_correlations`: number of rows in which all scores are equal. Their tau and rho do not
               exist and are not part of the means.
             - `num_ties`: number of rows in which two candidates have the same score.
-            - `num_unanswered`: number of pairs whose score is 0 because no answer was among the 20 likeliest tokens.
+            - `num_unanswered`: number of questions whose score is 0 because no answer was among the 20 likeliest tokens.
             - `metrics`: for each metric of [`ranking_metrics`], or with `protocol="published"` of
               [`list_order_metrics`], its `mean` over the rows and the `interval` of the mean, from
               [`bootstrap_interval`] over the groups.
 
     Raises:
         TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
-        ValueError: If `protocol` or `template` is unknown, the protocol has another template, criteria are asked for that
-            are not there, the dataset has no such columns, a row is broken (the error names it), the file is of another
-            run, or the scorer gives no finite score for a pair.
+        ValueError: If `protocol` or `template` is unknown, the protocol has another template, criteria are missing, the
+            dataset has no such columns, a row is broken (the error names it), the file is of another run, or the scorer
+            gives no finite score for a pair.
 
     Example:
 
@@ -180,7 +180,7 @@ def evaluate_rankings(
     ]
     progress = tqdm(total=len(rows), initial=len(file.by_key), desc=f"Rankings, {scorer.name}", unit="row")
     with progress:
-        # Batches are those of an uninterrupted run: with the batch the last bits of a score may change
+        # The batches of an uninterrupted run: the last bits of a score can depend on the batch
         for batch in batches(pairs_per_row, batch_size):
             batch = [index for index in batch if index not in file.by_key]
             if not batch:
@@ -198,7 +198,8 @@ def evaluate_rankings(
         "num_undefined_correlations": sum(record["metrics"]["kendall_tau"] is None for record in records),
         "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
         "num_unanswered": sum(record["unanswered"] for record in records),
-        "metrics": _summary([record["metrics"] for record in records], groups),
+        # None becomes NaN
+        "metrics": {name: mean_and_interval([one["metrics"][name] for one in records], groups) for name in METRICS},
     }
 
 
@@ -230,8 +231,3 @@ def _score_rows(scorer, images: RowImages, rows, questions, batch: list[int], pr
             }
         )
     return records
-
-
-def _summary(metrics: list[dict[str, float | None]], groups: list[Any] | None) -> dict[str, dict[str, Any]]:
-    # None becomes NaN
-    return {name: mean_and_interval([values[name] for values in metrics], groups) for name in METRICS}

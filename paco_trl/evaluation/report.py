@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of evaluations as a file for machines and as a table like the paper's."""
+"""Write results of evaluations as a file for machines and as tables like the paper's."""
 
 import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ _NOTES = {
 
 def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
     """
-    Lay results out as tables: one for each benchmark and protocol of which there are results.
+    Lay out results as tables, one for each benchmark and protocol.
 
     Args:
         entries (`list[dict[str, Any]]`):
@@ -67,17 +67,15 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
     Returns:
         `list[tuple[str, list[str], list[list[str]]]]`: title, names of the columns and rows of each table.
     """
-    return [
-        _table(benchmark, protocol, of_both)
-        for benchmark in _TITLES
-        for protocol in PROTOCOLS
-        if (of_both := _entries_of(entries, benchmark, protocol))
-    ]
+    return [_table(*key, own) for key, own in _grouped(entries).items()]
 
 
-def _entries_of(entries: list[dict[str, Any]], benchmark: str, protocol: str) -> list[dict[str, Any]]:
-    wanted = (benchmark, protocol)
-    return [entry for entry in entries if (entry["settings"]["benchmark"], entry["settings"]["protocol"]) == wanted]
+def _grouped(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Group results by benchmark and protocol."""
+    groups = {(benchmark, protocol): [] for benchmark in _TITLES for protocol in PROTOCOLS}
+    for entry in entries:
+        groups[entry["settings"]["benchmark"], entry["settings"]["protocol"]].append(entry)
+    return {key: group for key, group in groups.items() if group}
 
 
 def _table(benchmark: str, protocol: str, entries: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
@@ -114,7 +112,9 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     folder = Path(folder)
     path = folder / "results.json"
     entries = _read(path) if path.exists() else []
-    entry = without_nan({**results, "versions": {"python": platform.python_version(), **_versions()}})
+    entry = without_nan(
+        {**results, "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}}
+    )
     places = [number for number, other in enumerate(entries) if _identity(other) == _identity(entry)]
     if places:
         entries[places[0]] = entry
@@ -137,19 +137,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
             entry["settings"]["benchmark"], entry["settings"]["protocol"]  # noqa: B018
     except (json.JSONDecodeError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} exists and is no report of an evaluation. Give another folder, or move the file away."
+            f"{path} exists and is not a report of an evaluation. Give another directory, or move the file away."
         ) from error
     return entries
-
-
-def _versions() -> dict[str, str | None]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return versions
 
 
 def _cell(summary: dict[str, Any] | None) -> str:
@@ -161,27 +151,21 @@ def _dataset(entry: dict[str, Any]) -> str:
 
 
 def _ranking_row(entry: dict[str, Any]) -> list[str]:
-    settings, metrics = entry["settings"], entry["metrics"]
     undefined = entry["num_undefined_correlations"]
     return [
-        settings["scorer"],
-        settings["template"],
+        entry["settings"]["scorer"],
+        entry["settings"]["template"],
         _dataset(entry),
         str(entry["num_instances"]) + (f" ({undefined} without tau and rho)" if undefined else ""),
         _ties(entry, entry["num_ties"]),
-        *(_cell(metrics[name]) for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")),
+        *(_cell(entry["metrics"][name]) for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")),
     ]
 
 
 def _edit_row(entry: dict[str, Any]) -> list[str]:
-    dimensions = entry["dimensions"]
-    cells = [
-        _cell(dimensions[name][variant]) if name in dimensions else ""
-        for variant in ("strict", "geq")
-        for name in DIMENSIONS
-    ]
-    num_ties = sum(dimension["num_ties"] for dimension in dimensions.values())
-    ties = _ties(entry, num_ties)
+    found = entry["dimensions"]
+    cells = [_cell(found.get(name, {}).get(variant)) for variant in ("strict", "geq") for name in DIMENSIONS]
+    ties = _ties(entry, sum(dimension["num_ties"] for dimension in found.values()))
     return [entry["settings"]["scorer"], _dataset(entry), str(entry["num_instances"]), ties, *cells]
 
 
@@ -192,21 +176,13 @@ def _ties(entry: dict[str, Any], num_ties: int) -> str:
 
 def _markdown(entries: list[dict[str, Any]]) -> str:
     parts = []
-    for benchmark, title in _TITLES.items():
-        for protocol in PROTOCOLS:
-            of_both = _entries_of(entries, benchmark, protocol)
-            if of_both:
-                title, columns, rows = _table(benchmark, protocol, of_both)
-                parts += [f"# {title}", markdown_table(columns, rows), _NOTES[benchmark], _NOTES[benchmark, protocol]]
-                parts += [_TIES, *(_published(benchmark) if protocol == "published" else [])]
+    for (benchmark, protocol), own in _grouped(entries).items():
+        title, columns, rows = _table(benchmark, protocol, own)
+        parts += [f"# {title}", markdown_table(columns, rows), _NOTES[benchmark], _NOTES[benchmark, protocol], _TIES]
+        if protocol == "published":
+            parts.append("## Published figures, not measured here")
+            for table in published_tables(_PUBLISHED_NAMES[benchmark]):
+                if table.protocol == protocol:
+                    parts.append(markdown_table(table.columns, [list(map(published_text, row)) for row in table.rows]))
+                    parts.append(f"Source: {table.source}. {' '.join(table.remarks)}")
     return "\n\n".join(parts) + "\n"
-
-
-def _published(benchmark: str) -> list[str]:
-    """Write the figures of the paper that were measured by the published protocol."""
-    parts = ["## Published figures, not measured here"]
-    for table in published_tables(_PUBLISHED_NAMES[benchmark]):
-        if table.protocol == "published":
-            rows = [list(map(published_text, row)) for row in table.rows]
-            parts += [markdown_table(table.columns, rows), f"Source: {table.source}. {' '.join(table.remarks)}"]
-    return parts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that the benchmarks share: images of rows, a file that survives a kill, calls of the scorer, intervals."""
+"""Share between benchmarks: images of rows, calls of the scorer, intervals."""
 
 import hashlib
 import json
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PROTOCOLS = ("default", "published")
 # Text that the published scripts put in front of the two images
 PUBLISHED_LABELS = ("<img1>: ", "<img2>: ")
+_ADVICE = " Replace it, or leave such rows out with `skip_broken=True`."
 
 
 def check_protocol(protocol: str) -> None:
@@ -43,67 +44,53 @@ class RowImages:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> list[Image.Image]:
-        try:
-            return self._read(index)
-        except ValueError as error:
-            raise ValueError(f"{error} Replace it, or leave such rows out with `skip_broken=True`.") from error
-
-    def problem(self, index: int) -> str | None:
-        """Say which image of a row cannot be read and why, or give None if all can."""
-        try:
-            self._read(index)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _read(self, index: int) -> list[Image.Image]:
         (row,) = self.dataset[index].to_pylist()
         images = []
         for column in self.columns:
-            if isinstance(row[column], list):
-                places = [(f"{column}[{place}]", image) for place, image in enumerate(row[column])]
-            else:
-                places = [(column, row[column])]
-            images += [_open_stored(image, f"`{name}` of row {index}", self.convert) for name, image in places]
+            stored = row[column] if isinstance(row[column], list) else [row[column]]
+            for place, image in enumerate(stored):
+                name = f"{column}[{place}]" if isinstance(row[column], list) else column
+                images.append(_open_stored(image, f"`{name}` of row {index}", self.convert))
         return images
 
 
 def _without_alpha(image: Image.Image, where: str) -> Image.Image:
     image = image.convert("RGB")
-    image.info.pop("transparency", None)  # a colour that `to_rgb` would still put on white
+    image.info.pop("transparency", None)  # a color that `to_rgb` would still put on white
     return image
 
 
 def _open_stored(stored: dict[str, Any] | None, where: str, convert: Callable) -> Image.Image:
     if stored is None:
-        raise ValueError(f"{where} is missing (None).")
+        raise ValueError(f"{where} is missing (None).{_ADVICE}")
     file = f"({stored['path']})" if stored["path"] else "(embedded)"
     try:
         image = open_image(stored["bytes"] if stored["bytes"] is not None else stored["path"])
-        image.load()  # also closes the file; a file that ends too early is found here
+        image.load()  # closes the file, and finds one that is cut off
         return convert(image, "the image")
     except Exception as error:  # Pillow raises half a dozen kinds, requests its own
-        raise ValueError(f"{where} {file} cannot be read: {type(error).__name__}: {error}.") from error
+        raise ValueError(f"{where} {file} cannot be read: {type(error).__name__}: {error}.{_ADVICE}") from error
 
 
 def rows_in_order(
     dataset: "Dataset", broken: dict[int, str], image_columns: Sequence[str], skip_broken: bool
 ) -> tuple[list[int], list[str]]:
-    """The rows to evaluate, and a sentence for each that is left out, as `skip_broken` allows."""
+    """List the rows to evaluate, and a sentence for each that is left out, as `skip_broken` allows."""
     broken = dict(broken)
-    if skip_broken:
-        images = RowImages(dataset, image_columns)
-        for index in range(len(images)):
-            problem = None if index in broken else images.problem(index)
-            if problem is not None:
-                broken[index] = problem
+    images = RowImages(dataset, image_columns)
+    for index in range(len(images)) if skip_broken else ():
+        try:
+            if index not in broken:
+                images[index]  # reads it
+        except ValueError as error:
+            broken[index] = str(error).removesuffix(_ADVICE)
     sentences = [broken[index] for index in sorted(broken)]
     settle_broken(sentences, len(dataset), "rows", skip_broken)
     return [index for index in range(len(dataset)) if index not in broken], sentences
 
 
 def check_scorer(scorer: Any, protocol: str = "default") -> None:
-    """Refuse what is no scorer, or cannot follow the protocol, before anything is loaded."""
+    """Refuse an object that is not a scorer, or cannot follow the protocol, before anything is loaded."""
     check_protocol(protocol)
     if not callable(getattr(scorer, "score", None)) or not isinstance(getattr(scorer, "name", None), str):
         raise TypeError(
@@ -143,14 +130,13 @@ def score_pairs(
         answers = list(scorer.score(pairs, questions))
     if len(answers) != len(pairs):
         raise ValueError(
-            f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs. `score` must give one per "
-            "pair."
+            f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs. `score` must give one per pair."
         )
     for answer, question in zip(answers, questions, strict=True):
         if answer is None or (not by_tokens and not math.isfinite(answer)):
             raise ValueError(
                 f"The scorer {scorer.name!r} gave {answer} for a pair with the question {question!r}. An evaluation "
-                "has no place for a missing score: correct the scorer and run again; what is finished is kept."
+                "cannot use a missing score: fix the scorer and re-run to resume."
             )
     if not by_tokens:
         return [float(answer) for answer in answers], [False] * len(pairs)
@@ -159,7 +145,7 @@ def score_pairs(
 
 
 def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_columns: Sequence[str]) -> str:
-    """Digest of all texts and labels of a dataset, in order, and of the images of its first row."""
+    """Digest all texts and labels of a dataset, in order, and the images of its first row."""
     # Not the fingerprint of `datasets`, which depends on how the dataset was made. All images would have to be decoded
     digest = hashlib.sha256()
     for row in dataset.select_columns(list(text_columns)):
@@ -187,24 +173,21 @@ def batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
 def mean_and_interval(
     values: Sequence[float], groups: Sequence[Hashable] | None, strata: Sequence[Hashable] | None = None
 ) -> dict[str, Any]:
-    """Mean of the values that are defined, and its bootstrap interval."""
+    """Compute the mean of the defined values, and its bootstrap interval."""
     values = np.asarray(values, dtype=float)
     defined = ~np.isnan(values)
     if not defined.any():
         return {"mean": math.nan, "interval": [math.nan, math.nan]}
-    if strata is None:
-        mean = values[defined].mean()
-    else:
-        kept: dict[Hashable, list[float]] = {}
-        for value, stratum in zip(values, strata, strict=True):
-            if not np.isnan(value):
-                kept.setdefault(stratum, []).append(value)
-        mean = np.mean([np.mean(part) for part in kept.values()])
+    labels = [None] * len(values) if strata is None else strata
+    kept: dict[Hashable, list[float]] = {}
+    for place in np.flatnonzero(defined):
+        kept.setdefault(labels[place], []).append(values[place])
+    mean = np.mean([np.mean(part) for part in kept.values()])
     return {"mean": float(mean), "interval": list(bootstrap_interval(values, groups, strata=strata))}
 
 
 def without_nan(value: Any) -> Any:
-    """A copy with `None` for NaN, which JSON does not have, and lists for tuples."""
+    """Copy a value with `None` for NaN, which JSON does not have, and lists for tuples."""
     if isinstance(value, dict):
         return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

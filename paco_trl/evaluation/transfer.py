@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the scores at the training resolution say what the scores at the inference resolution say?"""
+"""Measure whether scores at the training resolution carry over to the inference resolution."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -25,7 +25,7 @@ MIN_IMAGES = 3
 
 @dataclass
 class ScorePairs:
-    """Scores of the same (prompt, generation) images, drawn at two resolutions. All lists have one entry per image."""
+    """Scores of the same (prompt, generation) images at two resolutions. All lists have one entry per image."""
 
     prompts: Sequence[Hashable]
     training: dict[str, Sequence[float | None]]
@@ -51,7 +51,7 @@ class ScorePairs:
                     )
 
     def scored(self, reward: str) -> tuple[np.ndarray, np.ndarray, list[Hashable]]:
-        """Give the pairs in which both images have a score of a reward."""
+        """Select the pairs in which both images have a score of a reward."""
         training = np.asarray(self.training[reward], dtype=float)  # (N,)
         inference = np.asarray(self.inference[reward], dtype=float)  # (N,)
         rows = np.flatnonzero(~np.isnan(training) & ~np.isnan(inference))
@@ -60,7 +60,7 @@ class ScorePairs:
 
 @dataclass
 class ResolutionTransfer:
-    """How the scores of one reward at the training resolution go with those at the inference resolution."""
+    """Correlation of the scores of one reward at the training and at the inference resolution."""
 
     reward: str
     correlation: float
@@ -93,12 +93,12 @@ def resolution_transfer(
     pairs: ScorePairs, confidence_level: float = 0.95, n_resamples: int = 2000, seed: int = 0
 ) -> list[ResolutionTransfer]:
     """
-    Correlate the scores at the training resolution with those at the inference resolution, reward by reward.
+    Correlate the scores at the training resolution with those at the inference resolution, for each reward.
 
     Training at a reduced resolution improves what the rewards see there. That helps at the inference resolution as far
     as both give the same images high scores. The interval is a percentile bootstrap over prompts: whole prompts are
-    drawn with replacement, because images of one prompt are not independent. A draw whose scores are all the same has
-    no correlation and is left out. With few prompts such intervals are somewhat narrow: of normal scores with a
+    resampled, because images of one prompt are not independent. A resample whose scores are all the same has no
+    correlation and is left out. With few prompts such intervals are somewhat narrow: of normal scores with a
     correlation of 0.7, the 95% intervals of 8 to 40 prompts hold it 90 to 92 times in 100.
 
     Args:
@@ -116,18 +116,6 @@ def resolution_transfer(
         `list[ResolutionTransfer]`: one result per reward, in the order of `pairs.training`. A reward with fewer than 3
         pairs, or whose scores are all the same at one resolution, has no correlation; one with a single prompt has no
         interval. Its `note` says so.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.evaluation import resolution_transfer
-    >>> from paco_trl.evaluation.transfer import ScorePairs
-
-    >>> scores = {"clip_t": [0.1, 0.2, 0.3, 0.4]}
-    >>> pairs = ScorePairs(prompts=[0, 0, 1, 1], training=scores, inference=scores)
-    >>> print(resolution_transfer(pairs)[0].describe())
-    clip_t: r 1.000 [1.000, 1.000] over 4 images of 2 prompts; mean 0.250 at the training and 0.250 at the inference resolution
-    ```
     """
     results = []
     for reward in pairs.training:
@@ -140,37 +128,19 @@ def resolution_transfer(
                 note = "no interval: how prompts differ cannot be told from one"
             else:
                 low, high = _interval(training, inference, prompts, confidence_level, n_resamples, seed)
-        results.append(
-            ResolutionTransfer(
-                reward=reward,
-                correlation=correlation,
-                low=low,
-                high=high,
-                num_images=len(training),
-                num_prompts=len(set(prompts)),
-                training_mean=float(training.mean()) if len(training) else math.nan,
-                inference_mean=float(inference.mean()) if len(training) else math.nan,
-                note=note,
-            )
-        )
+        means = [float(scores.mean()) if len(scores) else math.nan for scores in (training, inference)]
+        counts = (len(training), len(set(prompts)))
+        results.append(ResolutionTransfer(reward, correlation, low, high, *counts, *means, note))
     return results
 
 
 def transfer_table(results: list[ResolutionTransfer]) -> str:
-    """Lay the results out as a Markdown table."""
+    """Lay out the results as a Markdown table."""
     columns = ("reward", "correlation", "images", "prompts", "mean, training", "mean, inference", "note")
     rows = []
-    for result in results:
-        means = [number_text(mean, missing="-") for mean in (result.training_mean, result.inference_mean)]
-        row = (
-            result.reward,
-            _interval_text(result),
-            result.num_images,
-            result.num_prompts,
-            *means,
-            result.note or "-",
-        )
-        rows.append(row)
+    for one in results:
+        means = [number_text(mean, missing="-") for mean in (one.training_mean, one.inference_mean)]
+        rows.append((one.reward, _interval_text(one), one.num_images, one.num_prompts, *means, one.note or "-"))
     return markdown_table(columns, rows)
 
 
