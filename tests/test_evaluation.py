@@ -2,17 +2,18 @@
 """Evaluation of judges: metrics against direct counts and closed forms, runs that survive a kill, reports."""
 
 import importlib.util
-import inspect
 import io
 import itertools
 import json
 import math
+import multiprocessing
 import re
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from functools import cache
 from importlib.metadata import version
 
 import numpy as np
@@ -146,6 +147,21 @@ def rankings(count=8, seed=0, **columns):
     return Dataset.from_list(rows, features=RANKING_FEATURES)
 
 
+@cache
+def metrics_of_orders(metrics, predicted, human):
+    """The metrics of two orders of four items, of which there are only 576 pairs."""
+    return metrics(scores_of_order(predicted), list(human))
+
+
+def by_scipy(correlation, first, second):
+    return _by_scipy(correlation, tuple(first), tuple(second))
+
+
+@cache
+def _by_scipy(correlation, first, second):
+    return correlation(first, second).statistic
+
+
 class TestLazyExports:
     def test_metrics_come_without_torch(self):
         code = (
@@ -173,12 +189,12 @@ class TestRankingMetrics:
     def test_all_pairs_of_orders_against_scipy_and_by_counting(self):
         seen = set()
         for predicted, human in itertools.product(ORDERS, ORDERS):
-            metrics = ranking_metrics(scores_of_order(predicted), list(human))
+            metrics = metrics_of_orders(ranking_metrics, predicted, human)
             assert metrics.keys() == METRICS
             predicted_ranks = [predicted.index(item) for item in range(4)]
             human_ranks = [human.index(item) for item in range(4)]
-            assert metrics["kendall_tau"] == pytest.approx(kendalltau(predicted_ranks, human_ranks).statistic)
-            assert metrics["spearman_rho"] == pytest.approx(spearmanr(predicted_ranks, human_ranks).statistic)
+            assert metrics["kendall_tau"] == pytest.approx(by_scipy(kendalltau, predicted_ranks, human_ranks))
+            assert metrics["spearman_rho"] == pytest.approx(by_scipy(spearmanr, predicted_ranks, human_ranks))
             assert metrics["kendall_tau"] == pytest.approx(tau_by_counting(predicted, human))
             assert metrics["spearman_rho"] == pytest.approx(rho_by_distances(predicted, human))
             # Two places hold the same item in both orders exactly if that item has the same rank in both
@@ -196,10 +212,10 @@ class TestRankingMetrics:
         changes = 0
         for predicted, human in itertools.product(ORDERS[:6:2], ORDERS):
             for renamed in ORDERS[1::7]:
-                first = [[renamed[item] for item in order] for order in (predicted, human)]
-                metrics = [ranking_metrics(scores_of_order(p), h) for p, h in ((predicted, human), first)]
+                first = [tuple(renamed[item] for item in order) for order in (predicted, human)]
+                metrics = [metrics_of_orders(ranking_metrics, p, h) for p, h in ((predicted, human), first)]
                 assert metrics[0] == pytest.approx(metrics[1])
-                lists = [list_order_metrics(scores_of_order(p), h) for p, h in ((predicted, human), first)]
+                lists = [metrics_of_orders(list_order_metrics, p, h) for p, h in ((predicted, human), first)]
                 changes += lists[0]["kendall_tau"] != pytest.approx(lists[1]["kendall_tau"])
         assert changes > 50  # the list-order variant does
 
@@ -243,18 +259,17 @@ class TestListOrder:
         differ = {"kendall_tau": 0, "spearman_rho": 0}
         flip = {"kendall_tau": 0, "spearman_rho": 0}
         for predicted, human in itertools.product(ORDERS, ORDERS):
-            ranks = ranking_metrics(scores_of_order(predicted), list(human))
-            lists = list_order_metrics(scores_of_order(predicted), list(human))
+            ranks = metrics_of_orders(ranking_metrics, predicted, human)
+            lists = metrics_of_orders(list_order_metrics, predicted, human)
             assert lists.keys() == METRICS
-            assert lists["kendall_tau"] == pytest.approx(kendalltau(predicted, human).statistic)
-            assert lists["spearman_rho"] == pytest.approx(spearmanr(predicted, human).statistic)
+            assert lists["kendall_tau"] == pytest.approx(by_scipy(kendalltau, predicted, human))
+            assert lists["spearman_rho"] == pytest.approx(by_scipy(spearmanr, predicted, human))
             assert lists["accuracy"] == ranks["accuracy"]
             assert lists["top1_bottom1"] == ranks["top1_bottom1"]
             for name in differ:
                 differ[name] += lists[name] != pytest.approx(ranks[name])
                 flip[name] += lists[name] * ranks[name] < -1e-12
         fractions = {name: (differ[name] / 576, flip[name] / 576) for name in differ}
-        print(fractions)
         for share_differ, share_flip in fractions.values():
             assert 0.45 < share_differ < 0.6
             assert 0.15 < share_flip < 0.3
@@ -931,19 +946,26 @@ class TestSkippedRankings:
         assert [pair["prompt"][0]["content"] for pair in rankings_to_pairs(dataset)][::2] == asked[::4]
 
 
-KILLED_RUN = """
-import sys, time
-from datasets import load_from_disk
-from PIL import ImageStat
-from paco_trl.evaluation import evaluate_rankings
-
-{scorer}
-
-evaluate_rankings(ColorScorer(delay=0.2), load_from_disk(sys.argv[1]), output_path=sys.argv[2], batch_size=8)
-"""
+# A copy of this process, which has imported everything already
+FORK = multiprocessing.get_context("fork")
 
 
 class TestResume:
+    def test_the_address_of_a_server_is_in_the_file_alone(self, tmp_path):
+        """Two servers are two runs, but the results are for others."""
+
+        class Served(ColorScorer):
+            name, model_name = "judge at http://10.0.0.1:8000/v1", "judge"
+
+        path = tmp_path / "scores.jsonl"
+        results = evaluate_rankings(Served(), rankings(2), output_path=path)
+        assert json.loads(path.read_text().splitlines()[0])["scorer"] == Served.name
+        assert results["settings"]["scorer"] == "judge" and "10.0.0.1" not in json.dumps(results)
+        again = Served()
+        assert evaluate_rankings(again, rankings(2), output_path=path) == results and again.calls == []
+        with pytest.raises(ValueError, match="results of another run: `scorer` is 'judge at http://10"):
+            evaluate_rankings(ColorScorer(), rankings(2), output_path=path)
+
     @pytest.fixture
     def whole(self, tmp_path):
         """An uninterrupted run: its results, and its file."""
@@ -968,17 +990,17 @@ class TestResume:
 
     def test_after_a_kill(self, tmp_path):
         dataset = rankings(40)
-        dataset.save_to_disk(tmp_path / "dataset")
         path = tmp_path / "scores.jsonl"
-        code = KILLED_RUN.format(scorer=inspect.getsource(ColorScorer))
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "dataset"), str(path)])
+        process = FORK.Process(target=evaluate_rankings, args=(ColorScorer(delay=0.2), dataset, None, path, 8))
+        process.start()
         for _ in range(6000):
             done = path.read_bytes().count(b"\n") if path.exists() else 0
-            if done >= 5 or process.poll() is not None:
+            if done >= 5 or not process.is_alive():
                 break
             time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         rows = path.read_bytes().count(b"\n") - 1
         assert 4 <= rows < 40
 

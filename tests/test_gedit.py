@@ -556,7 +556,7 @@ class TestScoring:
             for max_attempts in (2, 3, 1):
                 assert score_edits(endpoint_of(server), prompts, found, tmp_path, max_attempts)["en/k3"] is None
         assert "1 of 12 edits in 2 attempt(s)" in caplog.text
-        assert "Run the same again to ask about these alone." in caplog.text
+        assert "Re-run to ask about these alone." in caplog.text
         bodies = [body for body in server.requests if asked(body) == silent]
         assert [body["temperature"] for body in bodies] == [0.0] + 5 * [0.7]
         assert len({body["seed"] for body in bodies}) == 6 and len(server.requests) == 23 + 6

@@ -231,7 +231,7 @@ def _interval(
     n_resamples: int,
     seed: int,
 ) -> tuple[float, float]:
-    """Give the percentile bootstrap interval of the correlation, drawing whole prompts."""
+    """Compute the percentile bootstrap interval of the correlation over whole prompts."""
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     group_of = np.array([numbers[prompt] for prompt in prompts])  # (n,)
     # Centred and scaled, which changes no correlation, so that the sums below do not cancel
@@ -250,7 +250,4 @@ def _interval(
             found = (sxy / n - sx * sy / n**2) / np.sqrt(var_x * var_y)
         return np.where(spread, np.clip(found, -1, 1), np.nan)
 
-    draws = bootstrap_sums(sums, correlation, confidence_level, n_resamples, seed).bootstrap_distribution
-    tail = 50 * (1 - confidence_level)
-    low, high = np.nanpercentile(draws, [tail, 100 - tail])
-    return float(low), float(high)
+    return bootstrap_sums(sums, correlation, confidence_level, n_resamples, seed)

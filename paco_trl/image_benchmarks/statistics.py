@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means over prompts with their intervals, of one system and of the difference of two."""
+"""Compute means over prompts with their intervals, for one system and for the difference of two."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,8 +20,8 @@ def cell(
     weights: Sequence[float] | None = None,
     strata: Mapping[Unit, Hashable] | None = None,
 ) -> dict[str, Any]:
-    """The mean of each part over its units, their weighted sum, and its 95 % bootstrap interval over prompts."""
-    # Prompts are drawn with all their units, the same ones for all parts: the values of a prompt are not independent
+    """Compute the weighted sum of the means of parts over their units, and its 95 % bootstrap interval over prompts."""
+    # Prompts are resampled with all their units, the same ones for all parts: the values of a prompt are not independent
     weights = [1 / len(parts)] * len(parts) if weights is None else list(weights)
     prompts = list(dict.fromkeys(unit[0] for values in parts for unit in values))
     labels = [""] if strata is None else list(dict.fromkeys(strata[unit] for values in parts for unit in values))
@@ -48,8 +48,7 @@ def cell(
     interval: list[float | None] = [None, None]
     # How prompts differ cannot be told from one
     if (counts.sum(axis=1) > 0).sum(axis=1).min() > 1:
-        # A draw may be without any value of a part, as when one of few prompts has it alone: it is left out
-        interval = np.nanpercentile(bootstrap_sums(flat, statistic).bootstrap_distribution, [2.5, 97.5]).tolist()
+        interval = list(bootstrap_sums(flat, statistic))
     return {"mean": mean, "interval": interval, "count": count}
 
 
@@ -59,7 +58,7 @@ def difference(
     weights: Sequence[float] | None = None,
     strata: Mapping[Unit, Hashable] | None = None,
 ) -> dict[str, Any]:
-    """Paired difference of two systems, second minus first, over the units of which both have values."""
+    """Compute the paired difference of two systems, second minus first, over the units of which both have values."""
     differences = [
         {unit: after[unit] - value for unit, value in before.items() if unit in after}
         for before, after in zip(first, second, strict=True)
