@@ -429,6 +429,17 @@ def by_hand(number: int, language: str = "en", change=lambda colour: colour) -> 
     return EditScore(min(red, green), min(blue, 10.0), math.sqrt(min(red, green) * min(blue, 10.0)))
 
 
+SENT_AREA = gedit._AREA
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_images():
+    """Images are flat: what is sent of them may be small, but where its size is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gedit, "_AREA", 64 * 64)
+        yield
+
+
 @pytest.fixture
 def server():
     with ChatServer(say) as server:
@@ -457,7 +468,8 @@ class TestScoring:
         assert len(server.requests) == 24 and len(set(map(asked, server.requests))) == 24
         assert {body["temperature"] for body in server.requests} == {0.0}
 
-    def test_what_the_judge_is_sent(self, server, tmp_path):
+    def test_what_the_judge_is_sent(self, server, tmp_path, monkeypatch):
+        monkeypatch.setattr(gedit, "_AREA", SENT_AREA)
         source, edited = Image.new("RGB", (900, 300), (0, 7, 9)), Image.new("RGB", (50, 100), (90, 80, 70))
         prompts = edits_of([{"id": "k", "prompt": "en instruction 0.", "image": source}])
         edited.save(tmp_path / "k.png")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training prompts that occur in the benchmark: a gain on them is no gain."""
+"""Find training prompts that occur in the benchmark: a gain on them is not a gain."""
 
 import re
 import unicodedata
@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 
-# Chinese and Japanese put no blanks between words: each character of theirs counts as a word
+# Chinese and Japanese put no blanks between words: each of their characters counts as a word
 _CJK = "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # fmt: skip
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 
@@ -21,8 +21,8 @@ NEAR_DUPLICATE = 0.3
 # set phrases: two of the prompts above have up to 13 ("four-panel images with a 2x2 grid layout portraying a ..."),
 # which is more than 0.3 of the first 40 words of one, and edit instructions up to 18 ("while keeping the ... unchanged")
 _MIN_SHARED = 20
-# Below this number of words texts are too short for that. From it on, one with every tenth word replaced, which leaves
-# five of ten shingles, has 20 to share
+# Texts with fewer words are too short for that. A text of this length with every tenth word replaced, which leaves five
+# of ten shingles, has 20 to share
 _SHORT = 44
 # Of two texts, the shorter of which is short: share of the words of both that are the same, in the same order ...
 _SAME = 0.9
@@ -34,7 +34,7 @@ _SHORTEST = _SAME / (2 - _SAME)
 
 
 def normalized(text: str) -> str:
-    """A text without what does not make it another: case, punctuation, white space, forms of characters."""
+    """Drop what does not distinguish texts: case, punctuation, white space, forms of characters."""
     return " ".join(_words(text))
 
 
@@ -91,7 +91,7 @@ def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[
 def _by_shingles(
     words: list[str], texts: list[list[str]], with_shingle: dict[tuple[str, ...], list[int]]
 ) -> dict[int, float]:
-    """The texts that share enough sequences of words with another, by row, with their similarity."""
+    """Find the texts that share enough sequences of words with another: row -> similarity."""
     own, shared = _shingles(words), {}
     for shingle in own:
         for row in with_shingle.get(shingle, []):
@@ -103,7 +103,7 @@ def _by_shingles(
 
 
 def _by_order(words: list[str], texts: list[list[str]], with_word: dict[str, list[int]]) -> dict[int, float]:
-    """The texts that have nearly the same words as another in the same order, where one is short."""
+    """Find the texts that have nearly the same words as another in the same order, if one is short: row -> similarity."""
     own, similarities = set(words), {}
     # What lacks all of this many words and one more lacks too much. Of the rarest, since few texts have them
     lacking = int(len(words) * (1 - _SHORTEST))
