@@ -3,6 +3,7 @@
 
 import copy
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,25 +35,24 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def open_page(browser):
-    """Opens a file. It may not complain, nor ask for anything else."""
-    contexts, complaints, asked = [], [], []
+    """Opens a file once for each width and scheme. It may not complain, nor ask for anything else."""
+    complaints: list[str] = []
 
+    @cache
     def open_file(path: Path, width: int = 1280, scheme: str = "light"):
+        asked: list[str] = []
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
         page.goto(path.resolve().as_uri())
-        assert [url for url in asked if not url.startswith("data:")] == [path.resolve().as_uri()] * len(contexts)
+        assert [url for url in asked if not url.startswith("data:")] == [path.resolve().as_uri()]
         return page
 
     yield open_file
-    for context in contexts:
-        context.close()
     assert complaints == []
 
 
