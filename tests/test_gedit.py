@@ -26,7 +26,7 @@ from judge_server import pictures_of
 from paco_trl import tiny
 from paco_trl.dataset_building import load_pipeline
 from paco_trl.image_benchmarks import gedit
-from paco_trl.image_benchmarks.edit_drawing import draw_edits, edit_keys, find_edits
+from paco_trl.image_benchmarks.edit_drawing import FoundEdits, draw_edits, edit_keys, find_edits
 from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
 from paco_trl.image_benchmarks.gedit_published import read_published_answer, read_published_prompts
 from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
@@ -90,8 +90,21 @@ def test_answers_that_are_no_scores(text):
 
 def test_the_arithmetic_of_one_edit():
     assert overall(4, 9) == 6 and overall(0, 10) == 0
-    assert gedit._edit_score([9.0, 4.0], [9.0, 10.0]) == EditScore(4.0, 9.0, 6.0)
-    assert gedit._edit_score([9.0, 4.0], None) is None and gedit._edit_score(None, [9.0, 10.0]) is None
+    answers = {
+        "k": ([9.0, 4.0], [9.0, 10.0]),
+        "l": ([9.0, 4.0], None),
+        "m": (None, [9.0, 10.0]),
+        "n": ([0.0, 4.0], [9.0, 9.0]),
+    }
+    records = {
+        f"{kind}/{key}": {"scores": scores}
+        for key, pair in answers.items()
+        for kind, scores in zip(("semantic", "quality"), pair, strict=True)
+    }
+    found = FoundEdits(dict.fromkeys(answers, Path("edit.png")), {})
+    assert gedit._edit_scores(records, found) == {
+        "k": EditScore(4.0, 9.0, 6.0), "l": None, "m": None, "n": EditScore(0.0, 9.0, 0.0)
+    }  # fmt: skip
 
 
 def test_the_questions():

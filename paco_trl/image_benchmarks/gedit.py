@@ -342,7 +342,10 @@ def gedit_results(
                 "source": _source_file(sources, number, source_folder),
                 "pictures": [[str(s.found.files[key])] if key in s.found.files else [] for s in systems],
                 "panels": [1, 1],
-                "scores": [_metrics_of(one.by_judge[judges[0]].get(key)) for one in scored],
+                "scores": [
+                    score._asdict() if (score := one.by_judge[judges[0]].get(key)) else dict.fromkeys(METRICS)
+                    for one in scored
+                ],
             }
             for number, (key, row) in enumerate(rows.items())
         ],
@@ -451,17 +454,12 @@ def _digests(prompts: "Dataset", sources: SourceImages, edits: FoundEdits) -> di
 
 
 def _edit_scores(records: Mapping[str, Mapping[str, Any]], edits: FoundEdits) -> dict[str, EditScore | None]:
-    return {
-        key: _edit_score(*(records[f"{kind}/{key}"]["scores"] for kind in ("semantic", "quality")))
-        for key in edits.files
-    }
-
-
-def _edit_score(semantic: list[float] | None, quality: list[float] | None) -> EditScore | None:
-    if semantic is None or quality is None:
-        return None
-    consistency, goodness = float(min(semantic)), float(min(quality))
-    return EditScore(consistency, goodness, overall(consistency, goodness))
+    scores: dict[str, EditScore | None] = {}
+    for key in edits.files:
+        pair = [records[f"{kind}/{key}"]["scores"] for kind in _QUESTIONS]
+        lowest = None if None in pair else [float(min(numbers)) for numbers in pair]
+        scores[key] = lowest and EditScore(*lowest, overall(*lowest))
+    return scores
 
 
 # ---- Results ----
@@ -545,10 +543,6 @@ def _describe(one: _Scored) -> dict[str, Any]:
         counts[f"edits without an answer ({judge})"] = len(one.unanswered(judge))
     counts["pictures of no prompt, left out"] = len(found.unknown)
     return {"role": one.system.role, "name": one.system.name, "settings": one.system.settings, "counts": counts}
-
-
-def _metrics_of(score: EditScore | None) -> dict[str, float | None]:
-    return dict.fromkeys(METRICS) if score is None else score._asdict()
 
 
 def _alerts(scored: list[_Scored], protocol: str) -> list[str]:

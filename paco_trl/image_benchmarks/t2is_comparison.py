@@ -214,8 +214,9 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
         (scores,) = by_kind["duplicates"]
         found = [similarity for record in scores.records.values() for similarity in record["scores"]]
         counts["near-duplicate pairs of panels"] = sum(similarity >= DUPLICATE for similarity in found)
-    gaps = {kind: _gaps(by_kind[kind][0]) for kind in ("alignment", "aesthetics") if kind in by_kind}
-    gaps |= {scores.settings["scorer"]: _gaps(scores) for scores in by_kind["consistency"]}
+    asked = {kind: by_kind[kind][0] for kind in ("alignment", "aesthetics") if kind in by_kind}
+    asked |= {scores.settings["scorer"]: scores for scores in by_kind["consistency"]}
+    gaps = {name: [key for key, one in scores.records.items() if one["incomplete"]] for name, scores in asked.items()}
     counts |= {f"sets without an answer ({name})": len(keys) for name, keys in gaps.items()}
     shared = _shared_values(by_kind, sets, rows, protocol)
     by_judge = {scores.settings["scorer"]: _judge_values(scores, sets, protocol) for scores in by_kind["consistency"]}
@@ -225,10 +226,15 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
 def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str, dict], protocol: str) -> _Metrics:
     shared: _Metrics = {}
     of_missing = math.nan if protocol == "published" else 0.0
-    if "alignment" in by_kind:
-        panels = _alignment_values(by_kind["alignment"][0], sets, rows, of_missing)
-        for name in ALIGNMENT:
-            shared[name] = {unit: values[name] for unit, values in panels.items()}
+    for key, record in by_kind["alignment"][0].records.items() if "alignment" in by_kind else ():
+        texts = alignment_texts(rows[sets[key].prompt_id])
+        for panel, (wanted, answers) in enumerate(zip(texts, record["scores"], strict=True)):
+            for name in ALIGNMENT:
+                if name in wanted and answers is None:
+                    value = of_missing
+                else:
+                    value = fmean(answers[name]) if name in wanted and None not in answers[name] else math.nan
+                shared.setdefault(name, {})[sets[key].prompt_id, sets[key].seed, panel] = value
     if "aesthetics" in by_kind:
         shared["aesthetics"] = {
             (sets[key].prompt_id, sets[key].seed, panel): (
@@ -271,29 +277,6 @@ def _check_asked(scores: Scores, benchmark: "Dataset", system: System) -> None:
             f"{kind} of {system.name!r} was scored by {scores.settings['scorer']!r} with another {columns[-1]}, or other "
             f"prompts, than the benchmark has now ({system.folder}). Give the same data, or score into another directory."
         )
-
-
-def _gaps(scores: Scores) -> list[str]:
-    return [key for key, record in scores.records.items() if record["incomplete"]]
-
-
-def _alignment_values(
-    scores: Scores, sets: dict, rows: dict[str, dict], of_missing: float
-) -> dict[Unit, dict[str, float]]:
-    values = {}
-    for key, record in scores.records.items():
-        one = sets[key]
-        for panel, (wanted, dimensions) in enumerate(
-            zip(alignment_texts(rows[one.prompt_id]), record["scores"], strict=True)
-        ):
-            of_panel = dict.fromkeys(ALIGNMENT, math.nan)
-            for name in wanted:
-                if dimensions is None:
-                    of_panel[name] = of_missing
-                elif None not in dimensions[name]:
-                    of_panel[name] = fmean(dimensions[name])
-            values[one.prompt_id, one.seed, panel] = of_panel
-    return values
 
 
 def _check_comparable(scored: list[_Scored]) -> None:
