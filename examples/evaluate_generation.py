@@ -16,8 +16,7 @@ Evaluates image models on T2IS-Bench or GEdit-Bench: the untouched model and the
         --tuned evaluation/tuned --train_dataset_name user/my-prompts
 
 `python examples/evaluate_generation.py <step> --help` lists the options of a step, which a YAML file can give as well
-(`--config file.yaml`). Each step goes on where it was stopped. Pictures that somebody else made are scored with
-`--images folder`.
+(`--config file.yaml`). Interrupted steps resume. Images that were generated elsewhere are scored with `--images folder`.
 """
 
 import dataclasses
@@ -91,13 +90,13 @@ def digest_of(benchmark: Dataset) -> str:
 
 
 def settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
-    """How the pictures in the folder of a system were drawn; `None` for those that somebody else made."""
+    """Read how the images of a system were generated; `None` for those from elsewhere."""
     file = Path(folder) / "settings.json"
     settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     if settings is not None and settings["prompts"] != digest_of(benchmark):
         raise ValueError(
-            f"The pictures in {folder} were drawn with other prompts than those of `--dataset_name` now. Give the same "
-            "ones, or draw anew into another folder."
+            f"The images in {folder} were generated with other prompts than those of `--dataset_name` now. Give the same "
+            "ones, or generate into another directory."
         )
     return settings
 
@@ -135,7 +134,7 @@ def draw(args: DrawArguments) -> None:
                 found = find_drawn_sets(folder.images, benchmark, args.seeds, args.height, args.width)
                 write_panel_files(found, benchmark, folder.path / "panels")
             console = Console()
-            console.print(f"The pictures are in {escape(str(folder.images))}.")
+            console.print(f"The images are in {escape(str(folder.images))}.")
             console.print_json(json.dumps(folder.report, ensure_ascii=False))
 
 
@@ -143,11 +142,11 @@ def draw(args: DrawArguments) -> None:
 # 2. Score
 ################
 def pictures_of(args, folder: str, benchmark: Dataset, settings: dict | None, images: str | None):
-    """The pictures of a system: drawn here, or in a folder that somebody else made."""
+    """Find the images of a system: generated here, or elsewhere."""
     if settings is None and images is None:
         raise FileNotFoundError(
-            f"There are no pictures in {folder}. Run `draw` with this `--output_dir` first, or give the folder of pictures "
-            "that somebody else made as `--images`."
+            f"There are no images in {folder}. Run `draw` with this `--output_dir` first, or give a directory of images as "
+            "`--images`."
         )
     if args.benchmark == "gedit":
         return find_edits(images or folder, benchmark)
@@ -179,7 +178,7 @@ def score(args: ScoreArguments) -> None:
     settings = settings_of(args.output_dir, benchmark)
     if settings is not None and args.images is not None:
         raise ValueError(
-            f"{args.output_dir} has pictures that were drawn here. Give `--images` another `--output_dir`."
+            f"{args.output_dir} has images that `draw` generated. Give `--images` another `--output_dir`."
         )
     found = pictures_of(args, args.output_dir, benchmark, settings, args.images)
     if args.missing == "error":
@@ -193,14 +192,14 @@ def score(args: ScoreArguments) -> None:
 
 
 def remember_images(args: ScoreArguments) -> None:
-    """Write down whose pictures the scores of a folder are of, for the report."""
+    """Write down for the report where the scored images are."""
     images, file = Path(args.images).absolute(), Path(args.output_dir) / "system.json"
     known = (
         json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"images": str(images), "name": images.name}
     )
     if known["images"] != str(images):
         raise ValueError(
-            f"{args.output_dir} has scores of the pictures in {known['images']}. Give those in {images} another "
+            f"{args.output_dir} has scores of the images in {known['images']}. Give those in {images} another "
             "`--output_dir`."
         )
     if PartialState().is_main_process:
@@ -303,8 +302,8 @@ def report(args: ReportArguments) -> None:
     adapters = [system.settings.get("adapter") for system in systems]
     if len(systems) == 2 and adapters[0] is not None and systems[1].settings and adapters[1] is None:
         raise ValueError(
-            f"`--base` {args.base} was drawn with the adapter {adapters[0]!r}, and `--tuned` {args.tuned} with none: they "
-            "are the wrong way around."
+            f"`--base` {args.base} was generated with the adapter {adapters[0]!r}, and `--tuned` {args.tuned} with none: "
+            "they are the wrong way around."
         )
     leakage, name = find_trained_on(args, benchmark), public_name(args.dataset_name)
     if args.benchmark == "t2is":

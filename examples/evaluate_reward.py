@@ -3,14 +3,13 @@
 # dependencies = ["paco_trl"]
 # ///
 """
-Evaluates a judge of consistency on human rankings (ConsistencyRank) or on EditReward-Bench.
+Evaluate a judge of consistency on human rankings (ConsistencyRank) or on EditReward-Bench.
 
 With `--judge_url` the judge is on a server. `--protocol published` asks and counts as the published scripts do, for figures
 that may stand beside the paper's.
 
-Every option can be given on the command line or in a YAML file (`--config file.yaml`). A run that was stopped goes on
-where it ended; delete its scores when a judge of the same name has new weights. Several judges can be run into one
-folder, one after the other, to compare them:
+Every option can be given on the command line or in a YAML file (`--config file.yaml`). Interrupted runs resume; delete the
+scores when a judge of the same name has new weights. Run several judges into one directory to compare them:
 
     python examples/evaluate_reward.py --judge X-GenGroup/PaCo-Reward-7B --output_dir results
     python examples/evaluate_reward.py --judge clip-i --output_dir results

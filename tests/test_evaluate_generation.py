@@ -222,7 +222,7 @@ class TestT2IS:
         rows[0]["prompt"] = rows[0]["prompt"].replace("woman", "man")
         (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         words = ["--dataset_name", str(tmp_path / "other.jsonl"), "--base", str(workspace / "base")]
-        with pytest.raises(ValueError, match="were drawn with other prompts"):
+        with pytest.raises(ValueError, match="were generated with other prompts"):
             script.main(["report", *words, "--output_dir", str(tmp_path / "report")])
 
     def test_pictures_that_somebody_else_made(self, script, workspace, options, tmp_path, evaluated):
@@ -246,7 +246,7 @@ class TestT2IS:
             script.main(["score", *options["score"], "--output_dir", system, "--images", str(pictures)])
         words = ["score", *options["score"], "--output_dir", system, "--images", str(workspace / "elsewhere")]
         shutil.copytree(tmp_path / "drawn" / "panels", workspace / "elsewhere")
-        with pytest.raises(ValueError, match="has scores of the pictures in .*panels"):
+        with pytest.raises(ValueError, match="has scores of the images in .*panels"):
             script.main([*words, "--missing", "zero"])
         assert json.loads((tmp_path / "system" / "system.json").read_text())["name"] == "theirs"
 
