@@ -1010,10 +1010,6 @@ class TestPublishedProtocol:
             ({"protocol": "published"}, "`gedit_repo` is None and `protocol` 'published'"),
             ({"gedit_repo": gedit_repo}, "`protocol` 'default'"),
             ({"protocol": "script"}, "`protocol` is 'script', but must be one of default, published"),
-            (
-                {"protocol": "published", "gedit_repo": gedit_repo, "seed": 1},
-                "`seed` is 1, but the published protocol",
-            ),
         ):
             with pytest.raises(ValueError, match=message):
                 score_edits(endpoint_of(server), prompts, found, tmp_path, **arguments)

@@ -106,7 +106,6 @@ def score_edits(
     edits: FoundEdits,
     folder: str | Path,
     max_attempts: int | None = None,
-    seed: int = 0,
     rescore_changed: bool = False,
     protocol: str = "default",
     gedit_repo: str | Path | None = None,
@@ -119,15 +118,11 @@ def score_edits(
     With `protocol="default"`, images are sent with an area of 512 x 512 pixels and their own aspect ratio, the source
     first. A question is asked at temperature 0, and if the answer is unreadable again at 0.7 with another seed. Each answer
     is saved as it comes: interrupted runs resume, on any number of processes (`accelerate launch`), which share the
-    questions. A question without a readable answer is asked again by the next run, at 0.7 and with further seeds.
+    questions. A question without a readable answer is asked again by the next run.
 
-    With `protocol="published"`, the judge is asked as the benchmark's own script asks GPT-4.1: with its prompts, the text
-    before the images, the edit in the size of the source, both as JPEG, at most 1,400 tokens, neither temperature nor
-    seed; and its answers are read as that script reads them. Give `input_image` as source, as the script does
-    (`load_edit_prompts(..., source_column="input_image")`). There is no score where the script takes a random one because
-    a second answer is unreadable; numbers outside of 0 to 10, which it takes, are unreadable; and only a question whose
-    answer was unreadable is asked again, not both. The script asks Qwen2.5-VL-72B-Instruct in another way (images first,
-    PNG), which is not supported.
+    With `protocol="published"`, the judge is asked as the benchmark's own script asks GPT-4.1, and its answers are read as
+    that script reads them; docs/evaluate_generation.md lists what is different. Give `input_image` as source, as the script
+    does (`load_edit_prompts(..., source_column="input_image")`).
 
     > [!WARNING]
     > The default prompts are this project's own, and scores depend on prompt and judge: they do not compare with
@@ -144,8 +139,6 @@ def score_edits(
             Directory of the system; the answers go to `scores` in it.
         max_attempts (`int`, *optional*):
             How often a question is asked in one run. If `None`, 3, or with the published protocol 2, as its script does.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed from which that of each request follows; not for the published protocol.
         rescore_changed (`bool`, *optional*, defaults to `False`):
             Whether to score edits again that have changed since they were scored, and to drop the scores of those that
             are gone. Otherwise they are an error.
@@ -175,8 +168,6 @@ def score_edits(
             f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol reads its prompts from a "
             "clone of https://github.com/stepfun-ai/Step1X-Edit, and only that one does."
         )
-    if is_published and seed:
-        raise ValueError(f"`seed` is {seed}, but the published protocol sends none. Leave it out.")
     questions = read_published_prompts(gedit_repo) if is_published else _QUESTIONS
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
@@ -209,7 +200,7 @@ def score_edits(
         content = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
         return ChatRequest(
             messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
-            seed=random.Random(f"{seed}/{name}/{attempt}").getrandbits(31),
+            seed=random.Random(f"0/{name}/{attempt}").getrandbits(31),
             max_tokens=_MAX_TOKENS,
             temperature=_RETRY_TEMPERATURE if attempt else 0.0,
         )
@@ -257,13 +248,8 @@ def gedit_results(
         systems (`Sequence[System]`):
             One system, or two, of which the second is compared with the first. `found` has its edits ([`FoundEdits`]),
             and `folder` the scores of [`score_edits`].
-        missing (`str`, *optional*, defaults to `"error"`):
-            What missing edits are: `"error"`, or `"zero"`: 0 in all scores. With `"zero"`, the published protocol leaves
-            them out.
-        dataset_name (`str`, *optional*):
-            Name of the benchmark's data, for the report.
-        leakage (`dict[str, Any]`, *optional*):
-            From [`find_leaks`]. If `None`, the report says that it was not checked.
+        missing (`str`, *optional*, defaults to `"error"`), dataset_name (`str`, *optional*), leakage (`dict[str, Any]`, *optional*):
+            As in [`t2is_results`].
         seed (`int`, *optional*, defaults to `0`):
             Seed that the edits were generated with.
         source_folder (`str` or `Path`, *optional*):
