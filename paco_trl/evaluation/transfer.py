@@ -108,9 +108,9 @@ def resolution_transfer(
         confidence_level (`float`, *optional*, defaults to `0.95`):
             Confidence level of the intervals.
         n_resamples (`int`, *optional*, defaults to `2000`):
-            Number of draws.
+            Number of resamples.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws: the same scores give the same intervals.
+            Seed of the resamples: the same scores give the same intervals.
 
     Returns:
         `list[ResolutionTransfer]`: one result per reward, in the order of `pairs.training`. A reward with fewer than 3
@@ -172,7 +172,7 @@ def transfer_warning(results: list[ResolutionTransfer]) -> str | None:
 
 
 def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePairs, path: str | Path) -> None:
-    """Draw the scores at the training resolution against those at the inference resolution, one panel per reward."""
+    """Plot the scores at the training resolution against those at the inference resolution, one panel per reward."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -237,14 +237,14 @@ def _interval(
     # Centred and scaled, which changes no correlation, so that the sums below do not cancel
     x = (training - training.mean()) / training.std()  # (n,)
     y = (inference - inference.mean()) / inference.std()  # (n,)
-    # Per prompt, all that the correlation of a draw needs
+    # Per prompt, all that the correlation of a resample needs
     terms = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y])  # (6, n)
     sums = np.stack([np.bincount(group_of, weights=term, minlength=len(numbers)) for term in terms])  # (6, groups)
 
     def correlation(totals: np.ndarray) -> np.ndarray:
-        n, sx, sy, sxx, syy, sxy = totals  # (draws,) each
+        n, sx, sy, sxx, syy, sxy = totals  # (resamples,) each
         var_x, var_y = sxx / n - (sx / n) ** 2, syy / n - (sy / n) ** 2
-        # A draw may hold a single score, many times: its variance is 0 but for rounding
+        # A resample can hold a single score many times: its variance is 0 but for rounding
         spread = (var_x > 1e-12 * sxx / n) & (var_y > 1e-12 * syy / n)
         with np.errstate(invalid="ignore", divide="ignore"):
             found = (sxy / n - sx * sy / n**2) / np.sqrt(var_x * var_y)

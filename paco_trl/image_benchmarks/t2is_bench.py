@@ -30,7 +30,7 @@ DIMENSION_WEIGHTS = {
     **dict.fromkeys(ALIGNMENT, WEIGHTS["alignment"] / 3),
     **dict.fromkeys(CONSISTENCY, WEIGHTS["consistency"] / 3),
 }
-# Side to which both pictures of a pair are resized
+# Side to which both images of a pair are resized
 SIDE = 512
 
 
