@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package itself: light to import, whole when installed, plain to read."""
 
+import configparser
 import importlib
 import pkgutil
 import re
@@ -11,11 +12,18 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import paco_trl
 
 
 ROOT = Path(__file__).parent.parent
+
+
+def setup_cfg() -> configparser.RawConfigParser:
+    config = configparser.RawConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    return config
 
 
 def run_python(code: str) -> str:
@@ -43,6 +51,30 @@ def test_public_names():
         assert getattr(paco_trl, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         paco_trl.Nothing  # noqa: B018
+
+
+def test_the_version_is_in_setup_cfg_alone():
+    version = setup_cfg()["metadata"]["version"]
+    assert paco_trl.__version__ == version
+    latest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)[1]
+    assert version in re.split(r"[ ()]", latest)
+    for name in ("pyproject.toml", "CITATION.cff", "paco_trl/__init__.py"):
+        assert version not in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+def test_python_versions_are_those_that_ci_tests():
+    matrix = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]
+    tested = matrix["python-version"]
+    assert len(tested) > 1
+    config = setup_cfg()
+    assert re.findall(r":: Python :: (3\.\d+)", config["metadata"]["classifiers"]) == tested
+    assert config["options"]["python_requires"] == f">={tested[0]}"
+    assert f'target-version = "py{tested[0].replace(".", "")}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_ruff_is_the_same_before_a_commit():
+    (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert f"ruff=={hooks['rev'].removeprefix('v')}" in setup_cfg()["options.extras_require"]["quality"].split()
 
 
 def test_every_all_is_true():
