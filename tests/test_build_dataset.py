@@ -19,6 +19,7 @@ from trl import TrlParser
 
 import launching
 from chat_server import ChatServer
+from docstrings import docstring
 from hub_server import HubServer
 from paco_trl.commands import build_arguments
 from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
@@ -326,7 +327,7 @@ class TestOptions:
     def test_docstring_help_and_default_agree(self, arguments):
         documented = re.findall(
             r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):\n((?:            .+\n)+)",
-            arguments.__doc__,
+            docstring(arguments),
             flags=re.M,
         )
         fields = {field.name: field for field in dataclasses.fields(arguments)}

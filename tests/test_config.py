@@ -13,6 +13,7 @@ from accelerate import DeepSpeedPlugin
 from trl import GRPOConfig, TrlParser
 
 import launching
+from docstrings import docstring
 from launching import free_port
 from paco_trl import PaCoGRPOConfig
 from paco_trl.trainer.paco_grpo_config import REFUSED_FIELDS
@@ -147,7 +148,7 @@ class TestDefaults:
         assert config.activation_checkpointing_kwargs == {"use_reentrant": False}
 
     def test_defaults_that_differ_from_trl_are_named_in_the_note(self, make):
-        note = PaCoGRPOConfig.__doc__.split("[!NOTE]")[1].replace("\n    > ", " ")
+        note = docstring(PaCoGRPOConfig).split("[!NOTE]")[1].replace("\n    > ", " ")
         named = dict(re.findall(r"`(\w+)` \((`[^`]+`|derived)\)", note))
         differing = {
             name
@@ -166,7 +167,7 @@ ENTRY = re.compile(
     r"^ {8}(\w+) \(`([^\n]*?)`(?: or `[^\n`]+`)?, \*optional\*(?:, defaults to `([^`]+)`)?\):\n((?: {12}[^\n]*\n)+)",
     re.MULTILINE,
 )
-DOCUMENTED = {match[1]: match for match in ENTRY.finditer(PaCoGRPOConfig.__doc__)}
+DOCUMENTED = {match[1]: match for match in ENTRY.finditer(docstring(PaCoGRPOConfig))}
 
 
 def first_sentence(text):
@@ -183,7 +184,7 @@ class TestDocumentation:
     def test_exactly_the_own_fields_are_documented(self):
         assert len(OWN_FIELDS) > 20
         assert sorted(DOCUMENTED) == sorted(OWN_FIELDS)
-        headings = PaCoGRPOConfig.__doc__.split("[!NOTE]")[0].count("> Parameters that control")
+        headings = docstring(PaCoGRPOConfig).split("[!NOTE]")[0].count("> Parameters that control")
         assert headings == 8
 
     def test_in_the_order_of_the_fields(self):

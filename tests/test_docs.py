@@ -15,6 +15,7 @@ from datasets import Dataset
 from PIL import Image
 
 import launching
+from docstrings import docstring
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import build_arguments, evaluation_arguments
 from paco_trl.commands.script_arguments import ScriptArguments
@@ -43,7 +44,9 @@ OPTIONS_OF = {name: {field.name for field in dataclasses.fields(config)} for nam
 OPTIONS = set().union(*OPTIONS_OF.values())
 # Those that the docstrings of the configs list
 OWN_OPTIONS = [
-    option for config in CONFIGS.values() for option in re.findall(r"^        (\w+) \(`", config.__doc__, flags=re.M)
+    option
+    for config in CONFIGS.values()
+    for option in re.findall(r"^        (\w+) \(`", docstring(config), flags=re.M)
 ]
 # Config that the options of a script are those of, beside its own
 SCRIPTS = {

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 import launching
+from docstrings import docstring
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import COMMANDS, main
 from paco_trl.commands.memory import estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
@@ -191,7 +192,7 @@ class TestCommandLine:
     def test_docstring_and_help_of_the_arguments_agree(self):
         documented = re.findall(
             r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):",
-            ScriptArguments.__doc__,
+            docstring(ScriptArguments),
             flags=re.M,
         )
         fields = {item.name: item for item in dataclasses.fields(ScriptArguments)}

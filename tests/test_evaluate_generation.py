@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import launching
 from chat_server import ChatServer
+from docstrings import docstring
 from judge_server import pictures_of
 from paco_trl import PaCoReward
 from paco_trl.commands import evaluation_arguments
@@ -357,7 +358,7 @@ class TestOptions:
     def test_docstring_help_and_default_agree(self, arguments):
         documented = re.findall(
             r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):\n((?:            .+\n)+)",
-            "".join(cls.__doc__ for cls in arguments.__mro__[-2::-1]),  # inherited fields come first
+            "".join(docstring(cls) for cls in arguments.__mro__[-2::-1]),  # inherited fields come first
             flags=re.M,
         )
         fields = {field.name: field for field in dataclasses.fields(arguments)}

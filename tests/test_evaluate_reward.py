@@ -17,6 +17,7 @@ from datasets import Dataset, DatasetDict, Features, Image, List, Value, load_da
 from PIL import Image as PILImage
 
 import launching
+from docstrings import docstring
 from judge_server import JudgeServer
 from paco_trl.commands.evaluation_arguments import JudgeArguments
 from paco_trl.tiny import build_tiny_clip
@@ -273,7 +274,7 @@ def test_help_and_docstring_say_the_same(script):
     described = re.findall(
         r"^        (\w+) \(`[^`]+`(?:, \*optional\*(?:, defaults to `(.+?)`)?)?\):\n"
         r"            (.+?)(?=\n        \w|\n    $)",
-        JudgeArguments.__doc__ + script.ScriptArguments.__doc__ + "\n    ",
+        docstring(JudgeArguments) + docstring(script.ScriptArguments),
         flags=re.M | re.S,
     )
     fields = {field.name: field for field in dataclasses.fields(script.ScriptArguments)}

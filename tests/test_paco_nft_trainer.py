@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 from trl import TrlParser
 
+from docstrings import docstring
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.checkpointing.weights import swapped
 from paco_trl.rewards import redness_reward
@@ -530,7 +531,7 @@ class TestFamilyPage:
 ENTRY = re.compile(
     r"^ {8}(\w+) \(`([^\n]*?)`, \*optional\*(?:, defaults to `([^`]+)`)?\):\n((?: {12}[^\n]*\n)+)", re.MULTILINE
 )
-DOCUMENTED = {match[1]: match for match in ENTRY.finditer(PaCoNFTConfig.__doc__)}
+DOCUMENTED = {match[1]: match for match in ENTRY.finditer(docstring(PaCoNFTConfig))}
 
 
 def key_words(text):

@@ -26,6 +26,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTConfig
 
+from docstrings import docstring
 from other_judges import OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair
@@ -1636,7 +1637,7 @@ def test_docstring_names_the_arguments():
     names = PaCoRewardTrainer.__init__.__code__.co_varnames[1 : PaCoRewardTrainer.__init__.__code__.co_argcount]
     assert len(names) == 9
     for name in names:
-        assert f"        {name} (" in PaCoRewardTrainer.__doc__
+        assert f"        {name} (" in docstring(PaCoRewardTrainer)
 
 
 def test_what_comes_behind_a_decision_with_all_the_weight_is_not_computed(make_reward_trainer, continued):

@@ -8,6 +8,7 @@ import re
 import pytest
 from trl import SFTConfig, TrlParser
 
+from docstrings import docstring
 from paco_trl import PaCoRewardConfig
 from paco_trl.trainer.first_token_loss import LOSS_VARIANTS
 from paco_trl.trainer.paco_reward_config import REFUSED_FIELDS
@@ -19,7 +20,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(PaCoRewardConfig)}
 TYPES = {name: str(field.type) for name, field in FIELDS.items()}
 TRL_FIELDS = {field.name: field for field in dataclasses.fields(SFTConfig)}
 OWN_FIELDS = list(PaCoRewardConfig.__annotations__)
-DOCUMENTED = {match[1]: match for match in ENTRY.finditer(PaCoRewardConfig.__doc__)}
+DOCUMENTED = {match[1]: match for match in ENTRY.finditer(docstring(PaCoRewardConfig))}
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ class TestDefaults:
         assert (again.first_token_weight, again.max_length) == (0.5, None)
 
     def test_defaults_that_differ_from_trl_are_named_in_the_note(self, make):
-        note = PaCoRewardConfig.__doc__.split("[!NOTE]")[1].replace("\n    > ", " ")
+        note = docstring(PaCoRewardConfig).split("[!NOTE]")[1].replace("\n    > ", " ")
         named = dict(re.findall(r"`(\w+)` \((`[^`]+`)\)", note))
         differing = {
             name

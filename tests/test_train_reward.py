@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from trl import TrlParser
 
 import launching
+from docstrings import docstring
 from launching import CPU_ZERO3, ROOT
 from paco_trl import PaCoReward, PaCoRewardConfig
 from paco_trl.data import make_pair, rankings_to_pairs
@@ -333,7 +334,7 @@ def test_zero3_resumes(workspace, zero3):
 def test_help_and_docstring_say_the_same(script):
     described = re.findall(
         r"^        (\w+) \(`[^`]+`(?:, \*optional\*(?:, defaults to `(.+?)`)?)?\):\n            (.+?)(?=\n        \w|\n    $)",
-        script.ScriptArguments.__doc__ + "\n    ",
+        docstring(script.ScriptArguments),
         flags=re.M | re.S,
     )
     fields = {field.name: field for field in dataclasses.fields(script.ScriptArguments)}
