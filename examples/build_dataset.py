@@ -13,8 +13,8 @@ Builds a dataset of consistent and inconsistent pairs of images, as PaCo-Dataset
     python examples/build_dataset.py reasons --base_url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-72B-Instruct
     python examples/build_dataset.py publish --repo_id user/my-pairs
 
-Instead of `rank` (by construction or by a judge) people rank with `annotate`, a web page, or in another tool, with
-`export` and `import`. `python examples/build_dataset.py <stage> --help` lists the options of a stage, which a YAML file
+Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app, or in another tool,
+with `export` and `import`. `python examples/build_dataset.py <stage> --help` lists the options of a stage, which a YAML file
 can give as well (`--config file.yaml`).
 
 Each stage goes on where it was stopped. The pairs train a judge as they are:
@@ -228,22 +228,22 @@ def make_panels(args: PanelsArguments) -> None:
 
 
 ################
-# 4. Ranking: by people on a web page or in another tool, by a judge, by construction
+# 4. Ranking: by people in a Gradio app or in another tool, by a judge, by construction
 ################
 def annotate(args: AnnotateArguments) -> None:
-    from paco_trl.dataset_building.annotation_page import serve_annotation
+    from paco_trl.dataset_building.annotation_app import serve_annotation
+    from paco_trl.dataset_building.annotation_work import AnnotationWork
 
-    serve_annotation(
+    work = AnnotationWork(
         result(args, "instances"),
         result(args, "panels"),
         drawn_prompts(args),
         annotations_dir(args),
-        host=args.host,
-        port=args.port,
         annotations_per_instance=args.annotations_per_instance,
         gold=args.gold,
         not_people=[name for name, kind in annotator_kinds(annotations_dir(args)).items() if kind != "people"],
     )
+    serve_annotation(work, args.host, args.port)
 
 
 def rank(args: RankArguments) -> None:

@@ -101,9 +101,6 @@ def test_public_functions_and_classes_have_docstrings():
 DATA_FILES = {
     "py.typed",
     "data/prompts/demo.jsonl",
-    "dataset_building/annotation_page/page.css",
-    "dataset_building/annotation_page/page.html",
-    "dataset_building/annotation_page/page.js",
     "evaluation/published.json",
     "templates/generation_report.html.jinja",
     "templates/paco_dataset_card.md.jinja",

@@ -206,13 +206,13 @@ class PanelsArguments:
 @dataclass
 class AnnotateArguments:
     """
-    Ranking by people, on a web page of this machine.
+    Ranking by people, in a Gradio app on this machine.
 
     Args:
         build_dir (`str`, *optional*, defaults to `"build"`):
             Folder of the whole dataset, with a folder for each stage.
         host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address to listen on. The page has no password: other than loopback, whoever reaches it can rank.
+            Address to listen on. The app has no password: other than loopback, whoever reaches it can rank.
         port (`int`, *optional*, defaults to `8090`):
             Port to listen on.
         annotations_per_instance (`int`, *optional*, defaults to `3`):
@@ -227,7 +227,7 @@ class AnnotateArguments:
     host: str = field(
         default="127.0.0.1",
         metadata={
-            "help": "Address to listen on. The page has no password: other than loopback, whoever reaches it can rank."
+            "help": "Address to listen on. The app has no password: other than loopback, whoever reaches it can rank."
         },
     )
     port: int = field(default=8090, metadata={"help": "Port to listen on."})

@@ -128,7 +128,7 @@ def parse_ranking(text: str) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def _read_ranks(record: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
+def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
     """Read the ranks of one record. The errors go on after `<file>, line <number>: `."""
     if record.get("skipped") is True:
         return None
@@ -231,7 +231,7 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
                         f"the instance {instance!r} has other images now than those that were ranked. Move the "
                         "annotations of before away, and rank again."
                     )
-                ranks = _read_ranks(record, counts[instance])
+                ranks = ranks_of_record(record, counts[instance])
             except ValueError as error:
                 raise ValueError(f"{place}: {error} {_REMEDY}") from error
             found[annotator, instance] = Annotation(annotator, instance, ranks)

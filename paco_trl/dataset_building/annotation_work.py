@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Which instance an annotator ranks next, in which order its candidates are shown, and what is saved.
+
+Orders come from hashes of names, not from random numbers: they are the same after a restart and in every tab, and
+differ between annotators, so that no candidate always comes first and no instance is always ranked by tired people.
+"""
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..data.image_sets import parse_image_set_prompt
+from ..utils.journals import read_lines
+from ..utils.text import shorten
+from .annotations import (
+    AUTOMATIC,
+    append_annotation,
+    check_annotator,
+    digests_by_instance,
+    ranks_of_record,
+    read_annotations,
+)
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+# One gold question in as many instances
+GOLD_EVERY = 10
+_DIMENSIONS = ["identity", "style", "logic"]
+
+
+def _number(*key: str | int) -> int:
+    # As JSON, so that ("a", "bc") and ("ab", "c") are two keys
+    return int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest(), "big")
+
+
+def shown_order(annotator: str, instance: str, count: int) -> list[int]:
+    """Return the order in which the candidates of an instance are shown."""
+    return sorted(range(count), key=lambda index: _number("candidate", annotator, instance, index))
+
+
+def is_gold_turn(annotator: str, number: int) -> bool:
+    """Whether an annotator's next instance is a gold question: one in each ten, at a place that changes."""
+    block, place = divmod(number, GOLD_EVERY)
+    return place == _number("gold", annotator, block) % GOLD_EVERY
+
+
+def next_instance(
+    annotator: str,
+    names: Collection[str],
+    gold: Collection[str],
+    done: Collection[str],
+    counts: Mapping[str, int],
+    annotations_per_instance: int,
+) -> str | None:
+    """Choose what an annotator ranks next: what has the fewest rankings, in an order of their own."""
+
+    def key(name: str) -> tuple[int, int]:
+        return counts.get(name, 0), _number("instance", annotator, name)
+
+    left = [name for name in names if name not in done and counts.get(name, 0) < annotations_per_instance]
+    left_gold = [name for name in gold if name not in done] if is_gold_turn(annotator, len(done)) else []
+    return min(left and left_gold or left, key=key, default=None)
+
+
+class AnnotationWork:
+    """Hold the instances and the rankings of all annotators, on disk and in memory."""
+
+    def __init__(
+        self,
+        instances: "Dataset",
+        panels: "Dataset",
+        prompts: "Dataset",
+        folder: str | Path,
+        annotations_per_instance: int = 3,
+        gold: str | Path | None = None,
+        not_people: Collection[str] = (),
+    ):
+        from datasets import Image
+
+        if annotations_per_instance < 1:
+            raise ValueError(f"`annotations_per_instance` is {annotations_per_instance}. It must be at least 1.")
+        self.folder, self.annotations_per_instance = Path(folder), annotations_per_instance
+        self._not_people = {AUTOMATIC, *not_people}
+        self._lock = threading.Lock()
+        self._rows = {row["id"]: row for row in instances.with_format(None)}
+        self._digests = digests_by_instance(instances)
+        self._prompts = {row["id"]: row for row in prompts.with_format(None)}
+        # Not decoded: an image is sent as it is on disk
+        columns = panels.with_format(None).cast_column("image", Image(decode=False))
+        columns = columns.select_columns(["id", "sha256", "image"])[:]
+        self._sha_of = dict(zip(columns["id"], columns["sha256"], strict=True))
+        # The address of an image says what is in it, so that a browser may keep it, and not which seed it is from
+        paths = (image["path"] for image in columns["image"])
+        self.image_files: dict[str, str] = dict(zip(columns["sha256"], paths, strict=True))
+        self.gold = self._read_gold(gold, instances)
+        self._regular = [name for name in self._rows if name not in self.gold]
+        if not self._regular:
+            raise ValueError(f"All {len(self.gold)} instances are gold questions of {gold}: nothing is left to rank.")
+        self._read_annotations(instances)
+
+    def _read_gold(self, gold: str | Path | None, instances: "Dataset") -> set[str]:
+        if gold is None:
+            return set()
+        if Path(gold).resolve().parent == self.folder.resolve():
+            raise ValueError(
+                f"The gold questions {gold} are in the directory of the annotations. Move them elsewhere."
+            )
+        return {annotation.instance for annotation in read_annotations([gold], instances) if annotation.ranks}
+
+    def _read_annotations(self, instances: "Dataset") -> None:
+        paths = sorted(self.folder.glob("*.jsonl"))
+        ranks = {(one.annotator, one.instance): one.ranks for one in read_annotations(paths, instances)}
+        # Of each annotator, by instance, in the order in which they were first done: this is the way back
+        self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
+        for path in paths:
+            for _, record in read_lines(path):
+                annotator, instance = record["annotator"], record["instance"]
+                self._done.setdefault(annotator, {})[instance] = ranks[annotator, instance]
+
+    def check_name(self, annotator: Any) -> str:
+        """Check the name that a person gives."""
+        if check_annotator(annotator) in self._not_people:
+            raise ValueError(f"The name {annotator!r} is that of an automatic ranking. Choose another one.")
+        return annotator
+
+    def task(self, annotator: Any, instance: Any = None) -> dict[str, Any]:
+        """Return what an annotator is shown: an instance, or the next one if it does not exist."""
+        annotator = self.check_name(annotator)
+        with self._lock:
+            done = dict(self._done.get(annotator, {}))
+            counts = Counter(
+                name
+                for other, rankings in self._done.items()
+                for name, ranks in rankings.items()
+                if other not in self._not_people and ranks is not None and name not in self.gold
+            )
+        wanted = self.annotations_per_instance
+        if instance not in self._rows:
+            instance = next_instance(annotator, self._regular, self.gold, done, counts, wanted)
+        history = list(done)
+        history = history[: history.index(instance)] if instance in done else history
+        ranked = sum(ranks is not None for ranks in done.values())
+        finished = sum(min(count, wanted) for count in counts.values()) / (wanted * len(self._regular))
+        task = {
+            "annotator": annotator,
+            "instance": instance,
+            "previous": history[-1] if history else None,
+            "ranked": ranked,
+            "skipped": len(done) - ranked,
+            "percent": int(100 * finished),
+        }
+        return task if instance is None else task | self._shown(annotator, instance, done)
+
+    def _shown(self, annotator: str, instance: str, done: Mapping[str, tuple[int, ...] | None]) -> dict[str, Any]:
+        row, ranks = self._rows[instance], done.get(instance)
+        prompt = self._prompts[row["prompt_id"]]
+        shown = shown_order(annotator, instance, len(row["candidates"]))
+        return {
+            "theme": _theme(prompt),
+            "dimensions": prompt.get("dimensions") or _DIMENSIONS,
+            "reference": self._address(row["reference"]),
+            "images": [self._address(row["candidates"][index]) for index in shown],
+            # Places of the shown images, best first
+            "order": [] if ranks is None else sorted(range(len(shown)), key=lambda place: ranks[shown[place]]),
+            "was_skipped": instance in done and ranks is None,
+        }
+
+    def _address(self, panel: str) -> str:
+        return f"/image/{self._sha_of[panel]}"
+
+    def save(self, annotator: Any, instance: Any, order: Any, seconds: float) -> None:
+        """Check an order of the shown images (`None` to skip the instance), and write it to the disk."""
+        annotator = self.check_name(annotator)
+        if instance not in self._rows:
+            raise ValueError(f"There is no instance {shorten(instance)}. Reload the page.")
+        count = len(self._rows[instance]["candidates"])
+        record = {"annotator": annotator, "instance": instance, **self._digests.get(instance, {})}
+        if order is None:
+            ranks, record["skipped"] = None, True
+        else:
+            if len(order) < count:
+                raise ValueError(f"Rank all candidates: {count - len(order)} of {count} are left.")
+            # Checks the order before its places are looked up
+            ranks_of_record({"ranking": order}, count)
+            shown = shown_order(annotator, instance, count)
+            record["ranking"] = [shown[place] for place in order]
+            ranks = ranks_of_record(record, count)
+        record |= {"seconds": round(seconds, 1), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+        with self._lock:
+            append_annotation(self.folder, record)
+            self._done.setdefault(annotator, {})[instance] = ranks
+
+
+def _theme(prompt: Mapping[str, Any]) -> str:
+    if prompt.get("theme"):
+        return prompt["theme"]
+    try:
+        return parse_image_set_prompt(prompt["prompt"]).theme
+    except ValueError:  # a prompt that is not an image set is shown whole
+        return prompt["prompt"]

@@ -1,0 +1,451 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Annotation by people: what is asked of whom, what is written, what is refused."""
+
+import hashlib
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import requests
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from PIL import Image, ImageDraw
+
+from paco_trl.dataset_building import read_annotations
+from paco_trl.dataset_building.annotation_app import serve_annotation
+from paco_trl.dataset_building.annotation_work import AnnotationWork, is_gold_turn, next_instance, shown_order
+
+
+COLORS = ["#cc3311", "#ee7733", "#ddcc33", "#33aa55", "#3377bb", "#332288", "#aa3377", "#bbbbbb"]
+THEME = "A fox <b>in</b> a scarf ${document.title = 'owned'} {{this}} & `friends`"
+
+
+class World(NamedTuple):
+    """Grids of one color each: the truth is the distance between the colors of seeds."""
+
+    instances: Dataset
+    panels: Dataset
+    prompts: Dataset
+
+    def truth(self, instance: str) -> list[int]:
+        """The right ranking."""
+        seed = int(instance.split("/")[1])
+        count = len(self.instances[0]["candidates"])
+        return sorted(range(count), key=lambda other: (abs(other - seed), other))
+
+
+def make_world(folder: Path, num_prompts: int = 2, num_seeds: int = 4) -> World:
+    """Two panels a grid: a circle, and a square."""
+    folder.mkdir(parents=True, exist_ok=True)
+    panels, instances = [], []
+    for prompt in range(num_prompts):
+        for seed in range(num_seeds):
+            for position, shape in enumerate(("ellipse", "rectangle")):
+                image = Image.new("RGB", (24, 24), "white")
+                getattr(ImageDraw.Draw(image), shape)([6, 6, 18, 18], fill=COLORS[seed % 8])
+                image.putpixel((0, 0), (prompt, seed, position))
+                path = folder / f"{prompt} & {seed}-{position}.png"
+                image.save(path)
+                sha256 = hashlib.sha256(image.tobytes()).hexdigest()
+                panels.append({"id": f"p {prompt}/{seed}/{position}", "sha256": sha256, "image": str(path)})
+        for seed in range(num_seeds):
+            for position, other in ((0, 1), (1, 0)):
+                instances.append(
+                    {
+                        "id": f"p {prompt}/{seed}/{position}/{other}",
+                        "prompt_id": f"p {prompt}",
+                        "digest": f"{prompt}{seed}{position}{other}",
+                        "reference": f"p {prompt}/{seed}/{position}",
+                        "candidates": [f"p {prompt}/{number}/{other}" for number in range(num_seeds)],
+                    }
+                )
+    prompts = [
+        {"id": f"p {prompt}", "prompt": f"{THEME} {prompt}", "theme": THEME, "dimensions": ["style", "logic"]}
+        for prompt in range(num_prompts)
+    ]
+    dataset = Dataset.from_list(panels).cast_column("image", ImageFeature())
+    return World(Dataset.from_list(instances), dataset, Dataset.from_list(prompts))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@contextmanager
+def served(world: World, folder: Path, port: int | None = None, **options):
+    """Serves the app on 127.0.0.1; gives its address."""
+    port = port or free_port()
+    app = serve_annotation(AnnotationWork(*world, folder, **options), port=port, prevent_thread_lock=True)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        app.close(verbose=False)
+
+
+def order_of(annotator: str, instance: str, ranking: list[int]) -> list[int]:
+    """The places of the shown images for a ranking of the original indices."""
+    shown = shown_order(annotator, instance, len(ranking))
+    return [shown.index(index) for index in ranking]
+
+
+def rank_all(work: AnnotationWork, world: World, annotator: str, limit: int = 1000) -> list[str]:
+    """Rank, as the truth is, until nothing is left; gives the instances."""
+    seen = []
+    while (instance := work.task(annotator)["instance"]) is not None and len(seen) < limit:
+        seen.append(instance)
+        work.save(annotator, instance, order_of(annotator, instance, world.truth(instance)), 1.5)
+    return seen
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a file of annotations, which are all whole."""
+    text = path.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "annotations"
+
+
+# ------------------------------------------------------------------------------------------------ assignment
+
+
+def test_candidates_are_shown_in_all_places():
+    orders = [shown_order("anna", f"p/{number}", 4) for number in range(400)]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    for place in range(4):
+        counts = Counter(order[place] for order in orders)
+        assert all(70 <= counts[index] <= 130 for index in range(4)), counts  # 100 each, 3.5 deviations
+    assert orders[0] == shown_order("anna", "p/0", 4)
+    assert orders != [shown_order("bob", f"p/{number}", 4) for number in range(400)]
+
+
+def test_fewest_rankings_first_then_an_order_of_the_annotator():
+    names = [f"p/{number}" for number in range(50)]
+    first = {name: next_instance(name, names, [], {}, {}, 3) for name in ("anna", "bob", "carl", "dora", "eve")}
+    assert len(set(first.values())) > 2
+    assert next_instance("anna", names[::-1], [], {}, {}, 3) == first["anna"]
+    counts = dict.fromkeys(names, 1) | {"p/7": 0}
+    assert next_instance("anna", names, [], {}, counts, 3) == "p/7"
+    assert next_instance("anna", names, [], {"p/7"}, counts, 3) != "p/7"
+    # Enough rankings: not asked for, whoever did not do it
+    assert next_instance("anna", ["a", "b"], [], {}, {"a": 3, "b": 3}, 3) is None
+    assert next_instance("anna", ["a", "b"], [], {"b"}, {"a": 3, "b": 3}, 4) == "a"
+
+
+def test_one_in_ten_is_a_gold_question():
+    turns = [
+        [number for number in range(start, start + 10) if is_gold_turn("anna", number)] for start in range(0, 300, 10)
+    ]
+    assert all(len(block) == 1 for block in turns)
+    assert len({block[0] % 10 for block in turns}) > 5  # nobody can count
+    done = [f"d{number}" for number in range(turns[0][0])]
+    assert next_instance("anna", ["a", "b"], ["g"], done, {}, 1) == "g"
+    assert next_instance("anna", ["a", "b"], ["g"], [*done, "x"], {}, 1) in "ab"
+    assert next_instance("anna", ["a", "b"], [], done, {}, 1) in "ab"
+    # None is asked for its own sake
+    assert next_instance("anna", ["a", "b"], ["g"], done, {"a": 1, "b": 1}, 1) is None
+
+
+# ------------------------------------------------------------------------------------------------ ranking
+
+
+def test_everything_is_ranked_by_as_many_as_are_needed(world, folder):
+    work = AnnotationWork(*world, folder, annotations_per_instance=2)
+    assert work.task("anna")["percent"] == 0
+    seen = {name: rank_all(work, world, name) for name in ("anna", "bob", "carl")}
+    last = work.task("anna")
+    assert (last["instance"], last["ranked"], last["percent"]) == (None, 16, 100)
+    assert last["previous"] == seen["anna"][-1]
+    assert [len(set(names)) for names in seen.values()] == [16, 16, 0]  # nothing is left for a third
+    assert seen["anna"] != seen["bob"]
+    annotations = read_annotations(sorted(folder.iterdir()), world.instances)
+    assert Counter(annotation.instance for annotation in annotations) == dict.fromkeys(world.instances["id"], 2)
+    for annotation in annotations:
+        best_first = sorted(range(4), key=lambda index: annotation.ranks[index])
+        assert best_first == world.truth(annotation.instance)
+
+
+def test_what_is_shown_and_written(world, folder):
+    work = AnnotationWork(*world, folder)
+    task = work.task("anna")
+    instance = task["instance"]
+    row = next(row for row in world.instances if row["id"] == instance)
+    sha_of = dict(zip(world.panels["id"], world.panels["sha256"], strict=True))
+    assert task["theme"] == THEME and task["dimensions"] == ["style", "logic"]
+    assert task["reference"] == f"/image/{sha_of[row['reference']]}"
+    shown = shown_order("anna", instance, 4)
+    assert task["images"] == [f"/image/{sha_of[row['candidates'][index]]}" for index in shown]
+    assert task["order"] == [] and task["previous"] is None and not task["was_skipped"]
+    before = datetime.now(UTC) - timedelta(seconds=1)
+    work.save("anna", instance, [3, 1, 0, 2], 2.25)
+    (line,) = read_lines(folder / "anna.jsonl")
+    assert before <= datetime.fromisoformat(line.pop("time")) <= datetime.now(UTC)
+    ranking = [shown[place] for place in (3, 1, 0, 2)]
+    digest = {"digest": row["digest"]}
+    assert line == {"annotator": "anna", "instance": instance, "ranking": ranking, "seconds": 2.2} | digest
+
+
+def test_back_change_and_skip(world, folder):
+    work = AnnotationWork(*world, folder, annotations_per_instance=1)
+    first, second, third = rank_all(work, world, "anna", limit=3)
+    assert [work.task("anna", name)["previous"] for name in (None, third, first)] == [third, second, None]
+    assert work.task("anna", first)["order"] == order_of("anna", first, world.truth(first))
+    # Changed, not added: the later line counts, and its place in the way back stays
+    work.save("anna", first, [1, 2, 3, 0], 0)
+    work.save("anna", second, None, 0)
+    task = work.task("anna")
+    assert (task["previous"], task["ranked"], task["skipped"], task["percent"]) == (third, 2, 1, 12)
+    assert work.task("anna", first)["order"] == [1, 2, 3, 0]
+    assert work.task("anna", second)["was_skipped"] and work.task("anna", second)["order"] == []
+    # What one has skipped, another ranks
+    assert second not in rank_all(work, world, "anna")
+    assert rank_all(work, world, "bob") == [second]
+    assert work.task("anna", "no such instance")["instance"] is None
+    lines = read_lines(folder / "anna.jsonl")
+    assert len(lines) == 18 and lines[4]["skipped"] is True and "ranking" not in lines[4]
+
+
+def test_annotations_of_before_and_a_killed_server(world, folder):
+    """What the web page of earlier versions wrote, the last line cut off in the middle."""
+    folder.mkdir()
+    names = world.instances["id"][:3]
+    lines = [
+        {
+            "annotator": "anna",
+            "instance": names[2],
+            "ranking": [3, 1, 0, 2],
+            "seconds": 4.5,
+            "time": "2025-11-02T10:00:00+00:00",
+        },
+        {
+            "annotator": "anna",
+            "instance": names[0],
+            "skipped": True,
+            "seconds": 1,
+            "time": "2025-11-02T10:00:10+00:00",
+        },
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "anna.jsonl").write_text(text + '{"annotator": "anna", "inst')
+    work = AnnotationWork(*world, folder)
+    task = work.task("anna")
+    assert (task["ranked"], task["skipped"], task["previous"]) == (1, 1, names[0])
+    assert work.task("anna", names[2])["order"] == order_of("anna", names[2], [3, 1, 0, 2])
+    rank_all(work, world, "anna", limit=1)
+    assert read_lines(folder / "anna.jsonl")[:2] == lines
+    assert AnnotationWork(*world, folder).task("anna") == work.task("anna")
+
+
+def test_several_annotators_at_once(world, folder):
+    names = [f"annotator-{number}" for number in range(5)]
+    work = AnnotationWork(*world, folder, annotations_per_instance=3)
+    with ThreadPoolExecutor(10) as pool:
+        seen = list(pool.map(lambda name: rank_all(work, world, name), names * 2))  # everyone in two tabs
+    assert sum(len(read_lines(path)) for path in folder.iterdir()) == sum(map(len, seen))
+    counts = Counter(annotation.instance for annotation in read_annotations(sorted(folder.iterdir()), world.instances))
+    assert set(counts) == set(world.instances["id"]) and min(counts.values()) >= 3
+    # Those who come later are needed where more rankings are wanted
+    assert AnnotationWork(*world, folder, annotations_per_instance=6).task("late")["instance"] is not None
+
+
+GOOD = {"annotator": "anna", "instance": "p 0/0/0/1", "order": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"instance": "p 0/0/0/9"}, "There is no instance 'p 0/0/0/9'"),
+        ({"order": [0, 1]}, "2 of 4 are left"),
+        ({"order": [0, 1, 2, 2]}, "exactly once"),
+        ({"order": [0, 1, 2, 3, 4]}, "ranks 5 candidates"),
+        ({"order": [False, True, 2, 3]}, "exactly once"),
+        ({"annotator": "../anna"}, "The annotator's name is '../anna'"),
+        ({"annotator": ""}, "1 to 40 letters"),
+        ({"annotator": None}, "The annotator's name is None"),
+        ({"annotator": "judge"}, "'judge' is that of an automatic ranking"),
+        ({"annotator": "automatic"}, "'automatic' is that of an automatic ranking"),
+    ],
+)
+def test_bad_rankings_are_refused(world, folder, changes, reason):
+    work = AnnotationWork(*world, folder, not_people=["judge"])
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        work.save(**(GOOD | changes), seconds=1)
+    assert not folder.exists()
+    work.save(**GOOD, seconds=1)
+
+
+def test_full_disk_is_not_counted(world, folder):
+    # A directory that cannot be made, as nothing else fails alike for every user
+    folder.write_text("")
+    work = AnnotationWork(*world, folder)
+    with pytest.raises(OSError):
+        work.save(**GOOD, seconds=1)
+    assert work.task("anna")["ranked"] == 0
+
+
+# ------------------------------------------------------------------------------------------------ gold, judges
+
+
+def write_true_rankings(path: Path, world: World, instances: list[str], annotator: str = "expert") -> Path:
+    lines = [{"annotator": annotator, "instance": name, "ranking": world.truth(name)} for name in instances]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_gold_questions(tmp_path, folder):
+    world = make_world(tmp_path / "world", num_prompts=8)
+    names = world.instances["id"][:]
+    gold = names[::16]
+    write_true_rankings(tmp_path / "gold.jsonl", world, gold)
+    # Looked at by the expert, and not ranked: not a gold question
+    with open(tmp_path / "gold.jsonl", "a") as file:
+        file.write(json.dumps({"annotator": "expert", "instance": names[1], "skipped": True}) + "\n")
+    work = AnnotationWork(*world, folder, annotations_per_instance=1, gold=tmp_path / "gold.jsonl")
+    seen = {"anna": rank_all(work, world, "anna", limit=30), "bob": rank_all(work, world, "bob")}
+    for done in seen.values():
+        places = [place for place, instance in enumerate(done) if instance in gold]
+        assert len(places) >= 3 and [place // 10 for place in places] == list(range(len(places)))
+        assert len(set(done)) == len(done)
+    # 60 that are not gold questions, one ranking each; gold questions are asked of both
+    regular = Counter(instance for done in seen.values() for instance in done if instance not in gold)
+    assert regular == dict.fromkeys([name for name in names if name not in gold], 1)
+    assert work.task("bob")["percent"] == 100
+    # They look like others
+    keys = {(instance in gold, tuple(work.task("anna", instance))) for instance in seen["anna"]}
+    assert {is_gold for is_gold, _ in keys} == {False, True} and len({key for _, key in keys}) == 1
+
+
+def test_wrong_gold(world, folder, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        AnnotationWork(*world, folder, gold=tmp_path / "none.jsonl")
+    folder.mkdir()
+    inside = write_true_rankings(folder / "gold.jsonl", world, world.instances["id"][:2])
+    with pytest.raises(ValueError, match="in the directory of the annotations"):
+        AnnotationWork(*world, folder, gold=inside)
+    inside.unlink()
+    everything = write_true_rankings(tmp_path / "gold.jsonl", world, world.instances["id"][:])
+    with pytest.raises(ValueError, match="All 16 instances are gold questions"):
+        AnnotationWork(*world, folder, gold=everything)
+
+
+def test_a_judge_does_not_take_the_place_of_people(world, folder):
+    folder.mkdir()
+    write_true_rankings(folder / "judge.jsonl", world, world.instances["id"][:], "judge")
+    assert AnnotationWork(*world, folder, annotations_per_instance=1).task("anna")["instance"] is None
+    work = AnnotationWork(*world, folder, annotations_per_instance=1, not_people=["judge"])
+    assert work.task("anna")["percent"] == 0
+    assert len(rank_all(work, world, "anna")) == 16
+
+
+def test_theme_of_a_prompt_without_one(world, folder):
+    prompt = (
+        "THEME: two cats. This image consists of 2 panels in a 1x2 grid layout. "
+        "[LEFT]: a cat sleeps. [RIGHT]: a cat eats."
+    )
+    for text, theme in [(prompt, prompt.partition(" [LEFT]")[0]), ("just two cats", "just two cats")]:
+        prompts = Dataset.from_list([{"id": f"p {number}", "prompt": text} for number in range(2)])
+        task = AnnotationWork(world.instances, world.panels, prompts, folder).task("anna")
+        assert task["theme"] == theme and task["dimensions"] == ["identity", "style", "logic"]
+
+
+# ------------------------------------------------------------------------------------------------ server
+
+
+def test_what_the_server_gives_and_refuses(world, folder, monkeypatch):
+    pytest.importorskip("gradio")
+    asked, lookup = set(), socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **more: asked.add(host) or lookup(host, *rest, **more)
+    )
+    panel = world.panels.cast_column("image", ImageFeature(decode=False))[0]
+    path = Path(panel["image"]["path"])
+    with served(world, folder) as url:
+        answer = requests.get(url, timeout=10)
+        policy = answer.headers["Content-Security-Policy"]
+        assert answer.ok and policy.startswith("default-src 'self' data: blob:;") and "http" not in policy
+        answer = requests.get(f"{url}/image/{panel['sha256']}", timeout=10)
+        assert answer.content == path.read_bytes() and answer.headers["Content-Type"] == "image/png"
+        assert "immutable" in answer.headers["Cache-Control"]
+        # A path is not an address
+        for address in ["image/none", "image/..%2F..%2Fetc%2Fpasswd", f"gradio_api/file={path}", f"file={path}"]:
+            assert requests.get(f"{url}/{address}", timeout=10).status_code in (403, 404), address
+        # A name that was made to point here, and a page of another site
+        assert requests.get(url, headers={"Host": "evil.example"}, timeout=10).status_code == 400
+        for origin, status in [("http://evil.example", 403), ("null", 403), (url, 413)]:
+            answer = requests.post(
+                f"{url}/gradio_api/upload", files={"files": b"too large"}, headers={"Origin": origin}, timeout=10
+            )
+            assert answer.status_code == status, (origin, answer.text)
+    assert not folder.exists()
+    # Nothing is sent anywhere
+    assert {str(host) for host in asked} == {"127.0.0.1"}
+
+
+def test_hosts_and_ports(world, folder, caplog, monkeypatch):
+    pytest.importorskip("gradio")
+    work = AnnotationWork(*world, folder)
+    with pytest.raises(ValueError, match="'0.0.0.0', which stands for all addresses"):
+        serve_annotation(work, "0.0.0.0")
+    with socket.create_server(("127.0.0.1", 0)) as other, caplog.at_level(logging.WARNING):
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"{port}"):
+            serve_annotation(work, port=port)
+        assert "no password" not in caplog.text
+        with pytest.raises(OSError, match=f"{port}"):
+            serve_annotation(work, socket.gethostname(), port)
+        assert "no password" in caplog.text
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    with pytest.raises(ImportError, match=r"paco_trl\[annotate\]"):
+        serve_annotation(work)
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from datasets import load_from_disk
+from paco_trl.dataset_building.annotation_app import serve_annotation
+from paco_trl.dataset_building.annotation_work import AnnotationWork
+root = Path(sys.argv[1])
+data = [load_from_disk(str(root / name)) for name in ("instances", "panels", "prompts")]
+serve_annotation(AnnotationWork(*data, root / "annotations"), port=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_server_runs_until_it_is_stopped(world, tmp_path):
+    pytest.importorskip("gradio")
+    for name, dataset in world._asdict().items():
+        dataset.save_to_disk(str(tmp_path / name))
+    port = free_port()
+    command = [sys.executable, "-u", "-c", SERVE, str(tmp_path), str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            # Gradio's last line before it waits
+            for line in process.stdout:
+                if "public link" in line:
+                    break
+            assert requests.get(f"http://127.0.0.1:{port}", timeout=60).ok
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
