@@ -13,8 +13,8 @@ Builds a dataset of consistent and inconsistent pairs of images, as PaCo-Dataset
     python examples/build_dataset.py reasons --base_url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-72B-Instruct
     python examples/build_dataset.py publish --repo_id user/my-pairs
 
-Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app, or in another tool,
-with `export` and `import`. `python examples/build_dataset.py <stage> --help` lists the options of a stage, which a YAML file
+Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app, or in another tool such as
+Label Studio, with `export` and `import`. `python examples/build_dataset.py <stage> --help` lists the options of a stage, which a YAML file
 can give as well (`--config file.yaml`).
 
 Each stage goes on where it was stopped. The pairs train a judge as they are:
@@ -55,6 +55,7 @@ from paco_trl.dataset_building import (
     diversify_prompts,
     draw_grids,
     export_annotations,
+    export_label_studio,
     export_tasks,
     import_annotations,
     instances_sheet,
@@ -278,8 +279,11 @@ def export(args: ExchangeArguments) -> None:
         export_tasks(instances, result(args, "panels"), drawn_prompts(args), file)
     elif args.what == "annotations":
         export_annotations(read_annotations(annotation_files(annotations_dir(args)), instances), file)
+    elif args.what == "label_studio":
+        config = export_label_studio(instances, result(args, "panels"), drawn_prompts(args), file, args.build_dir)
+        Console().print(f"The labeling configuration of the project is {escape(str(config))}.")
     else:
-        raise ValueError(f"`--what` is {args.what!r}, but must be 'tasks' or 'annotations'.")
+        raise ValueError(f"`--what` is {args.what!r}, but must be 'tasks', 'label_studio' or 'annotations'.")
     Console().print(f"Wrote {escape(str(file))}.")
 
 

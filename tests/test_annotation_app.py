@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotation by people: what is asked of whom, what is written, what is refused."""
+"""Annotation by people: what is asked of whom, what is written, what is refused, and Label Studio."""
 
 import hashlib
 import json
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 import requests
@@ -22,7 +23,7 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image, ImageDraw
 
-from paco_trl.dataset_building import read_annotations
+from paco_trl.dataset_building import export_label_studio, import_annotations, read_annotations
 from paco_trl.dataset_building.annotation_app import serve_annotation
 from paco_trl.dataset_building.annotation_work import AnnotationWork, is_gold_turn, next_instance, shown_order
 
@@ -449,3 +450,89 @@ def test_server_runs_until_it_is_stopped(world, tmp_path):
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+# ------------------------------------------------------------------------------------------------ Label Studio
+
+
+def exported(tasks: list[dict], orders: list[dict[int, list[str] | None]]) -> list[dict]:
+    """What Label Studio exports as JSON: for each task the rankings of some users, the later ones first."""
+    for number, (task, of_users) in enumerate(zip(tasks, orders, strict=True)):
+        task["id"] = number
+        task["annotations"] = [
+            {
+                "id": 100 * number + user,
+                "completed_by": user if number % 2 else {"id": user, "email": "anna@example.com"},
+                "was_cancelled": names is None,
+                "lead_time": 12.5,
+                "result": [
+                    {
+                        "id": "x",
+                        "from_name": "ranking",
+                        "to_name": "candidates",
+                        "type": "ranker",
+                        "value": {"ranker": {"ranking": names}},
+                    }
+                ][: names is not None],
+            }
+            for user, names in reversed(of_users.items())
+        ]
+    return tasks
+
+
+def test_label_studio_there_and_back(world, folder, tmp_path):
+    root = Path(world.panels[0]["image"].filename).parent
+    config = export_label_studio(world.instances, world.panels, world.prompts, tmp_path / "tasks.json", root)
+    assert config == tmp_path / "tasks.xml"
+    view = ElementTree.fromstring(config.read_text())
+    tags = {tag.get("name"): tag for tag in view}
+    assert tags["ranking"].tag == "Ranker" and tags["ranking"].get("toName") == "candidates"
+    tasks = json.loads((tmp_path / "tasks.json").read_text())
+    assert len(tasks) == 16
+    used = {tag.get("value")[1:] for tag in view if (tag.get("value") or "").startswith("$")}
+    assert used <= set(tasks[0]["data"]) and "candidates" in used
+    for task, row in zip(tasks, world.instances, strict=True):
+        data = task["data"]
+        assert (data["instance"], data["prompt"]) == (row["id"], THEME + " " + row["prompt_id"][2:])
+        seed, position = row["reference"].split("/")[1:]
+        assert data["reference"] == f"/data/local-files/?d={row['prompt_id'][2:]}%20%26%20{seed}-{position}.png"
+        for item in data["candidates"]:
+            assert f"%20{item['candidate']}-{1 - int(position)}.png" in item["html"]
+        # Neither the order nor the names say how they were made
+        assert [item["id"] for item in data["candidates"]] == ["#1", "#2", "#3", "#4"]
+    assert len({tuple(item["candidate"] for item in task["data"]["candidates"]) for task in tasks}) > 5
+
+    names = [{item["candidate"]: item["id"] for item in task["data"]["candidates"]} for task in tasks]
+    true = [
+        [of_task[index] for index in world.truth(row["id"])]
+        for of_task, row in zip(names, world.instances, strict=True)
+    ]
+    orders = [{1: order, 7: order[::-1]} if number else {1: None, 7: order} for number, order in enumerate(true)]
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps(exported(tasks, orders)))
+    assert import_annotations(path, folder, world.instances) == {"label-studio-1": 16, "label-studio-7": 16}
+    read = read_annotations([folder / "label-studio-1.jsonl"], world.instances)
+    assert read[0].ranks is None
+    for annotation in read[1:]:
+        assert sorted(range(4), key=annotation.ranks.__getitem__) == world.truth(annotation.instance)
+
+    # Nothing of a file that does not fit is taken: other images, an incomplete or an unknown ranking
+    for change, reason in [
+        (lambda task: task["data"].update(digest="other"), "other images"),
+        (
+            lambda task: task["annotations"][0]["result"][0]["value"]["ranker"]["ranking"].pop(),
+            "exactly once|incomplete",
+        ),
+        (lambda task: task["annotations"][0]["result"].clear(), "not one of this dataset"),
+        (lambda task: task["data"].pop("instance"), "KeyError: 'instance'"),
+    ]:
+        broken = json.loads(path.read_text())
+        change(broken[3])
+        (tmp_path / "broken.json").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=reason):
+            import_annotations(tmp_path / "broken.json", tmp_path / "nothing", world.instances)
+    assert not (tmp_path / "nothing").exists()
+    with pytest.raises(ValueError, match="is not below"):
+        export_label_studio(world.instances, world.panels, world.prompts, tmp_path / "tasks.json", tmp_path)
+    with pytest.raises(ValueError, match=r"must end in \.json"):
+        export_label_studio(world.instances, world.panels, world.prompts, tmp_path / "tasks.csv", root)

@@ -291,20 +291,27 @@ class ExchangeArguments:
         build_dir (`str`, *optional*, defaults to `"build"`):
             Folder of the whole dataset, with a folder for each stage.
         file (`str`, *optional*):
-            The file: `.csv` or `.json` to write, also `.jsonl` to read.
+            The file: `.csv` or `.json` to write, also `.jsonl` to read. A project that Label Studio exported as JSON is
+            read too.
         what (`str`, *optional*, defaults to `"tasks"`):
-            What to write: `tasks` (the instances with their image files) or `annotations`.
+            What to write: `tasks` (the instances with their image files), `label_studio` (tasks of a project, and its
+            labeling configuration) or `annotations`.
     """
 
     build_dir: str = field(
         default="build", metadata={"help": "Folder of the whole dataset, with a folder for each stage."}
     )
     file: str | None = field(
-        default=None, metadata={"help": "The file: `.csv` or `.json` to write, also `.jsonl` to read."}
+        default=None,
+        metadata={
+            "help": "The file: `.csv` or `.json` to write, also `.jsonl` to read. A project that Label Studio exported as JSON is read too."
+        },
     )
     what: str = field(
         default="tasks",
-        metadata={"help": "What to write: `tasks` (the instances with their image files) or `annotations`."},
+        metadata={
+            "help": "What to write: `tasks` (the instances with their image files), `label_studio` (tasks of a project, and its labeling configuration) or `annotations`."
+        },
     )
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..utils.files import digest, write_atomically
 from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
+from .label_studio import LABELING_CONFIG, is_label_studio, label_studio_tasks, records_of_label_studio
 
 
 if TYPE_CHECKING:
@@ -180,15 +181,17 @@ def _parse_records(path: Path, text: str) -> list[tuple[str, Any]]:
             # The empty cell of an instance that cannot be ranked
             rows.append((place, record if row["ranking"].strip() else record | {"skipped": True}))
         return rows
+    if path.suffix != ".json":
+        raise ValueError(f"{path} is no file of annotations. It must end in .jsonl, .json or .csv.")
     try:
-        if path.suffix == ".json":
-            records = json.loads(text)
-            if not isinstance(records, list):
-                raise ValueError("it is no list of records")
-            return [(f"{path.name}, record {number}", record) for number, record in enumerate(records)]
+        records = json.loads(text)
+        if not isinstance(records, list):
+            raise ValueError("it is not a list of records")
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}). {_REMEDY}") from error
-    raise ValueError(f"{path} is no file of annotations. It must end in .jsonl, .json or .csv.")
+    if is_label_studio(records):
+        records = records_of_label_studio(records)
+    return [(f"{path.name}, record {number}", record) for number, record in enumerate(records)]
 
 
 def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[Annotation]:
@@ -286,7 +289,7 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
 
     Args:
         path (`str` or `Path`):
-            The file (`.jsonl`, `.json` or `.csv`).
+            The file (`.jsonl`, `.json` or `.csv`; `.json` may be a project that Label Studio exported).
         folder (`str` or `Path`):
             Folder of the annotations. What an annotator already has there stays, and is replaced where the file has
             the same instance.
@@ -418,3 +421,36 @@ def export_tasks(instances: "Dataset", panels: "Dataset", prompts: "Dataset", pa
             }
         )
     _write(rows, path)
+
+
+def export_label_studio(
+    instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path, root: str | Path
+) -> Path:
+    """
+    Write the ranking instances as tasks for Label Studio, and beside them the labeling configuration.
+
+    Args:
+        instances ([`~datasets.Dataset`]):
+            The ranking instances.
+        panels ([`~datasets.Dataset`]):
+            The panels, with images given by path.
+        prompts ([`~datasets.Dataset`]):
+            The prompts.
+        path (`str` or `Path`):
+            The file of the tasks, `.json`. [`import_annotations`] reads the JSON file that Label Studio exports.
+        root (`str` or `Path`):
+            Directory that Label Studio serves files from (`LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT`).
+
+    Returns:
+        `Path`: the file of the labeling configuration, with the ending `.xml`.
+
+    Raises:
+        ValueError: If there are no instances, `path` does not end in `.json`, or a panel is not below `root`.
+    """
+    path = Path(path)
+    if path.suffix != ".json":
+        raise ValueError(f"{path} must end in .json.")
+    _write(label_studio_tasks(instances, panels, prompts, root), path)
+    config = path.with_suffix(".xml")
+    write_atomically(config, LABELING_CONFIG)
+    return config

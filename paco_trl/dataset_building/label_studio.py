@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Ranking instances as tasks of a Label Studio project, and the rankings made there.
+
+The formats are those of https://labelstud.io/tags/ranker and https://labelstud.io/guide/task_format, checked against
+label-studio-sdk 2.1.2.
+"""
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from ..utils.files import digest
+from ..utils.text import shorten
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+LABELING_CONFIG = """<View>
+  <Style>.htx-ranker-item img { max-width: 100%; max-height: 320px; }</Style>
+  <Header value="Drag the candidates into order: the most consistent with the reference comes first." />
+  <Text name="prompt" value="$prompt" />
+  <Image name="reference" value="$reference" />
+  <List name="candidates" value="$candidates" title="Candidates" />
+  <Ranker name="ranking" toName="candidates" />
+</View>
+"""
+
+
+def label_studio_tasks(
+    instances: "Dataset", panels: "Dataset", prompts: "Dataset", root: str | Path
+) -> list[dict[str, Any]]:
+    """Make tasks for [`LABELING_CONFIG`], with images by their paths below `root`, from which they are served."""
+    from datasets import Image
+
+    columns = panels.cast_column("image", Image(decode=False)).select_columns(["id", "image"])[:]
+    files = {name: image["path"] for name, image in zip(columns["id"], columns["image"], strict=True)}
+    texts = dict(zip(prompts["id"][:], prompts["prompt"][:], strict=True))
+    root = Path(root).resolve()
+
+    def address(panel: str) -> str:
+        path = Path(files[panel]).resolve()
+        if not path.is_relative_to(root):
+            raise ValueError(
+                f"The panel {panel!r} ({path}) is not below {root}, from which Label Studio serves files."
+            )
+        # Not a data URL: the list's HTML is sanitized, and loses these
+        # (https://github.com/HumanSignal/label-studio/blob/develop/web/libs/editor/src/utils/html.js)
+        return f"/data/local-files/?d={quote(str(path.relative_to(root)))}"
+
+    tasks = []
+    for row in instances.with_format(None):
+        # In an order that does not tell how they were made. The id is shown too, and plain numbers would be sorted
+        # (https://github.com/HumanSignal/label-studio/blob/develop/web/libs/editor/src/components/Ranker/Item.tsx)
+        shown = sorted(range(len(row["candidates"])), key=lambda index: digest([row["id"], index]))
+        candidates = [
+            {
+                "id": f"#{place}",
+                "candidate": index,
+                "html": f'<img src="{html.escape(address(row["candidates"][index]))}">',
+            }
+            for place, index in enumerate(shown, start=1)
+        ]
+        data = {
+            "instance": row["id"],
+            "digest": row.get("digest"),
+            "prompt": texts[row["prompt_id"]],
+            "reference": address(row["reference"]),
+            "candidates": candidates,
+        }
+        tasks.append({"data": data})
+    return tasks
+
+
+def is_label_studio(records: Sequence[Any]) -> bool:
+    """Whether the records of a JSON file are tasks that Label Studio exported."""
+    return bool(records) and isinstance(records[0], dict) and {"data", "annotations"} <= set(records[0])
+
+
+def records_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of annotations in exported tasks, by annotators named `label-studio-<user id>`."""
+    records = []
+    for task in tasks:
+        try:
+            data = task["data"]
+            known = {name: data[name] for name in ("instance", "digest") if data[name] is not None}
+            index_of = {item["id"]: item["candidate"] for item in data["candidates"]}
+            for annotation in sorted(task["annotations"], key=lambda annotation: annotation["id"]):
+                user = annotation["completed_by"]  # an id, or an object that has it
+                user = user["id"] if isinstance(user, dict) else user
+                record = {"annotator": f"label-studio-{user}", **known}
+                if annotation.get("was_cancelled"):
+                    records.append(record | {"skipped": True})
+                    continue
+                (names,) = [
+                    result["value"]["ranker"]["ranking"]
+                    for result in annotation["result"]
+                    if result["type"] == "ranker"
+                ]
+                records.append(record | {"ranking": [index_of[name] for name in names]})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The task {shorten(task)} is not one of this dataset with a ranking by Label Studio's Ranker "
+                f"({type(error).__name__}: {error}). Export the project as JSON."
+            ) from error
+    return records
