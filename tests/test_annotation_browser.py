@@ -309,7 +309,7 @@ def test_names_and_a_full_disk(folder, url, sit_down):
     # A directory in place of the file: nothing else fails alike for every user
     (folder / "gina.jsonl").mkdir()
     fred.press("2", "1", "3", "4", "Enter")
-    fred.says("Is a directory")
+    fred.says("The ranking was not saved: Is a directory.")
     fred.expect([2, 1, 3, 4])
     (folder / "gina.jsonl").rmdir()
     fred.step("Enter")

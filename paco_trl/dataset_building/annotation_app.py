@@ -182,11 +182,12 @@ def _errors_on_the_page() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
+        message = str(error)
         if isinstance(error, OSError):
             logger.error(f"Saving a ranking failed: {error}")
-        # Gradio shows the message as HTML
-        message = error.strerror if isinstance(error, OSError) else str(error)
-        raise gr.Error(html.escape(message), title="Not saved", duration=4, print_exception=False) from error
+            message = f"The ranking was not saved: {error.strerror}."
+        # Gradio shows it as HTML
+        raise gr.Error(html.escape(message), duration=4, print_exception=False) from error
 
 
 def make_app(work: AnnotationWork) -> "Blocks":
