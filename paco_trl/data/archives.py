@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of a published folder: beside its records, or in zip and tar archives."""
+"""Images of a published folder: unpacked, or in zip and tar archives."""
 
 import filecmp
 import hashlib
@@ -58,7 +58,7 @@ def _extract(archive: Path) -> Path:
 
 
 class ImageFinder:
-    """Finds images in a folder, beside its records or in its archives, which are extracted when first needed."""
+    """Finds images in a folder or in its archives, which are extracted when first needed."""
 
     def __init__(self, folder: Path, num_proc: int | None = None):
         self.folder = folder
@@ -68,7 +68,7 @@ class ImageFinder:
 
     @cached_property
     def extracted(self) -> list[tuple[PurePath, Path]]:
-        """Each archive's path in the folder, and the folder that it is extracted to."""
+        """Extract all archives: the path of each in the folder, and its folder in the cache."""
         archives = []
         for path in sorted(self.folder.rglob("*")):
             # `hf download --local-dir` keeps `.cache/huggingface/download/images.zip.metadata`
@@ -84,7 +84,7 @@ class ImageFinder:
         return [(path.relative_to(self.folder), folder) for path, folder in zip(archives, folders, strict=True)]
 
     def find(self, path: PurePath) -> str:
-        """Give the file of an image. The errors go on after `<file>, record <number>: `."""
+        """Find the file of an image. The errors continue `<file>, record <number>: `."""
         if path not in self.found:
             beside = self.folder / path
             self.found[path] = str(beside if beside.is_file() else self._find_in_archives(path))

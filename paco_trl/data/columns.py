@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks of datasets share."""
+"""What the checks of datasets share: types of columns, lists of images, lengths."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +8,21 @@ from ..utils.text import shorten
 
 if TYPE_CHECKING:
     import numpy as np
-    from datasets import Dataset
+    from datasets import Dataset, Features
+
+
+def column_types(**kinds: Any) -> "Features":
+    """Give the types of columns: by the names of Arrow or `"image"`, a list of one of them for a list, or a dictionary."""
+    from datasets import Features, Image, List, Value
+
+    def type_of(kind: Any) -> Any:
+        if isinstance(kind, list):
+            return List(type_of(kind[0]))
+        if isinstance(kind, dict):
+            return {name: type_of(one) for name, one in kind.items()}
+        return Image() if kind == "image" else Value(kind)
+
+    return Features({name: type_of(kind) for name, kind in kinds.items()})
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:
@@ -33,21 +47,36 @@ def check_is_dataset(dataset: Any, name: str) -> None:
         raise ValueError(f"`{name}` has no rows. Check the file, the split or the filter that it comes from.")
 
 
-def check_image_list(dataset: "Dataset", column: str, name: str) -> None:
-    """Check that a column holds lists of images that are decoded when they are read."""
-    from datasets import Image, LargeList, List
+def _check_image_type(
+    feature: Any, of_column: Any, names: tuple[str, str], kinds: tuple[str, str], decoded: bool
+) -> None:
+    from datasets import Image
 
-    feature = dataset.features[column]
-    inner = feature.feature if isinstance(feature, (List, LargeList)) else None
-    if not isinstance(inner, Image) or not inner.decode:
+    if not isinstance(feature, Image) or decoded and not feature.decode:
         raise ValueError(
-            f"The column `{column}` of `{name}` has the type {shorten(feature)}, but it must be a list of images. "
-            f'Convert it: `dataset.cast_column("{column}", datasets.List(datasets.Image()))`.'
+            f"The column `{names[0]}` of `{names[1]}` has the type {shorten(of_column)}, but it must be {kinds[0]}. Convert "
+            f'it (paths become images): `dataset.cast_column("{names[0]}", {kinds[1]})`.'
         )
 
 
+def check_image_column(dataset: "Dataset", column: str, name: str, decoded: bool = True) -> None:
+    """Check that a column holds images, decoded when they are read unless `decoded` is `False`."""
+    feature = dataset.features[column]
+    _check_image_type(feature, feature, (column, name), ("an image", "datasets.Image()"), decoded)
+
+
+def check_image_list(dataset: "Dataset", column: str, name: str, decoded: bool = True) -> None:
+    """Check that a column holds lists of images, decoded when they are read unless `decoded` is `False`."""
+    from datasets import LargeList, List
+
+    feature = dataset.features[column]
+    inner = feature.feature if isinstance(feature, (List, LargeList)) else None
+    kinds = ("a list of images", "datasets.List(datasets.Image())")
+    _check_image_type(inner, feature, (column, name), kinds, decoded)
+
+
 def list_lengths(dataset: "Dataset", column: str) -> "np.ndarray":
-    """Give the lengths of the lists in a column without reading what is in them."""
+    """Compute the lengths of the lists in a column without reading what is in them."""
     import pyarrow.compute as pc
 
     # Arrow keeps the lengths beside the values: the bytes of the images are not touched

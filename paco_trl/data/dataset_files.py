@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loaders of published folders share: finding the folder, refusing unsafe paths, leaving out broken rows."""
+"""What the loaders of datasets share: finding files, reading JSON, refusing unsafe paths, leaving out broken rows."""
 
+import json
 import logging
 import os.path
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ..utils.names import is_local
 
 
 if TYPE_CHECKING:
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
+_SAVED = ("state.json", "dataset_dict.json")  # by `save_to_disk`
 
 
 def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
@@ -23,7 +27,7 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
         return folder.absolute()
     if folder.is_file():
         raise ValueError(f"{str(path)!r} is a file, but a dataset is a folder. Give the folder that the file is in.")
-    if isinstance(path, Path) or path.startswith((".", "/", "~")):
+    if isinstance(path, Path) or is_local(path):
         raise FileNotFoundError(
             f"There is no folder {str(path)!r}. Check the path, or give the id of a dataset on the Hub."
         )
@@ -32,18 +36,45 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
 
 
+def find_prompts(name: str | Path, what: str) -> Path:
+    """Find a file or folder of prompts; a path that does not exist can be a Hub id."""
+    path = Path(name).expanduser()
+    if not path.exists() and (isinstance(name, Path) or is_local(name) or path.suffix in (".json", ".jsonl")):
+        raise FileNotFoundError(
+            f"There is no file or folder {str(name)!r} with {what}. Check the path; the image-set prompts that come with "
+            "the package are at `paco_trl.data.demo_prompts_path()`."
+        )
+    if path.is_file() and path.suffix not in (".json", ".jsonl"):
+        raise ValueError(f"The file {str(path)!r} is not read: {what} are `.jsonl` or `.json` files.")
+    return path
+
+
+def is_saved(path: str | Path) -> bool:
+    """Tell whether `save_to_disk` wrote a folder."""
+    return any((Path(path) / marker).is_file() for marker in _SAVED)
+
+
 def load_split(path: str | Path, split: str) -> "Dataset":
     """Load a split of a dataset: saved with `save_to_disk`, or anything that [`~datasets.load_dataset`] reads."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 
-    if not any((Path(path) / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
-        return load_dataset(str(path), split=split)
-    dataset = load_from_disk(str(path))
+    folder = Path(path).expanduser()
+    if not is_saved(folder):
+        return load_dataset(str(folder if folder.is_dir() else path), split=split)
+    dataset = load_from_disk(str(folder))
     if not isinstance(dataset, DatasetDict):
         return dataset
     if split not in dataset:
         raise ValueError(f"There is no split {split!r} in {path}, only {list(dataset)}.")
     return dataset[split]
+
+
+def dataset_of_rows(rows: list[dict[str, Any]]) -> "Dataset":
+    """Make a dataset of rows, with the keys of all of them: `Dataset.from_list` takes those of the first row."""
+    from datasets import Dataset
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
 
 
 def find_dataset_file(folder: Path, name: str) -> Path:
@@ -57,6 +88,35 @@ def find_dataset_file(folder: Path, name: str) -> Path:
             f"There is no file {name!r} in {folder}, only: {listed}. Check the name, or that the folder is complete."
         )
     return folder / name
+
+
+def parse_json(text: str, where: str | Path) -> Any:
+    """Parse a text as JSON; an error says where it is from."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{where} is not valid JSON ({error}). Correct the file, or download it again: a clone without Git LFS has "
+            "only a pointer."
+        ) from error
+
+
+def read_json_lines(path: Path) -> list[tuple[str, Any]]:
+    """Read the JSON of each line, with the place that it is at."""
+    # Not `splitlines`, which would also cut at characters that JSON allows inside a string
+    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+    return [
+        (place, parse_json(line, place))
+        for place, line in ((f"{path.name}, line {n}", s) for n, s in lines if s.strip())
+    ]
+
+
+def read_json_objects(path: Path, wanted: str) -> dict[str, dict[str, Any]]:
+    """Read a JSON object of objects."""
+    content = parse_json(path.read_text(encoding="utf-8"), path)
+    if not isinstance(content, dict) or not all(isinstance(value, dict) for value in content.values()):
+        raise ValueError(f"{path} must be a JSON object of objects: {wanted}.")
+    return content
 
 
 def path_inside(path: str) -> PurePath:
@@ -73,7 +133,7 @@ def path_inside(path: str) -> PurePath:
 
 
 def settle_broken(broken: list[str], total: int, what: str, skip_broken: bool) -> None:
-    """Decide what becomes of broken rows: an error, or a warning that they are left out."""
+    """Raise an error for broken rows, or warn that they are left out."""
     if not broken:
         return
     if not skip_broken:

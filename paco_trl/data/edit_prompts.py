@@ -7,7 +7,6 @@ The columns are `prompt` (the instruction), `image` (the source) or `images` (a 
 
 import hashlib
 import logging
-import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from ..utils.text import shorten
-from .columns import check_is_dataset
-from .dataset_files import path_inside
+from .columns import check_image_column, check_image_list, check_is_dataset, column_types, list_lengths
+from .dataset_files import dataset_of_rows, find_prompts, load_split, path_inside
 from .image_sets import check_row, read_json_rows
-from .source_images import SourceImages
+from .source_images import MANY_ROWS, SourceImages
+from .texts import normalized
 
 
 if TYPE_CHECKING:
@@ -36,15 +36,10 @@ _GRID_COLUMNS = ["rows", "cols", "panels"]
 _THUMBNAIL = 16
 _LOOKS_THE_SAME = 8
 
-# Rows from which on a comparison shows a progress bar
-_MANY_ROWS = 1000
-
 
 def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     """
-    Check that a dataset is in the format of editing prompts, without reading its images.
-
-    Images are not opened: [`SourceImages`] does that.
+    Check that a dataset has the format of editing prompts, without opening its images ([`SourceImages`] does that).
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -53,17 +48,15 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
             Name of the dataset in errors.
 
     Raises:
-        TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If it has no rows, if a column is missing or of the wrong type, if there are both `image` and
-            `images`, or if a row has an empty instruction, half a size, or a grid that its panels do not fit.
+        TypeError: If it is not a [`~datasets.Dataset`].
+        ValueError: If it has no rows, a column is missing or of the wrong type, there are both `image` and `images`,
+        or a row has an empty instruction, half a size, or a grid that its panels do not fit.
     """
     check_is_dataset(dataset, name)
     names = dataset.column_names
     sources = [column for column in ("image", "images") if column in names]
     if "prompt" not in names or not sources:
-        missing = [
-            column for column, there in (("prompt", "prompt" in names), ("image` or `images", sources)) if not there
-        ]
+        missing = ["prompt"] * ("prompt" not in names) + ["image` or `images"] * (not sources)
         hint = "Rename or add them."
         if _is_gedit(names):
             hint = "These look like raw GEdit-Bench rows: `paco_trl.data.convert_gedit_bench(dataset)`."
@@ -80,7 +73,10 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
             f"`{name}` has both `image` and `images`, and nothing says which of them is edited. Remove one: "
             '`dataset.remove_columns("image")`.'
         )
-    _check_image_column(dataset, sources[0], name)
+    if sources == ["image"]:
+        check_image_column(dataset, "image", name, decoded=False)
+    else:
+        check_image_list(dataset, "images", name, decoded=False)
 
     plain = dataset.with_format(None)
     prompts = list(plain["prompt"])
@@ -110,23 +106,6 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
             check_row(row, prompts[row], *values)
 
 
-def _check_image_column(dataset: "Dataset", column: str, name: str) -> None:
-    from datasets import Image as ImageFeature
-    from datasets import LargeList, List
-
-    feature = dataset.features[column]
-    if column == "image":
-        fits, wanted, cast = isinstance(feature, ImageFeature), "an image", "datasets.Image()"
-    else:
-        fits = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, ImageFeature)
-        wanted, cast = "a list of images", "datasets.List(datasets.Image())"
-    if not fits:
-        raise ValueError(
-            f"The column `{column}` of `{name}` has the type {shorten(feature)}, but it must be {wanted}. Convert it "
-            f'(paths become images): `dataset.cast_column("{column}", {cast})`.'
-        )
-
-
 def _is_gedit(names: Iterable[str]) -> bool:
     return "instruction" in names and ("input_image_raw" in names or "input_image" in names)
 
@@ -139,9 +118,7 @@ def convert_gedit_bench(
     dataset: "Dataset", language: str | None = None, source_column: str | None = None
 ) -> "Dataset":
     """
-    Convert raw rows of GEdit-Bench (https://huggingface.co/papers/2504.17761) to editing prompts.
-
-    Images are not decoded or copied.
+    Convert raw rows of GEdit-Bench (https://huggingface.co/papers/2504.17761) to editing prompts. No image is decoded.
 
     The columns are those that public code reads from `stepfun-ai/GEdit-Bench`: `key`, `task_type`, `instruction`,
     `instruction_language`, `input_image`, `input_image_raw` and `Intersection_exist`. They were not compared with the
@@ -151,20 +128,20 @@ def convert_gedit_bench(
         dataset ([`~datasets.Dataset`]):
             The raw rows.
         language (`str`, *optional*):
-            Language of the instructions to keep, `"en"` or `"cn"`. When left out, all.
+            Language of the instructions to keep, `"en"` or `"cn"`; all if `None`.
         source_column (`str`, *optional*):
-            Column that becomes `image`. When left out, `input_image_raw`, in its own size, or `input_image` where that
-            column is missing. The benchmark's own script shows its judge `input_image`.
+            Column that becomes `image`. If `None`, `input_image_raw`, in its own size, or else `input_image`, which
+            the benchmark's own script shows its judge.
 
     Returns:
-        [`~datasets.Dataset`]: the columns `id` (the key), `prompt`, `image`, `task_type` and `language`, and where the
-        rows have `Intersection_exist`, `intersection` (bool): whether the row is in the subset of instructions that all
-        models of the benchmark's authors answered.
+        [`~datasets.Dataset`]: the columns `id` (the key), `prompt`, `image`, `task_type`, `language` and, if the rows
+        have `Intersection_exist`, `intersection` (bool): whether all models of the benchmark's authors answered the
+        row.
 
     Raises:
-        TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If a column is missing, if an instruction is empty, if no row is in this language, or if a value of
-            `Intersection_exist` is neither true nor false.
+        TypeError: If it is not a [`~datasets.Dataset`].
+        ValueError: If a column is missing, an instruction is empty, no row is in this language, or a value of
+        `Intersection_exist` is neither true nor false.
 
     Example:
 
@@ -201,8 +178,7 @@ def convert_gedit_bench(
     dataset = dataset.select_columns(list(renamed)).rename_columns(
         {old: new for old, new in renamed.items() if old != new}
     )
-    if subset is not None:
-        dataset = dataset.add_column("intersection", subset)
+    dataset = dataset if subset is None else dataset.add_column("intersection", subset)
     check_edit_columns(dataset)
     return dataset
 
@@ -224,12 +200,10 @@ def convert_sharegpt_4o_image(
     """
     Convert raw editing rows of ShareGPT-4o-Image (https://huggingface.co/papers/2506.18095) to editing prompts.
 
-    The images that GPT-4o made of the sources are not needed and left out; `id` is the path of that image, where there
-    is one. Images are stored as paths; that the files exist is checked.
-
     The layout is the one that public code reads from `text_and_image_to_image.json` of
-    `FreedomIntelligence/ShareGPT-4o-Image`: `input_prompt`, `input_image` (a list of paths) and `output_image`, with
-    the images in tar archives, to be extracted first. It was not compared with the data on the Hub.
+    `FreedomIntelligence/ShareGPT-4o-Image`: `input_prompt`, `input_image` (a list of paths) and `output_image` (not
+    read; its path becomes `id`), with the images in tar archives, to be extracted first. It was not compared with the
+    data on the Hub. Images are stored as paths.
 
     Args:
         rows (`Iterable[Mapping]` or [`~datasets.Dataset`]):
@@ -237,17 +211,15 @@ def convert_sharegpt_4o_image(
         image_folder (`str` or `Path`):
             Folder that the paths are relative to.
         max_images (`int`, *optional*):
-            Largest number of sources of a row; rows with more are left out, and counted. When left out, all are kept.
+            Largest number of sources of a row; rows with more are left out, and counted. No limit if `None`.
 
     Returns:
         [`~datasets.Dataset`]: the columns `id`, `prompt` and `image`, or `images` if any row has several sources.
 
     Raises:
-        ValueError: With the number of the row: a text or a path is missing, or there is no such file. Or no row is
-            left.
+        ValueError: If a text, a path or a file is missing (with the number of the row), or no row is left.
     """
-    from datasets import Dataset, Features, List, Value
-    from datasets import Image as ImageFeature
+    from datasets import Dataset
 
     folder = Path(image_folder).expanduser().absolute()
     ids, prompts, sources, left_out = [], [], [], 0
@@ -269,23 +241,19 @@ def convert_sharegpt_4o_image(
     _report_left_out(left_out, max_images)
     if not prompts:
         raise ValueError("ShareGPT-4o-Image has no rows. Check the file that they come from, and `max_images`.")
-    features = {"id": Value("string"), "prompt": Value("string")}
     if all(len(paths) == 1 for paths in sources):
-        column, images, feature = "image", [path for (path,) in sources], ImageFeature()
+        images, kinds = {"image": [path for (path,) in sources]}, {"image": "image"}
     else:
-        column, images, feature = "images", sources, List(ImageFeature())
-    return Dataset.from_dict(
-        {"id": ids, "prompt": prompts, column: images}, features=Features({**features, column: feature})
-    )
+        images, kinds = {"images": sources}, {"images": ["image"]}
+    features = column_types(id="string", prompt="string", **kinds)
+    return Dataset.from_dict({"id": ids, "prompt": prompts, **images}, features=features)
 
 
 def _at_most(dataset: "Dataset", max_images: int) -> "Dataset":
-    """The rows with so many source images at most. Nothing is decoded."""
-    table = dataset.select_columns("images").with_format("arrow")
-    counts = [len(table[row].column("images")[0].values or []) for row in range(len(dataset))]
-    kept = [row for row, count in enumerate(counts) if count <= max_images]
-    _report_left_out(len(counts) - len(kept), max_images)
-    if not kept:
+    """Keep the rows with so many source images at most. Nothing is decoded."""
+    kept = (list_lengths(dataset, "images") <= max_images).nonzero()[0]
+    _report_left_out(len(dataset) - len(kept), max_images)
+    if len(kept) == 0:
         raise ValueError(f"All rows have more than {max_images} source image(s) (`max_images`): none is left.")
     return dataset.select(kept)
 
@@ -311,34 +279,24 @@ def _find_image(path: Any, folder: Path, where: str) -> str:
 
 
 def _edit_rows_of_file(path: Path, image_folder: str | Path | None, max_images: int | None) -> "Dataset":
-    from datasets import Dataset, List
-    from datasets import Image as ImageFeature
-
     rows = read_json_rows(path)
     folder = path.absolute().parent if image_folder is None else Path(image_folder).expanduser().absolute()
-    # Every key of every row: `Dataset.from_list` takes the keys of the first row only
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = {name for row in rows for name in row}
     if _is_sharegpt(names) and "prompt" not in names:
         return convert_sharegpt_4o_image(rows, folder, max_images)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    if "image" in columns:
-        columns["image"] = [
-            _find_image(image, folder, f"Row {number} of {path}") for number, image in enumerate(columns["image"])
-        ]
-    if "images" in columns:
-        for number, images in enumerate(columns["images"]):
+    types = column_types(image="image", images=["image"])
+    for number, row in enumerate(rows):
+        where = f"Row {number} of {path}"
+        if "image" in names:
+            row["image"] = _find_image(row.get("image"), folder, where)
+        if "images" in names:
+            images = row.get("images")
             if not isinstance(images, list) or not images:
-                raise ValueError(
-                    f"Row {number} of {path}: `images` is {images!r}. It must be a list of at least one path."
-                )
-        columns["images"] = [
-            [_find_image(image, folder, f"Row {number} of {path}") for image in images]
-            for number, images in enumerate(columns["images"])
-        ]
-    dataset = Dataset.from_dict(columns)
-    for name, feature in (("image", ImageFeature()), ("images", List(ImageFeature()))):
-        if name in columns:
-            dataset = dataset.cast_column(name, feature)
+                raise ValueError(f"{where}: `images` is {images!r}. It must be a list of at least one path.")
+            row["images"] = [_find_image(image, folder, where) for image in images]
+    dataset = dataset_of_rows(rows)
+    for name in names & set(types):
+        dataset = dataset.cast_column(name, types[name])
     return dataset
 
 
@@ -351,30 +309,25 @@ def load_edit_prompts(
     source_column: str | None = None,
 ) -> "Dataset":
     """
-    Load editing prompts, from the Hub or from disk, and check their columns. Images are not decoded.
+    Load editing prompts from the Hub or from disk, and check their columns. Images are not decoded.
 
     Raw rows of GEdit-Bench and ShareGPT-4o-Image are converted, see [`convert_gedit_bench`] and
-    [`convert_sharegpt_4o_image`]; what these say of the layout of the published data holds here too.
+    [`convert_sharegpt_4o_image`].
 
     Args:
         name_or_path (`str` or `Path`):
-            One of:
-
-            - a `.jsonl` file, or a `.json` file with a list of rows or with one row on each line, with the paths of
-              the images in it; ShareGPT-4o-Image is such a file;
-            - a folder written by `save_to_disk` of a [`~datasets.Dataset`] or [`~datasets.DatasetDict`];
-            - any other folder that [`~datasets.load_dataset`] reads, or the id of a dataset on the Hub.
+            A `.jsonl` or `.json` file with the paths of the images in it, such as ShareGPT-4o-Image's; a folder
+            written by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
-            Split to load. A file, or a saved `Dataset`, is one split, which is loaded whatever its name.
+            Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
         image_folder (`str` or `Path`, *optional*):
-            Folder that the paths in a file are relative to, and that they may not leave. When left out, the folder of
-            the file.
+            Folder that the paths in a file are relative to, and that they may not leave. If `None`, the folder of the
+            file.
         exclude ([`~datasets.Dataset`], *optional*):
-            Editing prompts that must not be trained on, such as a benchmark's: rows that are among them are left out,
-            see [`disjoint_from`].
+            Editing prompts that must not be trained on, such as a benchmark's, see [`disjoint_from`].
         max_images (`int`, *optional*):
             Largest number of source images of a row, such as the pipeline takes; rows with more are left out, and
-            counted. When left out, all are kept.
+            counted. No limit if `None`.
         source_column (`str`, *optional*):
             Column of raw GEdit-Bench rows that becomes `image`, see [`convert_gedit_bench`]. Other rows are an error.
 
@@ -383,8 +336,8 @@ def load_edit_prompts(
 
     Raises:
         FileNotFoundError: If `name_or_path` is a local path and does not exist.
-        ValueError: If there is no such split, if the rows are not editing prompts, if a file names an image that is
-            not there, or if `exclude` leaves no rows.
+        ValueError: If there is no such split, the rows are not editing prompts, an image file is missing, or no row is
+        left.
 
     Example:
 
@@ -395,16 +348,11 @@ def load_edit_prompts(
     >>> dataset = load_edit_prompts("ShareGPT-4o-Image/text_and_image_to_image.json", exclude=benchmark)
     ```
     """
-    path = Path(name_or_path).expanduser()
-    looks_local = isinstance(name_or_path, Path) or name_or_path.startswith((".", "/", "~"))
-    if not path.exists() and (looks_local or path.suffix in (".json", ".jsonl")):
-        raise FileNotFoundError(f"There is no file or folder {str(name_or_path)!r} with editing prompts.")
+    path = find_prompts(name_or_path, "editing prompts")
     if path.is_file():
-        if path.suffix not in (".json", ".jsonl"):
-            raise ValueError(f"The file {str(path)!r} is not read: editing prompts are `.jsonl` or `.json` files.")
         dataset = _edit_rows_of_file(path, image_folder, max_images)
     else:
-        dataset = _load_split(path, str(name_or_path), split)
+        dataset = load_split(name_or_path, split)
         if _is_sharegpt(dataset.column_names) and "prompt" not in dataset.column_names:
             if image_folder is None:
                 raise ValueError(
@@ -416,7 +364,7 @@ def load_edit_prompts(
             dataset = convert_sharegpt_4o_image(rows, image_folder, max_images)
         elif image_folder is not None:
             raise ValueError(
-                f"`image_folder` is {str(image_folder)!r}, but {str(name_or_path)!r} is no file with paths in it: its "
+                f"`image_folder` is {str(image_folder)!r}, but {str(name_or_path)!r} is not a file with paths in it: its "
                 "images are where it says. Leave `image_folder` out."
             )
     if _is_gedit(dataset.column_names) and "prompt" not in dataset.column_names:
@@ -432,49 +380,33 @@ def load_edit_prompts(
     return dataset if exclude is None else disjoint_from(dataset, exclude)
 
 
-def _load_split(path: Path, name: str, split: str) -> "Dataset":
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
-    if not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
-        return load_dataset(str(path) if path.is_dir() else name, split=split)
-    dataset = load_from_disk(str(path))
-    if isinstance(dataset, DatasetDict):
-        if split not in dataset:
-            raise ValueError(f"{str(path)!r} has no split {split!r}, only {list(dataset)}. Choose one of these.")
-        dataset = dataset[split]
-    return dataset
-
-
 def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
     """
     Leave out the editing prompts that would let a model train on what a benchmark measures.
 
     A row is left out when
 
-    - one of its source images is a source image of the benchmark: the same file, or the same pixels in RGB in another
-      encoding. The instruction does not matter: to be rewarded for keeping a picture as it is, is to have seen it;
-    - or its instruction is one of the benchmark, and one of its source images looks like one that the benchmark has
-      with this instruction: the same picture in another size or compression. Instructions are compared without regard
-      to case, punctuation, whitespace and the forms of Unicode characters.
+    - one of its source images is one of the benchmark's: the same file, or the same pixels in RGB. The instruction
+      does not matter: a reward for keeping an image as it is requires having seen it;
+    - or it shares its instruction with the benchmark (ignoring case, punctuation, whitespace and forms of Unicode
+      characters), and a source image that looks the same in another size or compression.
 
-    An instruction alone leaks nothing ("Remove the background." is asked of many pictures), so a row that shares only
-    that is kept. So is, and this is a limit, a resized or recompressed source image with an instruction of its own.
-
-    Rows are read one by one, and only those whose image size or instruction is in the benchmark are decoded. The
-    result selects rows of the dataset and copies no images. One line in the log says how many were left out.
+    An instruction alone leaks nothing ("Remove the background."), so such a row is kept. So is, and this is a limit, a
+    resized or recompressed source image with another instruction. Only rows whose image size or instruction is in the
+    benchmark are decoded. One line in the log says how many were left out.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             Editing prompts to train on.
         benchmark ([`~datasets.Dataset`]):
-            Editing prompts to keep away from, see [`convert_gedit_bench`].
+            Editing prompts to keep away from.
 
     Returns:
-        [`~datasets.Dataset`]: the other rows of `dataset`, in their order.
+        [`~datasets.Dataset`]: the other rows of `dataset`, in their order; no image is copied.
 
     Raises:
-        TypeError: If one of the two is no [`~datasets.Dataset`].
-        ValueError: If one is not in the format, if an image cannot be read, or if no rows are left.
+        TypeError: If one of the two is not a [`~datasets.Dataset`].
+        ValueError: If one does not have the format, an image cannot be read, or no row is left.
     """
     check_edit_columns(dataset, "dataset")
     check_edit_columns(benchmark, "benchmark")
@@ -499,7 +431,9 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
         images = sources.load(row) if may_be_same or others else []
         if may_be_same and not contents.isdisjoint(map(_pixel_digest, images)):
             same_image += 1
-        elif others and any(_look_the_same(_thumbnail(image), other) for image in images for other in others):
+        elif others and any(
+            abs(_thumbnail(image) - other).mean() < _LOOKS_THE_SAME for image in images for other in others
+        ):
             same_edit += 1
         else:
             kept.append(row)
@@ -518,14 +452,9 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
 
 
 def _progress(dataset: "Dataset", description: str) -> Iterable[str]:
-    """The normalised instruction of each row."""
+    """Give the normalized instruction of each row."""
     prompts = dataset.with_format(None)["prompt"]
-    return map(_normalised, tqdm(prompts, desc=description, unit="row", disable=len(dataset) <= _MANY_ROWS))
-
-
-def _normalised(text: str) -> str:
-    text = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join("".join(" " if unicodedata.category(char).startswith("P") else char for char in text).split())
+    return map(normalized, tqdm(prompts, desc=description, unit="row", disable=len(dataset) <= MANY_ROWS))
 
 
 def _pixel_digest(image: "Image.Image") -> str:
@@ -538,7 +467,3 @@ def _thumbnail(image: "Image.Image") -> "np.ndarray":
 
     small = image.convert("L").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
     return np.asarray(small, dtype=np.int16)  # (16, 16)
-
-
-def _look_the_same(first: "np.ndarray", second: "np.ndarray") -> bool:
-    return bool(abs(first - second).mean() < _LOOKS_THE_SAME)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One image set is one image: a grid of panels of equal size, in row-major order."""
+"""Grids: an image set is one image with panels of equal size, in row-major order."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,28 +9,29 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+def check_layout(rows: int, cols: int) -> None:
+    """Refuse a grid without panels."""
+    if rows < 1 or cols < 1:
+        raise ValueError(f"A grid needs at least one row and one column, got rows={rows} and cols={cols}.")
+
+
 def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]:
     """
-    Give the size of one panel of a grid image.
+    Compute the size of one panel of a grid image.
 
     Args:
-        height (`int`):
-            Height of the whole image in pixels.
-        width (`int`):
-            Width of the whole image in pixels.
-        rows (`int`):
-            Number of rows of the grid.
-        cols (`int`):
-            Number of columns of the grid.
+        height (`int`), width (`int`):
+            Size of the whole image in pixels.
+        rows (`int`), cols (`int`):
+            Layout of the grid.
 
     Returns:
         `tuple[int, int]`: height and width of one panel.
 
     Raises:
-        ValueError: If the grid has no row or column, or if the image does not divide into equal panels.
+        ValueError: If the grid has no row or column, or the image does not divide into equal panels.
     """
-    if rows < 1 or cols < 1:
-        raise ValueError(f"A grid needs at least one row and one column, got rows={rows} and cols={cols}.")
+    check_layout(rows, cols)
     if height < 1 or width < 1 or height % rows or width % cols:
         sizes = [f"{h}x{w}" for h in _nearest_multiples(height, rows) for w in _nearest_multiples(width, cols)]
         raise ValueError(
@@ -41,7 +42,7 @@ def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]
 
 
 def _nearest_multiples(length: int, count: int) -> list[int]:
-    """Give the multiples of `count` next to `length`, below and above; one alone where `length` is such a multiple."""
+    """Give the multiples of `count` next to `length`."""
     below = length // count * count
     above = -(-length // count) * count
     return sorted({max(below, count), max(above, count)})
@@ -54,10 +55,8 @@ def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:
     Args:
         image (`PIL.Image.Image`):
             The whole grid.
-        rows (`int`):
-            Number of rows of the grid.
-        cols (`int`):
-            Number of columns of the grid.
+        rows (`int`), cols (`int`):
+            Layout of the grid.
 
     Returns:
         `list[PIL.Image.Image]`: the `rows * cols` panels, row by row from the upper left.
@@ -80,21 +79,18 @@ def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
     Args:
         panels (`Sequence[PIL.Image.Image]`):
             The `rows * cols` panels, row by row from the upper left, all of one size and mode.
-        rows (`int`):
-            Number of rows of the grid.
-        cols (`int`):
-            Number of columns of the grid.
+        rows (`int`), cols (`int`):
+            Layout of the grid.
 
     Returns:
         `PIL.Image.Image`: the whole grid.
 
     Raises:
-        ValueError: If the number of panels is not `rows * cols`, or if their sizes or modes differ.
+        ValueError: If the number of panels is not `rows * cols`, or their sizes or modes differ.
     """
     from PIL import Image
 
-    if rows < 1 or cols < 1:
-        raise ValueError(f"A grid needs at least one row and one column, got rows={rows} and cols={cols}.")
+    check_layout(rows, cols)
     if len(panels) != rows * cols:
         raise ValueError(f"A {rows}x{cols} grid (rows x cols) has {rows * cols} panels, got {len(panels)} images.")
     kinds = sorted({(panel.height, panel.width, panel.mode) for panel in panels})

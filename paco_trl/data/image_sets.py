@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image-set prompts: one text that asks for a grid of images which belong together.
+"""
+Image-set prompts: one text that asks for a grid of images which belong together.
 
 The columns are `prompt`, `rows`, `cols`, `panels` and, where known, `theme`, `criteria`, `height`, `width` and `id`.
-Raw rows of T2IS-Bench (https://arxiv.org/abs/2506.23275) become such rows with [`convert_t2is`].
 """
 
-import json
+import itertools
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .dataset_files import find_dataset_file, find_dataset_folder
+from ..utils.text import shorten
+from .columns import column_types
+from .dataset_files import (
+    dataset_of_rows,
+    find_dataset_file,
+    find_dataset_folder,
+    find_prompts,
+    is_saved,
+    load_split,
+    parse_json,
+    read_json_objects,
+)
 from .grids import panel_size
 
 
@@ -21,6 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 
+CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 _NEEDED_COLUMNS = ["prompt", "rows", "cols", "panels"]
 _T2IS_COLUMNS = ["idx", "prompt", "layout", "height", "width"]
 _T2IS_BENCH = "T2IS-Bench.json"
@@ -52,14 +63,9 @@ class ImageSetPrompt(NamedTuple):
     The parts of an image-set prompt.
 
     Attributes:
-        theme (`str`):
-            Text in front of the first panel marker: the layout, the subject and what all panels share.
-        rows (`int`):
-            Number of rows of the grid.
-        cols (`int`):
-            Number of columns of the grid.
-        panels (`list[str]`):
-            Texts of the `rows * cols` panels, row by row from the upper left.
+        theme (`str`): Text in front of the first panel marker: the layout, the subject and what all panels share.
+        rows (`int`), cols (`int`): Layout of the grid.
+        panels (`list[str]`): Texts of the `rows * cols` panels, row by row from the upper left.
     """
 
     theme: str
@@ -68,8 +74,9 @@ class ImageSetPrompt(NamedTuple):
     panels: list[str]
 
 
-def _shorten(text: str) -> str:
-    return repr(textwrap.shorten(text, width=100, placeholder="..."))
+def ends_sentence(text: str) -> bool:
+    """Tell whether a text ends with a sentence, so that a panel marker may come next."""
+    return text.rstrip(_CLOSING_MARKS).endswith(_SENTENCE_ENDS)
 
 
 def _find_markers(prompt: str) -> list[re.Match]:
@@ -77,9 +84,9 @@ def _find_markers(prompt: str) -> list[re.Match]:
     markers = []
     for match in _MARKER.finditer(prompt):
         before = prompt[: match.start()].rstrip()
-        # Directly after a marker: the panel in between is empty, which is reported as such and not as a missing marker
+        # Directly after a marker, the panel in between is empty: this is reported as such and not as a missing marker
         after_marker = bool(markers) and len(before) == markers[-1].end()
-        if after_marker or before.rstrip(_CLOSING_MARKS).endswith(_SENTENCE_ENDS):
+        if after_marker or ends_sentence(before):
             markers.append(match)
     return markers
 
@@ -88,28 +95,32 @@ def _position_markers(rows: int, cols: int) -> list[str] | None:
     """Give the markers by position, row by row; None for a layout whose positions have no names."""
     if rows not in _ROW_NAMES or cols not in _COL_NAMES or rows == cols == 1:
         return None
-    positions = [[name for name in (row, col) if name] for row in _ROW_NAMES[rows] for col in _COL_NAMES[cols]]
+    positions = [filter(None, place) for place in itertools.product(_ROW_NAMES[rows], _COL_NAMES[cols])]
     return ["-".join(f"[{name}]" for name in names) + ":" for names in positions]
+
+
+def _number_markers(rows: int, cols: int) -> list[str]:
+    return [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]
 
 
 def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     """
-    Take an image-set prompt in the T2IS format apart.
+    Split an image-set prompt in the T2IS format into its parts.
 
     The format is `FOUR-PANEL Images with a 2x2 grid layout <subject>. <shared description> [TOP]-[LEFT]:<panel 1>
     [TOP]-[RIGHT]:<panel 2> ...`. A grid of one row has `[LEFT]:`, `[MIDDLE]:`, `[RIGHT]:`; any grid may have
-    `PANEL-1:`, `PANEL-2:` ... instead. A marker opens a panel only after the end of a sentence, so that a panel may
-    speak of `[LEFT]:` or `PANEL-2:` inside a sentence.
+    `PANEL-1:`, `PANEL-2:` ... instead. A marker opens a panel only after the end of a sentence, so a panel may mention
+    `[LEFT]:` or `PANEL-2:` inside one.
 
     Args:
         prompt (`str`):
             The whole prompt.
 
     Returns:
-        [`ImageSetPrompt`]: theme, rows, cols and panels.
+        [`ImageSetPrompt`].
 
     Raises:
-        ValueError: If the layout is missing, or if the panel markers do not fit it, or if a panel is empty.
+        ValueError: If the layout is missing, the panel markers do not fit it, or a panel is empty.
     """
     markers = _find_markers(prompt)
     theme = prompt[: markers[0].start()].strip() if markers else prompt.strip()
@@ -117,15 +128,12 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     layout = _LAYOUT_PHRASE.search(theme)
     if layout is None:
         raise ValueError(
-            f"The prompt {_shorten(prompt)} names no `RxC grid layout` in front of its first panel, so its rows and "
+            f"The prompt {shorten(prompt)} names no `RxC grid layout` in front of its first panel, so its rows and "
             'columns are unknown. Write for example "FOUR-PANEL Images with a 2x2 grid layout ...".'
         )
     rows, cols = int(layout[1]), int(layout[2])
     if rows < 1 or cols < 1:
-        raise ValueError(
-            f"The prompt {_shorten(prompt)} asks for a {rows}x{cols} grid, which has no panels. Write a layout "
-            "with at least one row and one column."
-        )
+        raise ValueError(f"The prompt {shorten(prompt)} asks for a {rows}x{cols} grid, which has no panels.")
 
     found = [marker[0] for marker in markers]
     by_position = _position_markers(rows, cols)
@@ -135,13 +143,13 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     if len(found) != rows * cols:
         inside = len(_MARKER.findall(prompt)) - len(found)
         raise ValueError(
-            f"The prompt {_shorten(prompt)} has {len(found)} panel markers, but its {rows}x{cols} grid layout has "
+            f"The prompt {shorten(prompt)} has {len(found)} panel markers, but its {rows}x{cols} grid layout has "
             f"{rows * cols} panels. Markers found: {' '.join(found) or 'none'}; {inside} more stand inside a sentence "
             f"and do not count. Write {wanted}, each after the end of a sentence."
         )
-    if found not in (by_position, [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]):
+    if found not in (by_position, _number_markers(rows, cols)):
         raise ValueError(
-            f"The panel markers of the prompt {_shorten(prompt)} are duplicate, out of order or of another layout: "
+            f"The panel markers of the prompt {shorten(prompt)} are duplicate, out of order or of another layout: "
             f"{' '.join(found)}. For its {rows}x{cols} grid layout write {wanted}."
         )
 
@@ -150,8 +158,7 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     for marker, panel in zip(found, panels, strict=True):
         if not panel:
             raise ValueError(
-                f"The panel {marker} of the prompt {_shorten(prompt)} is empty. Every panel needs a description after "
-                "its marker."
+                f"The panel {marker} of the prompt {shorten(prompt)} is empty. Describe it after its marker."
             )
     return ImageSetPrompt(theme, rows, cols, panels)
 
@@ -160,28 +167,23 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     """
     Write an image-set prompt in the T2IS format, the inverse of [`parse_image_set_prompt`].
 
-    Panels are marked by their position (`[TOP]-[LEFT]:`) where all positions of the layout have names, and by numbers
-    (`PANEL-1:`) elsewhere.
+    Panels are marked by position (`[TOP]-[LEFT]:`) where all positions of the layout have names, else by number
+    (`PANEL-1:`).
 
     Args:
         theme (`str`):
-            Subject and what all panels share. If it does not name the layout, as the theme of a parsed prompt does,
-            `"FOUR-PANEL Images with a 2x2 grid layout: "` (with the number and the layout) is put in front of it.
-        rows (`int`):
-            Number of rows of the grid.
-        cols (`int`):
-            Number of columns of the grid.
+            Subject and what all panels share. `"FOUR-PANEL Images with a 2x2 grid layout: "` (with the number and the
+            layout) is put in front unless the theme names its layout.
+        rows (`int`), cols (`int`):
+            Layout of the grid.
         panels (`list[str]`):
-            Texts of the panels, row by row. A marker counts only after the end of a sentence, so that the theme and
-            all panels but the last must end with one.
+            Texts of the panels, row by row. The theme and all panels but the last must end with a sentence.
 
     Returns:
-        `str`: the prompt. Parsed, it gives the layout, the panels and the theme (with the layout in front) back, but for
-        spaces at their ends.
+        `str`: the prompt, which parses into the same layout, panels and theme (with the layout in front).
 
     Raises:
-        ValueError: If the texts do not come back: another number of panels, an empty one, one that does not end a
-            sentence, one with a marker inside, or a theme of another layout.
+        ValueError: If the texts would not parse into what was given.
 
     Example:
 
@@ -203,13 +205,12 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     if _LAYOUT_PHRASE.search(theme) is None:
         number = _NUMBER_WORDS.get(rows * cols, str(rows * cols))
         theme = f"{number}-PANEL Images with a {rows}x{cols} grid layout: {theme}"
-    markers = _position_markers(rows, cols) or [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]
-    texts = [marker + panel for marker, panel in zip(markers, panels, strict=True)]
-    prompt = " ".join([theme, *texts])
+    markers = _position_markers(rows, cols) or _number_markers(rows, cols)
+    prompt = " ".join([theme, *map("".join, zip(markers, panels, strict=True))])
     for what, text in [("theme", theme), *((f"panel {index}", text) for index, text in enumerate(panels[:-1]))]:
-        if not text.rstrip(_CLOSING_MARKS).endswith(_SENTENCE_ENDS):
+        if not ends_sentence(text):
             raise ValueError(
-                f"The {what} does not end a sentence: {_shorten(text)}. The marker of the next panel would be taken for "
+                f"The {what} does not end a sentence: {shorten(text)}. The marker of the next panel would be taken for "
                 "text. End it with a full stop."
             )
     try:
@@ -218,7 +219,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
         raise ValueError(f"These texts do not make an image-set prompt: {error}") from error
     if parsed != (theme, rows, cols, panels):
         raise ValueError(
-            f"The texts of the prompt {_shorten(prompt)} would not be read as they are: its theme names a "
+            f"The texts of the prompt {shorten(prompt)} would not be read as they are: its theme names a "
             f"{parsed.rows}x{parsed.cols} grid layout and not {rows}x{cols}, or a text has a panel marker inside. Take it "
             "out."
         )
@@ -231,9 +232,8 @@ def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
 
     Args:
         criteria (`Mapping` or `Iterable` or `None`):
-            Either the list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of
-            dictionaries, or of lists of dictionaries as in T2IS-Bench's own files. In a `datasets.Dataset` the
-            dictionaries have all keys of all rows, with `None` where a row lacks one; these are left out.
+            The list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of dictionaries
+            or of lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out.
 
     Returns:
         `dict[str, dict[str, str]]`: the criteria of this row only; empty for `None`.
@@ -257,7 +257,7 @@ def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
 
 
 def criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> list[dict[str, str]]:
-    """Give criteria in the form that Arrow keeps as it is, see [`convert_t2is`]."""
+    """Give criteria as a list of entries, which Arrow keeps as they are."""
     return [
         {"dimension": dimension, "name": name, "text": text}
         for dimension, texts in criteria_dict(criteria).items()
@@ -301,28 +301,25 @@ def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, Any] | Dataset":
     """
-    Convert raw T2IS rows to image-set prompts.
+    Convert raw rows of T2IS-Bench (https://huggingface.co/papers/2506.23275) to image-set prompts.
 
     The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`,
-    `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`, the id of the case in T2IS-Bench); the
-    other T2IS columns are left out.
-
-    `criteria` becomes a list of `{"dimension", "name", "text"}`, for a single row as for a dataset. The raw form,
-    dimension -> name -> text, has other names in every row, and an Arrow column of such dictionaries gives every row
-    the names of all rows (in an order of its own). [`criteria_dict`] gives the raw form back, without the names that
-    have no text in this row.
+    `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a list of
+    `{"dimension", "name", "text"}`: an Arrow column of the raw dictionaries would give every row the names of all
+    rows. [`criteria_dict`] restores the raw form.
 
     Args:
         row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
-            One raw row, or a dataset of them with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
+            One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
             `theme`, `criteria`, `category`, `task_name` and `original_idx`.
 
     Returns:
         `dict` or [`~datasets.Dataset`]: the converted row or dataset.
 
     Raises:
-        ValueError: If a column is missing, a prompt does not parse, `layout` is not the one of the prompt, or the size
-            does not divide into the panels.
+        ValueError: If a column is missing, a prompt does not parse, `layout` contradicts the prompt, or the size does
+        not
+            divide into the panels.
     """
     from datasets import Dataset
 
@@ -337,29 +334,22 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
 
 
 def _t2is_features() -> "Features":
-    """Give the types of the columns, which the first rows need not show: they may all be without criteria."""
-    from datasets import Features, List, Value
-
-    return Features(
-        {
-            "id": Value("string"),
-            "prompt": Value("string"),
-            "theme": Value("string"),
-            "rows": Value("int64"),
-            "cols": Value("int64"),
-            "panels": List(Value("string")),
-            "criteria": List({name: Value("string") for name in ("dimension", "name", "text")}),
-            "height": Value("int64"),
-            "width": Value("int64"),
-            "category": Value("string"),
-            "subcategory": Value("string"),
-            "case_id": Value("string"),
-        }
+    """Give the types of the columns, which the first rows may not show."""
+    layout = {"rows": "int64", "cols": "int64", "panels": ["string"], "criteria": CRITERIA_TYPE}
+    names = ("category", "subcategory", "case_id")
+    return column_types(
+        id="string",
+        prompt="string",
+        theme="string",
+        **layout,
+        height="int64",
+        width="int64",
+        **dict.fromkeys(names, "string"),
     )
 
 
 def find_t2is_bench(path_or_id: str | Path) -> Path | None:
-    """Give the folder of T2IS-Bench's own files, downloaded if need be; None for data in another layout."""
+    """Find the folder of T2IS-Bench's own files, downloaded if needed; None for data in another layout."""
     path = Path(path_or_id).expanduser()
     if path.name == _T2IS_BENCH:
         path = path.parent
@@ -372,7 +362,10 @@ def read_t2is_bench(folder: Path) -> "Dataset":
     """Read T2IS-Bench's own files as [`convert_t2is`] does raw rows; a case without a grid prompt has no `panels`."""
     from datasets import Dataset
 
-    cases, criteria = (_read_cases(find_dataset_file(folder, name)) for name in (_T2IS_BENCH, _T2IS_CRITERIA))
+    cases, criteria = (
+        read_json_objects(find_dataset_file(folder, name), "an object for each case, such as `0001_0003`")
+        for name in (_T2IS_BENCH, _T2IS_CRITERIA)
+    )
     lacking = [name for name in cases if name not in criteria]
     if lacking:
         raise ValueError(
@@ -388,16 +381,6 @@ def read_t2is_bench(folder: Path) -> "Dataset":
     return Dataset.from_list(rows, features=_t2is_features())
 
 
-def _read_cases(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        cases = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}). Download it again.") from error
-    if not isinstance(cases, dict) or not cases or not all(isinstance(case, dict) for case in cases.values()):
-        raise ValueError(f"{path} must be a JSON object with an object for each case, such as `0001_0003`.")
-    return cases
-
-
 def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]) -> dict[str, Any]:
     try:
         listed = criteria_list(criteria)
@@ -405,7 +388,7 @@ def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]
         listed = None
     if listed is None or not all(isinstance(entry["text"], str) for entry in listed):
         raise ValueError(
-            f"its criteria in {_T2IS_CRITERIA} are {_shorten(str(criteria))}. They must be dimension -> [{{name: text}}]."
+            f"its criteria in {_T2IS_CRITERIA} are {shorten(criteria)}. They must be dimension -> [{{name: text}}]."
         )
     # Only `task_name_case_id` and `output_image_count` are named in the benchmark's code: the prompt is the text of a
     # case that describes a grid, else the longest one
@@ -443,11 +426,12 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
 
     Args:
         dataset_or_rows ([`~datasets.Dataset`] or `Iterable[Mapping]`):
-            The dataset, of which only the needed columns are read, or its rows as dictionaries.
+            The dataset, of which only the needed columns are read, or its rows.
 
     Raises:
-        ValueError: If there are no rows, if `prompt`, `rows`, `cols` or `panels` is missing, or if a row has an empty
-            prompt, a grid without panels, another number of panels than its grid, or an empty panel.
+        ValueError: If there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty
+        prompt, an
+            empty panel, or another number of panels than its grid.
     """
     from datasets import Dataset
 
@@ -500,21 +484,12 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
     # Not `load_dataset("json")`: it writes a copy into the user's cache, and what it makes of T2IS's `criteria`, with
     # other names in every row, depends on the version of `datasets`
     text = path.read_text(encoding="utf-8")
-    is_list = path.suffix == ".json" and text.lstrip().startswith("[")
-    rows: list[Any] = []
-    # Not `splitlines`, which would also cut at characters that JSON allows inside a string
-    for number, part in enumerate([text] if is_list else text.split("\n"), start=1):
-        if not part.strip():
-            continue
-        try:
-            parsed = json.loads(part)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"The part of {path} that starts at line {number} is not valid JSON ({error}). Write one JSON object "
-                "on each line or, in a `.json` file, one list of them."
-            ) from error
-        rows.extend(parsed if is_list else [parsed])
-
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        rows = parse_json(text, path)
+    else:
+        # Not `splitlines`, which would also cut at characters that JSON allows inside a string
+        lines = enumerate(text.split("\n"), start=1)
+        rows = [parse_json(line, f"{path}, line {number}") for number, line in lines if line.strip()]
     for index, row in enumerate(rows):
         if type(row) is not dict:
             raise ValueError(
@@ -528,7 +503,7 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _json_lines_of_split(folder: Path, split: str) -> list[Path]:
-    """Choose a split's files as `load_dataset` does: by the start of the name, and `train` for names of no split."""
+    """Choose a split's files as `load_dataset` does: by the start of the name; names of no split are `train`."""
     splits = {"train", "validation", "test", split}
     paths = sorted(folder.glob("*.jsonl"))
     chosen = [path for path in paths if path.name.startswith(split)]
@@ -544,30 +519,23 @@ def _json_lines_of_split(folder: Path, split: str) -> list[Path]:
 
 def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dataset":
     """
-    Load image-set prompts, from the Hub or from disk, and check them. Raw T2IS rows are converted.
+    Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
     Args:
         path_or_id (`str` or `Path`):
-            One of:
-
-            - a `.jsonl` file, or a `.json` file with a list of rows or with one row on each line;
-            - a folder of `.jsonl` files;
-            - the folder of T2IS-Bench's own files, `T2IS-Bench.json` and `prompt_consistency.json`, or its id on the
-              Hub, if its cases have prompts of grids;
-            - a folder written by `save_to_disk` of a [`~datasets.Dataset`] or [`~datasets.DatasetDict`];
-            - any other folder that [`~datasets.load_dataset`] reads, or the id of a dataset on the Hub.
+            A `.jsonl` or `.json` file; a folder of `.jsonl` files; the folder of T2IS-Bench's own files, or its Hub
+            id, if its cases have prompts of grids; a folder written by `save_to_disk`; or anything else that
+            [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
-            Split to load. A file, or a saved `Dataset`, is one split, which is loaded whatever its name.
+            Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
 
     Returns:
         [`~datasets.Dataset`]: the checked prompts.
 
     Raises:
         FileNotFoundError: If `path_or_id` is a local path and does not exist.
-        ValueError: If there is no such split, or if the rows are not image-set prompts.
+        ValueError: If there is no such split, or the rows are not image-set prompts.
     """
-    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-
     bench = find_t2is_bench(path_or_id)
     if bench is not None:
         dataset = read_t2is_bench(bench)
@@ -579,38 +547,15 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         check_image_set_columns(dataset)
         return dataset
 
-    path = Path(path_or_id).expanduser()
-    looks_local = isinstance(path_or_id, Path) or path_or_id.startswith((".", "/", "~"))
-    if not path.exists() and (looks_local or path.suffix in (".json", ".jsonl")):
-        raise FileNotFoundError(
-            f"There is no file or folder {str(path_or_id)!r} with image-set prompts. Check the path; the prompts that "
-            "come with the package are at `paco_trl.data.demo_prompts_path()`."
-        )
-
-    if path.is_file() and path.suffix not in (".json", ".jsonl"):
-        raise ValueError(f"The file {str(path)!r} is not read: image-set prompts are `.jsonl` or `.json` files.")
-    is_saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-    if path.is_file():
-        json_paths = [path]
-    else:
-        json_paths = [] if is_saved else _json_lines_of_split(path, split)
-
+    path = find_prompts(path_or_id, "image-set prompts")
+    json_paths = [path] if path.is_file() else [] if is_saved(path) else _json_lines_of_split(path, split)
     if json_paths:
         rows = [row for json_path in json_paths for row in read_json_rows(json_path)]
         # On the rows, before Arrow sees them: its error for a wrong type names neither the row nor the column
         check_image_set_columns(rows)
-        # Every key of every row: `Dataset.from_list` takes the keys of the first row only
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+        return dataset_of_rows(rows)
 
-    if is_saved:
-        dataset = load_from_disk(str(path))
-        if isinstance(dataset, DatasetDict):
-            if split not in dataset:
-                raise ValueError(f"{str(path)!r} has no split {split!r}, only {list(dataset)}. Choose one of these.")
-            dataset = dataset[split]
-    else:
-        dataset = load_dataset(str(path) if path.is_dir() else str(path_or_id), split=split)
+    dataset = load_split(path_or_id, split)
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
         dataset = convert_t2is(dataset)
     check_image_set_columns(dataset)
@@ -618,10 +563,5 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
 
 
 def demo_prompts_path() -> Path:
-    """
-    Give the path of the prompts that come with the package.
-
-    Returns:
-        `Path`: a `.jsonl` file of 24 image-set prompts, for [`load_image_set_prompts`].
-    """
+    """Give the path of the 24 image-set prompts that come with the package, a `.jsonl` file."""
     return Path(str(files("paco_trl.data") / "prompts" / "demo.jsonl"))

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loader of the published PaCo-Dataset: ShareGPT-style JSON files, with images beside them or in archives."""
 
-import json
 import re
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from .archives import ARCHIVE_PATTERNS, ImageFinder
-from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, settle_broken
+from .columns import column_types
+from .dataset_files import (
+    find_dataset_file,
+    find_dataset_folder,
+    parse_json,
+    path_inside,
+    read_json_objects,
+    settle_broken,
+)
 from .pairs import decision_of, pair_features
 
 
@@ -25,7 +32,7 @@ _PLACEHOLDER = "<image>"
 
 
 def _read_turns(record: dict[str, Any], columns: dict[str, str], tags: dict[str, str]) -> dict[str, str]:
-    """Give the texts of a record by role. The errors of this module go on after `<file>, record <number>: `."""
+    """Give the texts of a record by role. The errors of this module continue `<file>, record <number>: `."""
     turns = record.get(columns.get("messages", "conversations"), record.get("messages"))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(
@@ -80,15 +87,7 @@ def _read_image_paths(record: dict[str, Any], columns: dict[str, str]) -> list[P
 def _read_dataset_info(folder: Path) -> dict[str, dict[str, Any]]:
     """Read LLaMA-Factory's `dataset_info.json`, if there is one: name -> file, columns and tags."""
     path = folder / "dataset_info.json"
-    if not path.is_file():
-        return {}
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}). Download it again.") from error
-    if not isinstance(info, dict) or not all(isinstance(entry, dict) for entry in info.values()):
-        raise ValueError(f"{path} must be a JSON object of objects: name -> `file_name`, `columns` and `tags`.")
-    return info
+    return read_json_objects(path, "name -> `file_name`, `columns` and `tags`") if path.is_file() else {}
 
 
 def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
@@ -102,12 +101,7 @@ def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
 
 
 def _read_records(path: Path) -> list[Any]:
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not valid JSON ({error}). Download it again; a clone without Git LFS has only a pointer."
-        ) from error
+    records = parse_json(path.read_text(encoding="utf-8"), path)
     if not isinstance(records, list) or not records:
         raise ValueError(f"{path} holds no list of records, or an empty one. It must be a list of JSON objects.")
     return records
@@ -120,36 +114,32 @@ def load_paco_dataset(
     Load the published PaCo-Dataset as pairs.
 
     The layout is that of `X-GenGroup/PaCo-Dataset`: ShareGPT-style JSON files whose records have `conversations`
-    (`from`: human or gpt, `value`) or `messages` (`role`: user or assistant, `content`), and `images`, two paths.
-    Both images come before the question, as the weights were trained: the placeholders `<image>` in front of it are taken
-    out. Where there is LLaMA-Factory's `dataset_info.json`, it says which file a name stands for, and the names of
-    columns and roles in it.
+    (`from`, `value`) or `messages` (`role`, `content`), and `images`, two paths. Both images come before the question,
+    as the weights were trained: the placeholders `<image>` in front of it are removed. LLaMA-Factory's
+    `dataset_info.json`, if there is one, maps names to files, columns and roles.
 
-    An image is looked up in the folder first, as after `decompress.sh`, then in the zip and tar archives of the folder.
-    These are extracted once into the cache of `datasets`; the folder itself is not written to. Archives that were split
-    into parts are not put together: the error has the command. Images are stored as paths and not decoded:
-    [`validate_pairs`] does that.
+    An image is looked up in the folder first, then in its zip and tar archives, which are extracted once into the
+    cache of `datasets`. Archives that were split into parts are not joined: the error has the command. Images are
+    stored as paths and not decoded: [`validate_pairs`] does that.
 
     Args:
         path (`str` or `Path`):
             The folder, or the id of a dataset on the Hub.
         files (`list[str]`, *optional*):
-            Names of datasets in `dataset_info.json`, or of JSON files, with or without `.json`. When left out, what the
-            paper trains on: `consistency_reward_cot_train` and `sharegpt_editing_cot`.
+            Names of datasets in `dataset_info.json`, or of JSON files. If `None`, what the paper trains on:
+            `consistency_reward_cot_train` and `sharegpt_editing_cot`.
         skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave broken records out, with one warning that lists them, instead of raising an error. A missing file, or
-            one that is no JSON, is an error in any case.
+            Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
         num_proc (`int`, *optional*):
-            Number of archives that are extracted at the same time; one when left out.
+            Number of archives that are extracted at the same time; one if `None`.
 
     Returns:
         [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name in `files`.
 
     Raises:
         FileNotFoundError: If there is no such folder or file.
-        ValueError: If a file is no list of records, if a record is broken, or if `skip_broken` leaves none.
-        zipfile.BadZipFile: If a zip file is damaged, and an image was not found in the folder itself.
-        tarfile.ReadError: If this is so for a tar file.
+        ValueError: If a file is not a list of records, a record is broken, or `skip_broken` leaves none.
+        zipfile.BadZipFile, tarfile.ReadError: If an archive is damaged, and an image is not in the folder itself.
 
     Example:
 
@@ -160,7 +150,7 @@ def load_paco_dataset(
     >>> eval_dataset = load_paco_dataset("X-GenGroup/PaCo-Dataset", files=["consistency_reward_cot_test"])
     ```
     """
-    from datasets import Dataset, Features, Value
+    from datasets import Dataset, Features
 
     if isinstance(files, str) or files == []:
         raise ValueError(f"`files` is {files!r}, but it must be a list of names, or None for the training files.")
@@ -193,4 +183,4 @@ def load_paco_dataset(
             columns["completion"].append([{"role": "assistant", "content": answer}])
             columns["source"].append(name)
     settle_broken(broken, total, "records", skip_broken)
-    return Dataset.from_dict(columns, features=Features({**pair_features(), "source": Value("string")}))
+    return Dataset.from_dict(columns, features=Features({**pair_features(), **column_types(source="string")}))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.text import shorten
-from .columns import check_image_list, check_is_dataset, list_lengths
+from .columns import check_image_list, check_is_dataset, column_types, list_lengths
 from .dataset_files import settle_broken
 
 
@@ -44,14 +44,14 @@ def make_pair(
     Args:
         first (`PIL.Image.Image`, `str` or anything else that [`~datasets.Image`] stores):
             The first image; in editing, the original.
-        second (`PIL.Image.Image`, `str` or anything else that [`~datasets.Image`] stores):
+        second (the same):
             The second image; in editing, the edited one.
         question (`str`):
-            The question, see [`theme_question`] and its neighbours.
+            The question, see [`theme_question`] and its neighbors.
         decision (`str` or `bool`):
             `"Yes"` or `True` for a consistent pair, `"No"` or `False` for an inconsistent one.
         reasons (`str`, *optional*):
-            Reasons, which follow the decision: `"Yes. <reasons>"`. Without them the pair is label-only: `"Yes"`.
+            Reasons, which follow the decision: `"Yes. <reasons>"`. If `None`, the pair is label-only: `"Yes"`.
 
     Returns:
         `dict`: the columns `images`, `prompt` and `completion`.
@@ -92,10 +92,8 @@ def make_pair(
 
 def pair_features() -> "Features":
     """Give the column types of the pair format."""
-    from datasets import Features, Image, List, Value
-
-    turns = List({"role": Value("string"), "content": Value("string")})
-    return Features({"images": List(Image()), "prompt": turns, "completion": turns})
+    turns = [{"role": "string", "content": "string"}]
+    return column_types(images=["image"], prompt=turns, completion=turns)
 
 
 def _is_conversation(turns: Any) -> bool:
@@ -132,17 +130,17 @@ def _completion_text(completion: Any) -> str:
 
 def decision_of(completion: str | list[dict[str, Any]]) -> str:
     """
-    Give the decision that a completion begins with.
+    Read the decision that a completion begins with.
 
     Args:
         completion (`str` or `list[dict]`):
-            The text, or a list of one assistant turn whose content is a text or a list of text parts.
+            The text, or one assistant turn whose content is a text or a list of text parts.
 
     Returns:
         `str`: `"Yes"` or `"No"`.
 
     Raises:
-        ValueError: If the completion does not begin with the word Yes or No, in this case and without a space before.
+        ValueError: If the completion does not begin with the word Yes or No, in this case and without a leading space.
     """
     text = _completion_text(completion)
     match = _DECISION.match(text)
@@ -155,19 +153,7 @@ def decision_of(completion: str | list[dict[str, Any]]) -> str:
 
 
 def is_label_only(completion: str | list[dict[str, Any]]) -> bool:
-    """
-    Tell whether a completion is a decision without reasons.
-
-    Args:
-        completion (`str` or `list[dict]`):
-            The text, or a list of one assistant turn.
-
-    Returns:
-        `bool`: whether there is nothing but Yes or No, with or without a full stop.
-
-    Raises:
-        ValueError: If the completion does not begin with Yes or No, see [`decision_of`].
-    """
+    """Tell whether a completion (as in [`decision_of`]) is Yes or No without reasons, with or without a full stop."""
     decision_of(completion)
     return _LABEL_ONLY.fullmatch(_completion_text(completion)) is not None
 
@@ -225,7 +211,7 @@ def _check_columns(dataset: Any, name: str) -> None:
 
 
 def iter_texts(dataset: "Dataset") -> Iterator[tuple[int, Any, Any]]:
-    """Go through the texts of pairs; their images are not read."""
+    """Iterate over the texts of pairs; their images are not read."""
     row = 0
     for batch in dataset.with_format(None).select_columns(["prompt", "completion"]).iter(batch_size=1000):
         for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True):
@@ -235,9 +221,7 @@ def iter_texts(dataset: "Dataset") -> Iterator[tuple[int, Any, Any]]:
 
 def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
     """
-    Check that a dataset is in the pair format, without reading its images. A trainer runs it before a model is loaded.
-
-    [`validate_pairs`] also decodes the images.
+    Check that a dataset has the pair format, without reading its images; [`validate_pairs`] also decodes them.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -246,9 +230,9 @@ def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
             Name of the dataset in errors.
 
     Raises:
-        TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If it has no rows, if a column is missing or of the wrong type, if a row has another number of
-            images than two, or if its prompt is not one question or its completion does not begin with Yes or No.
+        TypeError: If it is not a [`~datasets.Dataset`].
+        ValueError: If it has no rows, a column is missing or of the wrong type, or a row does not have two images, one
+        question, and a completion that begins with Yes or No.
     """
     _check_columns(dataset, name)
     remedy = "Correct the row, or leave such rows out with `paco_trl.data.validate_pairs(dataset, skip_broken=True)`."
@@ -276,7 +260,7 @@ def _problem_of_image(image: Mapping[str, Any] | None, feature: "Image") -> str 
 
 
 def _find_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
-    """Say of each row which of its images cannot be decoded. An image that stands in many rows is decoded once."""
+    """Describe which images of each row cannot be decoded. An image that occurs in many rows is decoded once."""
     feature = dataset.features["images"].feature
     found: dict[Any, str | None] = {}
     problems = []
@@ -300,7 +284,7 @@ def _digest(data: bytes | None) -> bytes | None:
 
 
 def _state_of_files(dataset: "Dataset") -> str | None:
-    """Give a digest of the paths, sizes and times of a dataset's image files; None where an image is no local file."""
+    """Digest the paths, sizes and times of a dataset's image files; None if an image is not a local file."""
     import pyarrow.compute as pc
 
     # The whole column, also of chosen rows: the bytes of images inside the dataset are not touched
@@ -323,7 +307,7 @@ def _state_of_files(dataset: "Dataset") -> str | None:
 
 
 def _recall_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
-    """Do [`_find_image_problems`] once for a dataset, until one of its files changes."""
+    """Run [`_find_image_problems`] once for a dataset, until one of its files changes."""
     import datasets
 
     from ..utils.files import write_atomically
@@ -345,27 +329,27 @@ def _recall_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str
 
 def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken: bool = False) -> "Dataset":
     """
-    Check everything that [`check_pair_columns`] does, and decode every image.
+    Check everything that [`check_pair_columns`] does, and decode every image, so that a run does not end at a damaged
+    one.
 
-    A file that ends too early is found here rather than by a training run hours later. An image that stands in many
-    rows is decoded once. What was found is remembered in the cache of `datasets`, by the dataset's fingerprint and the
-    sizes and times of its image files: the next start decodes again only if one of them has changed. With an image
-    behind a URL, or after `datasets.disable_caching()`, nothing is remembered.
+    The result is cached with the dataset's fingerprint and the sizes and times of its image files: the next start
+    decodes again only if one of them has changed. With an image behind a URL, or after `datasets.disable_caching()`,
+    nothing is cached.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             The pairs.
         num_proc (`int`, *optional*):
-            Number of threads that decode; one for each core when left out.
+            Number of threads that decode; one per core if `None`.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave broken rows out, with one warning that lists them, instead of raising an error.
 
     Returns:
-        [`~datasets.Dataset`]: the rows that are in order, all of them unless `skip_broken`.
+        [`~datasets.Dataset`]: the valid rows, all of them unless `skip_broken`.
 
     Raises:
-        TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If the columns are not those of pairs, if a row is broken, or if `skip_broken` leaves none.
+        TypeError: If it is not a [`~datasets.Dataset`].
+        ValueError: If the columns are not those of pairs, a row is broken, or `skip_broken` leaves none.
     """
     _check_columns(dataset, "dataset")
     of_images = _recall_image_problems(dataset, num_proc)

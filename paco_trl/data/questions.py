@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions of the pairwise judge, and those of benchmarks.
+"""
+The questions of the pairwise judge, and those of benchmarks.
 
-P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation all take them from here.
-The strings are those of the published code (https://github.com/X-GenGroup/PaCo-RL), its rewards for training image models
-and its evaluation, uneven wording (`"Yes" and "No" first`) included. The paper (https://arxiv.org/abs/2512.04784) prints
-them with other quotation marks, and `"Yes" or "No"` in all. Which of the two the published weights were trained on is not
-known.
+P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation all take them from
+here. The strings are those of the published code (https://github.com/X-GenGroup/PaCo-RL), uneven wording (`"Yes" and
+"No" first`) included. The paper (https://arxiv.org/abs/2512.04784) prints `"Yes" or "No"` in all; which of the two the
+published weights were trained on is not known. Texts are inserted as they are; an empty one raises `ValueError`.
 """
 
 _EDIT_COMPARISON = "Compare the edited image (second) with the original image (first)."
@@ -23,41 +23,12 @@ def _filled(name: str, text: str) -> str:
 
 
 def theme_question(theme: str) -> str:
-    """
-    Ask whether two panels of an image set are consistent, given the theme of the set.
-
-    The published reward's default question for text-to-image-set generation.
-
-    Args:
-        theme (`str`):
-            Theme of the set: the main prompt, without the descriptions of the panels. It is inserted as it is.
-
-    Returns:
-        `str`: the question.
-
-    Raises:
-        ValueError: If `theme` is empty or no text.
-    """
+    """Ask whether two panels of an image set with this theme are consistent: the published reward's default."""
     return f'Given two subfigures generated based on the theme: "{_filled("theme", theme)}", do {_CONSISTENCY}'
 
 
 def criterion_question(criterion: str) -> str:
-    """
-    Ask whether two images meet one criterion, such as those of T2IS-Bench.
-
-    The published reward's question for criteria. The paper prints it with `"Yes" or "No"` in quotation marks; which of the
-    two the published weights were trained on is not known.
-
-    Args:
-        criterion (`str`):
-            Text of the criterion. It is inserted as it is.
-
-    Returns:
-        `str`: the question.
-
-    Raises:
-        ValueError: If `criterion` is empty or no text.
-    """
+    """Ask whether two images meet a criterion, such as those of T2IS-Bench: the published reward's question."""
     return (
         f"Do images meet the following criteria? {_filled('criterion', criterion)} "
         "Please answer Yes or No first, then provide detailed reasons."
@@ -65,21 +36,7 @@ def criterion_question(criterion: str) -> str:
 
 
 def edit_consistency_question(instruction: str) -> str:
-    """
-    Ask whether an edited image keeps everything that its instruction does not name.
-
-    The published reward's question for consistency in editing. The original is the first image and the edited one the second.
-
-    Args:
-        instruction (`str`):
-            The editing instruction. It is inserted as it is.
-
-    Returns:
-        `str`: the question.
-
-    Raises:
-        ValueError: If `instruction` is empty or no text.
-    """
+    """Ask whether an edit (second image) keeps all that its instruction does not name: the published reward's."""
     return (
         f"{_EDIT_COMPARISON} Instruction: '{_filled('instruction', instruction)}'. Except for the parts that are "
         "intentionally changed according to the instruction, does the edited image remain consistent with the original "
@@ -88,22 +45,7 @@ def edit_consistency_question(instruction: str) -> str:
 
 
 def edit_following_question(instruction: str) -> str:
-    """
-    Ask whether an edited image follows its instruction.
-
-    The published reward's question for prompt following in editing. The original is the first image and the edited one the
-    second.
-
-    Args:
-        instruction (`str`):
-            The editing instruction. It is inserted as it is.
-
-    Returns:
-        `str`: the question.
-
-    Raises:
-        ValueError: If `instruction` is empty or no text.
-    """
+    """Ask whether an edit (second image) follows its instruction: the published reward's question."""
     return (
         f"{_EDIT_COMPARISON} Instruction: '{_filled('instruction', instruction)}'. Does the edited image accurately "
         f"follow this instruction? {_EDIT_ANSWER}"
@@ -111,33 +53,12 @@ def edit_following_question(instruction: str) -> str:
 
 
 def plain_question() -> str:
-    """
-    Ask whether two images are consistent, without a theme.
-
-    The default question of the published ConsistencyRank evaluation.
-
-    Returns:
-        `str`: the question.
-    """
+    """Ask whether two images are consistent, without a theme: the published ConsistencyRank evaluation's default."""
     return f"Do {_CONSISTENCY}"
 
 
 def t2is_bench_question(criterion: str) -> str:
-    """
-    Ask whether two images meet one criterion, in the words of T2IS-Bench's own evaluation.
-
-    They are not those of [`criterion_question`], which asks for reasons as well.
-
-    Args:
-        criterion (`str`):
-            Text of the criterion. It is inserted as it is.
-
-    Returns:
-        `str`: the question.
-
-    Raises:
-        ValueError: If `criterion` is empty or no text.
-    """
+    """Ask whether two images meet a criterion, in the words of T2IS-Bench's own evaluation, without reasons."""
     return f"Do images meet the following criteria? {_filled('criterion', criterion)} Please answer Yes or No."
 
 
@@ -158,19 +79,5 @@ def edit_reward_bench_consistency_question(instruction: str) -> str:
 
 
 def shows_question(text: str) -> str:
-    """
-    Ask whether an image shows what a text says.
-
-    The default question of [VQAScore](https://huggingface.co/papers/2404.01291), about one image.
-
-    Args:
-        text (`str`):
-            Text. It is inserted as it is.
-
-    Returns:
-        `str`: the question.
-
-    Raises:
-        ValueError: If `text` is empty or no text.
-    """
+    """Ask whether one image shows a text: the default of [VQAScore](https://huggingface.co/papers/2404.01291)."""
     return f'Does this figure show "{_filled("text", text)}"? Please answer yes or no.'

@@ -5,15 +5,14 @@ The columns are `reference` (image), `candidates` (list of images), `ranking` (i
 `prompt` and, where known, `theme`, `criteria` (see [`criteria_dict`]), `group` (instances of the same prompt) and `id`.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from .archives import ARCHIVE_PATTERNS, ImageFinder
-from .columns import check_image_list, check_is_dataset, list_lengths
-from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, settle_broken
-from .image_sets import criteria_list, parse_image_set_prompt
+from .columns import check_image_column, check_image_list, check_is_dataset, column_types, list_lengths
+from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, read_json_lines, settle_broken
+from .image_sets import CRITERIA_TYPE, criteria_list, parse_image_set_prompt
 from .pairs import make_pair, pair_features
 from .questions import theme_question
 
@@ -30,7 +29,7 @@ _PROMPT_FILE = "prompt_data.jsonl"
 
 def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
     """
-    Check that a dataset is in the rankings format, without reading its images.
+    Check that a dataset has the rankings format, without reading its images.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -39,9 +38,9 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
             Name of the dataset in errors.
 
     Raises:
-        TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If it has no rows, if a column is missing or of the wrong type, or if a row has fewer than two
-            candidates, an empty prompt, or a `ranking` that does not name each candidate exactly once.
+        TypeError: If it is not a [`~datasets.Dataset`].
+        ValueError: If it has no rows, a column is missing or of the wrong type, or a row has fewer than two
+        candidates, an empty prompt, or a `ranking` that does not name each candidate exactly once.
     """
     check_ranking_types(dataset, name)
     broken = find_broken_rankings(dataset, name)
@@ -50,26 +49,19 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
 
 
 def check_ranking_types(dataset: "Dataset", name: str) -> None:
-    """Check the columns of rankings and their types, and not what is in the rows."""
-    from datasets import Image
-
+    """Check the columns of rankings and their types, but not the rows."""
     check_is_dataset(dataset, name)
     missing = [column for column in _COLUMNS if column not in dataset.column_names]
     if missing:
         raise ValueError(
             f"Rankings need the columns {missing}, but `{name}` has only {dataset.column_names}. Rename or add them."
         )
-    reference = dataset.features["reference"]
-    if not isinstance(reference, Image) or not reference.decode:
-        raise ValueError(
-            f"The column `reference` of `{name}` has the type {reference}, but it must be an image. Convert it: "
-            '`dataset.cast_column("reference", datasets.Image())`.'
-        )
+    check_image_column(dataset, "reference", name)
     check_image_list(dataset, "candidates", name)
 
 
 def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
-    """Find the rows that are no valid ranking, without reading their images."""
+    """Find the rows that are not valid rankings, without reading their images."""
     broken = {}
     counts = list_lengths(dataset, "candidates").tolist()
     texts = dataset.with_format(None).select_columns(["ranking", "prompt"])[:]
@@ -91,39 +83,17 @@ def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
 
 
 def ranking_features() -> "Features":
-    """Give the columns of rankings."""
-    from datasets import Features, Image, List, Value
-
-    return Features(
-        {
-            "id": Value("string"),
-            "group": Value("string"),
-            "prompt": Value("string"),
-            "criteria": List({name: Value("string") for name in ("dimension", "name", "text")}),
-            "reference": Image(),
-            "candidates": List(Image()),
-            "ranking": List(Value("int64")),
-        }
-    )
+    """Give the column types of rankings."""
+    texts = {"id": "string", "group": "string", "prompt": "string", "criteria": CRITERIA_TYPE}
+    return column_types(**texts, reference="image", candidates=["image"], ranking=["int64"])
 
 
 def _read_json_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Give each record with the place that it is at."""
-    records = []
-    # Not `splitlines`, which would also cut at characters that JSON allows inside a string
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{path.name}, line {number} is not valid JSON ({error}). Download {path} again; a clone without Git "
-                "LFS has only a pointer."
-            ) from error
+    """Read each record, with its place."""
+    records = read_json_lines(path)
+    for place, record in records:
         if not isinstance(record, dict):
-            raise ValueError(f"{path.name}, line {number} is {record!r}, but it must be a JSON object.")
-        records.append((f"{path.name}, line {number}", record))
+            raise ValueError(f"{place} is {record!r}, but it must be a JSON object.")
     if not records:
         raise ValueError(f"{path} has no records. Download it again.")
     return records
@@ -153,7 +123,7 @@ def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
-    """Read reference, candidates and ranking of one record. The errors go on after `<file>, line <number>: `."""
+    """Read reference, candidates and ranking of one record. The errors continue `<file>, line <number>: `."""
     reference = record.get("ref_image", record.get("ref_img"))
     names = record.get("comp_images", record.get("comparison_images"))
     order = record.get("rank_images")
@@ -175,23 +145,22 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
 
     The layout is that of `X-GenGroup/ConsistencyRank-Bench`: `consistency_full_rank.jsonl` with `folder`, `ref_image`,
     `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the folder), `prompt` and `criteria`,
-    and the images in `images/<folder>/`: unpacked, or in `images.zip` as it is downloaded, which is extracted once into
-    the cache of `datasets`. Images are stored as paths; that the files exist is checked.
+    and the images in `images/<folder>/`: unpacked, or in `images.zip`, which is extracted once into the cache of
+    `datasets`. Images are stored as paths.
 
     Args:
         path (`str` or `Path`):
             The folder, or the id of a dataset on the Hub.
         skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave broken records out, with one warning that lists them, instead of raising an error. A missing file, or
-            one that is no JSON, is an error in any case.
+            Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
 
     Returns:
-        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a reference
-        in the order of the file), `group` (the folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
+        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a
+        reference), `group` (the folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
         FileNotFoundError: If there is no such folder or file.
-        ValueError: If a line is no JSON object, if a record is broken, or if `skip_broken` leaves none.
+        ValueError: If a line is not a JSON object, a record is broken, or `skip_broken` leaves none.
         zipfile.BadZipFile: If `images.zip` is damaged.
     """
     from datasets import Dataset
@@ -225,7 +194,7 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
 
 
 def default_question(row: dict[str, Any]) -> str:
-    """Give the question of a ranking: about its theme, that of an image-set prompt, or another prompt as a whole."""
+    """Ask about the theme of a ranking: its own, that of its image-set prompt, or its whole prompt."""
     theme = row.get("theme")
     if isinstance(theme, str) and theme.strip():
         return theme_question(theme)
@@ -261,33 +230,30 @@ def rankings_to_pairs(
     skip_broken: bool = False,
 ) -> "Dataset":
     """
-    Make pairs of rankings: the reference with its best candidates is consistent, with its worst ones inconsistent.
+    Make pairs of rankings: the reference is consistent with its best candidates, inconsistent with its worst ones.
 
-    The paper keeps "clear positives and negatives" and does not say how many of the candidates these are. The
-    completions are label-only.
+    The paper keeps "clear positives and negatives" and does not say how many candidates these are. The completions are
+    label-only.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             The rankings. Images are not decoded; those given by path stay paths.
-        num_positives (`int`, *optional*, defaults to `1`):
-            Number of candidates, from the best, that are consistent.
-        num_negatives (`int`, *optional*, defaults to `1`):
-            Number of candidates, from the worst, that are inconsistent.
+        num_positives (`int`, *optional*, defaults to `1`), num_negatives (`int`, *optional*, defaults to `1`):
+            Number of candidates that are consistent, from the best, and inconsistent, from the worst.
         question (`Callable[[dict], str]`, *optional*):
-            Gives the question of a row, which it is called with, without `reference` and `candidates`. When left out,
-            [`theme_question`] of the row's `theme`, of the theme of an image-set prompt, or of another prompt as a
-            whole.
+            Gives the question of a row, which it is called with, without `reference` and `candidates`. If `None`,
+            [`theme_question`] of the row's theme, of that of its image-set prompt, or of its whole prompt.
         skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave rows that are no valid ranking out, with one warning that lists them, instead of raising an error.
-            Their images are not looked at: [`validate_pairs`] does so with the pairs.
+            Leave rows that are not valid rankings out, with one warning that lists them. Images are not looked at:
+            [`validate_pairs`] does so with the pairs.
 
     Returns:
-        [`~datasets.Dataset`]: the pairs, the reference as the first image, and `group` where the rankings have it.
+        [`~datasets.Dataset`]: the pairs, the reference as the first image, and `group` if the rankings have it.
 
     Raises:
-        TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If it is not in the rankings format, if a row has fewer candidates than are asked for, or if
-            `skip_broken` leaves none.
+        TypeError: If it is not a [`~datasets.Dataset`].
+        ValueError: If it does not have the rankings format, a row has too few candidates, or `skip_broken` leaves
+        none.
     """
     from datasets import Features
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 # Rows from which on reading the headers shows a progress bar
-_MANY_ROWS = 1000
+MANY_ROWS = 1000
 
 # Orientations that swap width and height
 _ON_ITS_SIDE = (5, 6, 7, 8)
@@ -26,7 +26,7 @@ _WHAT_TO_DO = "Replace the file, or leave the row out."
 
 
 class _BufferStream(io.RawIOBase):
-    """A buffer as a file, of which only what is read comes from the disk."""
+    """Read a buffer as a file, of which only what is read comes from the disk."""
 
     # Arrow's own (`pyarrow.BufferReader`) refuses to seek beyond the end, which Pillow does
 
@@ -52,16 +52,7 @@ class _BufferStream(io.RawIOBase):
 
 
 def has_source_images(dataset: "Dataset") -> bool:
-    """
-    Tell whether rows have source images, which makes them editing prompts.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset.
-
-    Returns:
-        `bool`: whether there is a column `image` or `images`.
-    """
+    """Tell whether rows have source images, in a column `image` or `images`, and so are editing prompts."""
     return "image" in dataset.column_names or "images" in dataset.column_names
 
 
@@ -69,26 +60,24 @@ class SourceImages:
     """
     The source images of a dataset, with their sizes.
 
-    Making it reads the header of every image and no pixels, so that a missing or unreadable file is found before a
-    model is loaded. Nothing is fetched from a network. The dataset itself stays as it is.
+    Reads the header of every image and no pixels, so that a missing or unreadable file is found before a model is
+    loaded. Nothing is fetched from a network. The dataset itself stays as it is.
 
     Args:
         dataset ([`~datasets.Dataset`]):
-            Rows with `image` ([`~datasets.Image`]) or `images` (a list of them), decoded when they are read or not.
+            Rows with `image` ([`~datasets.Image`]) or `images` (a list of them), decoded or not.
         where (`str`):
-            What the dataset is, for errors: "the dataset".
+            Name of the dataset in errors: "the dataset".
 
     Attributes:
         column (`str`):
             Name of the column: `"image"` or `"images"`.
-        max_count (`int`):
-            Largest number of images in a row.
-        row_with_most (`int`):
-            The first row that has so many.
+        max_count (`int`), row_with_most (`int`):
+            Largest number of images in a row, and the first row with so many.
 
     Raises:
-        ValueError: With the number of the row: an image is missing, or is a URL, a list of images is empty, or a file
-            does not exist or has no header that can be read.
+        ValueError: If an image is missing, a URL, or unreadable, or a list of images is empty, with the number of the
+        row.
     """
 
     def __init__(self, dataset: "Dataset", where: str):
@@ -106,7 +95,7 @@ class SourceImages:
             range(len(dataset)),
             desc=f"Reading the headers of the source images of {where}",
             unit="row",
-            disable=len(dataset) <= _MANY_ROWS,
+            disable=len(dataset) <= MANY_ROWS,
         )
         self._sizes = [self._read_sizes(row) for row in numbers]
         counts = [len(sizes) for sizes in self._sizes]
@@ -117,78 +106,33 @@ class SourceImages:
         return len(self._sizes)
 
     def sizes(self, row: int) -> list[tuple[int, int]]:
-        """
-        Give the sizes of the images of a row, as they are when decoded: turned as their EXIF orientation says.
-
-        Args:
-            row (`int`):
-                Number of the row.
-
-        Returns:
-            `list[tuple[int, int]]`: width and height of each image, in pixels.
-        """
+        """Give width and height of each image of a row when decoded, turned as its EXIF orientation says."""
         return self._sizes[row]
 
     def digests(self, row: int) -> tuple[str, ...]:
-        """
-        Give what makes the images of a row the same as others: a digest of the bytes of each file.
-
-        Args:
-            row (`int`):
-                Number of the row.
-
-        Returns:
-            `tuple[str, ...]`: BLAKE2b of each image, in hexadecimal; computed once.
-
-        Raises:
-            ValueError: If a file can no longer be read.
-        """
+        """Give the BLAKE2b digest of the bytes of each image of a row, computed once."""
         if row not in self._digests:
             images = self._images(row)
             self._digests[row] = tuple(self._digest(row, index, image) for index, image in enumerate(images))
         return self._digests[row]
 
     def is_read(self, row: int) -> bool:
-        """Whether [`SourceImages.digests`] knows a row without reading its files."""
+        """Tell whether [`SourceImages.digests`] knows a row without reading its files."""
         return row in self._digests
 
     def remember(self, digests: dict[int, tuple[str, ...]]) -> None:
-        """
-        Take over digests that other processes have computed.
-
-        Args:
-            digests (`dict[int, tuple[str, ...]]`):
-                By number of the row.
-        """
+        """Take over digests that other processes have computed, by number of the row."""
         self._digests |= digests
 
     def lengths(self, row: int) -> list[int]:
-        """
-        Give the lengths of the files of the images of a row.
-
-        Args:
-            row (`int`):
-                Number of the row.
-
-        Returns:
-            `list[int]`: in bytes.
-        """
+        """Give the number of bytes of each image file of a row."""
         return [
             len(image["bytes"].as_buffer()) if _has_bytes(image) else Path(_path_of(image)).stat().st_size
             for image in self._images(row)
         ]
 
     def files(self, row: int) -> list[Path | None]:
-        """
-        Give the files of the images of a row.
-
-        Args:
-            row (`int`):
-                Number of the row.
-
-        Returns:
-            `list[Path | None]`: paths as they are stored; `None` for an image that the dataset has as bytes.
-        """
+        """Give the stored paths of the images of a row; `None` for an image that the dataset has as bytes."""
         return [None if _has_bytes(image) else Path(_path_of(image)) for image in self._images(row)]
 
     def load(self, row: int, in_rgb: bool = True) -> list["Image.Image"]:
@@ -199,19 +143,15 @@ class SourceImages:
             row (`int`):
                 Number of the row.
             in_rgb (`bool`, *optional*, defaults to `True`):
-                Whether to convert them with [`~paco_trl.utils.images.to_rgb`]. Otherwise they are in their own mode.
-
-        Returns:
-            `list[PIL.Image.Image]`: of the sizes that [`SourceImages.sizes`] gives.
+                Whether to convert them to RGB (see [`~paco_trl.utils.images.to_rgb`]) instead of keeping their modes.
 
         Raises:
-            ValueError: With the number of the row: pixels are cut short or damaged, the mode has no RGB, or the file
-                has changed since its header was read.
+            ValueError: If pixels are damaged, the mode has no RGB, or the file has changed since its header was read.
         """
         return [self._load(row, index, image, in_rgb) for index, image in enumerate(self._images(row))]
 
     def _images(self, row: int) -> list["pa.StructScalar"]:
-        """The images of a row as Arrow has them: `bytes` and `path`, not copied."""
+        """Give the images of a row as Arrow has them: `bytes` and `path`, not copied."""
         value = self._table[row].column(self.column)[0]
         if self.column == "image":
             return [value]
@@ -297,7 +237,7 @@ def _open_stream(image: "pa.StructScalar") -> BinaryIO:
 
 
 def _decoded_size(stream: BinaryIO) -> tuple[int, int]:
-    """Width and height that an image has when `datasets` decodes it, from its header."""
+    """Read from its header the size that an image has when `datasets` decodes it."""
     from PIL import ExifTags, Image
 
     image = Image.open(stream)
@@ -313,7 +253,7 @@ def _decoded_size(stream: BinaryIO) -> tuple[int, int]:
 
 
 def _goes_on_after_pixels(stream: BinaryIO) -> bool:
-    """Whether a PNG has anything after its pixels, where its orientation may be."""
+    """Tell whether a PNG has anything after its pixels, where its orientation may be."""
     position, end = stream.tell(), stream.seek(0, io.SEEK_END)
     start, seen_pixels, late = 8, False, False
     while not late and start + 8 <= end:

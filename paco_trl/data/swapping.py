@@ -43,13 +43,11 @@ def _swap_images(batch: "pa.Table") -> "pa.Table":
 
 def swap_pairs(dataset: "Dataset") -> "Dataset":
     """
-    Add each pair in the other order, (B, A) after (A, B), so that the judge does not learn the order.
+    Add each pair in the other order, (B, A) after (A, B), so that the judge does not learn the order. Not in the
+    paper.
 
-    Pairs whose question or answer depends on the order are not added again: the editing questions (original first,
-    edited second), and texts that name an image by its place, such as "the second image", "on the left", "Image A" or
-    "the latter". How many were added and left alone is logged.
-
-    This is an option that the paper does not speak of.
+    Pairs whose question or answer depends on the order are not added again: the editing questions, and texts that name
+    an image by its place, such as "the second image", "on the left", "Image A" or "the latter". The counts are logged.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -57,11 +55,11 @@ def swap_pairs(dataset: "Dataset") -> "Dataset":
             paths.
 
     Returns:
-        [`~datasets.Dataset`]: the pairs as they were, and after them the swapped ones, with the same columns.
+        [`~datasets.Dataset`]: the pairs, and after them the swapped ones, with the same columns.
 
     Raises:
-        TypeError: If it is no [`~datasets.Dataset`].
-        ValueError: If it is not in the pair format.
+        TypeError: If it is not a [`~datasets.Dataset`].
+        ValueError: If it does not have the pair format.
     """
     from datasets import concatenate_datasets
 
