@@ -513,7 +513,7 @@ class TestShareGPT4oImage:
     @pytest.mark.parametrize(
         "changes, message",
         [
-            ({"input_image": None}, "Row 1 of ShareGPT-4o-Image .* drawing from text"),
+            ({"input_image": None}, "Row 1 of ShareGPT-4o-Image .* text alone"),
             ({"input_prompt": ""}, "Row 1 of ShareGPT-4o-Image"),
             ({"input_image": ["image/no.png"]}, "Row 1 of ShareGPT-4o-Image: there is no image .*no.png"),
             ({"input_image": ["/etc/hostname"]}, "Row 1 of ShareGPT-4o-Image: .*absolute"),

@@ -29,7 +29,7 @@ def _extract(archive: Path) -> Path:
     from huggingface_hub.utils import WeakFileLock
 
     is_zip, stat = archive.suffix == ".zip", archive.stat()
-    # No ValueError: this is no matter of the record that is being read
+    # Not a ValueError, which would be taken for a defect of the record
     error_type = zipfile.BadZipFile if is_zip else tarfile.ReadError
     if not (zipfile.is_zipfile(archive) if is_zip else tarfile.is_tarfile(archive)):
         raise error_type(
@@ -86,8 +86,8 @@ class ImageFinder:
     def find(self, path: PurePath) -> str:
         """Find the file of an image. The errors continue `<file>, record <number>: `."""
         if path not in self.found:
-            beside = self.folder / path
-            self.found[path] = str(beside if beside.is_file() else self._find_in_archives(path))
+            unpacked = self.folder / path
+            self.found[path] = str(unpacked if unpacked.is_file() else self._find_in_archives(path))
         return self.found[path]
 
     def _find_in_archives(self, path: PurePath) -> Path:

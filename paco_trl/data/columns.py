@@ -35,13 +35,11 @@ def check_is_dataset(dataset: Any, name: str) -> None:
         )
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"`{name}` is an `IterableDataset`, which cannot be checked before training without reading all of it. "
-            "Load it without `streaming=True`."
+            f"`{name}` is an `IterableDataset`, which cannot be checked before training. Load it without `streaming=True`."
         )
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"`{name}` is a `{type(dataset).__name__}`. It must be a `datasets.Dataset`: make one with "
-            "`datasets.Dataset.from_list(rows)` or `datasets.load_dataset`."
+            f"`{name}` is a `{type(dataset).__name__}`. It must be a `datasets.Dataset`: `Dataset.from_list(rows)` makes one."
         )
     if len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows. Check the file, the split or the filter that it comes from.")
@@ -79,7 +77,7 @@ def list_lengths(dataset: "Dataset", column: str) -> "np.ndarray":
     """Compute the lengths of the lists in a column without reading what is in them."""
     import pyarrow.compute as pc
 
-    # Arrow keeps the lengths beside the values: the bytes of the images are not touched
+    # Arrow stores the lengths apart from the values: the bytes of the images are not touched
     lengths = pc.fill_null(pc.list_value_length(dataset.data.column(column)), -1).to_numpy()
     # `select`, `shuffle` and `filter` leave the table alone and keep the numbers of the chosen rows
     return lengths if dataset._indices is None else lengths[dataset._indices.column(0).to_numpy()]

@@ -126,8 +126,7 @@ def path_inside(path: str) -> PurePath:
     inside = PurePath(os.path.normpath(path))
     if inside.anchor or inside.parts[:1] == ("..",):
         raise ValueError(
-            f"the path {path!r} is absolute or leaves the folder of the dataset, where it could name any file of this "
-            "machine. Paths must be relative to the folder and stay in it."
+            f"the path {path!r} is absolute or leaves the folder of the dataset. It must be relative and stay in it."
         )
     return inside
 

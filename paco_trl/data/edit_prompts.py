@@ -5,7 +5,6 @@ The columns are `prompt` (the instruction), `image` (the source) or `images` (a 
 `height` and `width` (inference size), and `rows`, `cols` and `panels` where the edited image is itself a grid.
 """
 
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from tqdm.auto import tqdm
 from ..utils.text import shorten
 from .columns import check_image_column, check_image_list, check_is_dataset, column_types, list_lengths
 from .dataset_files import dataset_of_rows, find_prompts, load_split, path_inside
+from .grids import pixels_sha256
 from .image_sets import check_row, read_json_rows
 from .source_images import MANY_ROWS, SourceImages
 from .texts import normalized
@@ -69,10 +69,7 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
             f"Editing prompts need `{'` and `'.join(missing)}`, but `{name}` has only the columns {names}. {hint}"
         )
     if len(sources) == 2:
-        raise ValueError(
-            f"`{name}` has both `image` and `images`, and nothing says which of them is edited. Remove one: "
-            '`dataset.remove_columns("image")`.'
-        )
+        raise ValueError(f'`{name}` has both `image` and `images`. Remove one: `dataset.remove_columns("image")`.')
     if sources == ["image"]:
         check_image_column(dataset, "image", name, decoded=False)
     else:
@@ -83,8 +80,7 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     for row, prompt in enumerate(prompts):
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError(
-                f"`prompt` of row {row} of `{name}` is {shorten(prompt)}. It must be the instruction, a text that is "
-                "not empty."
+                f"`prompt` of row {row} of `{name}` is {shorten(prompt)}. It must be an instruction that is not empty."
             )
     sizes = [plain[column] if column in names else [None] * len(dataset) for column in ("height", "width")]
     for row, size in enumerate(zip(*sizes, strict=True)):
@@ -99,7 +95,7 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     if grid != _GRID_COLUMNS:
         raise ValueError(
             f"`{name}` has {grid} without {[column for column in _GRID_COLUMNS if column not in grid]}. An edited "
-            "image that is a grid needs all three; remove them where it is none."
+            "image that is a grid needs all three; remove them otherwise."
         )
     for row, values in enumerate(zip(*(plain[column] for column in _GRID_COLUMNS), strict=True)):
         if values != (None, None, None):
@@ -229,8 +225,8 @@ def convert_sharegpt_4o_image(
         if not isinstance(prompt, str) or not prompt.strip() or not isinstance(paths, list) or not paths:
             raise ValueError(
                 f"Row {number} of ShareGPT-4o-Image has the `input_prompt` {shorten(prompt)} and the `input_image` "
-                f"{shorten(paths)}. It must have an instruction and at least one path; rows for drawing from text "
-                "alone are no editing prompts."
+                f"{shorten(paths)}. It must have an instruction and at least one path; rows that generate from "
+                "text alone are not editing prompts."
             )
         if max_images is not None and len(paths) > max_images:
             left_out += 1
@@ -265,7 +261,7 @@ def _report_left_out(count: int, max_images: int | None) -> None:
 
 def _find_image(path: Any, folder: Path, where: str) -> str:
     if isinstance(path, str) and "://" in path:
-        raise ValueError(f"{where}: the image {path!r} is no file on this machine. Download it first.")
+        raise ValueError(f"{where}: the image {path!r} is not a file on this machine. Download it first.")
     try:
         found = folder / path_inside(path)
     except ValueError as error:
@@ -418,7 +414,7 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
     for row, instruction in enumerate(_progress(benchmark, "Reading the benchmark")):
         images = held_out.load(row)
         sizes.update(held_out.sizes(row))
-        contents.update(held_out.digests(row), map(_pixel_digest, images))
+        contents.update(held_out.digests(row), map(pixels_sha256, images))
         thumbnails.setdefault(instruction, []).extend(map(_thumbnail, images))
 
     kept, same_image, same_edit = [], 0, 0
@@ -429,7 +425,7 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
             continue
         others = thumbnails.get(instruction, [])
         images = sources.load(row) if may_be_same or others else []
-        if may_be_same and not contents.isdisjoint(map(_pixel_digest, images)):
+        if may_be_same and not contents.isdisjoint(map(pixels_sha256, images)):
             same_image += 1
         elif others and any(
             abs(_thumbnail(image) - other).mean() < _LOOKS_THE_SAME for image in images for other in others
@@ -439,8 +435,7 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
             kept.append(row)
     if not kept:
         raise ValueError(
-            f"All {len(dataset)} rows of the dataset are in the benchmark, so that none are left to train on. Give "
-            "other data."
+            f"All {len(dataset)} rows of the dataset are in the benchmark, so that none are left. Give other data."
         )
     left_out = same_image + same_edit
     logger.log(
@@ -455,10 +450,6 @@ def _progress(dataset: "Dataset", description: str) -> Iterable[str]:
     """Give the normalized instruction of each row."""
     prompts = dataset.with_format(None)["prompt"]
     return map(normalized, tqdm(prompts, desc=description, unit="row", disable=len(dataset) <= MANY_ROWS))
-
-
-def _pixel_digest(image: "Image.Image") -> str:
-    return hashlib.blake2b(f"{image.size} ".encode() + image.tobytes(), digest_size=32).hexdigest()
 
 
 def _thumbnail(image: "Image.Image") -> "np.ndarray":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grids: an image set is one image with panels of equal size, in row-major order."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -97,8 +98,7 @@ def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
     if len(kinds) > 1:
         found = ", ".join(f"{height}x{width} {mode}" for height, width, mode in kinds)
         raise ValueError(
-            f"The panels of a grid must have one size and one mode, got (height x width mode) {found}. Resize or "
-            "convert them first."
+            f"The panels of a grid must have one size and one mode, got (height x width mode) {found}. Convert them first."
         )
     height, width, mode = kinds[0]
     image = Image.new(mode, (cols * width, rows * height))
@@ -106,3 +106,9 @@ def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
         row, col = divmod(index, cols)
         image.paste(panel, (col * width, row * height))
     return image
+
+
+def pixels_sha256(image: "Image") -> str:
+    """Digest what an image shows, whatever file it is in."""
+    head = f"{image.width}x{image.height} {image.mode}\n".encode()
+    return hashlib.sha256(head + image.tobytes()).hexdigest()

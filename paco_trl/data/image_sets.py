@@ -210,8 +210,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     for what, text in [("theme", theme), *((f"panel {index}", text) for index, text in enumerate(panels[:-1]))]:
         if not ends_sentence(text):
             raise ValueError(
-                f"The {what} does not end a sentence: {shorten(text)}. The marker of the next panel would be taken for "
-                "text. End it with a full stop."
+                f"The {what} does not end a sentence: {shorten(text)}. End it with a full stop: a panel marker comes next."
             )
     try:
         parsed = parse_image_set_prompt(prompt)
@@ -277,8 +276,7 @@ def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
         layout = _LAYOUT.fullmatch(row["layout"].strip())
         if layout is None or (int(layout[1]), int(layout[2])) != (parsed.rows, parsed.cols):
             raise ValueError(
-                f"`layout` is {row['layout']!r}, but the prompt asks for a {parsed.rows}x{parsed.cols} grid layout. "
-                "Correct the one that is wrong."
+                f"`layout` is {row['layout']!r}, but the prompt asks for a {parsed.rows}x{parsed.cols} grid layout. Correct one."
             )
         panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
     except ValueError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loader of the published PaCo-Dataset: ShareGPT-style JSON files, with images beside them or in archives."""
+"""Loader of the published PaCo-Dataset: ShareGPT-style JSON files, with images as files or in archives."""
 
 import re
 from pathlib import Path, PurePath
@@ -45,8 +45,7 @@ def _read_turns(record: dict[str, Any], columns: dict[str, str], tags: dict[str,
     roles = [known.get(name) for name in names]
     if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
         raise ValueError(
-            f"its turns are {names}, but a pair is one question and one answer: human and gpt (or user and "
-            "assistant), with at most one system turn in front."
+            f"its turns are {names}, but a pair is one question and one answer, with at most one system turn in front."
         )
     content = tags.get("content_tag", "value")
     texts = dict(zip(roles, (turn.get(content, turn.get("content")) for turn in turns), strict=True))

@@ -199,7 +199,7 @@ def _check_columns(dataset: Any, name: str) -> None:
     extra = [column for column in ("image", "messages") if column in dataset.column_names]
     if extra:
         raise ValueError(
-            f"`{name}` has the columns {extra} beside those of a pair, and TRL would train on them instead. Remove "
+            f"`{name}` has the columns {extra} in addition to those of a pair, and TRL would train on them instead. Remove "
             f"them: `dataset.remove_columns({extra})`."
         )
     if dataset.format["type"] == "custom":

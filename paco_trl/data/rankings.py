@@ -115,8 +115,7 @@ def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
             criteria = criteria_list(record.get("criteria"))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{place} has the criteria {record['criteria']!r}. They must be a dictionary of dictionaries: "
-                "dimension -> name -> text."
+                f"{place} has the criteria {record['criteria']!r}. They must be a dictionary: dimension -> name -> text."
             ) from error
         prompts[str(idx)] = {"prompt": prompt, "criteria": criteria}
     return prompts
@@ -130,10 +129,7 @@ def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]
     if not isinstance(names, list) or len(names) < 2 or len(set(map(str, names))) != len(names):
         raise ValueError(f"`comp_images` is {names!r}. It must be a list of at least two different file names.")
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, names)):
-        raise ValueError(
-            f"`rank_images` is {order!r}, but `comp_images` is {names!r}. Both must have the same names, `rank_images` "
-            "with the best first."
-        )
+        raise ValueError(f"`rank_images` is {order!r}, but `comp_images` is {names!r}. Both must have the same names.")
     folder = PurePath("images") / path_inside(str(record.get("folder")))
     paths = [finder.find(folder / path_inside(name)) for name in [reference, *names]]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}

@@ -166,8 +166,7 @@ class SourceImages:
         images = self._images(row)
         if not images:
             raise ValueError(
-                f"Row {row} of {self.where}: `images` is empty or None, so there is nothing to edit. Give at least "
-                "one source image, or leave the row out."
+                f"Row {row} of {self.where}: `images` is empty or None. Give a source image, or leave the row out."
             )
         return [self._read_size(row, index, image) for index, image in enumerate(images)]
 
@@ -178,7 +177,7 @@ class SourceImages:
                 raise ValueError(f"{name} is None. Give an image, or leave the row out.")
             if "://" in path:
                 raise ValueError(
-                    f"{name} is {path!r}, which is no file on this machine, and nothing is fetched during a run. "
+                    f"{name} is {path!r}, which is not a file on this machine, and nothing is downloaded during a run. "
                     "Download it first, and store its path or its bytes."
                 )
             if not Path(path).is_file():

@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 3: cut grids into panels, and pair panels to ranking instances.
-
-An image is on the disk once. Instances name panels by their ids, and rankings name the files of the panels.
-"""
+"""Stage 3: cut grids into panels, each stored once, and combine panels (by id) into ranking instances."""
 
 import hashlib
-import io
-import multiprocessing
-import os
-import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from ..data.columns import check_is_dataset
-from ..data.grids import panel_size, split_grid
+from ..data.columns import check_is_dataset, column_types
+from ..data.grids import panel_size, pixels_sha256, split_grid
 from ..data.image_sets import criteria_list
 from ..data.rankings import ranking_features
 from ..utils.files import file_name, write_atomically
+from ..utils.generation import to_png
 from ..utils.stage_folder import StageFolder
 from ..utils.text import shorten
 from .annotations import instance_digest
@@ -48,30 +41,28 @@ class _Grid(NamedTuple):
 
 def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "Dataset":
     """
-    Cut grids into their panels, and save each of them once.
-
-    What was cut when a run was stopped is not cut again. Panels keep the mode of their grid; palettes are resolved.
+    Cut grids into their panels, and save each of them once. Interrupted runs resume automatically.
 
     Args:
         grids ([`~datasets.Dataset`]):
             The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. All prompts must have the
-            same seeds.
+            same seeds. Panels keep the mode of their grid; palettes are resolved.
         folder ([`StageFolder`]):
             Folder of the stage. Its settings should have a digest of the grids.
         num_workers (`int`, *optional*, defaults to `1`):
-            Number of processes that cut. With more than one, the script that calls this must have an
-            `if __name__ == "__main__":`, since each process imports it.
+            Number of threads that cut.
 
     Returns:
-        [`~datasets.Dataset`]: the panels in the order of the grids, then row by row from the upper left: `id`
-        (`"<prompt id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and
-        `image`, a path. The folder has it too, with a report.
+        [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt
+        id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a
+        path. Also saved in the folder, with a report.
 
     Raises:
-        ValueError: Before anything is cut, with the grid or prompt: a grid is there twice, has no file, is no image, or
-            does not divide into its panels; the grids of a prompt have different layouts; a prompt lacks a seed that
-            another one has. While cutting: a file is not whole.
+        ValueError: If a grid is duplicate, missing, damaged or not divisible into its panels, the grids of a prompt
+        have different layouts, or a prompt lacks a seed that another one has.
     """
+    from datasets import Dataset
+
     if type(num_workers) is not int or num_workers < 1:
         raise ValueError(f"`num_workers` is {num_workers!r}. It must be an int of at least 1.")
     rows = _read_grids(grids)
@@ -82,21 +73,18 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
 
     journal = folder.journal(_JOURNAL)
     hashes = {record["grid"]: record["sha256"] for record in journal.records}
-    todo = [
-        (grid, _panel_paths(folder, grid))
-        for grid in rows
-        if grid.id not in hashes or not all(Path(path).is_file() for path in _panel_paths(folder, grid))
-    ]
-    with (
-        _mapping(num_workers, len(todo)) as run,
-        tqdm(total=len(rows), initial=len(rows) - len(todo), desc="Cutting panels", unit="grid") as bar,
-    ):
-        for name, sha256 in run(_cut, todo):
-            journal.append({"grid": name, "sha256": sha256})
-            hashes[name] = sha256
+    paths = {grid.id: _panel_paths(folder, grid) for grid in rows}
+    todo = [grid for grid in rows if grid.id not in hashes or not all(Path(path).is_file() for path in paths[grid.id])]
+    bar = tqdm(total=len(rows), initial=len(rows) - len(todo), desc="Cutting panels", unit="grid")
+    # Pillow and hashlib release the GIL
+    with ThreadPoolExecutor(num_workers) as pool, bar:
+        run = map if num_workers == 1 else pool.map
+        for grid, sha256 in zip(todo, run(lambda grid: _cut(grid, paths[grid.id]), todo), strict=True):
+            journal.append({"grid": grid.id, "sha256": sha256})
+            hashes[grid.id] = sha256
             bar.update()
 
-    dataset = _panels_dataset(
+    panels = [
         {
             "id": f"{grid.id}/{position}",
             "prompt_id": grid.prompt_id,
@@ -106,8 +94,10 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
             "image": path,
         }
         for grid in rows
-        for position, path in enumerate(_panel_paths(folder, grid))
-    )
+        for position, path in enumerate(paths[grid.id])
+    ]
+    kinds = {"seed": "int64", "position": "int64", "sha256": "string", "image": "image"}
+    dataset = Dataset.from_list(panels, features=column_types(id="string", prompt_id="string", **kinds))
     report = {
         "prompts": len({grid.prompt_id for grid in rows}),
         "seeds": list(dict.fromkeys(grid.seed for grid in rows)),
@@ -117,12 +107,6 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
     }
     folder.finish(dataset, report)
     return dataset
-
-
-def pixels_sha256(image: Any) -> str:
-    """Give the digest of what an image shows, whatever file it is in."""
-    head = f"{image.width}x{image.height} {image.mode}\n".encode()
-    return hashlib.sha256(head + image.tobytes()).hexdigest()
 
 
 def _read_grids(grids: "Dataset") -> list[_Grid]:
@@ -143,7 +127,7 @@ def _read_grids(grids: "Dataset") -> list[_Grid]:
 
 
 def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[Any]]:
-    """Whole columns as Python values, a column `image` as paths."""
+    """Read whole columns as Python values, a column `image` as paths."""
     from datasets import Image
 
     missing = [name for name in names if name not in dataset.column_names]
@@ -166,7 +150,7 @@ def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[
 
 
 def _check_seeds(pairs: Iterable[tuple[str, int]], what: str) -> dict[str, list[int]]:
-    """The seeds, in the order in which they come; every prompt must have every seed that any prompt has."""
+    """Give the seeds of each prompt, in order; every prompt must have every seed that any prompt has."""
     seeds_of: dict[str, dict[int, None]] = {}
     for prompt_id, seed in pairs:
         seeds_of.setdefault(prompt_id, {})[seed] = None
@@ -176,7 +160,7 @@ def _check_seeds(pairs: Iterable[tuple[str, int]], what: str) -> dict[str, list[
         if missing:
             raise ValueError(
                 f"The {what} of the prompt {prompt_id!r} have the seeds {list(seeds)}, but {missing} are missing, which "
-                "other prompts have. Candidates are compared over the same seeds: draw the missing grids, or leave the "
+                "other prompts have. Candidates are compared over the same seeds: generate the missing grids, or leave the "
                 "prompt out."
             )
     return {prompt_id: list(seeds) for prompt_id, seeds in seeds_of.items()}
@@ -189,7 +173,7 @@ def _check_layouts(rows: list[_Grid]) -> None:
         if (grid.rows, grid.cols) != (first.rows, first.cols):
             raise ValueError(
                 f"The grid {grid.id!r} has {grid.rows}x{grid.cols} panels (rows x cols), but {first.id!r} of the same "
-                f"prompt {first.rows}x{first.cols}, so its panels have no common positions. Draw one of them again."
+                f"prompt {first.rows}x{first.cols}, so its panels have no common positions. Generate one of them again."
             )
 
 
@@ -202,18 +186,16 @@ def _check_file(grid: _Grid) -> None:
 
 @contextmanager
 def _named(grid: _Grid) -> Iterator[None]:
-    """Errors say which grid they are of."""
+    """Name the grid in errors."""
     try:
         yield
     except FileNotFoundError as error:
         raise ValueError(
-            f"The grid {grid.id!r} has no file at {grid.path}. Run the stage that draws grids again, which draws what "
-            "is missing."
+            f"The grid {grid.id!r} has no file at {grid.path}. Run the stage `grids` again, which adds what is missing."
         ) from error
     except (OSError, SyntaxError) as error:  # what Pillow raises
         raise ValueError(
-            f"The grid {grid.id!r} cannot be read: {error} ({grid.path}). Run the stage that draws grids again, which "
-            "replaces broken files."
+            f"The grid {grid.id!r} cannot be read: {error} ({grid.path}). Run the stage `grids` again, which replaces it."
         ) from error
     except ValueError as error:
         raise ValueError(f"The grid {grid.id!r} ({grid.path}): {error}") from error
@@ -224,90 +206,54 @@ def _panel_paths(folder: StageFolder, grid: _Grid) -> list[str]:
     return [str(of_prompt / f"{grid.seed}-{position}.png") for position in range(grid.rows * grid.cols)]
 
 
-@contextmanager
-def _mapping(num_workers: int, count: int) -> Iterator[Any]:
-    """A function that maps in order: in this process, or on several."""
-    num_workers = min(num_workers, count)
-    if num_workers <= 1:
-        yield map
-        return
-    # Spawned: a copy of a process in which torch has threads may hang
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_with_parent) as pool:
-        yield pool.map
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent is killed would wait for work for ever."""
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _cut(task: tuple[_Grid, list[str]]) -> tuple[str, list[str]]:
-    """Cut and save the panels of one grid; its id and the digests of the panels."""
+def _cut(grid: _Grid, paths: list[str]) -> list[str]:
+    """Cut and save the panels of one grid; give their digests."""
     from PIL import Image
 
-    grid, paths = task
     with _named(grid), Image.open(grid.path) as image:
         image.load()
         if image.mode == "P":  # the pixels would say nothing without the palette
             image = image.convert()
         panels = split_grid(image, grid.rows, grid.cols)
     for panel, path in zip(panels, paths, strict=True):
-        buffer = io.BytesIO()
-        # For pictures of this kind three times as fast as the default, and as small
-        panel.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
-        write_atomically(path, buffer.getvalue())
-    return grid.id, [pixels_sha256(panel) for panel in panels]
-
-
-def _panels_dataset(rows: Iterable[dict[str, Any]]) -> "Dataset":
-    from datasets import Dataset, Features, Image, Value
-
-    integer, text = Value("int64"), Value("string")
-    kinds = {"id": text, "prompt_id": text, "seed": integer, "position": integer, "sha256": text, "image": Image()}
-    return Dataset.from_list(list(rows), features=Features(kinds))
+        write_atomically(path, to_png(panel))
+    return [pixels_sha256(panel) for panel in panels]
 
 
 def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = None, seed: int = 0) -> "Dataset":
     """
     Make the ranking instances of the panels.
 
-    The reference is any panel. Its candidates are the panels at one other position, of all grids of the prompt, so
-    that one of them is from the reference's own grid. A prompt with `P` panels and `S` seeds has `S * P * (P - 1)`
-    instances with `S` candidates each: 48 for 2 x 2 panels and 4 seeds.
+    The reference is any panel; its candidates are the panels at one other position, of all grids of the prompt. A
+    prompt with `P` panels and `S` seeds has `S * P * (P - 1)` instances with `S` candidates: 48 for 2 x 2 panels and 4
+    seeds.
 
     Args:
         panels ([`~datasets.Dataset`]):
             The panels: `id`, `prompt_id`, `seed`, `position`, `sha256`. Images are not read.
         max_instances_per_prompt (`int`, *optional*):
-            Instances of a prompt at most. Which ones follows from `seed` and their ids: prompts do not change the
-            choice of one another, and a larger number keeps those of a smaller one. All when left out.
+            Instances of a prompt at most, all if `None`. The choice follows from `seed` and the ids alone, and a
+            larger number keeps those of a smaller one.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the choice.
 
     Returns:
-        [`~datasets.Dataset`]: by prompt, seed, position and other position: `id`
-        (`"<prompt id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids of
-        panels, in the order of the seeds) and `digest` (of their images).
+        [`~datasets.Dataset`]: by prompt, seed, position and other position: `id` (`"<prompt
+        id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, in the
+        order of the seeds) and `digest` (of their images).
 
     Raises:
-        ValueError: There are fewer than two seeds, or a prompt has one panel alone, lacks a seed that another one has,
-            or has a grid with other positions.
+        ValueError: If there are fewer than two seeds, or a prompt has only one panel, lacks a seed, or has different
+        layouts.
     """
-    from datasets import Dataset, Features, List, Value
+    from datasets import Dataset
 
     check_is_dataset(panels, "panels")
     if max_instances_per_prompt is not None and (
         type(max_instances_per_prompt) is not int or max_instances_per_prompt < 1
     ):
         raise ValueError(
-            f"`max_instances_per_prompt` is {max_instances_per_prompt!r}. It must be an int of at least 1, or None "
-            "for all."
+            f"`max_instances_per_prompt` is {max_instances_per_prompt!r}. It must be an int of at least 1, or None for all."
         )
     columns = _columns(panels, ["id", "prompt_id", "seed", "position"], "panels")
     sha_of = dict(zip(columns["id"], _columns(panels, ["sha256"], "panels")["sha256"], strict=True))
@@ -329,20 +275,17 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
             if other != position
         ]
         if max_instances_per_prompt is not None:
-            chosen = set(
-                sorted((i["id"] for i in instances), key=lambda name: _lot(name, seed))[:max_instances_per_prompt]
-            )
-            instances = [instance for instance in instances if instance["id"] in chosen]
+            chosen = sorted(instances, key=lambda instance: _lot(instance["id"], seed))[:max_instances_per_prompt]
+            instances = [instance for instance in instances if instance in chosen]
         rows += instances
     for row in rows:
         row["digest"] = instance_digest(sha_of[row["reference"]], [sha_of[name] for name in row["candidates"]])
-    text = Value("string")
-    kinds = {"id": text, "prompt_id": text, "reference": text, "candidates": List(text), "digest": text}
-    return Dataset.from_list(rows, features=Features(kinds))
+    kinds = {"reference": "string", "candidates": ["string"], "digest": "string"}
+    return Dataset.from_list(rows, features=column_types(id="string", prompt_id="string", **kinds))
 
 
 def _panels_by_place(columns: Mapping[str, list[Any]]) -> dict[str, dict[tuple[int, int], str]]:
-    """Ids of the panels by prompt, then by seed and position."""
+    """Give the ids of the panels by prompt, then by seed and position."""
     panel_of: dict[str, dict[tuple[int, int], str]] = {}
     for name, prompt_id, seed, position in zip(*columns.values(), strict=True):
         places = panel_of.setdefault(prompt_id, {})
@@ -359,13 +302,13 @@ def _check_positions(prompt_id: str, seeds: list[int], places: Mapping[tuple[int
     if len(seeds) < 2:
         raise ValueError(
             f"The prompt {prompt_id!r} has the seeds {seeds} alone, so that an instance would have {len(seeds)} "
-            "candidate, and nothing to rank. Draw its grids with at least two seeds."
+            "candidate, and nothing to rank. Generate its grids with at least two seeds."
         )
     positions = range(max(position for _, position in places) + 1)
     if len(positions) == 1:
         raise ValueError(
             f"The grids of the prompt {prompt_id!r} have one panel, which has none to be compared with. Leave the "
-            "prompt out, or draw it with a layout of at least two panels."
+            "prompt out, or generate it with a layout of at least two panels."
         )
     for seed in seeds:
         missing = [position for position in positions if (seed, position) not in places]
@@ -378,35 +321,15 @@ def _check_positions(prompt_id: str, seeds: list[int], places: Mapping[tuple[int
 
 
 def _lot(name: str, seed: int) -> bytes:
-    """What a name draws: uniformly distributed, the same at any time and among any others."""
+    """Sort instances at random: each by its id alone, whatever others there are."""
     return hashlib.sha256(f"{seed}\n{name}".encode()).digest()
 
 
 def instances_to_rankings(
     instances: "Dataset", panels: "Dataset", prompts: "Dataset", rankings: Mapping[str, Sequence[int]]
 ) -> "Dataset":
-    """
-    Give ranked instances in the rankings format (see [`check_ranking_columns`]).
-
-    Args:
-        instances ([`~datasets.Dataset`]):
-            The ranking instances.
-        panels ([`~datasets.Dataset`]):
-            The panels, given by path. The images of the rankings are these paths: no image is copied.
-        prompts ([`~datasets.Dataset`]):
-            The prompts, with `id` and, where known, `theme` and `criteria`.
-        rankings (`Mapping[str, Sequence[int]]`):
-            By the id of an instance, the indices of its candidates, best first. Instances without one are left out.
-
-    Returns:
-        [`~datasets.Dataset`]: in the order of the instances: `id`, `group` (the id of the prompt), `prompt`,
-        `criteria`, `reference`, `candidates`, `ranking` and, where the prompts have it, `theme`.
-
-    Raises:
-        ValueError: There are no rankings; or one, with its id, is of an instance that does not exist, does not name
-            each candidate once, or is of a panel or prompt that is not there.
-    """
-    from datasets import Dataset, Features, Value
+    """Give ranked instances (id -> candidates, best first) in the rankings format; no image is copied."""
+    from datasets import Dataset, Features
 
     if not rankings:
         raise ValueError("There are no rankings. Rank instances first: by people, a judge, or automatically.")
@@ -414,8 +337,7 @@ def instances_to_rankings(
     unknown = set(rankings).difference(instances["id"])
     if unknown:
         raise ValueError(
-            f"{len(unknown)} of {len(rankings)} rankings are of instances that do not exist; the first is "
-            f"{min(unknown)!r}. Give the instances that were ranked."
+            f"{len(unknown)} of {len(rankings)} rankings are of instances that do not exist; the first is {min(unknown)!r}."
         )
     panel_columns = _columns(panels, ["id", "image"], "panels")
     paths = dict(zip(panel_columns["id"], panel_columns["image"], strict=True))
@@ -424,7 +346,7 @@ def instances_to_rankings(
 
     features = ranking_features()
     if "theme" in names:
-        features = Features({**features, "theme": Value("string")})
+        features = Features({**features, **column_types(theme="string")})
     columns: dict[str, list[Any]] = {name: [] for name in features}
     for instance in instances:
         if instance["id"] not in rankings:
@@ -447,13 +369,12 @@ def _ranked(
     for name in (instance["reference"], *instance["candidates"]):
         if name not in paths:
             raise ValueError(
-                f"The instance {instance['id']!r} has the panel {name!r}, which is not among the panels. Give the "
-                "panels that the instances were made of."
+                f"The instance {instance['id']!r} has the panel {name!r}, which is not among the panels. Give all of them."
             )
     if instance["prompt_id"] not in prompt_of:
         raise ValueError(
             f"The instance {instance['id']!r} is of the prompt {instance['prompt_id']!r}, which is not among the "
-            "prompts. Give the prompts that the grids were drawn from."
+            "prompts. Give the prompts that the grids were generated from."
         )
     prompt = prompt_of[instance["prompt_id"]]
     return {
