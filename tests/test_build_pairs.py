@@ -22,24 +22,23 @@ from paco_trl.dataset_building import (
     annotator_kinds,
     append_annotation,
     build_pairs,
-    count_agreement,
     digest,
     export_annotations,
     export_tasks,
     import_annotations,
     judge_annotator_name,
-    kendalls_w,
-    majority_vote,
     rank_automatically,
     rank_with_judge,
     ranks_of_ranking,
     read_annotations,
     untrusted_annotators,
 )
+from paco_trl.dataset_building.agreement import count_agreement, kendalls_w
 from paco_trl.dataset_building.annotations import check_annotator, format_ranking, instance_digest, parse_ranking
 from paco_trl.dataset_building.annotators import construction_ranks, ranks_of_scores
 from paco_trl.dataset_building.make_pairs import decide_pairs, vote_on_instances
 from paco_trl.dataset_building.split import check_no_leak, connected_prompts, split_prompts
+from paco_trl.dataset_building.voting import majority_vote
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.utils.files import file_name, write_atomically
 from paco_trl.utils.journals import append_lines, read_lines

@@ -12,19 +12,11 @@ from .voting import majority_vote
 
 def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
     """
-    Kendall's coefficient of concordance, corrected for ties.
+    Compute Kendall's coefficient of concordance, corrected for ties; NaN if there are fewer than two orders.
 
-    With m annotators, n candidates, and R_j the sum of the ranks of candidate j (tied ones have their mean rank):
+    With m annotators, n candidates, and R_j the sum of the (mean) ranks of candidate j:
 
         W = 12 * sum_j (R_j - m (n + 1) / 2)^2 / (m^2 (n^3 - n) - m * sum over all groups of t tied ranks of (t^3 - t))
-
-    Args:
-        ranks (`Sequence[Sequence[int]]`):
-            For each annotator the rank of each candidate.
-
-    Returns:
-        `float`: 0 (the sums of the ranks are all equal) to 1 (all annotators give the same ranks); NaN if there are
-        fewer than two annotators, or every annotator ties all candidates.
     """
     import numpy as np
     from scipy.stats import rankdata
@@ -39,17 +31,7 @@ def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
 
 
 def count_agreement(first: Sequence[int], second: Sequence[int]) -> tuple[int, int]:
-    """
-    Count the pairs of candidates that two annotators put in the same order.
-
-    Args:
-        first (`Sequence[int]`), second (`Sequence[int]`):
-            Rank of each candidate.
-
-    Returns:
-        `tuple[int, int]`: pairs in the same order, and pairs that both put in an order. A pair that one of them ties is
-        in neither.
-    """
+    """Count the pairs of candidates in the same order, and those that neither annotator ties."""
     signs = [(first[i] - first[j]) * (second[i] - second[j]) for i, j in itertools.combinations(range(len(first)), 2)]
     return sum(sign > 0 for sign in signs), sum(sign != 0 for sign in signs)
 
@@ -79,14 +61,10 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
             Annotations that are known to be right, of some of the instances.
 
     Returns:
-        `dict`:
-            - `instances`, `instances_of_several`: number of ranked instances, and of those by two annotators or more.
-            - `kendalls_w`: mean of [`kendalls_w`] over those by two or more; `None` without any.
-            - `pairwise_agreement`: share of the pairs of candidates that two annotators put in the same order, over all
-              twos of annotators of all instances; 0.5 is chance. `None` without any.
-            - `annotators`: for each one `ranked`, `skipped`, `agreement_with_others` (the same share against the
-              majority of the other annotators of the instance) and `gold_agreement` (against `gold`), `None` where
-              there is nothing to compare with.
+        `dict`: `instances` and `instances_of_several` (ranked by two annotators or more); `kendalls_w`, its mean over
+        the latter; `pairwise_agreement`, the share of the pairs of candidates that two annotators put in the same
+        order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped`, `agreement_with_others` (with the
+        majority of the others) and `gold_agreement`. What cannot be computed is `None`.
     """
     by_instance, truth = _by_instance(annotations), {annotation.instance: annotation.ranks for annotation in gold}
     several = [list(ranks.values()) for ranks in by_instance.values() if len(ranks) > 1]
@@ -135,7 +113,7 @@ def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -
             The least `gold_agreement`, from 0 to 1.
 
     Returns:
-        `list[str]`: those below it. Those who saw no gold question are not among them.
+        `list[str]`: those below it, without those who saw no gold question.
 
     Raises:
         ValueError: If it is out of range, or nobody answered a gold question.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotators that are no people: the construction of the grids itself, and a judge."""
+"""Annotators that are not people: the construction of the grids, and a judge."""
 
 import itertools
 import json
@@ -40,7 +40,8 @@ def construction_ranks(reference_seed: int, candidate_seeds: list[int]) -> tuple
 
 def rank_automatically(instances: "Dataset", panels: "Dataset", folder: str | Path) -> int:
     """
-    Rank all instances by construction (see [`construction_ranks`]), as the annotator `automatic`.
+    Rank all instances by construction, as the annotator `automatic`: a panel of the reference's own grid is more
+    consistent.
 
     Args:
         instances ([`~datasets.Dataset`]):
@@ -69,16 +70,7 @@ def ranks_of_scores(scores: list[float]) -> tuple[int, ...]:
 
 
 def judge_annotator_name(name: str) -> str:
-    """
-    Give the name under which a judge annotates.
-
-    Args:
-        name (`str`):
-            Name of its model: a Hub id, a folder.
-
-    Returns:
-        `str`: the last part of it, as a name of an annotator.
-    """
+    """Name a judge as an annotator: by the last part of its Hub id or folder."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name.rstrip("/")).name)[:40].strip(".-") or "judge"
 
 
@@ -90,11 +82,10 @@ def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None)
         folder (`str` or `Path`):
             Folder of the annotations.
         annotators (`Sequence[str]`, *optional*):
-            Names of those to tell of; all when left out.
+            Names of those to include; all if `None`.
 
     Returns:
-        `dict[str, str]`: `"people"`, `"judge"` (its annotations have scores) or `"automatic"`, by name; empty if nobody
-        has annotated yet.
+        `dict[str, str]`: `"people"`, `"judge"` (its annotations have scores) or `"automatic"`, by name.
     """
     if not any(Path(folder).glob("*.jsonl")):
         return {}
@@ -106,7 +97,7 @@ def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None)
 
 
 def _done_by_judge(folder: str | Path, annotator: str, judge: str, instances: "Dataset") -> set[str]:
-    """Instances that a judge has ranked already, if it is this one that has the name."""
+    """Find the instances that a judge has ranked already, if the annotator's name is its own."""
     file = Path(folder) / f"{annotator}.jsonl"
     if annotator == AUTOMATIC:
         raise ValueError(f"{AUTOMATIC!r} is the name of rankings by construction. Give another `annotator`.")
@@ -130,12 +121,11 @@ def rank_with_judge(
     folder: str | Path,
 ) -> dict[str, int]:
     """
-    Let a judge rank the instances: by P(Yes) that the reference and the candidate are consistent.
+    Rank the instances with a judge: by P(Yes) that the reference and the candidate are consistent.
 
-    The judge is asked about each reference and candidate, the reference first, with the instances of a prompt in one
-    call: one in the process then encodes each panel once. Annotations are saved after each prompt, so that a run that
-    was stopped goes on where it was; what the judge could not answer is left out, counted, and asked again by the next
-    run.
+    The instances of a prompt are scored in one call, so that a judge in the process encodes each panel once.
+    Annotations are saved after each prompt, and interrupted runs resume automatically. What the judge could not answer
+    is left out, counted, and asked again by the next run.
 
     Args:
         instances ([`~datasets.Dataset`]):
@@ -145,17 +135,17 @@ def rank_with_judge(
         prompts ([`~datasets.Dataset`]):
             The prompts; the judge is asked about their theme.
         judge ([`~paco_trl.rewards.Judge`]):
-            The judge: [`~paco_trl.PaCoReward`] in the process, or [`~paco_trl.rewards.ServedJudge`] on a server.
+            [`~paco_trl.PaCoReward`] in the process, or [`~paco_trl.rewards.ServedJudge`] on a server.
         annotator (`str`):
             Name under which it annotates.
         folder (`str` or `Path`):
             Folder of the annotations.
 
     Returns:
-        `dict[str, int]`: `ranked` (now), `found` (done by an earlier run), `unanswered`.
+        `dict[str, int]`: `ranked` (now), `found` (by an earlier run), `unanswered`.
 
     Raises:
-        ValueError: If an instance has a prompt that is not there, or the name is none.
+        ValueError: If an instance has an unknown prompt, or the name cannot be used.
         JudgeUnavailableError: If the judge cannot be asked at all. What it answered before is saved.
     """
     from datasets import Image
@@ -172,7 +162,7 @@ def rank_with_judge(
     if unknown is not None:
         raise ValueError(
             f"The instance {unknown['id']!r} is of the prompt {unknown['prompt_id']!r}, which is not among the "
-            f"{len(questions)} prompts. Give the prompts that the grids were drawn with."
+            f"{len(questions)} prompts. Give the prompts that the grids were generated from."
         )
 
     def source(panel: str) -> Any:

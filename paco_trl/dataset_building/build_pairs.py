@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ranked instances to the dataset: pairs in two splits, rankings that are held out, and what there is to report."""
+"""From ranked instances to the dataset: pairs in two splits, rankings that are held out, and a report."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -39,30 +39,29 @@ def build_pairs(
         annotations (`Sequence[Annotation]`):
             The annotations of one or several annotators.
         num_negatives (`int`, *optional*, defaults to `1`):
-            Number of inconsistent pairs that an instance gives at most, when several candidates are tied at the bottom.
+            Inconsistent pairs of an instance at most, when several candidates are tied at the bottom.
         test_size (`float`, *optional*, defaults to `0.1`):
-            Share of the prompts that are held out. (The paper holds out 3,136 of 33,984 instances, 9 %, at random, so
-            that prompts and images are in both parts.)
+            Share of the prompts that are held out. (The paper holds out 9 % of the instances at random, so that
+            prompts and images are in both parts.)
         max_rankings (`int`, *optional*, defaults to `3136`):
             Most rankings to hold out (paper), chosen at random with the seed; `None` for all.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the split and of all choices.
 
     Returns:
-        `tuple[DatasetDict, Dataset | None, dict]`:
-            - the pairs, `train` and, unless `test_size` is 0, `test`;
-            - the rankings of the held-out prompts on whose order there is a majority for each two candidates, `None` if
-              there are none (with ties, as in rankings by construction, there is no order);
-            - the report: `instances`; `votes`: of the instances those `ranked`, `ordered` (all candidates in one order),
-              `with_ties`, `circular`, `without_best`, `without_worst`, and the `tied_pairs` of candidates, which are
-              discarded; `contradictions`: pairs that are dropped because they have as many votes for Yes as for No;
-              `without_votes`: those whose candidate the majority puts before (or behind) each other one, but no single
-              annotator does; `same_image_twice`: those of two equal images, which are dropped too;
-              `splits`: for each one `pairs`, `consistent`, `inconsistent`, `prompts`, `images`, `categories`;
-              `held_out_rankings`.
+        `tuple[DatasetDict, Dataset | None, dict]`: the pairs, `train` and, unless `test_size` is 0, `test`; the
+        rankings of the held-out prompts that have a majority for each two candidates, `None` without any; and the
+        report:
+
+        - `instances`, and `votes`: how many of them are `ranked`, `ordered` (all candidates in one order),
+          `with_ties`, `circular`, `without_best`, `without_worst`, and the discarded `tied_pairs` of candidates;
+        - dropped pairs: `contradictions` (as many votes for Yes as for No), `without_votes` (the majority puts the
+          candidate first or last, but no single annotator does), `same_image_twice`;
+        - `splits` (each with `pairs`, `consistent`, `inconsistent`, `prompts`, `images`, `categories`) and
+          `held_out_rankings`.
 
     Raises:
-        ValueError: If no pair comes out, or the prompts cannot be split.
+        ValueError: If there are no pairs, or the prompts cannot be split.
     """
     from datasets import DatasetDict
 

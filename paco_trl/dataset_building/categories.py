@@ -1,25 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The categories of image sets, and the dimensions in which the images of each are consistent.
-
-As in the PaCo-RL paper (https://arxiv.org/abs/2512.04784). Its editing categories are not here: edit pairs are not made
-from image sets.
-"""
+"""The categories of image sets in the PaCo-RL paper (https://huggingface.co/papers/2512.04784)."""
 
 from typing import NamedTuple
 
 
 class Category(NamedTuple):
-    """
-    A kind of image set.
-
-    Attributes:
-        name (`str`):
-            Name, as it stands in the column `category`.
-        group (`str`):
-            Name of the group that it belongs to.
-        dimensions (`tuple[str, ...]`):
-            What the images of a set must share: keys of `DIMENSIONS`, as they stand in the column `dimensions`.
-    """
+    """A kind of image set: its name and group, and the dimensions (keys of `DIMENSIONS`) that its images share."""
 
     name: str
     group: str

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
+from ..data.columns import column_types
 from ..data.pairs import make_pair, pair_features
 from ..data.rankings import default_question
 from .annotations import Annotation
@@ -87,20 +88,11 @@ def decide_pairs(
 
 def built_pair_features() -> "Features":
     """Give the column types of built pairs."""
-    from datasets import Features, List, Value
+    from datasets import Features
 
-    return Features(
-        {
-            "id": Value("string"),
-            **pair_features(),
-            "group": Value("string"),
-            "category": Value("string"),
-            "dimensions": List(Value("string")),
-            "panels": List(Value("string")),
-            "sha256": List(Value("string")),
-            "votes": {"yes": Value("int64"), "no": Value("int64")},
-        }
-    )
+    lists = {"dimensions": ["string"], "panels": ["string"], "sha256": ["string"]}
+    ours = column_types(group="string", category="string", **lists, votes={"yes": "int64", "no": "int64"})
+    return Features({**column_types(id="string"), **pair_features(), **ours})
 
 
 def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Dataset") -> "Dataset":

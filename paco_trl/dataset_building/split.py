@@ -5,28 +5,26 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..data.texts import normalized
+
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
 def keyed_hash(*key: int | str) -> int:
-    """A number that looks random and depends on its key alone."""
+    """Give a number that looks random and depends on its key alone."""
     return int.from_bytes(hashlib.sha256("\0".join(map(str, key)).encode("utf-8", "surrogatepass")).digest(), "big")
 
 
-def _normalised(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
 def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]) -> list[list[str]]:
-    """Put together the prompts that must not be split: those with the same text, or with an image in common."""
+    """Group the prompts that must not be split: those with the same text, or with an image in common."""
     from scipy.cluster.hierarchy import DisjointSet
 
     groups = DisjointSet(prompts)
     first_with: dict[tuple[str, str], str] = {}
     for name, text in prompts.items():
-        for content in [("text", _normalised(text)), *(("image", image) for image in sorted(images.get(name, ())))]:
+        for content in [("text", normalized(text)), *(("image", image) for image in sorted(images.get(name, ())))]:
             groups.merge(first_with.setdefault(content, name), name)
     place_of = {name: place for place, name in enumerate(prompts)}
     found = [sorted(group, key=place_of.__getitem__) for group in groups.subsets()]
@@ -49,9 +47,20 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
         raise ValueError(
             f"`test_size` is {test_size} of {total} prompts, but no group of prompts fits into it: the {len(groups)} "
             f"groups that share a text or an image have {min(map(len, groups), default=0)} to "
-            f"{max(map(len, groups), default=0)} prompts. Draw grids of more prompts, or set `test_size` to 0."
+            f"{max(map(len, groups), default=0)} prompts. Generate grids of more prompts, or set `test_size` to 0."
         )
     return chosen
+
+
+def check_disjoint(trained: Mapping[str, set[str]], held_out: Mapping[str, set[str]], train: str, test: str) -> None:
+    """Check that two datasets share nothing, by what they have of each kind."""
+    for what in trained:
+        shared = sorted(trained[what] & held_out[what])
+        if shared:
+            raise ValueError(
+                f"{len(shared)} {what} are both in {train} and in {test}, such as {shared[0]!r}: a judge could be measured "
+                "on what it was trained on. Split again."
+            )
 
 
 def check_no_leak(train: "Dataset", test: "Dataset", texts: Mapping[str, str], images: Mapping[str, str]) -> None:
@@ -61,15 +70,8 @@ def check_no_leak(train: "Dataset", test: "Dataset", texts: Mapping[str, str], i
         groups = set(dataset["group"][:])
         return {
             "prompts": groups,
-            "prompt texts": {_normalised(texts[name]) for name in groups},
+            "prompt texts": {normalized(texts[name]) for name in groups},
             "images": {images[name] for names in dataset["panels"][:] for name in names},
         }
 
-    first, second = contents(train), contents(test)
-    for what in first:
-        shared = sorted(first[what] & second[what])
-        if shared:
-            raise ValueError(
-                f"{len(shared)} {what} are both in the training data and in what is held out, such as {shared[0]!r}: "
-                "a judge could be measured on what it was trained on. Make the split anew."
-            )
+    check_disjoint(contents(train), contents(test), "the training data", "what is held out")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The majority of several annotators, pair by pair of candidates.
+The majority of several annotators, by pair of candidates.
 
-The paper takes the majority of the annotators and discards ties (Sec. 3.1 of https://arxiv.org/abs/2512.04784). It does
-not say how votes on orders are counted; here each pair of candidates of an instance is a vote of its own.
+The paper takes the majority of the annotators and discards ties (https://huggingface.co/papers/2512.04784, Sec. 3.1).
+It does not say how votes on orders are counted; here each pair of candidates of an instance is voted on separately.
 """
 
 from collections.abc import Sequence
@@ -20,42 +20,20 @@ class Vote(NamedTuple):
 
     @property
     def num_ties(self) -> int:
-        """Pairs of candidates without a majority."""
+        """Count the pairs of candidates without a majority."""
         return sum(row[index + 1 :].count(0) for index, row in enumerate(self.relation))
 
     @property
     def is_circular(self) -> bool:
-        """Whether every pair has a majority, and yet there is no order (A before B before C before A)."""
+        """Tell whether every pair has a majority, and yet there is no order (A before B before C before A)."""
         return self.num_ties == 0 and self.ranking is None
 
 
 def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
-    """
-    Count the votes on one instance.
-
-    Args:
-        ranks (`Sequence[Sequence[int]]`):
-            For each annotator the rank of each candidate, 1 for the best, equal ranks for a tie.
-
-    Returns:
-        [`Vote`].
-
-    Raises:
-        ValueError: If there is no annotator, or the annotators rank different numbers of candidates.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.dataset_building import majority_vote
-
-    >>> majority_vote([[1, 2, 3], [1, 3, 2], [2, 1, 3]]).ranking
-    [0, 1, 2]
-    ```
-    """
+    """Count the votes on one instance: each annotator's rank of each candidate (1 is best, equal is tied)."""
     if not ranks or len({len(one) for one in ranks}) != 1:
         raise ValueError(
-            f"The annotators rank {[len(one) for one in ranks]} candidates. There must be at least one annotator, and "
-            "all must rank the same candidates."
+            f"The annotators rank {[len(one) for one in ranks]} candidates, but must exist and rank the same candidates."
         )
     candidates = range(len(ranks[0]))
     # The sign of (annotators who put i before j) - (annotators who put j before i)
