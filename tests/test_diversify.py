@@ -14,13 +14,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel, CLIPModel, CLIPProcessor, CLIPTextModel, PreTrainedTokenizerFast
 
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
+from paco_trl.dataset_building import text_embeddings
 from paco_trl.dataset_building.diversify import diversify, diversify_prompts
-from paco_trl.dataset_building.text_embeddings import embed_texts
 from paco_trl.tiny import build_tiny_clip
 
 
 # The package has the function under this name
 module = importlib.import_module("paco_trl.dataset_building.diversify")
+
+
+def embed_texts(*args, **kwargs) -> np.ndarray:
+    return text_embeddings.embed_texts(*args, **kwargs)[0]
 
 
 TEXTS = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diversification: the k of n prompts that stand best for all of them, and of which no two are nearly the same."""
+"""Diversification: the k of n prompts that best represent all of them, and of which no two are nearly the same."""
 
 import heapq
 import math
@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.columns import check_is_dataset
-from .text_embeddings import embed_and_count
+from .text_embeddings import embed_texts
 
 
 if TYPE_CHECKING:
     import numpy as np
     import scipy.sparse as sp
-    import torch
     from datasets import Dataset
 
 
@@ -23,36 +22,20 @@ _SCALE = 10_000
 # Elements of a block of the similarity matrix: 64 MiB
 _BLOCK_ELEMENTS = 2**24
 _RANDOM_SEED = 0
+# Cosine similarity from which a selected row represents another
+_COVERAGE_THRESHOLD = 0.8
 
 
 class Diversified(NamedTuple):
-    """
-    What was selected, and how well it stands for the rest.
+    """What was selected, and how well it represents the rest."""
 
-    Attributes:
-        indices (`np.ndarray`):
-            Rows that were selected, in the order of selection: the first m are the selection of m.
-        coverage (`float`):
-            Share of all rows with a selected one at `coverage_threshold` or more.
-        coverage_of_first (`float`):
-            The same for the first rows, as many.
-        coverage_of_random (`float`):
-            The same for random rows, as many, from a fixed seed.
-        num_duplicates (`int`):
-            Rows left out because a selected one is at `duplicate_threshold` or more.
-        mean_similarity (`float`):
-            Similarity of a row to the selected one nearest to it, mean over all rows.
-        min_similarity (`float`):
-            The same for the row that is farthest from all selected ones.
-    """
-
-    indices: "np.ndarray"
-    coverage: float
-    coverage_of_first: float
-    coverage_of_random: float
-    num_duplicates: int
-    mean_similarity: float
-    min_similarity: float
+    indices: "np.ndarray"  # in the order of selection: the first m are the selection of m
+    coverage: float  # share of all rows with a selected one at `coverage_threshold` or more
+    coverage_of_first: float  # the same for the first rows, as many
+    coverage_of_random: float  # the same for random rows, as many, from a fixed seed
+    num_duplicates: int  # rows left out because a selected one is at `duplicate_threshold` or more
+    mean_similarity: float  # of a row to the selected one nearest to it
+    min_similarity: float  # that of the row that is farthest from all selected ones
 
 
 def diversify(
@@ -60,43 +43,20 @@ def diversify(
     num_selected: int,
     duplicate_threshold: float = 0.95,
     num_neighbors: int = 32,
-    coverage_threshold: float = 0.8,
+    coverage_threshold: float = _COVERAGE_THRESHOLD,
 ) -> Diversified:
     """
-    Select rows that cover all others, no two of them near-duplicates.
+    Select rows of unit vectors (n, d) that cover all others, no two of them near-duplicates.
 
-    1. Graph: each row is linked with itself (similarity 1) and with the `num_neighbors` rows most similar to it; links go
-       both ways.
-    2. Greedy facility location on the graph: the next row is the one with the largest sum, over the rows i linked with
-       it, of max(0, similarity - best_i), where best_i is the largest similarity of i to a selected row, linked or not (at
-       least 0). Ties go to the lower row.
-    3. After each selection all rows, not only linked ones, with a similarity to it of at least `duplicate_threshold` are
-       taken out.
+    1. Graph: each row is linked with itself (similarity 1) and with the `num_neighbors` rows most similar to it, both
+    ways. 2. Greedy facility location: the next row has the largest sum, over the rows i linked with it, of max(0,
+    similarity - best_i), where best_i is the largest similarity of i to a selected row, linked or not (at least 0).
+    Ties go to the lower row. 3. After each selection all rows with a similarity to it of at least
+    `duplicate_threshold` are removed.
 
     The paper says "graph-based diversification on text embeddings" and no more; this is our reading of it. The result
-    depends on the embeddings alone: there is no seed, and similarities are rounded to four decimals.
-
-    Memory is that of the embeddings, of a block of 64 MiB of similarities, and of the graph (about 50 bytes a link), see
-    benchmarks/diversify.json.
-
-    Args:
-        embeddings (`np.ndarray` of shape (n, d)):
-            Unit vectors, float32.
-        num_selected (`int`):
-            Rows to select.
-        duplicate_threshold (`float`, *optional*, defaults to `0.95`):
-            Cosine similarity from which on two rows are near-duplicates, in (0, 1].
-        num_neighbors (`int`, *optional*, defaults to `32`):
-            Links that each row asks for.
-        coverage_threshold (`float`, *optional*, defaults to `0.8`):
-            Cosine similarity from which on a selected row stands for another.
-
-    Returns:
-        [`Diversified`]: the rows, and how well they stand for all.
-
-    Raises:
-        ValueError: If an argument is out of its range, or there are fewer rows than asked for that are no
-            near-duplicates.
+    depends on the embeddings alone, rounded to four decimals of similarity. Memory: the embeddings, 64 MiB, and about
+    50 bytes a link, see benchmarks/diversify.json.
     """
     import numpy as np
 
@@ -114,8 +74,8 @@ def diversify(
         best = np.maximum(nearest[graph.indices[links]], 0)
         return int(np.maximum(graph.data[links] - best, 0).sum())
 
-    # Gains only shrink as rows are selected. So one that is still the largest after it was computed anew is the largest
-    # of all, and few are computed anew ("lazy greedy"). Equal gains come in the order of the rows.
+    # Gains only shrink as rows are selected. So one that is still the largest after an update is the largest of all, and
+    # few are updated ("lazy greedy"). Equal gains come in the order of the rows.
     heap = [(-gain(row), row) for row in range(total)]
     heapq.heapify(heap)
     while len(selected) < num_selected:
@@ -158,40 +118,29 @@ def diversify_prompts(
     model: str | Path,
     num_selected: int,
     duplicate_threshold: float = 0.95,
-    num_neighbors: int = 32,
-    coverage_threshold: float = 0.8,
-    batch_size: int = 64,
-    device: "str | torch.device | None" = None,
 ) -> "tuple[Dataset, dict[str, Any]]":
     """
-    Select image-set prompts that cover all others, no two of them near-duplicates. See [`diversify`].
+    Select image-set prompts that cover all others, no two of them near-duplicates, by greedy facility location.
 
-    What is embedded is the theme and the texts of the panels, without the markers of the panels. A CLIP reads 77 tokens
-    of it, which is the theme and little more; a sentence-embedding model reads all.
+    The theme and the texts of the panels are embedded, without the panel markers. A CLIP reads 77 tokens of it, which
+    is the theme and little more; a sentence-embedding model reads all.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             Image-set prompts.
         model (`str` or `Path`):
-            Model of [`embed_texts`].
+            Hub id or folder of a sentence-embedding model or a CLIP.
         num_selected (`int`):
             Prompts to select.
         duplicate_threshold (`float`, *optional*, defaults to `0.95`):
-            As in [`diversify`].
-        num_neighbors (`int`, *optional*, defaults to `32`):
-            As in [`diversify`].
-        coverage_threshold (`float`, *optional*, defaults to `0.8`):
-            As in [`diversify`].
-        batch_size (`int`, *optional*, defaults to `64`):
-            Texts per forward pass.
-        device (`str` or `torch.device`, *optional*):
-            Device to embed on.
+            Cosine similarity from which two prompts are near-duplicates, in (0, 1].
 
     Returns:
-        `tuple[Dataset, dict]`: the selected rows, in the order of selection, and a report.
+        `tuple[Dataset, dict]`: the selected rows, in the order of selection, and a report of their coverage.
 
     Raises:
-        ValueError: As [`embed_texts`] and [`diversify`].
+        ValueError: If an argument is out of range, the model cannot be used, or too few prompts are not
+        near-duplicates.
     """
     from ..data.image_sets import check_image_set_columns
 
@@ -206,8 +155,8 @@ def diversify_prompts(
         " ".join([theme, *panels]) if theme else prompt
         for theme, prompt, panels in zip(themes, columns["prompt"], columns["panels"], strict=True)
     ]
-    embeddings, cut = embed_and_count(model, texts, batch_size, device)
-    result = diversify(embeddings, num_selected, duplicate_threshold, num_neighbors, coverage_threshold)
+    embeddings, cut = embed_texts(model, texts)
+    result = diversify(embeddings, num_selected, duplicate_threshold)
     report = {
         "prompts": len(dataset),
         "selected": num_selected,
@@ -215,7 +164,7 @@ def diversify_prompts(
         "texts cut": cut,
         "duplicate threshold": duplicate_threshold,
         "near-duplicates left out": result.num_duplicates,
-        "coverage threshold": coverage_threshold,
+        "coverage threshold": _COVERAGE_THRESHOLD,
         "coverage": round(result.coverage, 4),
         "coverage of the first": round(result.coverage_of_first, 4),
         "coverage of random ones": round(result.coverage_of_random, 4),
@@ -248,8 +197,7 @@ def _checked(
     if wrong.any():
         row = int(wrong.argmax())
         raise ValueError(
-            f"Row {row} of `embeddings` has the length {math.sqrt(squares[row]):.4g}, but must have the length 1. Divide "
-            "each row by its length."
+            f"Row {row} of `embeddings` has the length {math.sqrt(squares[row]):.4g}, but must have the length 1. Normalize it."
         )
     return embeddings
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of texts, from a sentence-embedding model or the text model of a CLIP."""
+"""Embeddings of texts by a sentence-embedding model or the text model of a CLIP."""
 
 import json
 import logging
@@ -19,46 +19,15 @@ _POOLING_FILE = "1_Pooling/config.json"  # as sentence-transformers writes it
 
 
 def embed_texts(
-    model: str | Path,
-    texts: list[str],
-    batch_size: int = 64,
-    device: "str | torch.device | None" = None,
-) -> "np.ndarray":
+    model: str | Path, texts: list[str], batch_size: int = 64, device: "str | torch.device | None" = None
+) -> "tuple[np.ndarray, int]":
     """
-    Embed texts as unit vectors.
+    Embed texts as unit vectors (len(texts), D), float32; give also how many texts were cut.
 
     The embedding of a CLIP is the projected one that it compares with images. That of another model is the mean of the
-    last hidden states over the tokens or, where the folder has a `1_Pooling/config.json` that says so, the hidden state
-    of the first token; layers that `sentence-transformers` puts behind it are left out. Texts that are longer than the
-    model reads are cut at their end, with a warning that says how many.
-
-    Args:
-        model (`str` or `Path`):
-            Hub id or folder of a model with its tokenizer: one that [`~transformers.AutoModel`] loads, or a CLIP. The
-            weights are in safetensors; code that comes with a model is not run.
-        texts (`list[str]`):
-            Texts, none of them empty.
-        batch_size (`int`, *optional*, defaults to `64`):
-            Texts per forward pass.
-        device (`str` or `torch.device`, *optional*):
-            Device to embed on. Defaults to this process's own: its accelerator, or the CPU if there is none.
-
-    Returns:
-        `np.ndarray` of shape (len(texts), D): unit vectors, float32, in the order of the texts.
-
-    Raises:
-        ValueError: If a text is empty, or the model cannot be used for this.
+    last hidden states over the tokens or, if its `1_Pooling/config.json` says so, the hidden state of the first token;
+    further layers of `sentence-transformers` are ignored.
     """
-    return embed_and_count(model, texts, batch_size, device)[0]
-
-
-def embed_and_count(
-    model: str | Path,
-    texts: list[str],
-    batch_size: int = 64,
-    device: "str | torch.device | None" = None,
-) -> "tuple[np.ndarray, int]":
-    """As [`embed_texts`], and gives also how many texts were cut."""
     import numpy as np
     import torch
     from accelerate import PartialState
@@ -113,15 +82,14 @@ def embed_and_count(
 
 
 def _load(model: str) -> "tuple[PreTrainedModel, int, str]":
-    """Give the model, the tokens that it reads, and how its hidden states become an embedding."""
+    """Give the model, the number of tokens that it reads, and its pooling."""
     import torch
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(model)
     if config.is_encoder_decoder:
         raise ValueError(
-            f"{model} is an encoder-decoder model ({config.model_type}), whose hidden states are those of a decoder. "
-            "Take an encoder, such as a BERT, or a CLIP."
+            f"{model} is an encoder-decoder model ({config.model_type}). Choose an encoder, such as a BERT, or a CLIP."
         )
     if config.model_type == "clip_text_model":
         raise ValueError(
@@ -135,7 +103,7 @@ def _load(model: str) -> "tuple[PreTrainedModel, int, str]":
 
 
 def _pooling(model: str) -> str:
-    """Read the pooling that sentence-transformers saves beside a model: `"mean"` if there is none."""
+    """Read the pooling that sentence-transformers saves with a model: `"mean"` if there is none."""
     path = Path(model) / _POOLING_FILE
     if not Path(model).is_dir():
         from huggingface_hub import hf_hub_download
@@ -154,8 +122,7 @@ def _pooling(model: str) -> str:
     names = [mode.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for mode in modes]
     if names not in (["mean"], ["cls"]):
         raise ValueError(
-            f"{model} pools by {names or 'nothing'} ({_POOLING_FILE}), but only mean and cls are known here. Take "
-            "another model."
+            f"{model} pools by {names or 'nothing'} ({_POOLING_FILE}), but only mean and cls are supported."
         )
     return names[0]
 
