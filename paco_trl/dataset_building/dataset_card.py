@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The card of a built dataset: what is in it, how it was made, how to load it. It fills itself in from the data."""
+"""The card of a built dataset, filled in from the data: what is in it, how it was made, how to load it."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data.columns import list_lengths
-from ..data.pairs import content_text, decision_of, is_label_only
-from ..data.questions import theme_question
+from ..data.pairs import decision_of, is_label_only
 from ..hub.licenses import License
 from ..utils.names import public_name
 from ..utils.paper import PAPER
 from ..utils.tables import markdown_table, markdown_text
 from .annotators import AUTOMATIC, judge_annotator_name
-from .sample_sheet import spread
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from huggingface_hub import DatasetCard
-    from PIL import Image
 
 
 TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
@@ -31,7 +27,7 @@ TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
 # Upper ends of the Hub's size categories
 _SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M")]
 
-# What the card tells in words or tables of its own, so that it is not among the other figures of a stage
+# What the card says in its own words or tables, and so not among the other values of a stage
 _TOLD = {
     "prompts": {"language", "model", "source"},
     "grids": {"model"},
@@ -40,7 +36,7 @@ _TOLD = {
     "reasons": {"keys", "model"},
 }
 
-# Columns beside those of the formats, with what they are
+# Further columns, with what they are
 _PAIR_COLUMNS = {
     "id": "",
     "group": " (the prompt)",
@@ -54,11 +50,6 @@ _RANKING_COLUMNS = {"id": "", "group": " (the prompt)", "theme": "", "criteria":
 
 # A path in the middle of a text, such as that of an error
 _LOCAL_PATH = re.compile(r"(?<![\w:/])(?:~|[A-Za-z]:)?(?:[\\/][\w.~-]+){2,}")
-
-# Pixels of the sample pictures
-_THUMBNAIL = 176
-_GAP = 8
-_LINE = 20
 
 
 def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
@@ -105,33 +96,7 @@ def dataset_card(
     pretty_name: str | None = None,
     pictures: Sequence[str] = (),
 ) -> "DatasetCard":
-    """
-    Render the card of a dataset. A section appears only when there is something to put in it.
-
-    Args:
-        splits (`Mapping[str, Mapping]`):
-            [`describe_pairs`] of each split.
-        rankings (`Mapping`, *optional*):
-            [`describe_rankings`] of the rankings.
-        repo_id (`str`):
-            Repository on the Hub.
-        report (`Mapping[str, Mapping]`):
-            What the stages report, see [`publish_dataset`].
-        license ([`License`]):
-            Licence of the dataset.
-        generator (`str`, *optional*):
-            Model that drew the images: Hub id or folder.
-        is_generators_license (`bool`, *optional*, defaults to `False`):
-            Whether the licence is the one that the generator's card names.
-        pretty_name (`str`, *optional*):
-            Title. The name of the repository when left out.
-        pictures (`Sequence[str]`, *optional*):
-            Those of `"pairs.png"` and `"rankings.png"` that are in `assets/`.
-
-    Returns:
-        [`~huggingface_hub.DatasetCard`]: the card, without the metadata that [`~datasets.DatasetDict.push_to_hub`]
-        writes.
-    """
+    """Render the card, without the metadata that `push_to_hub` writes; sections appear only when they have content."""
     from huggingface_hub import DatasetCard, DatasetCardData
 
     total = sum(split["rows"] for split in splits.values()) + (rankings["rows"] if rankings else 0)
@@ -185,13 +150,13 @@ def dataset_card(
 
 
 def _link(generator: str) -> str:
-    """A model with its page, if others can see it."""
+    """Name a model, with a link if others can see it."""
     name = public_name(generator)
     return f"[{name}](https://huggingface.co/{name})" if name == generator else name
 
 
 def _table(columns: Mapping[str, Sequence[Any]]) -> str:
-    """A table of those columns that have values."""
+    """Make a table of those columns that have values."""
     kept = {name: values for name, values in columns.items() if any(value is not None for value in values)}
     rows = zip(*kept.values(), strict=True)
     return markdown_table(kept, [["-" if cell is None else cell for cell in row] for row in rows])
@@ -235,7 +200,7 @@ def _rankings_table(rankings: Mapping[str, Any]) -> str:
 
 
 def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Tables of categories and of dimensions, the most frequent first, where they are known."""
+    """Make tables of categories and of dimensions, the most frequent first, where they are known."""
     for label, key in (("category", "categories"), ("dimension of consistency", "dimensions")):
         names = [name for name, _ in sum((split[key] for split in splits.values()), Counter()).most_common()]
         if names:
@@ -261,7 +226,7 @@ def _agreement(ranking: Mapping[str, Any]) -> list[str]:
 
 
 def _annotators_table(ranking: Mapping[str, Any]) -> str:
-    """Figures of each annotator, where there is something to compare them with; people are numbered."""
+    """Compare the annotators, if there is something to compare them with; people are numbered."""
     annotators = ranking.get("annotators", {})
     shares = ("agreement_with_others", "gold_agreement")
     if all(found[name] is None for found in annotators.values() for name in shares):
@@ -284,12 +249,12 @@ def _annotators_table(ranking: Mapping[str, Any]) -> str:
 
 
 def _words(value: Any) -> str:
-    """A text of a report, without paths of this machine."""
+    """Write a text of a report, without paths of this machine."""
     return markdown_text(_LOCAL_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], public_name(str(value))))
 
 
 def _value(value: Any) -> str:
-    """A figure of a report in words; empty if there is nothing to say."""
+    """Write a value of a report; empty if there is nothing to say."""
     if value is None or isinstance(value, float) and math.isnan(value):
         return ""
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):  # a digest of inputs
@@ -307,106 +272,6 @@ def _value(value: Any) -> str:
 
 
 def _facts(values: Mapping[str, Any], told: set[str]) -> str:
-    """What a stage reports and the card does not tell elsewhere, a line each."""
+    """List what a stage reports and the card does not say elsewhere."""
     said = {_words(name).replace("_", " "): _value(value) for name, value in values.items() if name not in told}
     return "".join(f"- {name}: {value}\n" for name, value in said.items() if value) + "\n"
-
-
-def _theme_of(question: str) -> str:
-    before, after = theme_question("\0").split("\0")
-    return question.removeprefix(before).removesuffix(after)
-
-
-def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image.Image":
-    """
-    Draw some pairs: a consistent one at the left, an inconsistent one (of the same prompt if it has one) at the right.
-
-    Args:
-        pairs ([`~datasets.Dataset`]):
-            The pairs.
-        path (`str` or `Path`):
-            PNG file.
-        max_rows (`int`, *optional*, defaults to `5`):
-            Number of pairs of each kind at most.
-
-    Returns:
-        `PIL.Image.Image`: the picture.
-    """
-    columns = pairs.with_format(None)
-    labels = [decision_of(completion) for completion in columns["completion"][:]]
-    groups = columns["group"][:] if "group" in pairs.column_names else [None] * len(pairs)
-    rows_of = {name: [row for row, label in enumerate(labels) if label == name] for name in ("Yes", "No")}
-    negative_of = {groups[row]: row for row in reversed(rows_of["No"])}
-    matched = [row for row in rows_of["Yes"] if groups[row] in negative_of]
-    of_each = {groups[row]: row for row in reversed(matched)}
-    left = spread(sorted(of_each.values()) or rows_of["Yes"], max_rows)
-    right = [negative_of[groups[row]] for row in left] if of_each else spread(rows_of["No"], max_rows)
-    rows = []
-    for number in range(max(len(left), len(right))):
-        blocks, titles = [], []
-        for chosen, caption in ((left, "consistent"), (right, "inconsistent")):
-            if number < len(chosen):
-                pair = pairs[chosen[number]]
-                blocks.append([(image, caption) for image in pair["images"]])
-                titles.append(_theme_of(content_text(pair["prompt"][-1]["content"])))
-        rows.append((" / ".join(dict.fromkeys(titles)), blocks))
-    return _draw(rows, path)
-
-
-def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4, max_candidates: int = 6) -> "Image.Image":
-    """
-    Draw some rankings: the reference at the left, then the candidates, the most consistent first.
-
-    Args:
-        rankings ([`~datasets.Dataset`]):
-            The rankings.
-        path (`str` or `Path`):
-            PNG file.
-        max_rows (`int`, *optional*, defaults to `4`):
-            Number of rankings at most.
-        max_candidates (`int`, *optional*, defaults to `6`):
-            Number of candidates of each at most, the best ones.
-
-    Returns:
-        `PIL.Image.Image`: the picture.
-    """
-    rows = []
-    for number in spread(range(len(rankings)), max_rows):
-        row = rankings[number]
-        order = row["ranking"][:max_candidates]
-        candidates = [(row["candidates"][index], f"rank {rank}") for rank, index in enumerate(order, start=1)]
-        rows.append((row.get("theme") or row["prompt"], [[(row["reference"], "reference")], candidates]))
-    return _draw(rows, path)
-
-
-def _draw(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> "Image.Image":
-    """Draw rows of blocks of images with captions, a title above each row. Without matplotlib, which takes seconds."""
-    from PIL import Image, ImageDraw, ImageFont, ImageOps
-
-    from ..utils.images import to_rgb
-
-    def width_of(blocks: list[list[Any]]) -> int:
-        return sum(len(block) * (_THUMBNAIL + _GAP) + 2 * _GAP for block in blocks)
-
-    font, title_font = ImageFont.load_default(13), ImageFont.load_default(14)
-    height = _THUMBNAIL + 2 * _LINE + 2 * _GAP  # of a row
-    size = (max(width_of(blocks) for _, blocks in rows), len(rows) * height + _GAP)
-    sheet = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(sheet)
-    for number, (title, blocks) in enumerate(rows):
-        top, left = number * height + _GAP, _GAP
-        text = " ".join(title.split())
-        while len(text) > 1 and draw.textlength(text, title_font) > size[0] - 2 * _GAP:
-            text = text[:-2].rstrip() + "…"
-        draw.text((left, top), text, "black", title_font)
-        for block in blocks:
-            for image, caption in block:
-                shown = ImageOps.contain(to_rgb(image, "An image of the sample"), (_THUMBNAIL, _THUMBNAIL))
-                place = (left + (_THUMBNAIL - shown.width) // 2, top + _LINE + (_THUMBNAIL - shown.height) // 2)
-                sheet.paste(shown, place)
-                middle = left + _THUMBNAIL // 2
-                draw.text((middle, top + _LINE + _THUMBNAIL + 2), caption, "#444444", font, anchor="ma")
-                left += _THUMBNAIL + _GAP
-            left += 2 * _GAP
-    sheet.save(path)
-    return sheet

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: a diffusers pipeline draws each prompt with each seed, a grid of panels every time."""
+"""Stage 2: a diffusers pipeline generates a grid of panels for each prompt with each seed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..data.columns import column_types
 from ..data.image_sets import check_image_set_columns
 from ..utils.files import file_name
 from ..utils.generation import check_call, generate_missing, name_prompts, read_image, warn_of_flat
 from ..utils.stage_folder import StageFolder
+from .sample_sheet import grids_sheet
 
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ _LARGEST_SEED = 2**63 - 1  # of a column of int64
 
 
 class GridBatch(NamedTuple):
-    """What one call of the pipeline draws: each of its prompts with each of its seeds."""
+    """One call of the pipeline: each of its prompts with each of its seeds."""
 
     rows: list[int]
     seeds: list[int]
@@ -31,9 +34,8 @@ class GridBatch(NamedTuple):
 
 
 def plan_batches(sizes: Sequence[tuple[int, int]], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
-    """Lay out the calls that draw all prompts with all seeds."""
-    # By the arguments alone: the last bits of an image depend on what else is drawn in its call, and a run that goes
-    # on has to make the same calls
+    """Plan the calls that generate all prompts with all seeds."""
+    # By the arguments alone: the last bits of an image depend on its batch, and a resumed run must make the same calls
     chunks = [list(seeds[start : start + batch_size]) for start in range(0, len(seeds), batch_size)]
     step = max(batch_size // len(seeds), 1)
     rows_of: dict[tuple[int, int], list[int]] = {}
@@ -58,41 +60,36 @@ def draw_grids(
     **call_arguments: Any,
 ) -> "Dataset":
     """
-    Draw each prompt with each seed, on one process or several (`accelerate launch`).
+    Generate a grid for each prompt with each seed, on one process or several (`accelerate launch`).
 
-    An image begins with the noise of its seed, drawn on the CPU, so that a seed gives the same noise on any device. A
-    file that is there is kept; a call is made again if one of its images is missing or cannot be read. Calls that are
-    to be made are dealt out to the processes in turn.
+    An image starts from the noise of its seed, sampled on the CPU, so that a seed gives the same noise on any device.
+    Interrupted runs resume automatically: a call is repeated if one of its images is missing or cannot be read.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`]):
-            Any pipeline that draws images of a given size from text.
+            Any pipeline that generates images of a given size from text.
         prompts ([`~datasets.Dataset`]):
             Image-set prompts with `id`.
         folder ([`StageFolder`]):
             Folder of the stage. Its settings should have all that the images depend on.
         seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2, 3)`):
-            Seeds that each prompt is drawn with.
+            Seeds of each prompt.
         batch_size (`int`, *optional*, defaults to `1`):
-            Images of a call at most (see [`plan_batches`]). With the number of seeds or a multiple of it, a prompt is
-            encoded once; with less, once for each call.
-        height (`int`, *optional*):
-            Height of the images in pixels. That of the prompt's row when left out.
-        width (`int`, *optional*):
-            Width of the images in pixels. That of the prompt's row when left out.
+            Images of a call at most. With a multiple of the number of seeds, each prompt is encoded once.
+        height (`int`, *optional*), width (`int`, *optional*):
+            Size of the images in pixels; that of the prompt's row if `None`.
         **call_arguments:
             Further arguments of the pipeline's call, such as `num_inference_steps`, `guidance_scale` or
             `negative_prompt`.
 
     Returns:
-        [`~datasets.Dataset`]: the grids in the order of the prompts, then of the seeds: `id`
-        (`"<prompt id>/<seed>"`), `prompt_id`, `seed`, `rows`, `cols` and `image`, a path. The folder has it too, with a
-        report and `sample.png`, a picture of some of them.
+        [`~datasets.Dataset`]: the grids in the order of the prompts, then of the seeds: `id` (`"<prompt id>/<seed>"`),
+        `prompt_id`, `seed`, `rows`, `cols` and `image`, a path. Also saved in the folder, with a report and
+        `sample.png`.
 
     Raises:
-        ValueError: Before anything is drawn: the prompts are no image-set prompts, have no ids or the same one twice; a
-            seed is given twice or is no seed; a size is missing, does not fit the pipeline or does not divide into the
-            panels; the pipeline takes no prompt, size or seeds. Afterwards: an image has another size than asked for.
+        ValueError: If prompts, ids, seeds, sizes or the pipeline cannot be used (before anything is generated), or an
+        image has another size than requested.
     """
     from accelerate import PartialState
 
@@ -101,7 +98,7 @@ def draw_grids(
     seeds = _check_seeds(seeds)
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size!r}. It must be an int of at least 1.")
-    purpose = "draw grids of a given size with given seeds. Choose a pipeline that draws images from text."
+    purpose = "generate grids of a given size with given seeds. Choose a text-to-image pipeline."
     check_call(pipeline, _CALL, purpose)
     sizes = _sizes(prompts, ids, height, width, _size_multiple(pipeline))
 
@@ -113,16 +110,17 @@ def draw_grids(
     def read(number: int, place: tuple[int, int]) -> "Image | None":
         return read_image(paths[number][place], (batches[number].width, batches[number].height))
 
-    def draw(number: int) -> dict[tuple[int, int], "Image"]:
-        return _draw(pipeline, texts, ids, batches[number], call_arguments)
+    def generate(number: int) -> dict[tuple[int, int], "Image"]:
+        return _generate(pipeline, texts, ids, batches[number], call_arguments)
 
-    flat = generate_missing(paths, read, draw, "Drawing grids")
+    flat = generate_missing(paths, read, generate, "Generating grids")
 
     dataset = _make_dataset(prompts, ids, seeds, folder)
     if state.is_main_process:
         flat_ids = [f"{ids[row]}/{seed}" for row, seed in sorted(flat, key=lambda f: (f[0], seeds.index(f[1])))]
         warn_of_flat(flat_ids, len(dataset), "grids")
-        _finish(dataset, prompts, seeds, sizes, flat_ids, folder)
+        grids_sheet(dataset, prompts, folder.path / "sample.png")
+        folder.finish(dataset, _report(dataset, len(prompts), seeds, sizes, flat_ids))
     state.wait_for_everyone()
     return dataset
 
@@ -135,17 +133,19 @@ def _check_seeds(seeds: Sequence[int]) -> list[int]:
         if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
             raise ValueError(f"`seeds[{place}]` is {seed!r}. A seed must be an int from 0 to {_LARGEST_SEED}.")
         if seed in seeds[:place]:
-            raise ValueError(f"`seeds` has {seed} twice, which would draw the same images again. Remove one of them.")
+            raise ValueError(
+                f"`seeds` has {seed} twice, which would generate the same images again. Remove one of them."
+            )
     return seeds
 
 
 def _size_multiple(pipeline: "DiffusionPipeline") -> int:
-    """What sizes have to be multiples of, as far as the pipeline tells; a size that it changes is seen after drawing."""
+    """Give what sizes have to be multiples of, as far as the pipeline tells; one that resizes is noticed later."""
     from ..rollout.families import FAMILIES
 
-    page = FAMILIES.get(type(pipeline).__name__)
-    if page is not None:
-        return page().size_multiple(pipeline)
+    family = FAMILIES.get(type(pipeline).__name__)
+    if family is not None:
+        return family().size_multiple(pipeline)
     # With the patches of a transformer in it, in most; `vae_scale_factor` of the pipeline is without them
     processor = getattr(pipeline, "image_processor", None)
     return processor.config.vae_scale_factor if processor is not None else getattr(pipeline, "vae_scale_factor", 1)
@@ -179,14 +179,14 @@ def _path(folder: StageFolder, prompt_id: str, seed: int) -> Path:
     return folder.images / file_name(prompt_id) / f"{seed}.png"
 
 
-def _draw(
+def _generate(
     pipeline: "DiffusionPipeline",
     texts: list[str],
     ids: list[str],
     batch: GridBatch,
     call_arguments: dict[str, Any],
 ) -> dict[tuple[int, int], "Image"]:
-    """Call the pipeline once; the images by row and seed."""
+    """Call the pipeline once; give the images by row and seed."""
     import torch
     from PIL import Image
 
@@ -211,15 +211,15 @@ def _draw(
     for (row, seed), image in zip(places, images, strict=True):
         if image.size != (batch.width, batch.height):
             raise ValueError(
-                f"{type(pipeline).__name__} drew the grid '{ids[row]}/{seed}' with {image.height}x{image.width} pixels "
+                f"{type(pipeline).__name__} generated the grid '{ids[row]}/{seed}' with {image.height}x{image.width} pixels "
                 f"(height x width) instead of {batch.height}x{batch.width}, so its panels would be cut in wrong "
-                "places. Ask for a size that the pipeline draws as it is."
+                "places. Choose a size that the pipeline does not change."
             )
     return dict(zip(places, images, strict=True))
 
 
 def _make_dataset(prompts: "Dataset", ids: list[str], seeds: list[int], folder: StageFolder) -> "Dataset":
-    from datasets import Dataset, Features, Image, Value
+    from datasets import Dataset
 
     layouts = prompts.with_format(None).select_columns(["rows", "cols"])[:]
     rows = [
@@ -234,30 +234,18 @@ def _make_dataset(prompts: "Dataset", ids: list[str], seeds: list[int], folder: 
         for row, name in enumerate(ids)
         for seed in seeds
     ]
-    integer, text = Value("int64"), Value("string")
-    kinds = {"id": text, "prompt_id": text, "seed": integer, "rows": integer, "cols": integer, "image": Image()}
-    return Dataset.from_list(rows, features=Features(kinds))
+    kinds = {"seed": "int64", "rows": "int64", "cols": "int64", "image": "image"}
+    return Dataset.from_list(rows, features=column_types(id="string", prompt_id="string", **kinds))
 
 
-def _finish(
-    dataset: "Dataset",
-    prompts: "Dataset",
-    seeds: list[int],
-    sizes: list[tuple[int, int]],
-    flat: list[str],
-    folder: StageFolder,
-) -> None:
-    from .sample_sheet import grids_sheet
-
-    counts: dict[str, int] = {}
-    for height, width in sizes:
-        counts[f"{height}x{width}"] = counts.get(f"{height}x{width}", 0) + len(seeds)
-    grids_sheet(dataset, prompts, folder.path / "sample.png")
-    report = {
-        "prompts": len(prompts),
+def _report(
+    dataset: "Dataset", num_prompts: int, seeds: list[int], sizes: list[tuple[int, int]], flat: list[str]
+) -> dict[str, Any]:
+    counts = Counter(f"{height}x{width}" for height, width in sizes)
+    return {
+        "prompts": num_prompts,
         "seeds": seeds,
         "grids": len(dataset),
-        "grids by size (height x width)": counts,
+        "grids by size (height x width)": {size: count * len(seeds) for size, count in counts.items()},
         "flat grids": flat,
     }
-    folder.finish(dataset, report)

@@ -8,20 +8,16 @@ import tempfile
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from ..data.pairs import check_pair_columns
 from ..data.rankings import check_ranking_columns
 from ..hub.licenses import License, read_license
-from .dataset_card import (
-    dataset_card,
-    describe_pairs,
-    describe_rankings,
-    pairs_sheet,
-    rankings_sheet,
-)
+from .dataset_card import dataset_card, describe_pairs, describe_rankings
+from .sample_sheet import pairs_sheet, rankings_sheet
+from .split import check_disjoint
 
 
 if TYPE_CHECKING:
@@ -35,13 +31,6 @@ _RANKINGS = "rankings"
 # What to do when the Hub is down
 _REMEDY = "Nothing is lost: run the stage again, and it sends only what has not arrived."
 _IMAGE_COLUMNS = {_PAIRS: ["images"], _RANKINGS: ["reference", "candidates"]}
-
-
-class _ImageFile(NamedTuple):
-    """What a file has in it: the digest of its bytes, and its format as Pillow calls it."""
-
-    sha256: str
-    format: str
 
 
 def publish_dataset(
@@ -61,9 +50,9 @@ def publish_dataset(
     Push pairs and rankings to the Hub, with a card that fills itself in.
 
     The repository has the configurations `pairs` (the default, with the splits of `pairs`) and `rankings` (split
-    `test`), as [`~datasets.DatasetDict.push_to_hub`] writes them: sharded Parquet files that hold the bytes of the
-    images. An image is called by the digest of its bytes there. All that can be checked here is checked before anything
-    is sent. Data go first and the card last. After an error run it again: what arrived is not sent twice.
+    `test`), as [`~datasets.DatasetDict.push_to_hub`] writes them, with the images inside, named by their digests.
+    Everything is checked before anything is sent; data go first and the card last. Interrupted uploads resume when it
+    is run again.
 
     Args:
         pairs ([`~datasets.DatasetDict`]):
@@ -71,13 +60,12 @@ def publish_dataset(
         rankings ([`~datasets.Dataset`] or `None`):
             Rankings of prompts that are not in `train`.
         repo_id (`str`):
-            Repository, such as `"user/name"`; a name alone is put under the user of the token. It is made if it is not
-            there. One that has other files in it is refused.
+            Repository, such as `"user/name"`; a name alone is put under the user of the token. It is created if
+            needed. One that has other files in it is refused.
         report (`Mapping[str, Mapping]`):
-            What the stages report. The card lists everything in it that has a value, and knows these keys:
+            What the stages report. The card lists every value in it, and knows these keys:
 
-            - `prompts`: `source` (Hub id of where they come from), `model` (that wrote them), `language` (list of ISO
-              codes, for the metadata);
+            - `prompts`: `source` (Hub id of where they come from), `model` (that wrote them), `language` (ISO codes);
             - `grids`: any, such as `num_inference_steps`, `seeds`, `layouts`;
             - `ranking`: what [`agreement_report`] gives, `by` (list of `"people"`, `"judge"`, `"automatic"`), `judges`
               (their names among the annotators) and `excluded` (names of those who are not counted);
@@ -86,35 +74,33 @@ def publish_dataset(
         private (`bool`, *optional*, defaults to `True`):
             Whether the repository is private.
         license (`str`, *optional*):
-            Licence, as the Hub names it (`"apache-2.0"`, `"other"`, ...). When left out, that of `generator`, which its
-            card on the Hub, or in its folder, names.
+            License, as the Hub names it (`"apache-2.0"`, `"other"`, ...). If `None`, that on the card of `generator`.
         generator (`str`, *optional*):
-            Model that drew the images: Hub id or folder.
+            Model that generated the images: Hub id or folder.
         token (`str`, *optional*):
-            Token that may write to the repository. The one of `hf auth login` when left out.
+            Token that may write to the repository; that of `hf auth login` if `None`.
         max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
             Size of a Parquet file.
         pretty_name (`str`, *optional*):
-            Title of the card. The name of the repository when left out.
+            Title of the card; the name of the repository if `None`.
 
     Returns:
         `str`: address of the repository.
 
     Raises:
-        TypeError: If `pairs` is no [`~datasets.DatasetDict`].
-        ValueError: If pairs or rankings are not in their formats, a split is empty or has another name, an image is
-            missing, a prompt or an image is both in `train` and in what is held out, `repo_id` is no such id or has
-            something else in it, or the licence is not known.
-        PermissionError: If there is no token, or it is wrong, or it may not write there.
-        ConnectionError: If the Hub cannot be reached, or an upload does not come to its end.
+        TypeError: If `pairs` is not a [`~datasets.DatasetDict`].
+        ValueError: If pairs or rankings do not have their formats, an image is missing, a prompt or an image is both
+        in `train` and in what is held out, `repo_id` cannot be used, or the license is not known.
+        PermissionError: If the token is missing, wrong, or may not write there.
+        ConnectionError: If the Hub cannot be reached, or an upload fails.
     """
     from huggingface_hub import HfApi
 
     from ..hub.account import asking, check_account
 
     parts = _check_splits(pairs, rankings)
-    known: dict[str, _ImageFile] = {}  # by path
-    digests = {part: _check_images(dataset, part, known) for part, dataset in parts.items()}
+    images = _Images()
+    digests = {part: images.check(dataset, part) for part, dataset in parts.items()}
     _check_held_out(parts, digests)
     api = HfApi(token=token, library_name="paco_trl")
     repo_id = check_account(api, repo_id)
@@ -139,8 +125,8 @@ def publish_dataset(
             list(pictures),
         )
         _check_card(api, card, found)
-        links = _link_images(known, Path(folder) / "images")
-        named = {part: _with_names(dataset, part[0], links) for part, dataset in parts.items()}
+        images.link(Path(folder) / "images")
+        named = {part: images.renamed(dataset, part) for part, dataset in parts.items()}
         with asking(api, repo_id, _REMEDY):
             _push(api, repo_id, named, card, pictures, private, max_shard_size, is_update=earlier)
     return f"{api.endpoint}/datasets/{repo_id}"
@@ -170,47 +156,92 @@ def _name_of(part: tuple[str, str]) -> str:
     return f'pairs["{part[1]}"]' if part[0] == _PAIRS else "rankings"
 
 
-def _stored_images(table: "pa.Table", column: str) -> list[list[dict[str, Any] | None]]:
-    """The images of each row, as they are stored: bytes and path."""
-    return [value if isinstance(value, list) else [value] for value in table.column(column).to_pylist()]
+class _Images:
+    """The image files of a dataset, by path: checked, then linked under the digests of their bytes."""
+
+    def __init__(self):
+        self.names: dict[str, str] = {}  # of the link, by path
+
+    def check(self, dataset: "Dataset", part: tuple[str, str]) -> set[str]:
+        """Check that all images of a split open; give their digests."""
+        columns, digests = _IMAGE_COLUMNS[part[0]], set()
+        stored = dataset.with_format("arrow").select_columns(columns)
+        with tqdm(total=len(dataset), desc=f"Checking images of {_name_of(part)}", unit="row") as bar:
+            for batch in stored.iter(batch_size=64):
+                for offset, row in enumerate(batch.to_pylist()):
+                    for column, value in row.items():
+                        where = f"`{column}` of row {bar.n + offset} of `{_name_of(part)}`"
+                        digests.update(self._check(image, where) for image in _as_list(value))
+                bar.update(len(batch))
+        return digests
+
+    def _check(self, image: Mapping[str, Any] | None, where: str) -> str:
+        from PIL import Image
+
+        remedy = "Run the stage that made it again, or leave the row out."
+        if image is None or image["bytes"] is None and not image["path"]:
+            raise ValueError(f"{where} has an image that is missing (None). {remedy}")
+        content, path = image["bytes"], image["path"]
+        if content is None and path in self.names:
+            return self.names[path].partition(".")[0]
+        try:
+            content = Path(path).read_bytes() if content is None else content
+            with Image.open(BytesIO(content)) as opened:
+                name = f"{hashlib.sha256(content).hexdigest()[:32]}.{opened.format.lower()}"
+        except FileNotFoundError as error:
+            raise ValueError(f"{where} is the file {path}, which does not exist. {remedy}") from error
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            named = f"the file {path}" if image["bytes"] is None else "an embedded image"
+            raise ValueError(
+                f"{where} is {named}, which does not open: {type(error).__name__}: {error}. {remedy}"
+            ) from error
+        if image["bytes"] is None:
+            self.names[path] = name
+        return name.partition(".")[0]
+
+    def link(self, folder: Path) -> None:
+        """Give each file a second name, without a copy: `datasets` stores the name with the bytes."""
+        folder.mkdir()
+        self.folder = folder
+        for path, name in self.names.items():
+            if (folder / name).exists():
+                continue
+            try:
+                (folder / name).symlink_to(os.path.abspath(path))
+            except OSError:  # Windows lets only administrators and developers make links
+                shutil.copyfile(path, folder / name)
+
+    def renamed(self, dataset: "Dataset", part: tuple[str, str]) -> "Dataset":
+        """Refer to the links. Texts only: no image is read."""
+        if not self.names:  # all images are embedded
+            return dataset
+        options = {"features": dataset.features, "keep_in_memory": True, "desc": "Naming images"}
+        fn_kwargs = {"columns": _IMAGE_COLUMNS[part[0]]}
+        return (
+            dataset.with_format("arrow")
+            .map(self._rename, batched=True, fn_kwargs=fn_kwargs, **options)
+            .with_format(None)
+        )
+
+    def _rename(self, table: "pa.Table", columns: list[str]) -> "pa.Table":
+        import pyarrow as pa
+
+        def rename(value: Any) -> Any:
+            if isinstance(value, list):
+                return [rename(image) for image in value]
+            return value if value["bytes"] is not None else {"path": str(self.folder / self.names[value["path"]])}
+
+        for column in columns:
+            place = table.schema.get_field_index(column)
+            values = [rename(value) for value in table.column(column).to_pylist()]
+            table = table.set_column(
+                place, table.schema.field(place), pa.array(values, table.schema.field(place).type)
+            )
+        return table
 
 
-def _check_images(dataset: "Dataset", part: tuple[str, str], known: dict[str, _ImageFile]) -> set[str]:
-    """Check that all images are there and open; give their digests. What is in each file goes into `known`."""
-    columns, row, digests = _IMAGE_COLUMNS[part[0]], 0, set()
-    with tqdm(total=len(dataset), desc=f"Checking images of {_name_of(part)}", unit="row") as bar:
-        for batch in dataset.with_format("arrow").select_columns(columns).iter(batch_size=64):
-            for column in columns:
-                for offset, images in enumerate(_stored_images(batch, column)):
-                    where = f"`{column}` of row {row + offset} of `{_name_of(part)}`"
-                    digests.update(_check_image(image, where, known) for image in images)
-            row += len(batch)
-            bar.update(len(batch))
-    return digests
-
-
-def _check_image(image: Mapping[str, Any] | None, where: str, known: dict[str, _ImageFile]) -> str:
-    from PIL import Image
-
-    remedy = "Run the stage that made it again, or leave the row out."
-    if image is None or image["bytes"] is None and not image["path"]:
-        raise ValueError(f"{where} has an image that is missing (None). {remedy}")
-    if image["bytes"] is None and image["path"] in known:
-        return known[image["path"]].sha256
-    try:
-        content = image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
-        with Image.open(BytesIO(content)) as opened:
-            found = _ImageFile(hashlib.sha256(content).hexdigest(), opened.format)
-    except FileNotFoundError as error:
-        raise ValueError(f"{where} is the file {image['path']}, which does not exist. {remedy}") from error
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        name = f"the file {image['path']}" if image["bytes"] is None else "an embedded image"
-        raise ValueError(
-            f"{where} is {name}, which does not open: {type(error).__name__}: {error}. {remedy}"
-        ) from error
-    if image["bytes"] is None:
-        known[image["path"]] = found
-    return found.sha256
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping[tuple[str, str], set[str]]) -> None:
@@ -224,21 +255,14 @@ def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping
                 f"`{missing[0]}` has no column `group`, which names the prompt: nobody could tell whether the same "
                 "prompts are in what is trained on and what is held out. Add it."
             )
-        contents = {
-            "prompts": [set(parts[one].with_format(None)["group"][:]) for one in (train, part)],
-            "images": [digests[one] for one in (train, part)],
-        }
-        for what, (trained, held_out) in contents.items():
-            shared = sorted(trained & held_out)
-            if shared:
-                raise ValueError(
-                    f"{len(shared)} {what} are both in `{_name_of(train)}` and in `{_name_of(part)}`, such as "
-                    f"{shared[0]!r}: a judge could be measured on what it was trained on. Make the split anew."
-                )
+        trained, held_out = (
+            {"prompts": set(parts[one].with_format(None)["group"][:]), "images": digests[one]} for one in (train, part)
+        )
+        check_disjoint(trained, held_out, f"`{_name_of(train)}`", f"`{_name_of(part)}`")
 
 
 def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: bool) -> bool:
-    """Check that the repository is free, or has an earlier state of the same; tell whether it is there."""
+    """Check that the repository is free, or has an earlier state of the same; tell whether it exists."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     from ..hub.account import asking
@@ -257,20 +281,19 @@ def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: b
         )
     if private and not info.private:
         raise ValueError(
-            f"`private` is True, but the repository {repo_id} is there and public. Make it private in its settings, or "
-            "set `private` to False."
+            f"`private` is True, but the repository {repo_id} is there and public. Change one of the two."
         )
     return True
 
 
 def _find_license(generator: str | None, token: str | bool | None) -> License:
-    """Give the licence that the card of the generating model names."""
+    """Give the license that the card of the generating model names."""
     remedy = (
-        'Set `license` to what the images may be published under, such as "apache-2.0", or "other" for a licence that the '
+        'Set `license` to what the images may be published under, such as "apache-2.0", or "other" for a license that the '
         "Hub has no name of."
     )
     if generator is None:
-        raise ValueError(f"Neither `license` nor `generator` is given, so that the licence is not known. {remedy}")
+        raise ValueError(f"Neither `license` nor `generator` is given, so that the license is not known. {remedy}")
     try:
         return read_license(generator, token)
     except ValueError as error:
@@ -301,56 +324,10 @@ def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
             hf_raise_for_status(response)
             return
     raise ValueError(
-        f"{api.endpoint} does not take the metadata of the card: {' '.join(response.text.split())}. If it is the licence "
+        f"{api.endpoint} does not take the metadata of the card: {' '.join(response.text.split())}. If it is the license "
         f'({license.identifier!r}), set `license` to one that the Hub knows, or to "other"; if it is the language, '
         "correct `language` in the report of the prompts."
     )
-
-
-def _link_images(known: Mapping[str, _ImageFile], folder: Path) -> dict[str, str]:
-    """Give each image file a second name, its digest, without a copy: `datasets` stores the name beside the bytes."""
-    folder.mkdir()
-    links = {}
-    for path, found in known.items():
-        link = folder / f"{found.sha256[:32]}.{found.format.lower()}"
-        links[path] = str(link)
-        if link.exists():
-            continue
-        try:
-            link.symlink_to(os.path.abspath(path))
-        except OSError:  # Windows lets only administrators and developers make links
-            shutil.copyfile(path, link)
-    return links
-
-
-def _rename(table: "pa.Table", columns: list[str], links: Mapping[str, str]) -> "pa.Table":
-    import pyarrow as pa
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [renamed(image) for image in value]
-        return value if value["bytes"] is not None else {"bytes": None, "path": links[value["path"]]}
-
-    for column in columns:
-        place = table.schema.get_field_index(column)
-        values = [renamed(value) for value in table.column(column).to_pylist()]
-        table = table.set_column(place, table.schema.field(place), pa.array(values, table.schema.field(place).type))
-    return table
-
-
-def _with_names(dataset: "Dataset", name: str, links: Mapping[str, str]) -> "Dataset":
-    """The dataset with the second names of its image files. Texts only: no image is read."""
-    if not links:  # all images are embedded
-        return dataset
-    renamed = dataset.with_format("arrow").map(
-        _rename,
-        batched=True,
-        features=dataset.features,
-        fn_kwargs={"columns": _IMAGE_COLUMNS[name], "links": links},
-        keep_in_memory=True,
-        desc="Naming images",
-    )
-    return renamed.with_format(None)
 
 
 def _push(
@@ -372,7 +349,10 @@ def _push(
         if earlier is not None and earlier.text.strip() not in ("", card.text.strip()):
             earlier.text = ""
             _commit(
-                api, repo_id, [CommitOperationAdd("README.md", str(earlier).encode())], "New data are on their way"
+                api,
+                repo_id,
+                [CommitOperationAdd("README.md", str(earlier).encode())],
+                "Remove the card of earlier data",
             )
     for name in dict.fromkeys(name for name, _ in parts):
         splits = DatasetDict({split: dataset for (of, split), dataset in parts.items() if of == name})
@@ -385,7 +365,7 @@ def _push(
             max_shard_size=max_shard_size,
         )
     pushed = _load_card(api, repo_id)
-    # Not by `set_default`: pushed a second time, the default configuration is no default any more (datasets 5.2)
+    # Not by `set_default`: pushed a second time, the default configuration is not the default any more (datasets 5.2)
     configs = [
         {**config, "default": True} if config["config_name"] == _PAIRS else config for config in pushed.data["configs"]
     ]
@@ -400,7 +380,7 @@ def _commit(api: "HfApi", repo_id: str, operations: list[Any], message: str) -> 
 
 
 def _load_card(api: "HfApi", repo_id: str) -> "DatasetCard | None":
-    """The card as it is on the Hub now: not one of the cache, which clients fall back to when the Hub is down."""
+    """Load the card from the Hub, never from the cache, which clients fall back to when the Hub is down."""
     from huggingface_hub import DatasetCard
     from huggingface_hub.errors import RemoteEntryNotFoundError
 

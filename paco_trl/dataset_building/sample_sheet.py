@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of what a stage made, to look at: some prompts with their grids, some ranking instances."""
+"""Pictures of what a stage made, to look at: some prompts with their grids, some instances, pairs or rankings."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ..data.pairs import content_text, decision_of
+from ..data.questions import theme_question
 
 
 if TYPE_CHECKING:
@@ -11,86 +14,122 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-def spread(items: Sequence[int], chosen: int) -> list[int]:
-    """Some at equal distances, the first among them: what is next to one another is often alike."""
+# Images of a row at most, without the reference
+_MAX_IMAGES = 8
+
+# Pixels
+_THUMBNAIL = 176
+_GAP = 8
+_LINE = 20
+
+
+def _spread(items: Sequence[int], chosen: int) -> list[int]:
+    """Choose some at equal distances, from the first: neighbors are often alike."""
     chosen = min(len(items), chosen)
     return [items[place * len(items) // chosen] for place in range(chosen)]
 
 
+def _texts(prompts: "Dataset") -> dict[str, str]:
+    return dict(zip(prompts["id"][:], prompts["prompt"][:], strict=True))
+
+
 def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prompts: int = 6) -> "Image.Image":
-    """
-    Draw some prompts with their grids, a row each with the first eight seeds.
-
-    Args:
-        grids ([`~datasets.Dataset`]):
-            The grids.
-        prompts ([`~datasets.Dataset`]):
-            The prompts, with `id`.
-        path (`str` or `Path`):
-            PNG file.
-        max_prompts (`int`, *optional*, defaults to `6`):
-            Number of prompts at most, at equal distances among those that have grids.
-
-    Returns:
-        `PIL.Image.Image`: the picture.
-    """
-    from ..plots.contact_sheet import MAX_IMAGES, SheetImage, save_contact_sheet, thumbnail
-
-    columns = grids.with_format(None).select_columns(["prompt_id", "seed"])[:]
+    """Draw some prompts with their grids, a row each with the first eight seeds."""
     rows_of: dict[str, list[int]] = {}
-    for row, prompt_id in enumerate(columns["prompt_id"]):
+    for row, prompt_id in enumerate(grids["prompt_id"][:]):
         rows_of.setdefault(prompt_id, []).append(row)
-    texts = _texts(prompts)
-    names = list(rows_of)
-    images = []
-    for number, place in enumerate(spread(range(len(names)), max_prompts)):
-        name = names[place]
-        for generation, row in enumerate(rows_of[name][:MAX_IMAGES]):
-            image = thumbnail(grids[row]["image"]).convert("RGB")
-            images.append(SheetImage(number, generation, image, texts[name], f"seed {columns['seed'][row]}"))
-    shown = min(len(names), max_prompts)
-    return save_contact_sheet(images, f"{shown} of {len(names)} prompts, {len(grids)} grids", path)
+    texts, names = _texts(prompts), list(rows_of)
+    rows = []
+    for place in _spread(range(len(names)), max_prompts):
+        shown = grids.select(rows_of[names[place]][:_MAX_IMAGES])
+        rows.append((texts[names[place]], [[(row["image"], f"seed {row['seed']}") for row in shown]]))
+    return _draw(rows, path)
 
 
 def instances_sheet(
     instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path, max_instances: int = 6
 ) -> "Image.Image":
-    """
-    Draw some ranking instances, a row each: the reference at the left, then the first eight candidates.
-
-    Args:
-        instances ([`~datasets.Dataset`]):
-            The ranking instances.
-        panels ([`~datasets.Dataset`]):
-            The panels.
-        prompts ([`~datasets.Dataset`]):
-            The prompts, with `id`.
-        path (`str` or `Path`):
-            PNG file.
-        max_instances (`int`, *optional*, defaults to `6`):
-            Number of instances at most, at equal distances.
-
-    Returns:
-        `PIL.Image.Image`: the picture.
-    """
-    from ..plots.contact_sheet import MAX_IMAGES, SheetImage, save_contact_sheet, thumbnail
-
-    columns = panels.with_format(None).select_columns(["id", "seed", "position"])[:]
-    row_of = {name: row for row, name in enumerate(columns["id"])}
+    """Draw some ranking instances, a row each: the reference at the left, then the first eight candidates."""
+    row_of = {name: row for row, name in enumerate(panels["id"][:])}
     texts = _texts(prompts)
-    images = []
-    for number, place in enumerate(spread(range(len(instances)), max_instances)):
+    rows = []
+    for place in _spread(range(len(instances)), max_instances):
         instance = instances[place]
-        for generation, name in enumerate([instance["reference"], *instance["candidates"]][: MAX_IMAGES + 1]):
-            row = row_of[name]
-            role = "reference" if generation == 0 else f"candidate {generation - 1}"
-            caption = f"{role}\nseed {columns['seed'][row]}, panel {columns['position'][row]}"
-            image = thumbnail(panels[row]["image"]).convert("RGB")
-            images.append(SheetImage(number, generation, image, texts[instance["prompt_id"]], caption))
-    shown = min(len(instances), max_instances)
-    return save_contact_sheet(images, f"{shown} of {len(instances)} instances, the reference at the left", path)
+        blocks = []
+        for names, role in (([instance["reference"]], "reference: "), (instance["candidates"][:_MAX_IMAGES], "")):
+            found = [panels[row_of[name]] for name in names]
+            blocks.append([(one["image"], f"{role}seed {one['seed']}, panel {one['position']}") for one in found])
+        rows.append((texts[instance["prompt_id"]], blocks))
+    return _draw(rows, path)
 
 
-def _texts(prompts: "Dataset") -> dict[str, str]:
-    columns = prompts.with_format(None).select_columns(["id", "prompt"])[:]
-    return dict(zip(columns["id"], columns["prompt"], strict=True))
+def _theme_of(question: str) -> str:
+    before, after = theme_question("\0").split("\0")
+    return question.removeprefix(before).removesuffix(after)
+
+
+def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image.Image":
+    """Draw some pairs: a consistent one at the left, an inconsistent one, of its prompt if it has one, at the right."""
+    columns = pairs.with_format(None)
+    labels = [decision_of(completion) for completion in columns["completion"][:]]
+    groups = columns["group"][:] if "group" in pairs.column_names else [None] * len(pairs)
+    rows_of = {name: [row for row, label in enumerate(labels) if label == name] for name in ("Yes", "No")}
+    negative_of = {groups[row]: row for row in reversed(rows_of["No"])}
+    matched = [row for row in rows_of["Yes"] if groups[row] in negative_of]
+    of_each = {groups[row]: row for row in reversed(matched)}
+    left = _spread(sorted(of_each.values()) or rows_of["Yes"], max_rows)
+    right = [negative_of[groups[row]] for row in left] if of_each else _spread(rows_of["No"], max_rows)
+    rows = []
+    for number in range(max(len(left), len(right))):
+        blocks, titles = [], []
+        for chosen, caption in ((left, "consistent"), (right, "inconsistent")):
+            if number < len(chosen):
+                pair = pairs[chosen[number]]
+                blocks.append([(image, caption) for image in pair["images"]])
+                titles.append(_theme_of(content_text(pair["prompt"][-1]["content"])))
+        rows.append((" / ".join(dict.fromkeys(titles)), blocks))
+    return _draw(rows, path)
+
+
+def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> "Image.Image":
+    """Draw some rankings: the reference at the left, then the candidates, the most consistent first."""
+    rows = []
+    for number in _spread(range(len(rankings)), max_rows):
+        row = rankings[number]
+        order = row["ranking"][:_MAX_IMAGES]
+        candidates = [(row["candidates"][index], f"rank {rank}") for rank, index in enumerate(order, start=1)]
+        rows.append((row.get("theme") or row["prompt"], [[(row["reference"], "reference")], candidates]))
+    return _draw(rows, path)
+
+
+def _draw(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> "Image.Image":
+    """Draw rows of blocks of images with captions, a title above each row. Without matplotlib, which takes seconds."""
+    from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+    from ..utils.images import to_rgb
+
+    def width_of(blocks: list[list[Any]]) -> int:
+        return sum(len(block) * (_THUMBNAIL + _GAP) + 2 * _GAP for block in blocks)
+
+    font, title_font = ImageFont.load_default(13), ImageFont.load_default(14)
+    height = _THUMBNAIL + 2 * _LINE + 2 * _GAP  # of a row
+    size = (max(width_of(blocks) for _, blocks in rows), len(rows) * height + _GAP)
+    sheet = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (title, blocks) in enumerate(rows):
+        top, left = number * height + _GAP, _GAP
+        text = " ".join(title.split())
+        while len(text) > 1 and draw.textlength(text, title_font) > size[0] - 2 * _GAP:
+            text = text[:-2].rstrip() + "…"
+        draw.text((left, top), text, "black", title_font)
+        for block in blocks:
+            for image, caption in block:
+                shown = ImageOps.contain(to_rgb(image, "An image of the sample"), (_THUMBNAIL, _THUMBNAIL))
+                place = (left + (_THUMBNAIL - shown.width) // 2, top + _LINE + (_THUMBNAIL - shown.height) // 2)
+                sheet.paste(shown, place)
+                middle = left + _THUMBNAIL // 2
+                draw.text((middle, top + _LINE + _THUMBNAIL + 2), caption, "#444444", font, anchor="ma")
+                left += _THUMBNAIL + _GAP
+            left += 2 * _GAP
+    sheet.save(path)
+    return sheet
