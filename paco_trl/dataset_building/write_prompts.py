@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data.image_sets import format_image_set_prompt
+from ..data.columns import column_types
+from ..data.image_sets import ends_sentence, format_image_set_prompt
+from ..data.texts import normalized
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.journals import Journal
 from ..utils.stage_folder import StageFolder
@@ -32,7 +34,6 @@ _TOKENS_PER_PANEL = 160
 _TOKENS_PER_THEME = 320
 
 _CODE_FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
-_SENTENCE_ENDS = (".", "!", "?", "…", "。", "！", "？")
 _WORD = re.compile(r"\w+")
 
 NO_JSON = "not the JSON that was asked for"
@@ -45,7 +46,7 @@ SAME_PROMPT = "the same as an earlier prompt"
 
 
 class _Batch(NamedTuple):
-    """Prompts of one category and layout that are asked for together."""
+    """Prompts of one category and layout that are requested together."""
 
     category: Category
     rows: int
@@ -61,15 +62,13 @@ def write_prompts(
     layouts: Sequence[tuple[int, int]] = ((2, 2),),
     seed: int = 0,
     max_attempts: int = 3,
-    temperature: float = 1.0,
 ) -> "Dataset":
     """
     Have a language model write image-set prompts, the same number for each category and layout (give or take one).
 
-    What it writes is checked: JSON, the number of panels, no empty text, no panel marker inside a text, no prompt twice.
-    What fails is asked for again with another seed, and after `max_attempts` it is left out and counted. Each answer is
-    written to the journal of the folder as it comes, so that a stage which was stopped asks for nothing twice; the
-    result depends on the answers, and not on the order in which they come.
+    Answers are checked: JSON, the number of panels, no empty text, no panel marker inside a text, no prompt twice.
+    What fails is requested again with another seed, and left out and counted after `max_attempts`. Interrupted runs
+    resume automatically; the result does not depend on the order of the answers.
 
     Args:
         endpoint ([`ChatEndpoint`]):
@@ -79,24 +78,21 @@ def write_prompts(
         num_prompts (`int`):
             Prompts to write.
         categories (`Sequence[str]`, *optional*):
-            Names of the categories, see `CATEGORIES`. If `None`, all of them.
+            Names of the categories, see `CATEGORIES`; all if `None`.
         layouts (`Sequence[tuple[int, int]]`, *optional*, defaults to `((2, 2),)`):
             Rows and columns of the grids.
         seed (`int`, *optional*, defaults to `0`):
-            Seed from which that of each request follows.
+            Seed of the requests.
         max_attempts (`int`, *optional*, defaults to `3`):
-            How often a prompt is asked for.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature of the sampling.
+            How often a prompt is requested.
 
     Returns:
-        [`~datasets.Dataset`]: image-set prompts with `category` and `dimensions`, also saved in the folder with a report
-        of what was left out.
+        [`~datasets.Dataset`]: image-set prompts with `category` and `dimensions`, also saved in the folder with a
+        report.
 
     Raises:
-        ValueError: If an argument is out of its range, or nothing that the model says can be used; the error has an
-            example.
-        EndpointUnavailableError: If the endpoint cannot be asked. What came until then is kept.
+        ValueError: If an argument is out of range, or no answer can be used; the error has an example.
+        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are kept.
     """
     if folder.is_done:
         return folder.load()
@@ -121,7 +117,7 @@ def write_prompts(
             if len(written[number]) < len(batch.slots)
         }
         requests = {
-            number: _request(batches[number], count, f"{seed}/{number}/{attempt}", temperature)
+            number: _request(batches[number], count, f"{seed}/{number}/{attempt}")
             for number, count in missing.items()
             if (number, attempt) not in texts
         }
@@ -131,7 +127,7 @@ def write_prompts(
             batch = batches[number]
             found, causes = _read(texts[number, attempt], batch.rows, batch.cols, count)
             for theme, panels in found:
-                key = " ".join(_WORD.findall(" ".join([theme, *panels]).casefold()))
+                key = normalized(" ".join([theme, *panels]))
                 if key in seen:
                     causes[SAME_PROMPT] += 1
                 else:
@@ -183,7 +179,7 @@ def _checked_layouts(layouts: Sequence[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int, int]]) -> list[_Batch]:
-    """Give each place of the result a category and a layout, and put those that are equal into requests."""
+    """Give each place of the result a category and a layout, and group equal ones into requests."""
     places: dict[tuple[int, int], list[int]] = {}
     for slot in range(num_prompts):
         turn, category = divmod(slot, len(categories))
@@ -196,7 +192,7 @@ def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int,
     ]
 
 
-def _request(batch: _Batch, count: int, key: str, temperature: float) -> ChatRequest:
+def _request(batch: _Batch, count: int, key: str) -> ChatRequest:
     panels = batch.rows * batch.cols
     dimensions = "\n".join(f"- {name}: {DIMENSIONS[name]}" for name in batch.category.dimensions)
     text = f"""\
@@ -223,7 +219,7 @@ Answer with nothing but JSON of this form:
         messages=[{"role": "user", "content": text}],
         seed=random.Random(key).getrandbits(31),
         max_tokens=count * (panels * _TOKENS_PER_PANEL + _TOKENS_PER_THEME),
-        temperature=temperature,
+        temperature=1.0,
     )
 
 
@@ -236,7 +232,7 @@ def _ask(
     journal: Journal,
     max_attempts: int,
 ) -> None:
-    """Ask, and put what comes into the journal and into `texts`."""
+    """Send the requests, and put the replies into the journal and into `texts`."""
     from tqdm.auto import tqdm
 
     if not requests:
@@ -275,7 +271,7 @@ def _only_nonsense(endpoint: ChatEndpoint, texts: dict[Any, Reply], journal: Jou
 
 
 def _read(reply: Reply, rows: int, cols: int, count: int) -> tuple[list[tuple[str, list[str]]], Counter[str]]:
-    """Give the prompts of an answer that are in order, and why the others of the `count` asked for are not."""
+    """Give the usable prompts of an answer, and why the others of the `count` requested are not."""
     if reply.text is None:
         # Without what the server says in each case, so that equal causes are counted together
         return [], Counter({reply.problem.partition(" (")[0]: count})
@@ -299,7 +295,7 @@ def _read(reply: Reply, rows: int, cols: int, count: int) -> tuple[list[tuple[st
 
 
 class _RejectedError(Exception):
-    """A prompt is not in order; the message is the cause."""
+    """A prompt cannot be used; the message is the cause."""
 
 
 def _checked(entry: Any, rows: int, cols: int) -> tuple[str, list[str]]:
@@ -325,11 +321,11 @@ def _checked(entry: Any, rows: int, cols: int) -> tuple[str, list[str]]:
 
 
 def _cleaned(texts: list[str]) -> Iterator[str]:
-    """One line each, which ends as a sentence does: a panel marker may come next."""
+    """Give each text on one line that ends a sentence: a panel marker may come next."""
     for text in texts:
         # Half of a pair of code units, which JSON can hold and no file
         text = " ".join(text.encode("utf-8", "replace").decode().split())
-        yield text if not text or text.rstrip("\"'”’»)]").endswith(_SENTENCE_ENDS) else text + "."
+        yield text if not text or ends_sentence(text) else text + "."
 
 
 def _rows(batches: list[_Batch], written: list[list[tuple[str, list[str]]]]) -> list[dict[str, Any]]:
@@ -350,8 +346,7 @@ def _rows(batches: list[_Batch], written: list[list[tuple[str, list[str]]]]) -> 
 
 
 def _to_dataset(rows: list[dict[str, Any]]) -> "Dataset":
-    from datasets import Dataset, Features, List, Value
+    from datasets import Dataset
 
-    kinds = {"rows": Value("int64"), "cols": Value("int64")}
-    kinds |= {"panels": List(Value("string")), "dimensions": List(Value("string"))}
-    return Dataset.from_list(rows, features=Features({name: kinds.get(name, Value("string")) for name in rows[0]}))
+    kinds = {"rows": "int64", "cols": "int64", "panels": ["string"], "dimensions": ["string"]}
+    return Dataset.from_list(rows, features=column_types(**{name: kinds.get(name, "string") for name in rows[0]}))

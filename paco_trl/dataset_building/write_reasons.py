@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons for labelled pairs, from a served model that sees the images and is told the label."""
+"""Reasons for labeled pairs, from a served model that sees the images and is told the label."""
 
 import base64
 import functools
@@ -97,7 +97,7 @@ _TOKENS_PER_WORD = 3
 
 
 class _Question(NamedTuple):
-    """What is asked about a pair; its images are read when it is asked."""
+    """A pair to ask about; its images are read when it is asked."""
 
     id: str
     images: list[dict[str, Any]]
@@ -114,47 +114,39 @@ def write_reasons(
     min_words: int = 15,
     max_words: int = 200,
     seed: int = 0,
-    temperature: float = 1.0,
 ) -> "Dataset":
     """
     Have a vision-language model write the reasons for the label of each pair.
 
     The model gets both images, the question, the label and the dimensions of the pair. Its answer must begin with the
-    label ("Yes." or "No."), name something that one can see (a word of `VISIBLE_ATTRIBUTES`), have a number of words in
-    the range, and not betray that the label was given. What fails is asked for again with another seed; after
-    `max_attempts` the pair is left out and counted. Each answer is written to the journal of the folder as it comes, so
-    that a stage which was stopped asks nothing twice.
+    label ("Yes." or "No."), name something visible (a word of `VISIBLE_ATTRIBUTES`), have a number of words in the
+    range, and not reveal that the label was given. What fails is requested again with another seed, and left out and
+    counted after `max_attempts`. Interrupted runs resume automatically.
 
-    Images are sent as PNG, with the pixels that the trainer sees. Each is encoded when it is needed, and the last ones
-    are kept: pairs of the same prompt should stand together.
+    Images are sent as PNG, with the pixels that the trainer sees. The last ones stay encoded, so pairs of the same
+    prompt should be next to each other.
 
     Args:
         pairs ([`~datasets.Dataset`]):
-            Pairs with a column `id` and, where known, `dimensions` (all of them otherwise). Reasons that are there
-            already are replaced.
+            Pairs with a column `id` and, where known, `dimensions` (all of them otherwise). Reasons are replaced.
         endpoint ([`ChatEndpoint`]):
             The model.
         folder ([`StageFolder`]):
             Folder of the stage. Its settings name the model, the pairs and the other arguments.
         max_attempts (`int`, *optional*, defaults to `3`):
             How often a pair is asked about.
-        min_words (`int`, *optional*, defaults to `15`):
-            Fewest words of the reasons.
-        max_words (`int`, *optional*, defaults to `200`):
-            Most words of the reasons.
+        min_words (`int`, *optional*, defaults to `15`), max_words (`int`, *optional*, defaults to `200`):
+            Range of the number of words of the reasons.
         seed (`int`, *optional*, defaults to `0`):
-            Seed from which that of each request follows.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature of the sampling.
+            Seed of the requests.
 
     Returns:
         [`~datasets.Dataset`]: the pairs that have reasons, in their order, with the same columns and completions
-        `"Yes. <reasons>"`; also saved in the folder with a report of what was left out.
+        `"Yes. <reasons>"`; also saved in the folder with a report.
 
     Raises:
-        ValueError: If the pairs are not in order, an image cannot be read, an argument is out of its range, or nothing
-            that the model says can be used; the error has an example.
-        EndpointUnavailableError: If the endpoint cannot be asked. What came until then is kept.
+        ValueError: If the pairs, an image or an argument cannot be used, or no answer can; the error has an example.
+        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are kept.
     """
     if folder.is_done:
         return folder.load()
@@ -164,78 +156,48 @@ def write_reasons(
             "at least 1, and words at least 1 and in order."
         )
     ids = _checked_ids(pairs)
+    labels = {row.id: row.decision for row in _questions(pairs, ids, with_images=False)}
     check = functools.partial(check_reasons, min_words=min_words, max_words=max_words)
-    journal = folder.journal("reasons")
-    replies: dict[str, list[Reply]] = {}
-    for record in journal.records:
-        replies.setdefault(record["id"], []).append(Reply(*record["reply"]))
+    replies = _Replies(folder.journal("reasons"), labels, check, max_attempts)
+    # Enough for the pairs under way and those of the same prompt: a failed pair is asked about again at once, while its
+    # images are still there. About 1 MB each
+    encode = _encoder(4 * endpoint.max_concurrency + 32)
 
-    rows = _questions(pairs, ids)
-    labels = dict(zip(ids, (row.decision for row in _questions(pairs, ids, with_images=False)), strict=True))
-
-    def is_settled(name: str) -> bool:
-        of_pair = replies.get(name, [])
-        return len(of_pair) >= max_attempts or any(_problem(reply, labels[name], check) is None for reply in of_pair)
-
-    def request(question: _Question, encode: Callable[[str, Any], str]) -> ChatRequest:
-        key = f"{seed}/{question.id}/{len(replies.get(question.id, []))}"
+    def request(question: _Question) -> ChatRequest:
+        images = [encode(question.id, image) for image in question.images]
+        key = f"{seed}/{question.id}/{len(replies.problems[question.id])}"
         return ChatRequest(
-            messages=_messages(
-                question, [encode(question.id, image) for image in question.images], min_words, max_words
-            ),
+            messages=_messages(question, images, min_words, max_words),
             seed=random.Random(key).getrandbits(31),
             max_tokens=_TOKENS_PER_WORD * max_words,
-            temperature=temperature,
+            temperature=1.0,
         )
 
-    _ask(endpoint, rows, labels, replies, is_settled, request, check, journal)
+    _ask(endpoint, _questions(pairs, ids), request, replies)
 
-    kept, completions = [], []
-    rejected: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
-    for row, name in enumerate(ids):
-        problems = [_problem(reply, labels[name], check) for reply in replies[name]]
-        rejected.update(problem for problem in problems if problem is not None)
-        if problems[-1] is not None:
-            dropped[problems[-1]] += 1
-            continue
-        kept.append(row)
-        completions.append([{"role": "assistant", "content": replies[name][-1].text.strip()}])
+    kept = [row for row, name in enumerate(ids) if replies.problems[name][-1] is None]
     if not kept:
-        raise ValueError(_only_nonsense(endpoint, replies, labels, check, journal))
+        raise ValueError(replies.only_nonsense(endpoint))
+    completions = [[{"role": "assistant", "content": replies.texts[ids[row]]}] for row in kept]
+    dropped = Counter(of_pair[-1] for of_pair in replies.problems.values() if of_pair[-1] is not None)
     report = {
         "pairs": len(ids),
         "with reasons": len(kept),
-        "requests": sum(map(len, replies.values())),
-        "rejected": dict(rejected.most_common()),
+        "requests": replies.count,
+        "rejected": dict(replies.causes()),
         "left out": dict(dropped.most_common()),
     }
     if dropped:
         logger.warning(
             f"{len(kept)} of {len(ids)} pairs have reasons. Left out after {max_attempts} attempts: "
-            f"{'; '.join(f'{count} x {cause}' for cause, count in dropped.most_common())}."
+            f"{_listed(dropped.most_common())}."
         )
     folder.finish(_with_completions(pairs, kept, completions), report)
     return folder.load()
 
 
 def check_reasons(answer: str, decision: str, min_words: int = 15, max_words: int = 200) -> str | None:
-    """
-    Check the reasons for a label.
-
-    Args:
-        answer (`str`):
-            The whole answer.
-        decision (`str`):
-            The label, `"Yes"` or `"No"`.
-        min_words (`int`, *optional*, defaults to `15`):
-            Fewest words of the reasons.
-        max_words (`int`, *optional*, defaults to `200`):
-            Most words of the reasons.
-
-    Returns:
-        `str` or `None`: what is wrong with them, in a few words; `None` if nothing is.
-    """
+    """Say in a few words what is wrong with the reasons for a label; `None` if nothing is."""
     label, _, reasons = answer.strip().partition(".")
     if label != decision or not reasons[:1].isspace():
         return NO_LABEL
@@ -253,9 +215,57 @@ def check_reasons(answer: str, decision: str, min_words: int = 15, max_words: in
     return None
 
 
-def _problem(reply: Reply, decision: str, check: Callable[[str, str], str | None]) -> str | None:
-    # Without what the server says in each case, so that equal causes are counted together
-    return reply.problem.partition(" (")[0] if reply.text is None else check(reply.text, decision)
+class _Replies:
+    """What the model said of each pair: read from the journal and added to it."""
+
+    def __init__(
+        self, journal: Journal, labels: Mapping[str, str], check: Callable[..., str | None], max_attempts: int
+    ):
+        self.journal, self.labels, self.check, self.max_attempts = journal, labels, check, max_attempts
+        self.problems: dict[str, list[str | None]] = {name: [] for name in labels}  # of each reply, by pair
+        self.first: dict[str, Reply] = {}
+        self.texts: dict[str, str] = {}
+        self.count = 0
+        for record in journal.records:
+            if record["id"] in labels:  # others are of pairs that have changed since
+                self._take(record["id"], Reply(*record["reply"]))
+
+    def _take(self, name: str, reply: Reply) -> None:
+        # Without what the server says in each case, so that equal causes are counted together
+        problem = reply.problem.partition(" (")[0] if reply.text is None else self.check(reply.text, self.labels[name])
+        self.problems[name].append(problem)
+        self.count += 1
+        self.first.setdefault(name, reply)
+        if problem is None:
+            self.texts[name] = reply.text.strip()
+
+    def add(self, name: str, reply: Reply) -> None:
+        """Save a reply."""
+        self.journal.append({"id": name, "reply": list(reply)})
+        self._take(name, reply)
+
+    def is_settled(self, name: str) -> bool:
+        """Tell whether a pair needs no further reply."""
+        return len(self.problems[name]) >= self.max_attempts or None in self.problems[name]
+
+    def causes(self) -> list[tuple[str, int]]:
+        """Count why replies cannot be used, the most frequent cause first."""
+        return Counter(one for of_pair in self.problems.values() for one in of_pair if one is not None).most_common()
+
+    def only_nonsense(self, endpoint: ChatEndpoint) -> str:
+        """Say that no reply can be used, with that to the first pair, whichever came first."""
+        name = next(name for name in self.labels if name in self.first)
+        reply = self.first[name]
+        said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
+        return (
+            f"None of {self.count} answers of {endpoint.name} can be used as reasons ({_listed(self.causes())}). About pair "
+            f"{name!r} it {said}. A model is needed that sees images and follows instructions; one that thinks aloud must "
+            f"have that turned off. Then delete {self.journal.path}, or give another folder."
+        )
+
+
+def _listed(causes: Sequence[tuple[str, int]]) -> str:
+    return "; ".join(f"{count} x {cause}" for cause, count in causes)
 
 
 def _checked_ids(pairs: "Dataset") -> list[str]:
@@ -289,69 +299,33 @@ def _questions(pairs: "Dataset", ids: Sequence[str], with_images: bool = True) -
 def _ask(
     endpoint: ChatEndpoint,
     rows: Iterator[_Question],
-    labels: Mapping[str, str],
-    replies: dict[str, list[Reply]],
-    is_settled: Callable[[str], bool],
-    request: Callable[[_Question, Callable], ChatRequest],
-    check: Callable[[str, str], str | None],
-    journal: Journal,
+    request: Callable[[_Question], ChatRequest],
+    replies: _Replies,
 ) -> None:
-    """Ask about all pairs that are not settled, and put what comes into the journal and into `replies`."""
+    """Ask about all pairs that are not settled."""
     from tqdm.auto import tqdm
 
-    waiting = [name for name in labels if not is_settled(name)]
+    waiting = {name for name in replies.labels if not replies.is_settled(name)}
     if not waiting:
         return
     endpoint.check()
-    is_waiting = set(waiting)
-    questions = (row for row in rows if row.id in is_waiting)
-    # Enough for the pairs under way and those of the same prompt: a failed pair is asked about again at once, while its
-    # images are still there. About 1 MB each
-    encode = _encoder(4 * endpoint.max_concurrency + 32)
-    count = sum(map(len, replies.values()))
-    usable = any(
-        _problem(reply, labels[name], check) is None for name, of_pair in replies.items() for reply in of_pair
-    )
-    bar = tqdm(total=len(labels), initial=len(labels) - len(waiting), desc="Writing reasons")
+    questions = (row for row in rows if row.id in waiting)
+    total = len(replies.labels)
+    bar = tqdm(total=total, initial=total - len(waiting), desc="Writing reasons")
     with endpoint.asking() as asking, bar:
         while True:
-            if not usable and count >= _ONLY_NONSENSE:
-                raise ValueError(_only_nonsense(endpoint, replies, labels, check, journal))
+            if not replies.texts and replies.count >= _ONLY_NONSENSE:
+                raise ValueError(replies.only_nonsense(endpoint))
             while asking.has_room and (question := next(questions, None)) is not None:
-                asking.start(question, request(question, encode))
+                asking.start(question, request(question))
             if not asking.under_way:
                 return
             question, reply = asking.next()
-            journal.append({"id": question.id, "reply": list(reply)})
-            replies.setdefault(question.id, []).append(reply)
-            count += 1
-            if is_settled(question.id):
-                usable = usable or _problem(reply, question.decision, check) is None
+            replies.add(question.id, reply)
+            if replies.is_settled(question.id):
                 bar.update()
             else:
-                asking.start(question, request(question, encode))
-
-
-def _only_nonsense(
-    endpoint: ChatEndpoint,
-    replies: Mapping[str, list[Reply]],
-    labels: Mapping[str, str],
-    check: Callable[[str, str], str | None],
-    journal: Journal,
-) -> str:
-    problems = Counter(
-        _problem(reply, labels[name], check) for name, of_pair in replies.items() for reply in of_pair
-    ).most_common()
-    # The first pair of the dataset that was answered, whichever answer came first.
-    name = next(name for name in labels if name in replies)
-    reply = replies[name][0]
-    said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
-    return (
-        f"None of {sum(count for _, count in problems)} answers of {endpoint.name} can be used as reasons "
-        f"({'; '.join(f'{count} x {problem}' for problem, count in problems)}). About pair {name!r} it {said}. A model is "
-        "needed that sees images and follows instructions; one that thinks aloud must have that turned off. Then delete "
-        f"{journal.path}, or give another folder."
-    )
+                asking.start(question, request(question))
 
 
 def _messages(question: _Question, images: list[str], min_words: int, max_words: int) -> list[dict[str, Any]]:
