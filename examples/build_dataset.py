@@ -17,7 +17,7 @@ Instead of `rank` (by construction or by a judge) people rank with `annotate`, a
 Label Studio, with `export` and `import`. `python examples/build_dataset.py <stage> --help` lists the options of a stage, which a YAML file
 can give as well (`--config file.yaml`).
 
-Each stage goes on where it was stopped. The pairs train a judge as they are:
+Interrupted stages resume automatically. The pairs train a judge as they are:
 
     python examples/train_reward.py --dataset_name build/pairs/dataset --dataset_split train --eval_split test \
         --first_token_weight 1 --output_dir my-judge
@@ -30,6 +30,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from rich.console import Console
 from rich.markup import escape
+from trl import TrlParser
 
 from paco_trl.commands.build_arguments import (
     AnnotateArguments,
@@ -58,11 +59,9 @@ from paco_trl.dataset_building import (
     export_label_studio,
     export_tasks,
     import_annotations,
-    instances_sheet,
     judge_annotator_name,
     load_pipeline,
     make_instances,
-    pairs_sheet,
     publish_dataset,
     rank_automatically,
     rank_with_judge,
@@ -71,6 +70,7 @@ from paco_trl.dataset_building import (
     write_prompts,
     write_reasons,
 )
+from paco_trl.dataset_building.sample_sheet import instances_sheet, pairs_sheet
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -81,7 +81,7 @@ def stage(args, name: str, settings: dict | None = None) -> StageFolder:
 
 
 def result(args, name: str) -> Dataset | DatasetDict:
-    """Result of an earlier stage."""
+    """Load the result of an earlier stage."""
     return stage(args, name).load()
 
 
@@ -90,16 +90,15 @@ def digest_of_prompts(prompts: Dataset) -> str:
     return digest(prompts.select_columns([name for name in columns if name in prompts.column_names])[:])
 
 
-def drawn_prompts(args) -> Dataset:
-    """The prompts, which must be those that the grids were drawn with: all that follows is about them."""
+def grid_prompts(args) -> Dataset:
+    """Load the prompts, which must be those that the grids were generated from: all later stages are about them."""
     prompts, grids = result(args, "prompts"), stage(args, "grids")
     if not grids.is_done:
         grids.load()  # says what to do
     if digest_of_prompts(prompts) != grids.settings["prompts"]:
         raise ValueError(
-            f"The prompts in {args.build_dir} are others now than those that the grids were drawn with. Run the stage "
-            "`prompts` again as it was, or draw the grids of these ones: delete what follows from the others, or give "
-            "another `--build_dir`."
+            f"The prompts in {args.build_dir} are not those that the grids were generated from. Run the stage `prompts` as "
+            "before, or generate grids of these: delete the later stages, or give another `--build_dir`."
         )
     return prompts
 
@@ -109,7 +108,7 @@ def annotations_dir(args) -> Path:
 
 
 def finish(args, folder: StageFolder, report: dict, **also: Dataset) -> None:
-    """Say what came out, and put it on the Hub where that is asked for, with what it is about."""
+    """Print the report, and push the result to the Hub if `--hub_id` is given, with what it is about."""
     console = Console()
     console.print(f"[bold]{escape(folder.path.name)}[/] is in {escape(str(folder.path / 'dataset'))}")
     console.print_json(json.dumps(report, ensure_ascii=False))
@@ -208,7 +207,7 @@ def make_grids(args: GridsArguments) -> None:
 # 3. Panels and ranking instances
 ################
 def make_panels(args: PanelsArguments) -> None:
-    prompts, grids = drawn_prompts(args), result(args, "grids")
+    prompts, grids = grid_prompts(args), result(args, "grids")
     unknown = set(args.exclude_prompts) - set(prompts["id"][:])
     if unknown:
         raise ValueError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is the id of no prompt.")
@@ -238,7 +237,7 @@ def annotate(args: AnnotateArguments) -> None:
     work = AnnotationWork(
         result(args, "instances"),
         result(args, "panels"),
-        drawn_prompts(args),
+        grid_prompts(args),
         annotations_dir(args),
         annotations_per_instance=args.annotations_per_instance,
         gold=args.gold,
@@ -263,7 +262,7 @@ def rank(args: RankArguments) -> None:
         from paco_trl import PaCoReward
 
         judge = PaCoReward.from_pretrained(args.judge, dtype=args.dtype)
-    counts = rank_with_judge(instances, panels, drawn_prompts(args), judge, annotator, annotations_dir(args))
+    counts = rank_with_judge(instances, panels, grid_prompts(args), judge, annotator, annotations_dir(args))
     Console().print_json(json.dumps({"annotator": annotator, **counts}))
 
 
@@ -276,7 +275,7 @@ def file_of(args: ExchangeArguments) -> Path:
 def export(args: ExchangeArguments) -> None:
     file, instances = file_of(args), result(args, "instances")
     if args.what == "tasks":
-        export_tasks(instances, result(args, "panels"), drawn_prompts(args), file)
+        export_tasks(instances, result(args, "panels"), grid_prompts(args), file)
     elif args.what == "annotations":
         export_annotations(read_annotations(annotation_files(annotations_dir(args)), instances), file)
     elif args.what == "label_studio":
@@ -296,7 +295,7 @@ def import_(args: ExchangeArguments) -> None:
 # 5. Pairs and held-out rankings
 ################
 def counted_annotators(args: PairsArguments) -> list[str]:
-    """Who is counted: those that are named, or all. Construction is no opinion beside those of people and judges."""
+    """Name the annotators that count: those given, or all, without construction if there are people or judges."""
     kinds = annotator_kinds(annotations_dir(args), args.annotators)
     if args.annotators is None and len(set(kinds.values())) > 1:
         kinds = {name: kind for name, kind in kinds.items() if kind != "automatic"}
@@ -304,7 +303,7 @@ def counted_annotators(args: PairsArguments) -> list[str]:
 
 
 def make_pairs(args: PairsArguments) -> None:
-    instances, panels, prompts = result(args, "instances"), result(args, "panels"), drawn_prompts(args)
+    instances, panels, prompts = result(args, "instances"), result(args, "panels"), grid_prompts(args)
     annotators = counted_annotators(args)
     annotations = read_annotations(annotation_files(annotations_dir(args), annotators), instances)
     gold = [] if args.gold is None else read_annotations([args.gold], instances)
@@ -337,7 +336,7 @@ def make_pairs(args: PairsArguments) -> None:
 # 6. Reasons
 ################
 def keys_of_pairs(pairs: Dataset) -> list[str]:
-    """What a pair's reasons are about: another label or other images under the same id need others."""
+    """Name what a pair's reasons are about: another label or other images under the same id need other reasons."""
     columns = ["id", "prompt", "completion", "dimensions", "sha256"]
     return [f"{row['id']}~{digest(row)[:16]}" for row in pairs.select_columns(columns)]
 
@@ -378,7 +377,7 @@ def make_reasons(args: ReasonsArguments) -> None:
 def publish(args: PublishArguments) -> None:
     if args.repo_id is None:
         raise ValueError("`--repo_id` is missing: the Hub id of the dataset, for example user/my-pairs.")
-    drawn_prompts(args)
+    grid_prompts(args)
     pairs, reasons, rankings = result(args, "pairs"), stage(args, "reasons"), stage(args, "rankings")
     grids = stage(args, "grids")
     report = {
@@ -389,7 +388,7 @@ def publish(args: PublishArguments) -> None:
     if reasons.is_done:
         if reasons.report["keys"] != digest({name: keys_of_pairs(split) for name, split in pairs.items()}):
             raise ValueError(
-                f"The reasons in {reasons.path} were written for other pairs than those of now. Run the stage `reasons` "
+                f"The reasons in {reasons.path} were written for other pairs. Run the stage `reasons` "
                 "again, which asks about the new ones only, or delete the folder to publish the labels alone."
             )
         pairs, report["reasons"] = reasons.load(), reasons.report
@@ -431,9 +430,6 @@ def main(words: list[str]) -> None:
         return
     if words[0] not in STAGES:
         raise SystemExit(f"There is no stage {words[0]!r}. It must be one of: {', '.join(STAGES)}.")
-    # Here, and not at the top: the processes that cut grids import this file too
-    from trl import TrlParser
-
     arguments, run = STAGES[words[0]]
     parser = TrlParser([arguments], prog=f"build_dataset.py {words[0]}")
     (args,) = parser.parse_args_and_config(args=words[1:])

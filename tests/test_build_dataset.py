@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The script that builds a dataset, stage by stage, with a tiny pipeline, a judge on a server and a server of reasons."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -41,19 +42,24 @@ def load_script(name: str):
 script, train_reward = load_script("build_dataset"), load_script("train_reward")
 
 
+def run(stage: str, **options) -> None:
+    """Run a stage in the working directory: `run("panels", num_workers=1)`."""
+    words = [stage]
+    for name, value in options.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    script.main(words)
+
+
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """Runs a stage in a folder of its own: `build("panels", num_workers=1)`."""
+    """Runs a stage in a folder of its own, and gives the folder of the dataset."""
     monkeypatch.chdir(tmp_path)
 
-    def run(stage: str, **options) -> Path:
-        words = [stage]
-        for name, value in options.items():
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-        script.main(words)
+    def build(stage: str, **options) -> Path:
+        run(stage, **options)
         return tmp_path / "build"
 
-    return run
+    return build
 
 
 def write_prompts_file(path: Path, count: int) -> Path:
@@ -72,25 +78,42 @@ def write_prompts_file(path: Path, count: int) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def drawn_once(tiny_flux, tmp_path_factory) -> Path:
+    """Prompts, grids and panels, made once for the file."""
+    folder = tmp_path_factory.mktemp("drawn")
+    with contextlib.chdir(folder):
+        run("prompts", dataset_name=write_prompts_file(folder / "prompts.jsonl", 5))
+        options = {"model": tiny_flux, "dtype": "float32", "seeds": [0, 1, 2], "height": 32, "width": 32}
+        run("grids", **options, batch_size=3, num_inference_steps=1)
+        run("panels", num_workers=1)
+    return folder
+
+
 @pytest.fixture
-def drawn(build, tiny_flux, tmp_path):
-    """Prompts, grids and panels are there."""
-    build("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 5))
-    options = {"model": tiny_flux, "dtype": "float32", "seeds": [0, 1, 2], "height": 32, "width": 32}
-    build("grids", **options, batch_size=3, num_inference_steps=1)
-    build("panels", num_workers=1)
+def drawn(build, drawn_once, tmp_path):
+    """Runs a stage after those three, in a copy; the copied datasets name the images of the original."""
+    shutil.copytree(drawn_once, tmp_path, dirs_exist_ok=True)
     return build
 
 
-@pytest.fixture
-def planted(build, tmp_path):
-    """The same, with grids of the planted world in the place of drawn ones."""
-    world = PlantedWorld(tmp_path / "world", 5)
+@pytest.fixture(scope="module")
+def planted_once(tmp_path_factory) -> tuple[Path, PlantedWorld]:
+    """The same, with grids of the planted world in the place of generated ones."""
+    folder = tmp_path_factory.mktemp("planted")
+    world = PlantedWorld(folder / "world", 5)
     drawn_with = {"model": "a-model", "prompts": script.digest_of_prompts(world.prompts)}
-    script.StageFolder(tmp_path / "build/prompts").finish(world.prompts, {})
-    script.StageFolder(tmp_path / "build/grids", drawn_with).finish(world.grids, {})
-    build("panels", num_workers=1)
-    build.world = world
+    script.StageFolder(folder / "build/prompts").finish(world.prompts, {})
+    script.StageFolder(folder / "build/grids", drawn_with).finish(world.grids, {})
+    with contextlib.chdir(folder):
+        run("panels", num_workers=1)
+    return folder, world
+
+
+@pytest.fixture
+def planted(build, planted_once, tmp_path):
+    folder, build.world = planted_once
+    shutil.copytree(folder / "build", tmp_path / "build")
     return build
 
 
@@ -157,7 +180,7 @@ class TestStages:
         drawn("prompts", dataset_name=file)
         drawn("rank")  # asks about nothing
         for stage in ("panels", "pairs"):
-            with pytest.raises(ValueError, match="The prompts in build are others now than those that the grids"):
+            with pytest.raises(ValueError, match="The prompts in build are not those that the grids"):
                 drawn(stage)
         file.write_text(file.read_text().replace("The dinner", "The journey"))
         drawn("prompts", dataset_name=file)
@@ -453,6 +476,23 @@ class TestWritten:
             planted("reasons", base_url="http://127.0.0.1:9/v1")
 
 
+# Runs stages; the first one is refused
+PUBLISH = """
+import json, os, runpy, sys
+import requests
+
+main = runpy.run_path(sys.argv[1])["main"]
+refused, *stages = json.loads(sys.argv[2])
+try:
+    main(refused)
+except ValueError as error:
+    print("refused:", error)
+requests.get(os.environ["HF_ENDPOINT"] + "/refused")
+for words in stages:
+    main(words)
+"""
+
+
 class TestPublish:
     def test_the_whole_way(self, planted, tmp_path):
         """The script in a process of its own, and a Hub over HTTP; what is there is what was built."""
@@ -464,24 +504,22 @@ class TestPublish:
         planted("import", file=tmp_path / "anna.json")
         planted("pairs", test_size=0.2, annotators=["anna", "automatic"])
         count = len(loaded(tmp_path / "build/pairs")["train"])
-        command = [ROOT / "examples/build_dataset.py", "publish", "--repo_id", "tester/figures"]
+        publish = ["publish", "--repo_id", "tester/figures"]
+        # The last one is the result of a stage, in parts
+        parts = ["pairs", "--test_size", "0.2", "--annotators", "anna", "--hub_id", "tester/parts"]
+        stages = json.dumps([publish, [*publish, "--license", "apache-2.0"], parts])
         with HubServer({"hf_a": "tester"}) as hub:
             variables = {**os.environ, **hub.environment(str(tmp_path / "cache")), "OMP_NUM_THREADS": "1"}
-            run = functools.partial(launching.run, cwd=tmp_path)
-            # Nobody knows the licence of a model that is on no Hub
-            failed = run(command, env=variables | {"HF_TOKEN": "hf_a"})
-            assert failed.returncode == 1
-            assert "`license`" in failed.stderr
-            assert not hub.repos
-            done = run([*command, "--license", "apache-2.0"], env=variables | {"HF_TOKEN": "hf_a"})
+            command = ["-c", PUBLISH, ROOT / "examples/build_dataset.py", stages]
+            done = launching.run(command, cwd=tmp_path, env=variables | {"HF_TOKEN": "hf_a"})
             assert done.returncode == 0, done.stderr[-3000:]
+            # Nobody knows the license of a model that is on no Hub
+            assert re.search("refused: .*`license`", done.stdout)
+            refused = hub.requests.index(("GET", "/refused"))
+            assert not [path for method, path in hub.requests[:refused] if "create" in path or "commit" in path]
             assert f"{hub.url}/datasets/tester/figures" in done.stdout.replace("\n", "")
             files = hub.files("tester/figures")
             card = files["README.md"].decode()
-            # The result of a stage, in parts
-            words = ["pairs", "--test_size", "0.2", "--annotators", "anna", "--hub_id", "tester/parts"]
-            done = run([command[0], *words], env=variables | {"HF_TOKEN": "hf_a"})
-            assert done.returncode == 0, done.stderr[-3000:]
             parts = hub.files("tester/parts")
             assert hub.repos["dataset", "tester/parts"].private
         assert {name.split("-")[0] for name in parts if name.endswith(".parquet")} == {
@@ -498,7 +536,8 @@ class TestPublish:
         assert "None" not in card
         assert any(name.startswith("pairs/train") and name.endswith(".parquet") for name in files)
         assert any(name.startswith("rankings/test") for name in files)
-        assert set(hub.unknown) == {("HEAD", "a-model/resolve/main/README.md")}  # the model is nowhere
+        # The model is nowhere
+        assert set(hub.unknown) == {("HEAD", "a-model/resolve/main/README.md"), ("GET", "refused")}
 
 
 @pytest.mark.slow
@@ -509,14 +548,14 @@ def test_two_processes_draw_what_one_draws(tiny_flux, tmp_path):
     path = str(ROOT / "examples/build_dataset.py")
     options = ["--model", str(tiny_flux), "--dtype", "float32", "--seeds", "0", "1", "--height", "32", "--width", "32"]
 
-    def run(config: Path | None, *words: str) -> str:
+    def start(config: Path | None, *words: str) -> str:
         return launching.check_run([path, *words], config=config, cwd=tmp_path)
 
     found = {}
     for name, launched in (("one", None), ("two", config)):
-        run(None, "prompts", "--build_dir", name, "--dataset_name", "prompts.jsonl")
+        start(None, "prompts", "--build_dir", name, "--dataset_name", "prompts.jsonl")
         words = ["grids", "--build_dir", name, "--batch_size", "2", "--num_inference_steps", "1", *options]
-        assert run(launched, *words).count('"flat grids"') == 1  # one of them speaks
+        assert start(launched, *words).count('"flat grids"') == 1  # one of them speaks
         images = (tmp_path / name / "grids/images").rglob("*.png")
         found[name] = {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in images}
     assert len(found["one"]) == 8
