@@ -29,7 +29,6 @@ OTHERS = {
     "model._internal_dict": "diffusers' `config` has no setter",
     "module._compiled_call_impl": "torch does not say elsewhere whether a module is compiled",
     "nn.modules.dropout._DropoutNd": "torch's only common class of its dropout layers",
-    "os._exit": "a public function of Python in spite of its name",
     "processor._get_num_multimodal_tokens": "transformers counts an image's tokens from its size here",
     "processor._resize_to_target_area": "diffusers' FLUX.2 resizes its sources by this",
 }

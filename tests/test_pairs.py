@@ -726,7 +726,10 @@ class TestLoadPacoDataset:
     @pytest.mark.parametrize(
         "info, message",
         [
-            ({"own": {"hf_hub_url": "a/b"}}, "dataset_info.json has for 'own': {'hf_hub_url': 'a/b'}. Pairs are read"),
+            (
+                {"own": {"hf_hub_url": "a/b"}},
+                "dataset_info.json has for 'own': {'hf_hub_url': 'a/b'}. It must have a `file_name`",
+            ),
             ({"own": {"file_name": "own.json", "formatting": "alpaca"}}, "has for 'own': .*'alpaca'"),
             ({"own": {"file_name": "../own.json"}}, "path '../own.json' is absolute or leaves"),
             (["own"], "dataset_info.json must be a JSON object of objects"),

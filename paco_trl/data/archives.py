@@ -102,9 +102,7 @@ class ImageFinder:
                 if (folder / candidate).is_file():
                     hits.setdefault(name, folder / candidate)
         if not hits:
-            raise ValueError(
-                f"its image {str(path)!r} is neither in {self.folder} nor in {self._say_what_was_opened()}"
-            )
+            raise ValueError(f"its image {str(path)!r} is neither in {self.folder} nor in {self._describe_archives()}")
         first, *others = hits.values()
         if not all(filecmp.cmp(first, other, shallow=False) for other in others):
             raise ValueError(
@@ -113,7 +111,7 @@ class ImageFinder:
             )
         return first
 
-    def _say_what_was_opened(self) -> str:
+    def _describe_archives(self) -> str:
         archives = [str(name) for name, _ in self.extracted]
         where = f"the archives {archives}" if archives else "an archive, of which there are none"
         if self.parts:

@@ -86,16 +86,14 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     for row, size in enumerate(zip(*sizes, strict=True)):
         if size != (None, None) and not all(type(value) is int and value > 0 for value in size):
             raise ValueError(
-                f"`height` and `width` of row {row} of `{name}` are {size[0]!r} and {size[1]!r}. Give both, as an int "
-                "of at least 1, or neither: the size then follows from the source image."
+                f"`height` and `width` of row {row} of `{name}` are {size[0]!r} and {size[1]!r}. Give both, as positive ints, or neither."
             )
     grid = [column for column in _GRID_COLUMNS if column in names]
     if not grid:
         return
     if grid != _GRID_COLUMNS:
         raise ValueError(
-            f"`{name}` has {grid} without {[column for column in _GRID_COLUMNS if column not in grid]}. An edited "
-            "image that is a grid needs all three; remove them otherwise."
+            f"`{name}` has {grid} without {[one for one in _GRID_COLUMNS if one not in grid]}. A grid needs all three."
         )
     for row, values in enumerate(zip(*(plain[column] for column in _GRID_COLUMNS), strict=True)):
         if values != (None, None, None):
@@ -184,8 +182,7 @@ def _intersection(dataset: "Dataset") -> list[bool]:
     for row, value in enumerate(values):
         if value not in (True, False):  # also 1 and 0
             raise ValueError(
-                f"`Intersection_exist` of row {row} is {shorten(value)}, but must be true or false. Correct it, or remove "
-                'the column: `dataset.remove_columns("Intersection_exist")`.'
+                f"`Intersection_exist` of row {row} is {shorten(value)}, but must be true or false. Correct it or remove the column."
             )
     return [bool(value) for value in values]
 
@@ -245,7 +242,7 @@ def convert_sharegpt_4o_image(
     return Dataset.from_dict({"id": ids, "prompt": prompts, **images}, features=features)
 
 
-def _at_most(dataset: "Dataset", max_images: int) -> "Dataset":
+def _limit_images(dataset: "Dataset", max_images: int) -> "Dataset":
     """Keep the rows with so many source images at most. Nothing is decoded."""
     kept = (list_lengths(dataset, "images") <= max_images).nonzero()[0]
     _report_left_out(len(dataset) - len(kept), max_images)
@@ -268,8 +265,7 @@ def _find_image(path: Any, folder: Path, where: str) -> str:
         raise ValueError(f"{where}: {error}") from error
     if not found.is_file():
         raise ValueError(
-            f"{where}: there is no image {found}. Check the path, that archives are extracted, and the folder that "
-            "paths are relative to (`image_folder`)."
+            f"{where}: there is no image {found}. Check the path, `image_folder`, and that archives are extracted."
         )
     return str(found)
 
@@ -352,27 +348,24 @@ def load_edit_prompts(
         if _is_sharegpt(dataset.column_names) and "prompt" not in dataset.column_names:
             if image_folder is None:
                 raise ValueError(
-                    f"{str(name_or_path)!r} has raw ShareGPT-4o-Image rows, which name their images by path. Download "
-                    "and extract the archives, and give their folder as `image_folder`."
+                    f"{str(name_or_path)!r} has raw ShareGPT-4o-Image rows. Give the folder of the extracted images as `image_folder`."
                 )
             needed = [name for name in ("input_prompt", "input_image", "output_image") if name in dataset.column_names]
             rows = dataset.with_format(None).select_columns(needed)
             dataset = convert_sharegpt_4o_image(rows, image_folder, max_images)
         elif image_folder is not None:
             raise ValueError(
-                f"`image_folder` is {str(image_folder)!r}, but {str(name_or_path)!r} is not a file with paths in it: its "
-                "images are where it says. Leave `image_folder` out."
+                f"`image_folder` is {str(image_folder)!r}, but {str(name_or_path)!r} does not have paths in it. Leave `image_folder` out."
             )
     if _is_gedit(dataset.column_names) and "prompt" not in dataset.column_names:
         dataset = convert_gedit_bench(dataset, source_column=source_column)
     elif source_column is not None:
         raise ValueError(
-            f"`source_column` is {source_column!r}, but {str(name_or_path)!r} has no raw rows of GEdit-Bench, only the "
-            f"columns {dataset.column_names}. Give the benchmark's own rows."
+            f"`source_column` is {source_column!r}, but {str(name_or_path)!r} has no raw rows of GEdit-Bench: {dataset.column_names}."
         )
     check_edit_columns(dataset, str(name_or_path))
     if max_images is not None and "images" in dataset.column_names:
-        dataset = _at_most(dataset, max_images)
+        dataset = _limit_images(dataset, max_images)
     return dataset if exclude is None else disjoint_from(dataset, exclude)
 
 

@@ -196,8 +196,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     """
     if rows < 1 or cols < 1 or len(panels) != rows * cols:
         raise ValueError(
-            f"There are {len(panels)} panel texts for a {rows}x{cols} grid (rows x cols), which has {rows * cols} "
-            "panels. Give one text for each panel, row by row."
+            f"There are {len(panels)} panel texts for a {rows}x{cols} grid (rows x cols). Give {rows * cols}, row by row."
         )
     theme, panels = theme.strip(), [panel.strip() for panel in panels]
     if not theme:
@@ -367,8 +366,7 @@ def read_t2is_bench(folder: Path) -> "Dataset":
     lacking = [name for name in cases if name not in criteria]
     if lacking:
         raise ValueError(
-            f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of the {len(cases)} cases of {_T2IS_BENCH}, "
-            f"{lacking[0]!r} first. Give the files of one version of the benchmark."
+            f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of the {len(cases)} cases of {_T2IS_BENCH}, {lacking[0]!r} first."
         )
     rows = []
     for name, case in cases.items():
@@ -469,8 +467,7 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
         raise ValueError(f"`panels` of row {index} is {panels!r}. It must be a list with one text for each panel.")
     if len(panels) != rows * cols:
         raise ValueError(
-            f"`panels` of row {index} has {len(panels)} texts, but its {rows}x{cols} grid (rows x cols) has "
-            f"{rows * cols} panels. Give one text for each panel, row by row."
+            f"`panels` of row {index} has {len(panels)} texts, but its {rows}x{cols} grid (rows x cols) has {rows * cols} panels."
         )
     for number, panel in enumerate(panels):
         if not isinstance(panel, str) or not panel.strip():
@@ -509,8 +506,7 @@ def _json_lines_of_split(folder: Path, split: str) -> list[Path]:
         chosen += [path for path in paths if not any(path.name.startswith(name) for name in splits)]
     if paths and not chosen:
         raise ValueError(
-            f"The folder {folder} has no JSON lines file whose name starts with the split {split!r}, only "
-            f"{[path.name for path in paths]}. Choose another `split` or give the file itself."
+            f"{folder} has no JSON lines file whose name starts with the split {split!r}, only {[path.name for path in paths]}."
         )
     return chosen
 

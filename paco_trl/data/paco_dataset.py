@@ -93,8 +93,7 @@ def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
     """Find the file of a name, whose entry in `dataset_info.json` may be empty."""
     if entry.get("formatting", "sharegpt") != "sharegpt" or (entry and "file_name" not in entry):
         raise ValueError(
-            f"{folder / 'dataset_info.json'} has for {name!r}: {entry}. Pairs are read from a file in the folder "
-            '(`file_name`) with `"formatting": "sharegpt"`.'
+            f"{folder / 'dataset_info.json'} has for {name!r}: {entry}. It must have a `file_name` and be in the format `sharegpt`."
         )
     return find_dataset_file(folder, str(path_inside(entry.get("file_name", f"{name}.json"))))
 

@@ -192,8 +192,7 @@ def _check_columns(dataset: Any, name: str) -> None:
     missing = [column for column in _COLUMNS if column not in dataset.column_names]
     if missing:
         raise ValueError(
-            f"Pairs need the columns {missing}, but `{name}` has only {dataset.column_names}. Rename or add them; "
-            "`paco_trl.data.make_pair` writes one row."
+            f"Pairs need the columns {missing}, but `{name}` has only {dataset.column_names}; see `paco_trl.data.make_pair`."
         )
     # TRL's collator takes these two before the columns of a pair
     extra = [column for column in ("image", "messages") if column in dataset.column_names]
@@ -204,8 +203,7 @@ def _check_columns(dataset: Any, name: str) -> None:
         )
     if dataset.format["type"] == "custom":
         raise ValueError(
-            f"`{name}` has a transform of its own (`with_transform`), which would not be called: images are read as "
-            "they are stored, so that a broken one can be named. Apply it with `dataset.map`."
+            f"`{name}` has a transform of its own (`with_transform`), which would not be called. Apply it with `dataset.map`."
         )
     check_image_list(dataset, "images", name)
 
@@ -306,7 +304,7 @@ def _state_of_files(dataset: "Dataset") -> str | None:
     return digest.hexdigest()
 
 
-def _recall_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
+def _cached_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
     """Run [`_find_image_problems`] once for a dataset, until one of its files changes."""
     import datasets
 
@@ -352,7 +350,7 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
         ValueError: If the columns are not those of pairs, a row is broken, or `skip_broken` leaves none.
     """
     _check_columns(dataset, "dataset")
-    of_images = _recall_image_problems(dataset, num_proc)
+    of_images = _cached_image_problems(dataset, num_proc)
     lengths = list_lengths(dataset, "images")
     problems = [
         _problem_of_length(lengths[row]) or _problem_of_texts(prompt, completion) or of_images[row]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MANY_ROWS = 1000
 
 # Orientations that swap width and height
-_ON_ITS_SIDE = (5, 6, 7, 8)
+_TURNED_SIDEWAYS = (5, 6, 7, 8)
 
 _WHAT_TO_DO = "Replace the file, or leave the row out."
 
@@ -244,14 +244,14 @@ def _decoded_size(stream: BinaryIO) -> tuple[int, int]:
     if image.format == "TIFF":
         # As stored: newer versions of Pillow give the size as turned, though they turn the image only when it is read
         width, height = (image.tag_v2[tag] for tag in (ExifTags.Base.ImageWidth, ExifTags.Base.ImageLength))
-    if image.format == "PNG" and not _goes_on_after_pixels(stream):
+    if image.format == "PNG" and not _has_data_after_pixels(stream):
         exif = Image.Image.getexif(image)  # that of PNG decodes the pixels to see what comes after them
     else:
         exif = image.getexif()
-    return (height, width) if exif.get(ExifTags.Base.Orientation) in _ON_ITS_SIDE else (width, height)
+    return (height, width) if exif.get(ExifTags.Base.Orientation) in _TURNED_SIDEWAYS else (width, height)
 
 
-def _goes_on_after_pixels(stream: BinaryIO) -> bool:
+def _has_data_after_pixels(stream: BinaryIO) -> bool:
     """Tell whether a PNG has anything after its pixels, where its orientation may be."""
     position, end = stream.tell(), stream.seek(0, io.SEEK_END)
     start, seen_pixels, late = 8, False, False

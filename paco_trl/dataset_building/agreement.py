@@ -36,7 +36,7 @@ def count_agreement(first: Sequence[int], second: Sequence[int]) -> tuple[int, i
     return sum(sign > 0 for sign in signs), sum(sign != 0 for sign in signs)
 
 
-def _share(counts: Iterable[tuple[int, int]]) -> float | None:
+def _fraction(counts: Iterable[tuple[int, int]]) -> float | None:
     agreed, total = (sum(column) for column in zip(*counts, strict=True)) if (counts := list(counts)) else (0, 0)
     return agreed / total if total else None
 
@@ -73,7 +73,7 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
         "instances": len(by_instance),
         "instances_of_several": len(several),
         "kendalls_w": sum(concordances) / len(concordances) if concordances else None,
-        "pairwise_agreement": _share(
+        "pairwise_agreement": _fraction(
             count_agreement(first, second) for ranks in several for first, second in itertools.combinations(ranks, 2)
         ),
         "annotators": {},
@@ -88,12 +88,12 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
         report["annotators"][name] = {
             "ranked": len(ranked),
             "skipped": len(own) - len(ranked),
-            "agreement_with_others": _share(
+            "agreement_with_others": _fraction(
                 _count_against_majority(ranks, others[instance])
                 for instance, ranks in ranked.items()
                 if others[instance]
             ),
-            "gold_agreement": _share(
+            "gold_agreement": _fraction(
                 count_agreement(ranks, truth[instance])
                 for instance, ranks in ranked.items()
                 if truth.get(instance) is not None

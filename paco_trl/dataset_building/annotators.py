@@ -106,8 +106,7 @@ def _done_by_judge(folder: str | Path, annotator: str, judge: str, instances: "D
     others = sorted({str(record.get("judge", "a person")) for _, record in read_lines(file)} - {judge})
     if others:
         raise ValueError(
-            f"The annotator {annotator!r} is {others[0]!r} already, not {judge!r}: {file} has its rankings. Give another "
-            "`annotator`, or move the file away."
+            f"The annotator {annotator!r} is {others[0]!r} already, not {judge!r}. Give another `annotator`, or move {file} away."
         )
     return {annotation.instance for annotation in read_annotations([file], instances)}
 
@@ -128,12 +127,8 @@ def rank_with_judge(
     is left out, counted, and asked again by the next run.
 
     Args:
-        instances ([`~datasets.Dataset`]):
-            The ranking instances.
-        panels ([`~datasets.Dataset`]):
-            The panels.
-        prompts ([`~datasets.Dataset`]):
-            The prompts; the judge is asked about their theme.
+        instances, panels, prompts ([`~datasets.Dataset`]):
+            What the stages before made. The judge is asked about the theme of the prompts.
         judge ([`~paco_trl.rewards.Judge`]):
             [`~paco_trl.PaCoReward`] in the process, or [`~paco_trl.rewards.ServedJudge`] on a server.
         annotator (`str`):

@@ -30,12 +30,8 @@ def build_pairs(
     Make pairs of annotated instances, split by prompt, and hold out rankings as a benchmark.
 
     Args:
-        instances ([`~datasets.Dataset`]):
-            The ranking instances.
-        panels ([`~datasets.Dataset`]):
-            The panels, with `sha256`.
-        prompts ([`~datasets.Dataset`]):
-            The prompts.
+        instances, panels, prompts ([`~datasets.Dataset`]):
+            What the stages before made.
         annotations (`Sequence[Annotation]`):
             The annotations of one or several annotators.
         num_negatives (`int`, *optional*, defaults to `1`):

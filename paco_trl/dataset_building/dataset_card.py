@@ -28,7 +28,7 @@ TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
 _SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M")]
 
 # What the card says in its own words or tables, and so not among the other values of a stage
-_TOLD = {
+_SHOWN_ELSEWHERE = {
     "prompts": {"language", "model", "source"},
     "grids": {"model"},
     "ranking": {"annotators", "by", "excluded", "judges", "kendalls_w", "pairwise_agreement"},
@@ -132,7 +132,7 @@ def dataset_card(
             is_generators_license=is_generators_license,
             models={stage: public_name(values["model"]) for stage, values in report.items() if values.get("model")},
             prompt_source=public_name(prompts["source"]) if prompts.get("source") else None,
-            stages={stage: _facts(values, _TOLD.get(stage, set())) for stage, values in report.items()},
+            stages={stage: _facts(values, _SHOWN_ELSEWHERE.get(stage, set())) for stage, values in report.items()},
             by=list(ranking.get("by") or []),
             judge=", ".join(map(public_name, ranking.get("judges") or [])) or None,
             num_excluded=len(ranking.get("excluded") or []),

@@ -203,7 +203,7 @@ def _checked(
 
 
 def _rounded(similarities: "np.ndarray") -> "np.ndarray":
-    """Ten-thousandths, in place. Still float32, which holds whole numbers up to 16 million exactly."""
+    """Round to ten-thousandths, in place, as float32, which holds whole numbers up to 16 million exactly."""
     import numpy as np
 
     similarities *= _SCALE
@@ -216,7 +216,7 @@ def _blocks(embeddings: "np.ndarray", columns: int):
 
 
 def _neighbor_graph(embeddings: "np.ndarray", num_neighbors: int) -> "sp.csr_matrix":
-    """Similarities of linked rows, in ten-thousandths; positive ones only, others add nothing to any gain."""
+    """Compute the positive similarities of linked rows, in ten-thousandths; others add nothing to any gain."""
     import numpy as np
     import scipy.sparse as sp
     import torch
@@ -249,7 +249,7 @@ def _neighbor_graph(embeddings: "np.ndarray", num_neighbors: int) -> "sp.csr_mat
 
 
 def _nearest(embeddings: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
-    """Similarity of each row to the nearest of some rows, in ten-thousandths."""
+    """Compute the similarity of each row to the nearest of some rows, in ten-thousandths."""
     import numpy as np
 
     chosen = embeddings[rows]  # (k, d)

@@ -50,12 +50,12 @@ def vote_on_instances(annotations: Sequence[Annotation]) -> dict[str, tuple[Vote
 
 
 def _votes_for_yes(given: Sequence[Sequence[int]], index: int) -> int:
-    """Annotators who put a candidate alone at the top."""
+    """Count the annotators who put a candidate alone at the top."""
     return sum(ranks[index] == min(ranks) and ranks.count(ranks[index]) == 1 for ranks in map(list, given))
 
 
 def _votes_for_no(given: Sequence[Sequence[int]], index: int) -> int:
-    """Annotators who put a candidate at the bottom, with or without others."""
+    """Count the annotators who put a candidate at the bottom, with or without others."""
     return sum(ranks[index] == max(ranks) > min(ranks) for ranks in given)
 
 

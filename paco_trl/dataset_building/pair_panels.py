@@ -117,8 +117,7 @@ def _read_grids(grids: "Dataset") -> list[_Grid]:
     for number, grid in enumerate(rows):
         if grid.id != f"{grid.prompt_id}/{grid.seed}":
             raise ValueError(
-                f"Row {number} of the grids has the id {grid.id!r}, but it is of the prompt {grid.prompt_id!r} and the "
-                f"seed {grid.seed}. Name it '{grid.prompt_id}/{grid.seed}'."
+                f"Row {number} of the grids has the id {grid.id!r}, of another grid. Name it '{grid.prompt_id}/{grid.seed}'."
             )
         if grid.id in seen:
             raise ValueError(f"The grid {grid.id!r} is there twice. Remove one of the two rows.")
@@ -133,8 +132,7 @@ def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[
     missing = [name for name in names if name not in dataset.column_names]
     if missing:
         raise ValueError(
-            f"The {what} have no column {', '.join(map(repr, missing))}, only {dataset.column_names}. Give the dataset "
-            "that the stage before made."
+            f"The {what} have no column {', '.join(map(repr, missing))}, only {dataset.column_names}. Give those of the stage before."
         )
     dataset = dataset.with_format(None).select_columns(names)
     if "image" not in names:
@@ -275,7 +273,9 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
             if other != position
         ]
         if max_instances_per_prompt is not None:
-            chosen = sorted(instances, key=lambda instance: _lot(instance["id"], seed))[:max_instances_per_prompt]
+            chosen = sorted(instances, key=lambda instance: _random_key(instance["id"], seed))[
+                :max_instances_per_prompt
+            ]
             instances = [instance for instance in instances if instance in chosen]
         rows += instances
     for row in rows:
@@ -291,8 +291,7 @@ def _panels_by_place(columns: Mapping[str, list[Any]]) -> dict[str, dict[tuple[i
         places = panel_of.setdefault(prompt_id, {})
         if (seed, position) in places:
             raise ValueError(
-                f"The panels {places[seed, position]!r} and {name!r} are both at position {position} of the grid with "
-                f"seed {seed} of the prompt {prompt_id!r}. Remove one of them."
+                f"The panels {places[seed, position]!r} and {name!r} are both at position {position} of the grid with seed {seed}."
             )
         places[seed, position] = name
     return panel_of
@@ -320,7 +319,7 @@ def _check_positions(prompt_id: str, seeds: list[int], places: Mapping[tuple[int
     return positions
 
 
-def _lot(name: str, seed: int) -> bytes:
+def _random_key(name: str, seed: int) -> bytes:
     """Sort instances at random: each by its id alone, whatever others there are."""
     return hashlib.sha256(f"{seed}\n{name}".encode()).digest()
 

@@ -252,8 +252,7 @@ def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping
         missing = [_name_of(one) for one in (train, part) if "group" not in parts[one].column_names]
         if missing:
             raise ValueError(
-                f"`{missing[0]}` has no column `group`, which names the prompt: nobody could tell whether the same "
-                "prompts are in what is trained on and what is held out. Add it."
+                f"`{missing[0]}` has no column `group`, so that the prompts of the splits cannot be compared. Add it."
             )
         trained, held_out = (
             {"prompts": set(parts[one].with_format(None)["group"][:]), "images": digests[one]} for one in (train, part)
@@ -340,7 +339,7 @@ def _push(
     max_shard_size: int | str,
     is_update: bool,
 ) -> None:
-    """Data first, the card last: at no time does the card tell of more than is there."""
+    """Push the data first and the card last, so that the card never describes more than is there."""
     from datasets import DatasetDict
     from huggingface_hub import CommitOperationAdd, DatasetCardData
 

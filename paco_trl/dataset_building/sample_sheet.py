@@ -23,7 +23,7 @@ _GAP = 8
 _LINE = 20
 
 
-def _spread(items: Sequence[int], chosen: int) -> list[int]:
+def _evenly_spaced(items: Sequence[int], chosen: int) -> list[int]:
     """Choose some at equal distances, from the first: neighbors are often alike."""
     chosen = min(len(items), chosen)
     return [items[place * len(items) // chosen] for place in range(chosen)]
@@ -40,7 +40,7 @@ def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prom
         rows_of.setdefault(prompt_id, []).append(row)
     texts, names = _texts(prompts), list(rows_of)
     rows = []
-    for place in _spread(range(len(names)), max_prompts):
+    for place in _evenly_spaced(range(len(names)), max_prompts):
         shown = grids.select(rows_of[names[place]][:_MAX_IMAGES])
         rows.append((texts[names[place]], [[(row["image"], f"seed {row['seed']}") for row in shown]]))
     return _draw(rows, path)
@@ -53,7 +53,7 @@ def instances_sheet(
     row_of = {name: row for row, name in enumerate(panels["id"][:])}
     texts = _texts(prompts)
     rows = []
-    for place in _spread(range(len(instances)), max_instances):
+    for place in _evenly_spaced(range(len(instances)), max_instances):
         instance = instances[place]
         blocks = []
         for names, role in (([instance["reference"]], "reference: "), (instance["candidates"][:_MAX_IMAGES], "")):
@@ -77,8 +77,8 @@ def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image
     negative_of = {groups[row]: row for row in reversed(rows_of["No"])}
     matched = [row for row in rows_of["Yes"] if groups[row] in negative_of]
     of_each = {groups[row]: row for row in reversed(matched)}
-    left = _spread(sorted(of_each.values()) or rows_of["Yes"], max_rows)
-    right = [negative_of[groups[row]] for row in left] if of_each else _spread(rows_of["No"], max_rows)
+    left = _evenly_spaced(sorted(of_each.values()) or rows_of["Yes"], max_rows)
+    right = [negative_of[groups[row]] for row in left] if of_each else _evenly_spaced(rows_of["No"], max_rows)
     rows = []
     for number in range(max(len(left), len(right))):
         blocks, titles = [], []
@@ -94,7 +94,7 @@ def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image
 def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> "Image.Image":
     """Draw some rankings: the reference at the left, then the candidates, the most consistent first."""
     rows = []
-    for number in _spread(range(len(rankings)), max_rows):
+    for number in _evenly_spaced(range(len(rankings)), max_rows):
         row = rankings[number]
         order = row["ranking"][:_MAX_IMAGES]
         candidates = [(row["candidates"][index], f"rank {rank}") for rank, index in enumerate(order, start=1)]
@@ -103,7 +103,7 @@ def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> 
 
 
 def _draw(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> "Image.Image":
-    """Draw rows of blocks of images with captions, a title above each row. Without matplotlib, which takes seconds."""
+    """Draw rows of blocks of images with captions, and a title above each row. matplotlib would take seconds."""
     from PIL import Image, ImageDraw, ImageFont, ImageOps
 
     from ..utils.images import to_rgb

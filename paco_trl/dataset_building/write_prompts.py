@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Prompts that a request asks for: the model makes those of one answer different from each other
 _PROMPTS_PER_REQUEST = 4
 # Answers after which it is clear that there will be no usable one
-_ONLY_NONSENSE = 16
+_TRIED_ENOUGH = 16
 # Length of an answer: a panel takes about 60 tokens, the theme about 100
 _TOKENS_PER_PANEL = 160
 _TOKENS_PER_THEME = 320
@@ -100,7 +100,7 @@ def write_prompts(
         raise ValueError(
             f"`num_prompts` is {num_prompts} and `max_attempts` {max_attempts}, but both must be at least 1."
         )
-    batches = _plan(num_prompts, _chosen(categories), _checked_layouts(layouts))
+    batches = _plan(num_prompts, _categories_named(categories), _checked_layouts(layouts))
     journal = folder.journal("prompts")
     texts = {(record["request"], record["attempt"]): Reply(*record["reply"]) for record in journal.records}
     written: list[list[tuple[str, list[str]]]] = [[] for _ in batches]
@@ -136,7 +136,7 @@ def write_prompts(
             dropped += causes
         rejected += dropped
     if not seen:
-        raise ValueError(_only_nonsense(endpoint, texts, journal))
+        raise ValueError(_no_usable_answer(endpoint, texts, journal))
 
     rows = _rows(batches, written)
     report = {
@@ -156,7 +156,7 @@ def write_prompts(
     return folder.load()
 
 
-def _chosen(names: Sequence[str] | None) -> list[Category]:
+def _categories_named(names: Sequence[str] | None) -> list[Category]:
     if names is None:
         return list(CATEGORIES)
     known = {category.name: category for category in CATEGORIES}
@@ -247,9 +247,9 @@ def _ask(
     replies = endpoint.ask_all(requests.values())
     with tqdm(total=len(numbers), desc=f"Writing prompts (attempt {attempt + 1} of {max_attempts})") as bar:
         while True:
-            if not usable and len(texts) >= _ONLY_NONSENSE:
+            if not usable and len(texts) >= _TRIED_ENOUGH:
                 replies.close()
-                raise ValueError(_only_nonsense(endpoint, texts, journal))
+                raise ValueError(_no_usable_answer(endpoint, texts, journal))
             index, reply = next(replies, (None, None))
             if index is None:
                 return
@@ -260,7 +260,7 @@ def _ask(
             bar.update()
 
 
-def _only_nonsense(endpoint: ChatEndpoint, texts: dict[Any, Reply], journal: Journal) -> str:
+def _no_usable_answer(endpoint: ChatEndpoint, texts: dict[Any, Reply], journal: Journal) -> str:
     reply = texts[min(texts)]  # of the first question, whichever answer came first
     said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
     return (

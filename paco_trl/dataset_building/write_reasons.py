@@ -89,7 +89,7 @@ _GIVEN = re.compile(
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 
 # Answers after which it is clear that there will be no usable one
-_ONLY_NONSENSE = 24
+_TRIED_ENOUGH = 24
 # Pixels of a patch of Qwen2-VL and Qwen2.5-VL, as `load_image` takes it: the model then sees the pixels that training sees
 _PATCH_SIZE = 14
 # Tokens of a word, at the most usual: room for a little more than the longest answer, so that too long ones are known
@@ -177,7 +177,7 @@ def write_reasons(
 
     kept = [row for row, name in enumerate(ids) if replies.problems[name][-1] is None]
     if not kept:
-        raise ValueError(replies.only_nonsense(endpoint))
+        raise ValueError(replies.no_usable_answer(endpoint))
     completions = [[{"role": "assistant", "content": replies.texts[ids[row]]}] for row in kept]
     dropped = Counter(of_pair[-1] for of_pair in replies.problems.values() if of_pair[-1] is not None)
     report = {
@@ -252,7 +252,7 @@ class _Replies:
         """Count why replies cannot be used, the most frequent cause first."""
         return Counter(one for of_pair in self.problems.values() for one in of_pair if one is not None).most_common()
 
-    def only_nonsense(self, endpoint: ChatEndpoint) -> str:
+    def no_usable_answer(self, endpoint: ChatEndpoint) -> str:
         """Say that no reply can be used, with that to the first pair, whichever came first."""
         name = next(name for name in self.labels if name in self.first)
         reply = self.first[name]
@@ -314,8 +314,8 @@ def _ask(
     bar = tqdm(total=total, initial=total - len(waiting), desc="Writing reasons")
     with endpoint.asking() as asking, bar:
         while True:
-            if not replies.texts and replies.count >= _ONLY_NONSENSE:
-                raise ValueError(replies.only_nonsense(endpoint))
+            if not replies.texts and replies.count >= _TRIED_ENOUGH:
+                raise ValueError(replies.no_usable_answer(endpoint))
             while asking.has_room and (question := next(questions, None)) is not None:
                 asking.start(question, request(question))
             if not asking.under_way:
