@@ -15,7 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from datasets import load_from_disk
+from datasets import Dataset, List, load_from_disk
+from datasets import Image as ImageFeature
+from PIL import Image
 from trl import TrlParser
 
 import launching
@@ -23,8 +25,14 @@ from chat_server import ChatServer
 from docstrings import docstring
 from hub_server import HubServer
 from paco_trl.commands import build_arguments
-from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
-from paco_trl.dataset_building import EndpointUnavailableError
+from paco_trl.data import (
+    check_image_set_columns,
+    check_pair_columns,
+    check_ranking_columns,
+    make_pair,
+    validate_pairs,
+)
+from paco_trl.dataset_building import ChatEndpoint, EndpointUnavailableError, write_reasons
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from planted_world import PlantedWorld
 
@@ -413,6 +421,21 @@ class TestWritten:
             build(
                 "prompts", base_url=server.url, model="writer", num_written=9, categories=["movie shot", "multi-pose"]
             )
+
+    def test_replies_about_pairs_that_have_changed_are_skipped(self, tmp_path):
+        for name in ("a", "b"):
+            Image.new("RGB", (32, 32)).save(tmp_path / f"{name}.png")
+        pair = make_pair(str(tmp_path / "a.png"), str(tmp_path / "b.png"), "Do they match?", "Yes")
+        folder = script.StageFolder(tmp_path / "reasons")
+        with ChatServer(
+            lambda body: "Yes. Both have the same black color and shape" + " in every place" * 4
+        ) as server:
+            for name in ("old", "new"):
+                pairs = Dataset.from_list([{"id": name, **pair}]).cast_column("images", List(ImageFeature()))
+                folder.clear()  # not of its journal
+                written = write_reasons(pairs, ChatEndpoint(server.url, "writer"), folder)
+            assert len(server.requests) == len(folder.journal("reasons").records) == 2
+        assert written["id"][:] == ["new"] and folder.report["requests"] == 1
 
     @pytest.mark.slow
     def test_reasons(self, planted, tmp_path):

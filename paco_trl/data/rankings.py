@@ -201,12 +201,7 @@ def default_question(row: dict[str, Any]) -> str:
 
 
 def _make_pairs(
-    batch: "pa.Table",
-    rows: list[int],
-    num_positives: int,
-    num_negatives: int,
-    questions: list[str],
-    names: list[str],
+    batch: "pa.Table", rows: list[int], num_positives: int, num_negatives: int, questions: list[str], names: list[str]
 ) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, row in zip(rows, batch.to_pylist(), strict=True):

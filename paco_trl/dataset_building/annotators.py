@@ -112,12 +112,7 @@ def _done_by_judge(folder: str | Path, annotator: str, judge: str, instances: "D
 
 
 def rank_with_judge(
-    instances: "Dataset",
-    panels: "Dataset",
-    prompts: "Dataset",
-    judge: "Judge",
-    annotator: str,
-    folder: str | Path,
+    instances: "Dataset", panels: "Dataset", prompts: "Dataset", judge: "Judge", annotator: str, folder: str | Path
 ) -> dict[str, int]:
     """
     Rank the instances with a judge: by P(Yes) that the reference and the candidate are consistent.

@@ -114,10 +114,7 @@ def diversify(
 
 
 def diversify_prompts(
-    dataset: "Dataset",
-    model: str | Path,
-    num_selected: int,
-    duplicate_threshold: float = 0.95,
+    dataset: "Dataset", model: str | Path, num_selected: int, duplicate_threshold: float = 0.95
 ) -> "tuple[Dataset, dict[str, Any]]":
     """
     Select image-set prompts that cover all others, no two of them near-duplicates, by greedy facility location.

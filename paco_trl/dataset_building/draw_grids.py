@@ -180,11 +180,7 @@ def _path(folder: StageFolder, prompt_id: str, seed: int) -> Path:
 
 
 def _generate(
-    pipeline: "DiffusionPipeline",
-    texts: list[str],
-    ids: list[str],
-    batch: GridBatch,
-    call_arguments: dict[str, Any],
+    pipeline: "DiffusionPipeline", texts: list[str], ids: list[str], batch: GridBatch, call_arguments: dict[str, Any]
 ) -> dict[tuple[int, int], "Image"]:
     """Call the pipeline once; give the images by row and seed."""
     import torch

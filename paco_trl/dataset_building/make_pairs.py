@@ -113,10 +113,7 @@ def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Da
     for decision in tqdm(decided, desc="Making pairs", unit="pair"):
         prompt = rows[decision.prompt_id]
         pair = make_pair(
-            images[decision.first],
-            images[decision.second],
-            questions[decision.prompt_id],
-            decision.yes > decision.no,
+            images[decision.first], images[decision.second], questions[decision.prompt_id], decision.yes > decision.no
         )
         pair |= {
             "id": f"{decision.first}~{decision.second}",

@@ -297,10 +297,7 @@ def _questions(pairs: "Dataset", ids: Sequence[str], with_images: bool = True) -
 
 
 def _ask(
-    endpoint: ChatEndpoint,
-    rows: Iterator[_Question],
-    request: Callable[[_Question], ChatRequest],
-    replies: _Replies,
+    endpoint: ChatEndpoint, rows: Iterator[_Question], request: Callable[[_Question], ChatRequest], replies: _Replies
 ) -> None:
     """Ask about all pairs that are not settled."""
     from tqdm.auto import tqdm
