@@ -279,7 +279,7 @@ def export(args: ExchangeArguments) -> None:
     elif args.what == "annotations":
         export_annotations(read_annotations(annotation_files(annotations_dir(args)), instances), file)
     elif args.what == "label_studio":
-        config = export_label_studio(instances, result(args, "panels"), drawn_prompts(args), file, args.build_dir)
+        config = export_label_studio(instances, result(args, "panels"), grid_prompts(args), file, args.build_dir)
         Console().print(f"The labeling configuration of the project is {escape(str(config))}.")
     else:
         raise ValueError(f"`--what` is {args.what!r}, but must be 'tasks', 'label_studio' or 'annotations'.")

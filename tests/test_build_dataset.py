@@ -252,11 +252,15 @@ class TestStages:
 
 
 class TestRankings:
-    def test_by_hand_and_back(self, planted, tmp_path):
+    def test_by_hand_and_back(self, planted, planted_once, tmp_path):
         """Tasks go to another tool, and what comes back becomes pairs and held-out rankings."""
         world = planted.world
         planted("export", file=tmp_path / "tasks.json")
         tasks = json.loads((tmp_path / "tasks.json").read_text())
+        with contextlib.chdir(planted_once[0]):  # the copy has the paths of its images
+            run("export", what="label_studio", file=tmp_path / "project.json")
+        project = json.loads((tmp_path / "project.json").read_text())
+        assert [row["data"]["instance"] for row in project] == [task["instance"] for task in tasks]
         rows = {row["id"]: row for row in world.instances}
         records = []
         for task in tasks:

@@ -18,6 +18,7 @@ import csv
 import io
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -310,11 +311,12 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
             f"{path} has annotations by {AUTOMATIC!r}, the name of rankings by construction. Name another."
         )
     digests = digests_by_instance(instances)
-    counts: dict[str, int] = {}
+    records: dict[str, list[dict]] = defaultdict(list)
     for annotation in annotations:
-        append_annotation(folder, _record(annotation) | digests.get(annotation.instance, {}))
-        counts[annotation.annotator] = counts.get(annotation.annotator, 0) + 1
-    return counts
+        records[annotation.annotator].append(_record(annotation) | digests.get(annotation.instance, {}))
+    for annotator, own in records.items():
+        append_lines(Path(folder) / f"{annotator}.jsonl", own)
+    return {annotator: len(own) for annotator, own in records.items()}
 
 
 def _check_last_line(path: Path) -> None:
