@@ -949,7 +949,7 @@ class TestBadInput:
         stream = prompts.to_iterable_dataset()
         with pytest.raises(TypeError, match=f"`{name}` is an `IterableDataset`.*without `streaming=True`"):
             make_trainer(model=self.NOWHERE, **{name: stream})
-        with pytest.raises(TypeError, match=f"`{name}` is a `list`.*`datasets.Dataset.from_list"):
+        with pytest.raises(TypeError, match=f"`{name}` is a `list`.*`Dataset.from_list"):
             make_trainer(model=self.NOWHERE, **{name: prompts.to_list()})
         with pytest.raises(TypeError, match=r"`eval_dataset\['second'\]` is an `IterableDataset`"):
             make_trainer(model=self.NOWHERE, eval_dataset={"first": prompts, "second": stream})
