@@ -403,7 +403,7 @@ class TestScoreImages:
     @pytest.mark.parametrize(
         ("images", "prompts", "message"),
         [
-            (noise(0), SHORT, "`images` is Image, not a list of images.*`score_images` takes several"),
+            (noise(0), SHORT, "`images` is Image, not a list of images.*`score_images` takes a list"),
             ("a.png", SHORT, "`images` is str, not a list"),
             (b"a", SHORT, "`images` is bytes, not a list"),
             ([noise(0), noise(1)], [SHORT], "1 questions for 2 images"),
@@ -914,7 +914,7 @@ class TestBadInput:
     @pytest.mark.parametrize("count", [0, 1])
     def test_a_set_of_fewer_than_two(self, judge, count):
         sets = [[noise(0), noise(1)], [noise(2)] * count]
-        with pytest.raises(ValueError, match=rf"Set 1 has {count} image\(s\); consistency needs at least two"):
+        with pytest.raises(ValueError, match=rf"Set 1 has {count} image\(s\); pass at least two"):
             judge.score_sets(sets, SHORT)
         assert len(judge.score_sets(sets[:1], SHORT)) == 1
 
@@ -1158,7 +1158,7 @@ class TestFromPretrained:
     @pytest.mark.parametrize("base", [None, ""])
     def test_an_adapter_that_names_no_base(self, edited, base):
         folder = edited(base_model_name_or_path=base)
-        with pytest.raises(ValueError, match=f"The adapter '{folder}' does not name the model below it"):
+        with pytest.raises(ValueError, match=f"The adapter '{folder}' does not name its base model"):
             PaCoReward.from_pretrained(folder, device="cpu")
 
     def test_an_adapter_in_a_pickle(self, tiny_qwen, edited, reference, pairs, questions, expected_adapted):

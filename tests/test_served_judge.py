@@ -51,7 +51,7 @@ FINAL_FAULTS = {
     "only Yes": MISSING,
     "only Yes, and NaN": MISSING,
     "the logarithm of 0": MISSING,
-    "NaN": "a log-probability that is none",
+    "NaN": "invalid log-probability",
 }
 PASSING_FAULTS = ["408", "429", "500", "502", "503", "cut before", "cut in the middle", "hang"]
 
@@ -269,7 +269,7 @@ class TestScore:
             ({"base_url": f"http://a/v1?api_key={KEY}"}, "has a user name, a password or a query"),
             ({"max_concurrency": 0}, "`max_concurrency` is 0"),
             ({"timeout": 0.0}, "`timeout` is 0.0"),
-            ({"timeout": 3.0, "time_budget": 2.0}, "`time_budget` 2.0"),
+            ({"timeout": 3.0, "time_budget": 2.0}, "`time_budget` is 2.0"),
             ({"image_format": "gif"}, "`image_format` is 'gif'"),
         ],
     )
@@ -583,10 +583,10 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("fault", "message"),
         [
-            ("no logprobs", "no log-probabilities in the answer. The likeliest tokens: none came back"),
+            ("no logprobs", "no log-probabilities in the answer. The likeliest tokens: none"),
             (
                 "neither",
-                r"Yes or No not among .* tokens: 'Maybe', 'yes', ' No'\. A judge answers with Yes or No first",
+                r"Yes or No not among .* tokens: 'Maybe', 'yes', ' No'\. A judge must answer Yes or No first",
             ),
             ("empty object", "it gave no score: the answer cannot be read"),
             ("page", "it gave no score: the answer cannot be read"),

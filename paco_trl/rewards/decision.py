@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-# What vLLM writes for the logarithm of 0
+# vLLM's logarithm of 0
 _LOG_ZERO = -9999.0
-# What models do to their logits behind the head
+# Configs of models that scale their logits after the head
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
@@ -21,7 +21,7 @@ def yes_probability(
     logprobs: Mapping[str, float], yes: Sequence[str] = ("Yes",), no: Sequence[str] = ("No",)
 ) -> float | None:
     """
-    Score of a judge from log-probabilities of the first position: P(Yes) / (P(Yes) + P(No)).
+    Compute the score of a judge from the log-probabilities of the first position: P(Yes) / (P(Yes) + P(No)).
 
     It is computed in log space, so that nothing underflows.
 
@@ -33,9 +33,8 @@ def yes_probability(
             `yes` and ` Yes` are other tokens.
 
     Returns:
-        `float` or `None`: the score. An answer none of whose tokens is there has the probability 0, which gives 1 or 0:
-        the caller knows how large it can be at most. `None` when neither is there, or both have the probability 0
-        (-inf, or -9999 as vLLM has it).
+        `float` or `None`: the score. An answer without any of its tokens has probability 0, which gives 1 or 0. `None`
+        if both have probability 0 (absent, -inf, or vLLM's -9999).
 
     Raises:
         ValueError: If a log-probability is not a number, or above 0.
@@ -53,7 +52,7 @@ def yes_probability(
         # A server may round 0 to a little more
         if not logprobs.get(token, -math.inf) <= 1e-3:
             raise ValueError(
-                f"The log-probability of {token!r} is {logprobs[token]}, but a log-probability is a number of at most 0."
+                f"The log-probability of {token!r} is {logprobs[token]}, but must be a number of at most 0."
             )
     log_yes, log_no = (_log_sum(logprobs.get(token, -math.inf) for token in tokens) for tokens in (yes, no))
     if max(log_yes, log_no) <= _LOG_ZERO:
@@ -66,7 +65,7 @@ def yes_probability(
 
 
 def _log_sum(logprobs: Iterable[float]) -> float:
-    """Logarithm of the sum of probabilities, exact for a single one."""
+    """Return the logarithm of a sum of probabilities, exact for a single one."""
     logprobs = list(logprobs)
     largest = max(logprobs)
     if largest == -math.inf:
@@ -75,19 +74,7 @@ def _log_sum(logprobs: Iterable[float]) -> float:
 
 
 def decision_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
-    """
-    Token ids of the two answers, looked up from the tokenizer.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer.
-
-    Returns:
-        `tuple[int, int]`: the ids of Yes and of No.
-
-    Raises:
-        ValueError: One of them is not a single token, so that its probability is not that of one position.
-    """
+    """Look up the token ids of Yes and No, each of which must be one token."""
     ids = []
     for answer in ("Yes", "No"):
         encoded = tokenizer.encode(answer, add_special_tokens=False)
@@ -95,7 +82,7 @@ def decision_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
             raise ValueError(
                 f"The tokenizer {type(tokenizer).__name__} encodes {answer!r} as {len(encoded)} tokens "
                 f"({tokenizer.convert_ids_to_tokens(encoded)}). The score is the probability of Yes against No at one "
-                "position, so each must be one token: take a model whose tokenizer has both, as Qwen2.5-VL's does."
+                "position, so each must be one token: use a model whose tokenizer has both, such as Qwen2.5-VL."
             )
         ids += encoded
     return ids[0], ids[1]
@@ -104,18 +91,7 @@ def decision_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
 def decision_direction(
     head: "nn.Module", decision_ids: tuple[int, int]
 ) -> tuple["torch.Tensor", "torch.Tensor | float"]:
-    """
-    What gives logit(Yes) - logit(No) from a hidden state: their difference is its product with a direction.
-
-    Args:
-        head (`torch.nn.Module`):
-            Language-model head, whole.
-        decision_ids (`tuple[int, int]`):
-            Token ids of Yes and No.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor | float]`: direction of shape `(D,)`, float32, and the difference of the biases.
-    """
+    """Return direction `(D,)` and offset that give logit(Yes) - logit(No) from a hidden state, in float32."""
     yes, no = head.weight.detach()[list(decision_ids)].float()
     if head.bias is None:
         return yes - no, 0.0
@@ -124,15 +100,6 @@ def decision_direction(
 
 
 def scales_logits(config: "PreTrainedConfig") -> str | None:
-    """
-    Name of what a model does to its logits behind the head, for which [`decision_direction`] is not enough.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Config of the model.
-
-    Returns:
-        `str` or `None`.
-    """
+    """Return the name of a scaling of the logits after the head, with which [`decision_direction`] is not enough."""
     text_config = config.get_text_config()
     return next((name for name in _SCALES if getattr(text_config, name, None) not in (None, 1, 1.0)), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a judge is: something that answers questions about pairs of images."""
+"""Judges: objects that answer questions about pairs of images."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -8,26 +8,28 @@ from typing import NamedTuple, Protocol
 from PIL import Image
 
 
-# An image in one of the forms that a judge takes
+# Forms of an image that judges take
 ImageSource = Image.Image | str | Path | bytes
 ImagePair = tuple[ImageSource, ImageSource]
-# What one question is about: a pair, or one image
+# Images of one question: a pair, or one image
 ImageGroup = ImagePair | tuple[ImageSource]
+# Log-probabilities that a judge reads: the most that OpenAI's API and vLLM return
+TOP_LOGPROBS = 20
 
 
 class JudgeUnavailableError(RuntimeError):
-    """A judge cannot be asked at all: it is down, refuses the key, or does not have the model. It stops a run."""
+    """A judge cannot be queried at all: it is down, refuses the key, or lacks the model. It stops a run."""
 
 
 class Answer(NamedTuple):
     """
-    What a judge says of a pair, or why it says nothing.
+    Score of a pair by a judge, or the reason why there is none.
 
     Attributes:
         score (`float`, *optional*):
             P(Yes) / (P(Yes) + P(No)), `None` if there is none.
         reason (`str`, *optional*):
-            Why there is none, in a few words.
+            Short reason for a missing score.
     """
 
     score: float | None
@@ -36,9 +38,9 @@ class Answer(NamedTuple):
 
 class Judge(Protocol):
     """
-    Scores pairs of images: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server, or any object with
-    this method and a name. One that waits for a server has `answer` besides, as [`ServedJudge.answer`]: it is then asked
-    while other images are drawn.
+    Protocol of a judge: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server, or any object with this
+    method and a name. If it also has `answer`, as [`ServedJudge.answer`], it is queried while other images are
+    generated.
 
     Attributes:
         name (`str`):
@@ -49,7 +51,7 @@ class Judge(Protocol):
 
     def score(self, images: list[ImagePair], prompts: list[str]) -> list[float | None]:
         """
-        Scores pairs of images.
+        Score pairs of images.
 
         Args:
             images (`list[tuple]`):
@@ -58,22 +60,22 @@ class Judge(Protocol):
                 Question for each pair.
 
         Returns:
-            `list[float | None]`: score of each pair, for a vision-language model P(Yes) / (P(Yes) + P(No)). `None` for
+            `list[float | None]`: score of each pair, P(Yes) / (P(Yes) + P(No)) for a vision-language model. `None` for
             a pair that could not be scored.
 
         Raises:
-            JudgeUnavailableError: the judge cannot be asked at all.
+            JudgeUnavailableError: If the judge cannot be queried at all.
         """
         ...
 
 
 def image_key(image: ImageSource) -> Hashable:
-    """What makes two images the same without looking at them: the object, or the name."""
+    """Return what identifies an image without reading it: the object, or its name."""
     return str(image) if isinstance(image, (str, Path)) else id(image)
 
 
 def name_image(group: ImageGroup, place: int, index: int) -> str:
-    """An image of a question, for errors: `Second image of pair 3`, or `Image 3` if the question is about one."""
+    """Name an image for errors: `Second image of pair 3`, or `Image 3` if the question is about one image."""
     return f"Image {index}" if len(group) == 1 else f"{('First', 'Second')[place]} image of pair {index}"
 
 
@@ -81,18 +83,35 @@ def single_images(images: list[ImageSource]) -> list[tuple[ImageSource]]:
     """Make groups of one image, for questions about single images."""
     if not isinstance(images, (list, tuple)):
         raise ValueError(
-            f"`images` is {type(images).__name__}, not a list of images. `score_images` takes several, "
-            "`[image, other, ...]`; for one there is `[image]`."
+            f"`images` is {type(images).__name__}, not a list of images. `score_images` takes a list, "
+            "`[image]` for a single one."
         )
     return [(image,) for image in images]
 
 
+def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
+    """Check that each item is a pair, and make it a tuple."""
+    for index, pair in enumerate(images):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            what = f"{len(pair)} images" if isinstance(pair, (list, tuple)) else type(pair).__name__
+            raise ValueError(
+                f"`images[{index}]` is {what}, not a pair. Pass a list of pairs, `[(first, second), ...]`; for larger "
+                "sets, use `score_sets` of `PaCoReward`."
+            )
+    return [tuple(pair) for pair in images]
+
+
+def both_orders(pairs: list[tuple]) -> list[tuple]:
+    """Return each pair followed by its reverse."""
+    return [order for first, second in pairs for order in ((first, second), (second, first))]
+
+
 def one_question_each(prompts: str | list[str], count: int, what: str) -> list[str]:
-    """Give each of `count` things its question, from one for each or one for all."""
+    """Repeat a single question `count` times, or check that there is one for each."""
     if isinstance(prompts, str):
         return [prompts] * count
     if len(prompts) != count:
         raise ValueError(
-            f"{len(prompts)} questions for {count} {what}: `prompts` must be one text for all, or one for each."
+            f"{len(prompts)} questions for {count} {what}: `prompts` must be one text for all or one for each."
         )
     return list(prompts)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PaCo-Reward: a vision-language model that says whether two images are consistent, and why."""
+"""PaCo-Reward: a vision-language model that tells whether two images are consistent, and why."""
 
 import math
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import torch
@@ -26,30 +26,38 @@ from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of
 from ..utils.names import public_name
 from .decision import decision_direction, decision_token_ids, scales_logits
-from .judge import ImageGroup, ImagePair, ImageSource, image_key, name_image, one_question_each, single_images
+from .judge import (
+    TOP_LOGPROBS,
+    ImageGroup,
+    ImagePair,
+    ImageSource,
+    both_orders,
+    check_pairs,
+    image_key,
+    name_image,
+    one_question_each,
+    single_images,
+)
 from .prefix_sharing import order_for_sharing, share_prefixes
 
 
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-# Model types that take images which the vision tower has encoded already as one tensor of features each
+# Model types that take each image as one tensor of features, already encoded by the vision tower
 _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
-# Tokens of [`PaCoReward.top_logprobs`]: the most that a server gives
-_TOP_LOGPROBS = 20
-# Prefix that PeftModel puts in front of the model's own names
+# Prefix that PeftModel adds to the model's own names
 _PEFT_PREFIX = "base_model.model."
-# Names of layers before transformers 4.52, which adapters of that time have, and what they became
+# Layer names of adapters from before transformers 4.52 -> current names
 _OLD_LAYERS = {r"^model\.(?=layers|norm|embed_tokens)": "model.language_model.", r"^visual": "model.visual"}
 
 
 class PaCoReward:
     """
-    Pairwise consistency judge ([PaCo-RL](https://huggingface.co/papers/2512.04784), Part 2): the score of two images
+    Pairwise consistency judge ([PaCo-RL](https://huggingface.co/papers/2512.04784), Part 2). The score of two images
     and a question is P(Yes) / (P(Yes) + P(No)) at the first position of the model's answer.
 
     One forward pass scores a batch of pairs; nothing is generated. With a model of the Qwen2-VL or Qwen2.5-VL family,
-    each image is encoded by the vision tower once in a call of [`~PaCoReward.score`], in however many pairs it is, and
-    questions of a batch about the same images, or the same first image, share what the language model computes for
-    them.
+    the vision tower encodes each image once per call of [`~PaCoReward.score`], and questions of a batch that begin
+    with the same images share the language model's work on them.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -59,10 +67,10 @@ class PaCoReward:
         name (`str`, *optional*):
             Name for reports. If `None`, the model's.
         batch_size (`int`, *optional*, defaults to `8`):
-            Questions of a forward pass.
+            Questions per forward pass.
         system_prompt (`str`, *optional*):
-            System turn in front of each question, for a judge that was trained with one. If `None`, what the chat
-            template puts there, as the published judges have it.
+            System turn before each question, for a judge that was trained with one. If `None`, the chat template's
+            default, as for the published judges.
 
     Example:
 
@@ -94,8 +102,7 @@ class PaCoReward:
         self.batch_size = batch_size
         self.system_prompt = system_prompt
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
-        # For these an image is one tensor of features, so that it can be encoded once and questions can share what they
-        # begin with. For others they go through processor and model whole: same scores, more work.
+        # These encode an image once, and questions share their beginnings. Others run in full: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
         self._hidden_state: torch.Tensor | None = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
@@ -112,39 +119,37 @@ class PaCoReward:
         **kwargs,
     ) -> "PaCoReward":
         """
-        Loads a judge. Only safetensors files are read.
+        Load a judge. Only safetensors files are read.
 
         Args:
             model (`str` or `Path`):
-                Hub id or folder of a whole model (a merged judge, or any vision-language model), or of a LoRA adapter,
-                whose `adapter_config.json` names the model below it.
+                Hub id or directory of a full model (a merged judge, or any vision-language model), or of a LoRA
+                adapter whose `adapter_config.json` names its base model.
             device (`str` or `torch.device`, *optional*):
-                Device. Defaults to this process's own: its accelerator, or the CPU if there is none.
+                Defaults to this process's own: its accelerator, or the CPU if there is none.
             dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
                 Dtype of the model; `"auto"` is that of its files.
-            batch_size (`int`, *optional*, defaults to `8`):
-                Questions of a forward pass.
-            system_prompt (`str`, *optional*):
-                System turn in front of each question.
+            batch_size (`int`, *optional*, defaults to `8`), system_prompt (`str`, *optional*):
+                See [`PaCoReward`].
             trust_remote_code (`bool`, *optional*, defaults to `False`):
                 Whether to run code that comes with the model.
             **kwargs:
-                Further arguments of [`~transformers.PreTrainedModel.from_pretrained`]; `revision` and `subfolder` are
-                those of the named repository, not of the model below an adapter.
+                Further arguments of [`~transformers.PreTrainedModel.from_pretrained`]; `revision` and `subfolder`
+                apply to the named repository, not to an adapter's base model.
 
         Returns:
             [`PaCoReward`].
 
         Raises:
-            ValueError: Weights that are not all there, or have no place; an adapter that names no model, or does not
-                fit the model it names; a tokenizer in which Yes or No is not one token.
+            ValueError: If weights are missing or unexpected, an adapter names no base model or does not fit it, or the
+                tokenizer does not encode Yes and No as one token each.
         """
         model = os.fspath(model)
-        # Before gigabytes are read: a tokenizer without Yes and No is of no use
+        # Before gigabytes are read: the tokenizer may lack Yes and No
         processor = cls.load_processor(model, trust_remote_code, **kwargs)
         hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         base, base_kwargs, is_adapter = _below_adapter(model, kwargs)
-        # A judge is not trained: a live ZeRO-3 configuration would leave it empty
+        # A live ZeRO-3 configuration would leave the weights empty
         with without_zero3_init():
             network, info = AutoModelForImageTextToText.from_pretrained(
                 base,
@@ -162,19 +167,7 @@ class PaCoReward:
 
     @staticmethod
     def load_processor(model: str | Path, trust_remote_code: bool = False, **kwargs) -> ProcessorMixin:
-        """
-        Loads the processor of a judge and checks its tokenizer, without the weights.
-
-        Args:
-            model (`str` or `Path`), trust_remote_code (`bool`, *optional*, defaults to `False`), **kwargs:
-                As of [`~PaCoReward.from_pretrained`].
-
-        Returns:
-            [`~transformers.ProcessorMixin`]: that of the adapter if it has one, else that of the model below it.
-
-        Raises:
-            ValueError: An adapter that names no model, or a tokenizer in which Yes or No is not one token.
-        """
+        """Load the processor of a judge (or of an adapter's base model) without the weights; check its tokenizer."""
         model = os.fspath(model)
         hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         base, base_kwargs, is_adapter = _below_adapter(model, kwargs)
@@ -187,17 +180,17 @@ class PaCoReward:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of a sample of the weights: tells the judge from another one of the same name."""
+        """Return a digest of a sample of the weights, which tells judges of the same name apart."""
         return weights_fingerprint(self.model)
 
     @property
     def model_name(self) -> str:
-        """Name of the model as others may see it, for cards: never a path."""
+        """Return the name of the model for cards, never a path."""
         return public_name(str(self.name))
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
+        """Return the device of the model."""
         return self.model.device
 
     def score(
@@ -208,19 +201,19 @@ class PaCoReward:
         show_progress: bool = False,
     ) -> list[float]:
         """
-        Scores pairs of images.
+        Score pairs of images.
 
-        A score does not depend on the other pairs of the call, beyond the rounding of the dtype. An image that is in
-        several pairs (the same object, or the same path or URL) is encoded once.
+        Apart from rounding, a score does not depend on the other pairs of the call. An image of several pairs (the
+        same object, path or URL) is encoded once.
 
         Args:
             images (`list[tuple]`):
-                Pairs; each image a PIL image, a path, a URL, or the bytes of an image file.
+                Pairs; each image is a PIL image, a path, a URL, or the bytes of an image file.
             prompts (`str` or `list[str]`):
-                Question for each pair, or one for all. See [`~paco_trl.data.theme_question`] and its neighbours for
-                those of the published code.
+                Question for each pair, or one for all. [`~paco_trl.data.theme_question`] and the other question
+                functions of `paco_trl.data` have those of the published code.
             symmetric (`bool`, *optional*, defaults to `False`):
-                Whether to score both orders of each pair and take the mean, at the cost of a second forward pass.
+                Whether to score both orders of each pair and take the mean, at twice the cost.
             show_progress (`bool`, *optional*, defaults to `False`):
                 Whether to show a progress bar.
 
@@ -228,30 +221,25 @@ class PaCoReward:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each pair.
 
         Raises:
-            ValueError: A pair that is not two images, an image that cannot be read, not one question a pair, or a score
-                that is not finite.
+            ValueError: If an item is not a pair, an image cannot be read, the number of questions is wrong, or a score
+                is not finite.
         """
-        prompts = self._check(images, prompts)
-        pairs = [tuple(pair) for pair in images]
+        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
         if not symmetric:
-            return self._ask(pairs, prompts, "pair", self._probabilities, show_progress)
-        # Both orders of a pair beside one another, so that their images can be let go of
-        pairs = [order for first, second in pairs for order in ((first, second), (second, first))]
+            return self._query(pairs, prompts, "pair", self._probabilities, show_progress)
         prompts = [prompt for prompt in prompts for _ in range(2)]
-        scores = self._ask(pairs, prompts, "pair", self._probabilities, show_progress)
+        scores = self._query(both_orders(pairs), prompts, "pair", self._probabilities, show_progress)
         return [(forward + backward) / 2 for forward, backward in zip(scores[::2], scores[1::2], strict=True)]
 
     def score_images(
         self, images: list[ImageSource], prompts: str | list[str], show_progress: bool = False
     ) -> list[float]:
         """
-        Scores questions about one image each, such as whether it shows what a text says.
-
-        An image of several questions (the same object, or the same path or URL) is encoded once.
+        Score questions about one image each, such as whether it shows what a text says.
 
         Args:
             images (`list`):
-                Image of each question: a PIL image, a path, a URL, or the bytes of an image file.
+                Image of each question; forms as in [`~PaCoReward.score`].
             prompts (`str` or `list[str]`):
                 Question for each image, or one for all. See [`~paco_trl.data.shows_question`].
             show_progress (`bool`, *optional*, defaults to `False`):
@@ -261,11 +249,11 @@ class PaCoReward:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each question.
 
         Raises:
-            ValueError: An image that cannot be read, not one question an image, or a score that is not finite.
+            ValueError: See [`~PaCoReward.score`].
         """
         groups = single_images(images)
         prompts = self._check_prompts(prompts, len(groups), "images")
-        return self._ask(groups, prompts, "image", self._probabilities, show_progress)
+        return self._query(groups, prompts, "image", self._probabilities, show_progress)
 
     def top_logprobs(
         self,
@@ -275,26 +263,25 @@ class PaCoReward:
         show_progress: bool = False,
     ) -> list[dict[str, float]]:
         """
-        Gives the 20 likeliest first tokens of each answer, as a server lists them.
+        Return the 20 likeliest first tokens of each answer, as a server lists them.
 
-        The evaluations need it for `protocol="published"`. Unlike [`~PaCoReward.score`] it depends on the logits in the
-        dtype of the model, and on which tokens are among the 20.
+        The evaluations use it for `protocol="published"`. Unlike [`~PaCoReward.score`], it depends on the logits in
+        the dtype of the model and on which tokens are among the 20.
 
         Args:
             images (`list[tuple]`), prompts (`str` or `list[str]`), show_progress (`bool`, *optional*, defaults to `False`):
-                As in [`~PaCoReward.score`].
+                See [`~PaCoReward.score`].
             image_labels (`tuple[str, str]`, *optional*):
-                Text in front of the first and of the second image. If `None`, none.
+                Text before the first and before the second image. If `None`, none.
 
         Returns:
             `list[dict[str, float]]`: token -> log-probability of each pair, the likeliest first.
 
         Raises:
-            ValueError: As [`~PaCoReward.score`].
+            ValueError: See [`~PaCoReward.score`].
         """
-        prompts = self._check(images, prompts)
-        pairs = [tuple(pair) for pair in images]
-        return self._ask(pairs, prompts, "pair", self._top_tokens, show_progress, image_labels)
+        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
+        return self._query(pairs, prompts, "pair", self._top_tokens, show_progress, image_labels)
 
     def score_sets(
         self,
@@ -304,34 +291,34 @@ class PaCoReward:
         show_progress: bool = False,
     ) -> list[float]:
         """
-        Scores sets of images: the mean over all unordered pairs of a set.
+        Score sets of images: the mean over all unordered pairs of a set.
 
-        The pairs are those of `itertools.combinations`, the earlier image first. For the scores of the single pairs,
-        give these pairs to [`~PaCoReward.score`].
+        The pairs are those of `itertools.combinations`, the earlier image first. For scores of single pairs, pass them
+        to [`~PaCoReward.score`].
 
         Args:
             image_sets (`list[list]`):
-                Sets of at least two images, the panels of a grid for example.
+                Sets of at least two images, such as the panels of a grid.
             prompts (`str` or `list[str]`):
                 Question for each set, or one for all.
             symmetric (`bool`, *optional*, defaults to `False`), show_progress (`bool`, *optional*, defaults to `False`):
-                As in [`~PaCoReward.score`].
+                See [`~PaCoReward.score`].
 
         Returns:
             `list[float]`: score of each set.
 
         Raises:
-            ValueError: As [`~PaCoReward.score`], and for a set of fewer than two images.
+            ValueError: See [`~PaCoReward.score`]; also if a set has fewer than two images.
         """
         prompts = one_question_each(prompts, len(image_sets), "sets")
         for index, images in enumerate(image_sets):
             if not isinstance(images, (list, tuple)):
                 raise ValueError(
-                    f"`image_sets[{index}]` is {type(images).__name__}, not a list of images. `score_sets` takes "
-                    "several sets, `[[first, second, third], ...]`."
+                    f"`image_sets[{index}]` is {type(images).__name__}, not a list of images. Pass a list of sets, "
+                    "`[[first, second, third], ...]`."
                 )
             if len(images) < 2:
-                raise ValueError(f"Set {index} has {len(images)} image(s); consistency needs at least two.")
+                raise ValueError(f"Set {index} has {len(images)} image(s); pass at least two.")
         pairs = [pair for images in image_sets for pair in combinations(images, 2)]
         counts = [len(images) * (len(images) - 1) // 2 for images in image_sets]
         questions = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
@@ -341,31 +328,27 @@ class PaCoReward:
     @torch.inference_mode()
     def explain(self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512) -> list[str]:
         """
-        Generates the answers, greedily: Yes or No, and the reasons.
+        Generate the full answers greedily: Yes or No, and the reasons.
 
         Args:
             images (`list[tuple]`), prompts (`str` or `list[str]`):
-                As in [`~PaCoReward.score`].
+                See [`~PaCoReward.score`].
             max_new_tokens (`int`, *optional*, defaults to `512`):
                 Length at which an answer is cut.
 
         Returns:
             `list[str]`: answer for each pair.
         """
-        prompts = self._check(images, prompts)
-        pairs = [tuple(pair) for pair in images]
-        batches = [
-            list(range(len(pairs)))[start : start + self.batch_size] for start in range(0, len(pairs), self.batch_size)
-        ]
+        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
         answers = []
-        for batch in batches:
+        for start in range(0, len(pairs), self.batch_size):
             loaded = [
-                load_image(image, patch_size_of(self.processor), name_image(pairs[index], place, index))
-                for index in batch
-                for place, image in enumerate(pairs[index])
+                load_image(image, patch_size_of(self.processor), name_image(pair, place, index))
+                for index, pair in enumerate(pairs[start : start + self.batch_size], start)
+                for place, image in enumerate(pair)
             ]
-            inputs = self._inputs([prompts[index] for index in batch], loaded)
-            # The published generation configs sample and penalise repetitions; an explanation should explain the score
+            inputs = self._inputs(prompts[start : start + self.batch_size], loaded)
+            # The published generation configs sample and penalize repetitions; an explanation should match the score
             with torch.autocast(self.device.type, enabled=False):
                 generated = self.model.generate(
                     **inputs, max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=1.0
@@ -374,16 +357,6 @@ class PaCoReward:
             answers += self.processor.batch_decode(generated, skip_special_tokens=True)
         self._hidden_state = None
         return answers
-
-    def _check(self, images: list[ImagePair], prompts: str | list[str]) -> list[str]:
-        for index, pair in enumerate(images):
-            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-                what = f"{len(pair)} images" if isinstance(pair, (list, tuple)) else type(pair).__name__
-                raise ValueError(
-                    f"`images[{index}]` is {what}, not a pair. `score` takes pairs, `[(first, second), ...]`; for sets "
-                    "of more images there is `score_sets`."
-                )
-        return self._check_prompts(prompts, len(images), "pairs")
 
     def _check_prompts(self, prompts: str | list[str], count: int, what: str) -> list[str]:
         prompts = one_question_each(prompts, count, what)
@@ -396,14 +369,9 @@ class PaCoReward:
         self._hidden_state = args[0]
 
     def _probabilities(self, inputs: dict) -> list[float]:
-        """
-        P(Yes) / (P(Yes) + P(No)) of each row: the sigmoid of the difference of the two logits.
-
-        The difference is computed in float32 from the hidden state: the logits of a bf16 model come in steps that are
-        coarse for a score, an eighth above 16.
-        """
-        # Without shared beginnings no cache is needed
+        """Compute P(Yes) / (P(Yes) + P(No)) of each row: the sigmoid of the difference of the two logits."""
         logits = self.model(**inputs, logits_to_keep=1, use_cache="past_key_values" in inputs).logits[:, -1]
+        # In float32 from the hidden state: the logits of a bf16 model are too coarse, an eighth apart above 16
         hidden, self._hidden_state = self._hidden_state[:, -1].float(), None  # (B, D)
         if scales_logits(self._network.config):
             logits = logits.float()
@@ -414,21 +382,21 @@ class PaCoReward:
         return torch.sigmoid(difference.cpu().double()).tolist()
 
     def _top_tokens(self, inputs: dict) -> list[dict[str, float]]:
-        """Log-probabilities of the likeliest tokens of each row, by their text."""
+        """Return the log-probabilities of the likeliest tokens of each row, by their text."""
         logits = self.model(**inputs, logits_to_keep=1, use_cache="past_key_values" in inputs).logits[:, -1]
         self._hidden_state = None
-        values, ids = logits.float().log_softmax(dim=-1).topk(min(_TOP_LOGPROBS, logits.shape[-1]))  # (B, 20)
+        values, ids = logits.float().log_softmax(dim=-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))  # (B, 20)
         rows = []
         for of_row, tokens in zip(values.tolist(), ids.tolist(), strict=True):
             row: dict[str, float] = {}
             for value, token in zip(of_row, tokens, strict=True):
-                # Different tokens may have the same text: the likelier one comes first
+                # Tokens may share a text: the likelier one comes first
                 row.setdefault(self.processor.tokenizer.decode([token]), value)
             rows.append(row)
         return rows
 
     @torch.inference_mode()
-    def _ask(
+    def _query(
         self,
         groups: list[ImageGroup],
         prompts: list[str],
@@ -437,14 +405,14 @@ class PaCoReward:
         show_progress: bool,
         labels: tuple[str, str] | None = None,
     ) -> list:
-        """What `read` makes of the inputs of each question."""
+        """Return what `read` computes from the inputs of each question."""
         keys = [tuple(image_key(image) for image in group) for group in groups]
         order = order_for_sharing(keys, prompts)
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         images = _Images(patch_size_of(self.processor), self._prepare, groups, batches)
         answers: list = [None] * len(groups)
         progress = tqdm(total=len(groups), desc=f"Scoring {noun}s", unit=noun, disable=not show_progress)
-        # A surrounding autocast would change the scores with the place they are computed in
+        # A surrounding autocast would change the scores
         with progress, torch.autocast(self.device.type, enabled=False):
             for number, indices in enumerate(batches):
                 inputs = self._inputs([prompts[index] for index in indices], images.of_batch(number), labels)
@@ -453,8 +421,8 @@ class PaCoReward:
                 for index, answer in zip(indices, read(inputs), strict=True):
                     if any(map(math.isnan, answer.values() if isinstance(answer, dict) else [answer])):
                         raise ValueError(
-                            f"The score of {noun} {index} is not a number: the weights of {self.name!r} are not finite, "
-                            f"or overflow in {self.model.dtype}. Use `dtype='float32'` or check the weights."
+                            f"The score of {noun} {index} is not a number: the weights of {self.name!r} are not finite "
+                            f"or overflow in {self.model.dtype}. Use `dtype='float32'`, or check the weights."
                         )
                     answers[index] = answer
                 progress.update(len(indices))
@@ -463,16 +431,11 @@ class PaCoReward:
     def _inputs(
         self, prompts: list[str], images: list, labels: tuple[str, str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """
-        Inputs of the model, padded on the left, so that every row ends where the answer begins.
-
-        `images` are those of all questions in order, in the same number for each: encoded ones (features and patch
-        grid) where the model takes them, as [`_Images`] gives them, PIL images elsewhere.
-        """
+        """Build left-padded inputs from the images of all questions: PIL images, or features and grids."""
         count = len(images) // len(prompts)
         content = [{"type": "image"}] * count
         if labels is not None:
-            content = [part for label in labels for part in ({"type": "text", "text": label}, {"type": "image"})]
+            content = list(chain(*(({"type": "text", "text": label}, {"type": "image"}) for label in labels)))
         system = []
         if self.system_prompt is not None:
             system = [{"role": "system", "content": [{"type": "text", "text": self.system_prompt}]}]
@@ -484,15 +447,10 @@ class PaCoReward:
             )
             for prompt in prompts
         ]
-        # The chat template has written the special tokens already, that of the beginning among them
-        text_kwargs = {
-            "padding": True,
-            "padding_side": "left",
-            "add_special_tokens": False,
-            "return_tensors": "pt",
-        }
+        # The chat template has already written the special tokens
+        text_kwargs = {"padding": True, "padding_side": "left", "add_special_tokens": False, "return_tensors": "pt"}
         if isinstance(images[0], Image.Image):
-            # Of each text: some processors have to know which are whose
+            # Some processors must know which images belong to which text
             groups = [images[start : start + count] for start in range(0, len(images), count)]
             return self.processor(text=texts, images=groups, **text_kwargs).to(self.device)
 
@@ -506,7 +464,7 @@ class PaCoReward:
         return {**inputs, "mm_encoder_outputs": {"image": encoded}}
 
     def _prepare(self, images: list[Image.Image]) -> list:
-        """Features and patch grid of each image, from one forward of the vision tower; else the images themselves."""
+        """Encode images to features and patch grids in one forward pass if the model takes these."""
         if not self._takes_encoded_images:
             return images
         inputs = self.processor.image_processor(images, return_tensors="pt")
@@ -518,7 +476,7 @@ class PaCoReward:
 
 
 class _Images:
-    """The distinct images of a call: each is read, and encoded, when a batch first needs it, and kept until the last."""
+    """Distinct images of a call, each loaded and encoded for the first batch that uses it and kept until the last."""
 
     def __init__(
         self,
@@ -532,7 +490,6 @@ class _Images:
         self.groups = groups
         self.batches = batches
         self.ready: dict = {}
-        # Number of the last batch that needs an image
         self.last_use = {
             image_key(image): number
             for number, batch in enumerate(batches)
@@ -557,7 +514,7 @@ class _Images:
 
 
 def _below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
-    """The model itself, or that below an adapter, with the arguments to load it, and whether it is below one."""
+    """Return an adapter's base model (or the model itself), its loading arguments, and whether it is a base."""
     hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     if find_adapter_config_file(model, **hub_kwargs) is None:
         return model, kwargs, False
@@ -565,8 +522,8 @@ def _below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
     base = config.base_model_name_or_path
     if not base:
         raise ValueError(
-            f"The adapter {model!r} does not name the model below it: `base_model_name_or_path` in its "
-            "adapter_config.json is empty. Put the model's Hub id or folder there."
+            f"The adapter {model!r} does not name its base model: `base_model_name_or_path` in its adapter_config.json "
+            "is empty. Set it to the model's Hub id or directory."
         )
     base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     if config.revision is not None:
@@ -575,10 +532,10 @@ def _below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
 
 
 def _check_loading(model: str, info: dict) -> None:
-    # transformers only reports them: what is missing is random then, and what has no place is left out
+    # transformers only reports these: missing weights are then random, unexpected ones ignored
     faults = {
-        "are not among its files": info["missing_keys"],
-        "have no place in it": info["unexpected_keys"],
+        "are missing": info["missing_keys"],
+        "are unexpected": info["unexpected_keys"],
         "have another shape": info["mismatched_keys"],
     }
     found = [
@@ -586,25 +543,14 @@ def _check_loading(model: str, info: dict) -> None:
     ]
     if found:
         raise ValueError(
-            f"The weights of {model!r} do not fit the model that its config.json describes: {'; '.join(found)}. Such a "
-            "judge would score by chance. The files are incomplete, or of another version of transformers: save the "
-            "model again with a current one."
+            f"The weights of {model!r} do not match its config.json: {'; '.join(found)}. Such a judge would score at "
+            "random. The files are incomplete, or from another version of transformers: save the model again with a "
+            "current version."
         )
 
 
 def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:
-    """
-    Gives the names that layers have now, for those of adapters that were trained before transformers 4.52.
-
-    Args:
-        names (`Iterable[str]`):
-            Names of layers or weights, as the model itself has them.
-        model_type (`str`):
-            Type of the model in its config.
-
-    Returns:
-        `list[str]`: in the same order; current names are left as they are.
-    """
+    """Rename layers or weights of adapters that were trained before transformers 4.52."""
     names = list(names)
     if model_type in _ENCODED_IMAGES:
         for old, new in _OLD_LAYERS.items():
@@ -613,18 +559,7 @@ def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:
 
 
 def has_processor(model: str, **hub_kwargs) -> bool:
-    """
-    Whether a model or adapter comes with a processor.
-
-    Args:
-        model (`str`):
-            Hub id or folder.
-        **hub_kwargs:
-            `revision`, `token` and the like.
-
-    Returns:
-        `bool`.
-    """
+    """Return whether a model or adapter (Hub id or directory) comes with a processor."""
     return any(
         cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub_kwargs) is not None
         for name in ("processor_config.json", "preprocessor_config.json")
@@ -632,50 +567,20 @@ def has_processor(model: str, **hub_kwargs) -> bool:
 
 
 def safetensors_of(adapter: str, **hub_kwargs) -> str:
-    """
-    Finds the weights of an adapter in PEFT's format, which would itself fall back to a pickle.
-
-    Args:
-        adapter (`str`):
-            Hub id or folder.
-        **hub_kwargs:
-            `revision`, `token` and the like.
-
-    Returns:
-        `str`: path of the file.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the path of an adapter's safetensors file; PEFT would fall back to a pickle."""
     weights = cached_file(
         adapter, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False, **hub_kwargs
     )
     if weights is None:
         raise ValueError(
-            f"The adapter {adapter!r} has no adapter_model.safetensors. Other formats are pickles, which can run code; "
-            "convert it, or ask for a safetensors file."
+            f"The adapter {adapter!r} has no adapter_model.safetensors. Other formats are pickles, which can run code: "
+            "convert it to safetensors."
         )
     return weights
 
 
 def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> PeftModel:
-    """
-    Puts an adapter on a vision-language model, also one with the names of layers of older versions of transformers.
-
-    Args:
-        network ([`~transformers.PreTrainedModel`]):
-            Model; it gets the adapter's layers in place.
-        adapter (`str`):
-            Hub id or folder.
-        **hub_kwargs:
-            `revision`, `token` and the like.
-
-    Returns:
-        [`~peft.PeftModel`].
-
-    Raises:
-        ValueError: it has no safetensors file, or does not fit the model.
-    """
+    """Add an adapter, possibly with old layer names, to a vision-language model."""
     weights = safetensors_of(adapter, **hub_kwargs)
     model_type = network.config.model_type
     config = PeftConfig.from_pretrained(adapter, **hub_kwargs)
@@ -683,7 +588,7 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
         config.target_modules = set(rename_old_layers(config.target_modules or [], model_type))
     fault = None
     with warnings.catch_warnings():
-        # An adapter whose names do not fit is loaded as no adapter at all, with a warning
+        # PEFT loads an adapter whose names do not match as an untrained one, with this warning
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
             model = PeftModel.from_pretrained(
@@ -697,7 +602,7 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
         except (UserWarning, ValueError, RuntimeError) as problem:
             fault = problem
     if fault is None:
-        # Weights for layers that the configuration does not name are left out without a word
+        # PEFT silently ignores weights of layers that the configuration does not name
         with safe_open(weights, "pt") as file:
             names = set(rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in file.keys()), model_type))
         placed = {
@@ -705,9 +610,9 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
         }
         if names <= placed:
             return model
-        fault = f"there is no place for {sorted(names - placed)}"
+        fault = f"unexpected weights {sorted(names - placed)}."
     raise ValueError(
         f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(fault)[:300]} It "
-        "was trained on another model, or its layers have the names of another version of transformers: merge it with "
-        "that version and give the merged model."
+        "was trained on another model, or with another version of transformers that names layers differently: merge it "
+        "with that version and pass the merged model."
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about the same images begin alike: the language model reads that beginning once."""
+"""Sharing of the language model's work between questions that begin with the same images."""
 
 from collections.abc import Hashable
 from itertools import accumulate
@@ -11,21 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
 def order_for_sharing(images: list[tuple[Hashable, ...]], prompts: list[str]) -> list[int]:
-    """
-    Orders questions so that those which begin with the same images are neighbours, and those of like length besides.
-
-    Questions about different images are sorted by their lengths, because padding is computed too. Those with the same
-    first image stand together at the length of their longest, and among them those with the same second image.
-
-    Args:
-        images (`list[tuple]`):
-            For each question what identifies its images.
-        prompts (`list[str]`):
-            Questions.
-
-    Returns:
-        `list[int]`: indices of the questions. Those for which nothing else decides keep their order.
-    """
+    """Sort questions by length, keeping those that begin with the same images next to each other."""
     beginnings = [[keys[: level + 1] for level in range(len(keys))] for keys in images]
     longest: dict[tuple, int] = {}
     earliest: dict[tuple, int] = {}
@@ -43,24 +29,13 @@ def order_for_sharing(images: list[tuple[Hashable, ...]], prompts: list[str]) ->
 
 def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hashable, ...]]) -> dict:
     """
-    Runs the language model over the beginnings of the rows, up to the end of each image, once for each beginning.
+    Run the language model over each distinct beginning of the rows once, up to the end of each image.
 
-    What a token becomes depends on the tokens before it alone, so that rows which begin alike share this part of the
-    work: keys and values of the beginning are computed once and stand in the cache of all rows it belongs to. The six
-    pairs of a 2x2 grid have three first images; ten questions about each are sixty rows with six beginnings up to the
-    end of the second image, and three up to that of the first.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model of the Qwen2-VL or Qwen2.5-VL family, without an adapter's wrapper.
-        inputs (`dict`):
-            Inputs for B rows on the CPU, padded on the left, with encoded images on the model's device.
-        images (`list[tuple]`):
-            For each row what identifies its images, in the same number in all rows.
-
-    Returns:
-        `dict`: inputs of the model, on its device, for what no two rows share, with the cache of their beginnings: the
-        whole rows, without a cache, when no two begin alike.
+    A token's keys and values depend only on the tokens before it, so rows that begin alike share them in their caches.
+    The six pairs of a 2x2 grid have three first images; ten questions about each pair are sixty rows with six distinct
+    beginnings up to the end of the second image. Inputs are left-padded and on the CPU, except for the encoded images.
+    Returns the inputs of the remaining parts of the rows with the cache of their beginnings; full rows, if no two
+    begin alike.
     """
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     count = len(images[0])
@@ -69,14 +44,14 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
     positions, _ = model.model.get_rope_index(
         ids, inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"], attention_mask=mask
     )  # (3, B, T)
-    starts = mask.argmax(dim=1).tolist()  # behind the padding
+    starts = mask.argmax(dim=1).tolist()  # after the padding
     image_ends = [
         _image_ends(types, encoded) for types, encoded in zip(inputs["mm_token_type_ids"], features, strict=True)
     ]
-    # Where rows can be cut: behind each image, and at their end
+    # Rows are cut after each image, and at their end
     cuts = [*zip(*image_ends, strict=True), [ids.shape[1]] * len(ids)]
-    # What a row shares with others up to each cut. A chat template may put something that is the row's own in front of
-    # an image; up to the end each row is its own.
+    # Label of each row's beginning up to each cut: images and tokens, since a chat template may vary what precedes an
+    # image. At the last cut each row is distinct.
     beginnings: list[list[Hashable]] = [
         [
             (keys[: level + 1], tuple(row[start:end].tolist()))
@@ -85,13 +60,13 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
         for level in range(count)
     ] + [list(range(len(ids)))]
 
-    num_seen = 0  # images that have been read
+    num_seen = 0  # images of earlier parts
     cache = owner = past_mask = None
     for level, (ends, labels) in enumerate(zip(cuts, beginnings, strict=True)):
         distinct = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         if level < count and len(distinct) == len(set(beginnings[level + 1])):
-            continue  # the same rows share the next part too
-        rows = [labels.index(label) for label in distinct]  # a row for each beginning
+            continue  # the same rows also share the next part
+        rows = [labels.index(label) for label in distinct]  # one row per beginning
         part = {
             "input_ids": _left_padded([ids[row, starts[row] : ends[row]] for row in rows]),
             "attention_mask": _left_padded([mask[row, starts[row] : ends[row]] for row in rows]),
@@ -118,7 +93,7 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
 
 
 def _image_ends(token_types: torch.Tensor, encoded: list[torch.Tensor]) -> list[int]:
-    """Positions behind the last token of each image of a row."""
+    """Return the positions after the last token of each image of a row."""
     places = (token_types == 1).nonzero().flatten().tolist()
     return [places[total - 1] + 1 for total in accumulate(len(image) for image in encoded)]
 

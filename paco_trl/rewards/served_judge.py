@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge behind an OpenAI-compatible server: the same questions and the same scores as in the process."""
+"""A judge on an OpenAI-compatible server: the same questions and the same scores as in the process."""
 
 import asyncio
 import base64
@@ -21,11 +21,14 @@ from ..utils.images import check_text, load_image
 from ..utils.names import public_name
 from .decision import yes_probability
 from .judge import (
+    TOP_LOGPROBS,
     Answer,
     ImageGroup,
     ImagePair,
     ImageSource,
     JudgeUnavailableError,
+    both_orders,
+    check_pairs,
     image_key,
     name_image,
     one_question_each,
@@ -38,64 +41,61 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The most that OpenAI's interface and vLLM give
-_TOP_LOGPROBS = 20
-# Tokens that did not come back have at most the probability of the last one that did. A score that this could change by
-# more is not given.
+# A missing token is at most as likely as the last one returned. A score that this could change by more is `None`.
 _MAX_SCORE_ERROR = 1e-3
-# What the chat templates of many models use, Qwen's among them. A server's tokenizer is not known here.
+# Of the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 _SAVE_OPTIONS = {
-    "png": {"compress_level": 1},  # higher levels take longer than they save in sending
+    "png": {"compress_level": 1},  # higher levels cost more time than they save
     "jpeg": {"quality": 95, "subsampling": 0},
 }
-# Why there is no score although there is an answer
+# Reasons for an answer without a score
 UNDECIDED = "Yes or No not among the likeliest tokens"
 _NO_LOGPROBS = "no log-probabilities in the answer"
 
 
 class ServedJudge:
     """
-    Judge behind an OpenAI-compatible endpoint that gives log-probabilities, such as vLLM (`paco-trl serve-reward`).
+    Judge behind an OpenAI-compatible endpoint that returns log-probabilities, such as vLLM (`paco-trl serve-reward`).
 
     The score is that of [`~paco_trl.PaCoReward`]: P(Yes) / (P(Yes) + P(No)) at the first position of the answer, from
-    the log-probabilities of its 20 likeliest tokens. Images go through the same function as there, so that the model
-    sees the same pixels, and are sent as PNG.
+    the log-probabilities of its 20 likeliest tokens. Images are resized by the same function, so that the model sees
+    the same pixels, and are sent as PNG.
 
-    A request that fails in a way that can pass (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is sent again, after
-    random waits that grow up to ten seconds. What can still not be answered has the score `None`; it never becomes a
-    number. If the server answered nothing at all in `time_budget` seconds, it is taken to be down.
+    A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried after random
+    waits of up to ten seconds. A question that still has no answer has the score `None`, never a number. If the server
+    answers nothing at all for `time_budget` seconds, it is considered down.
 
-    Requests run on an event loop of their own, through one pool of connections, so that a judge may be asked from any
-    thread and any other loop.
+    Requests run on their own event loop with one connection pool, so that a judge can be queried from any thread or
+    loop.
 
     Args:
         base_url (`str`):
-            Address of the interface, for example `"http://127.0.0.1:8000/v1"`.
+            Address of the API, for example `"http://127.0.0.1:8000/v1"`.
         model (`str`):
-            Name under which the server has the model (`--served-model-name` of vLLM, or the name of a LoRA module).
+            Name of the model on the server (`--served-model-name` of vLLM, or the name of a LoRA module).
         api_key (`str`, *optional*):
             Key. If `None`, the environment variable `VLLM_API_KEY`, which vLLM reads too. (`OPENAI_API_KEY` is not
-            read: it is not for other servers.)
+            read: it is not meant for other servers.)
         max_concurrency (`int`, *optional*, defaults to `32`):
-            Requests under way at the same time. Each process of a run has its own.
+            Concurrent requests. Each process of a run has its own.
         timeout (`float`, *optional*, defaults to `60.0`):
             Seconds for a request.
         time_budget (`float`, *optional*, defaults to `300.0`):
-            Seconds for a question with all its requests and waits, from its first request. A server has that long to
-            be restarted. When it is over, a test question tells whether the server is down; it has a tenth of the
-            budget, at least five seconds, but no more than `timeout`.
+            Seconds for a question with all its requests and waits, which is how long a server may take to restart. A
+            test question then tells whether the server is down; it has a tenth of the budget, at least five seconds
+            and at most `timeout`.
         image_format (`str`, *optional*, defaults to `"png"`):
-            `"png"`, which is lossless, or `"jpeg"` (quality 95, full colour resolution), which is smaller and changes
-            pixels, and with them scores; benchmarks/README.md has both in numbers.
+            `"png"`, which is lossless, or `"jpeg"` (quality 95, full color resolution), which is smaller but changes
+            pixels and therefore scores; benchmarks/README.md has numbers for both.
         system_prompt (`str`, *optional*):
-            System turn in front of each question, for a judge that was trained with one.
+            System turn before each question, for a judge that was trained with one.
         patch_size (`int`, *optional*, defaults to `14`):
-            Pixels of a patch of the model's vision tower, to whose multiples images are scaled: 14 for Qwen2-VL and
+            Patch size of the model's vision tower in pixels. Images are resized to its multiples: 14 for Qwen2-VL and
             Qwen2.5-VL, 16 for Qwen3-VL.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of range.
 
     Example:
 
@@ -125,8 +125,8 @@ class ServedJudge:
             raise ValueError(f"`max_concurrency` is {max_concurrency}, but must be at least 1.")
         if not 0 < timeout <= time_budget:
             raise ValueError(
-                f"`timeout` is {timeout} and `time_budget` {time_budget}, but they must be positive, and a question "
-                "(`time_budget`) takes at least as long as one request (`timeout`)."
+                f"`timeout` is {timeout} and `time_budget` is {time_budget}, but `timeout` (of a request) must be "
+                "positive and at most `time_budget` (of a question with its retries)."
             )
         if image_format not in _SAVE_OPTIONS:
             raise ValueError(f"`image_format` is {image_format!r}, but must be 'png' or 'jpeg'.")
@@ -141,50 +141,49 @@ class ServedJudge:
         self.image_format = image_format
         self.system_prompt = system_prompt
         self.patch_size = patch_size
-        self._reported: set[str] = set()  # reasons of which an example has been logged
+        self._reported: set[str] = set()  # reasons that have been logged with an example
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
 
     @property
     def model_name(self) -> str:
-        """Name of the model as others may see it, for cards: never the address."""
+        """Return the name of the model for cards, never the address."""
         return public_name(self.model)
 
     def check(self, time_budget: float = 30.0) -> None:
         """
-        Checks that the server has the model, and that it can be used as a judge, by one real question.
+        Check by one real question that the server has the model and can be used as a judge.
 
         Args:
             time_budget (`float`, *optional*, defaults to `30.0`):
-                Seconds for which a server that does not answer is asked again, but no more than the judge's own
-                `time_budget`.
+                Seconds to wait for a server that does not answer, at most the judge's own `time_budget`.
 
         Raises:
-            JudgeUnavailableError: with what is wrong, and the models that the server has.
+            JudgeUnavailableError: With what is wrong, and the models that the server has.
         """
         self._client.run(self._check(min(self.time_budget, time_budget)))
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """
-        Scores pairs of images. Arguments are those of [`~paco_trl.PaCoReward.score`], here and in the other methods.
+        Score pairs of images. Arguments are those of [`~paco_trl.PaCoReward.score`], here and in the other methods.
 
         Returns:
-            `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each pair, `None` where there is no answer; a warning
-            has the reasons.
+            `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each pair. `None` without an answer; a warning has the
+            reasons.
 
         Raises:
-            ValueError: A pair that is not two images, an image that cannot be read, or not one question a pair.
-            JudgeUnavailableError: The server is down, refuses the key, or does not have the model.
+            ValueError: If an item is not a pair, an image cannot be read, or the number of questions is wrong.
+            JudgeUnavailableError: If the server is down, refuses the key, or does not have the model.
         """
         return [answer.score for answer in self._client.run(self._answer(images, prompts, symmetric))]
 
     async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
-        """As [`~ServedJudge.score`], for a running event loop, and with the reasons for what has no score."""
+        """Score pairs like [`~ServedJudge.score`], as a coroutine and with the reasons for missing scores."""
         return await asyncio.wrap_future(self._client.start(self._answer(images, prompts, symmetric)))
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
-        """Scores questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does."""
+        """Score questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does."""
         groups = single_images(images)
         return self._read_all(groups, _check_prompts(prompts, len(groups), "images"), _read_score)
 
@@ -192,31 +191,32 @@ class ServedJudge:
         self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
     ) -> list[dict[str, float] | None]:
         """
-        Gives the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does.
+        Return the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does.
 
         Raises:
-            ValueError, JudgeUnavailableError: As in [`~ServedJudge.score`], or the server gives fewer than 20.
+            ValueError, JudgeUnavailableError: See [`~ServedJudge.score`]; also if the server allows fewer than 20
+                tokens.
         """
-        tokens = self._read_all(*_check_pairs(images, prompts), _read_tokens, labels=image_labels)
-        if (largest := self._client.limits.largest.get("top_logprobs", _TOP_LOGPROBS)) < _TOP_LOGPROBS:
+        tokens = self._read_all(*_checked(images, prompts), _read_tokens, labels=image_labels)
+        if (largest := self._client.limits.largest.get("top_logprobs", TOP_LOGPROBS)) < TOP_LOGPROBS:
             raise JudgeUnavailableError(
-                f"{self.name} allows `top_logprobs` of {largest} at most, but the published protocol reads the "
-                f"{_TOP_LOGPROBS} likeliest tokens. Start vLLM with `--max-logprobs {_TOP_LOGPROBS}`."
+                f"{self.name} allows `top_logprobs` of at most {largest}, but the published protocol reads the "
+                f"{TOP_LOGPROBS} likeliest tokens. Start vLLM with `--max-logprobs {TOP_LOGPROBS}`."
             )
         return tokens
 
     def explain(
         self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512
     ) -> list[str | None]:
-        """Generates the answers, greedily, as [`~paco_trl.PaCoReward.explain`] does: Yes or No, and the reasons."""
-        return self._read_all(*_check_pairs(images, prompts), _read_text, max_new_tokens)
+        """Generate the full answers greedily, as [`~paco_trl.PaCoReward.explain`] does."""
+        return self._read_all(*_checked(images, prompts), _read_text, max_new_tokens)
 
     def close(self) -> None:
-        """Closes the connections. The judge cannot be asked afterwards."""
+        """Close the connections. The judge cannot be queried afterwards."""
         self._client.close()
 
     def _read_all(self, groups: list[ImageGroup], prompts: list[str], *args, **kwargs) -> list:
-        return [answer.score for answer in self._client.run(self._ask_all(groups, prompts, *args, **kwargs))]
+        return [answer.score for answer in self._client.run(self._query_all(groups, prompts, *args, **kwargs))]
 
     # ---- On the event loop ----
 
@@ -230,27 +230,28 @@ class ServedJudge:
                 raise JudgeUnavailableError(f"{cannot} answer: {failure}.") from None
             raise JudgeUnavailableError(
                 f"No judge answers at {self.base_url} ({failure}, for {budget:g} seconds). Start one with `paco-trl "
-                "serve-reward`, which says when it is ready, or correct `base_url`."
+                "serve-reward` and wait until it reports that it is ready, or correct `base_url`."
             ) from None
         answer = _read_score(completion)
         if answer.score is None:
-            tokens = ", ".join(map(repr, _read_tokens(completion).score or ())) or "none came back"
+            tokens = ", ".join(map(repr, _read_tokens(completion).score or ())) or "none"
             largest = self._client.limits.largest.get("top_logprobs")
             raise JudgeUnavailableError(
-                f"{cannot} score: {answer.reason}. The likeliest tokens: {tokens}. A judge answers with Yes or No first, "
-                "and its server gives log-probabilities (`logprobs`, `top_logprobs` of 20)."
-                + (f" This one allows `top_logprobs` of {largest} at most." if largest else "")
+                f"{cannot} score: {answer.reason}. The likeliest tokens: {tokens}. A judge must answer Yes or No first, "
+                "and its server must return log-probabilities (`logprobs`, `top_logprobs` of 20)."
+                + (f" This one allows `top_logprobs` of at most {largest}." if largest else "")
             )
 
     async def _answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool) -> list[Answer]:
-        pairs, prompts = _check_pairs(images, prompts)
+        pairs, prompts = _checked(images, prompts)
         if not symmetric:
-            return await self._ask_all(pairs, prompts, _read_score)
-        orders = [order for first, second in pairs for order in ((first, second), (second, first))]
-        answers = await self._ask_all(orders, [prompt for prompt in prompts for _ in range(2)], _read_score)
+            return await self._query_all(pairs, prompts, _read_score)
+        answers = await self._query_all(
+            both_orders(pairs), [prompt for prompt in prompts for _ in range(2)], _read_score
+        )
         return [_mean(*both) for both in zip(answers[::2], answers[1::2], strict=True)]
 
-    async def _ask_all(
+    async def _query_all(
         self,
         groups: list[ImageGroup],
         prompts: list[str],
@@ -258,7 +259,7 @@ class ServedJudge:
         max_tokens: int = 1,
         labels: tuple[str, str] | None = None,
     ) -> list[Answer]:
-        # An image is encoded once, in however many questions it is
+        # Each image is encoded once; errors name its first question
         sources = {
             image_key(image): (image, name_image(group, place, index))
             for index, group in reversed(list(enumerate(groups)))
@@ -270,9 +271,9 @@ class ServedJudge:
             for group, prompt in zip(groups, prompts, strict=True)
         )
         try:
-            # When one finds the judge unavailable, the others are cancelled
+            # If one finds the judge unavailable, the others are canceled
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._ask(body, read)) for body in bodies]
+                tasks = [group.create_task(self._query(body, read)) for body in bodies]
         except BaseExceptionGroup as problems:
             raise problems.exceptions[0] from None
         answers = [task.result() for task in tasks]
@@ -282,17 +283,17 @@ class ServedJudge:
             logger.warning(f"{reasons.total()} of {len(answers)} questions to {self.name} have no answer: {counted}.")
         return answers
 
-    async def _ask(self, body: dict, read: Callable[["ChatCompletion"], Answer]) -> Answer:
+    async def _query(self, body: dict, read: Callable[["ChatCompletion"], Answer]) -> Answer:
         async with self._client.slots:
             clock = asyncio.get_running_loop().time
-            asked = clock()
+            started = clock()
             try:
                 return read(await self._client.complete(body, self.time_budget))
             except NoAnswerError as failure:
-                # Is it this question, or the server?
+                # Tell a bad question from a server that is down
                 if failure.may_pass and not await self._answers_a_test():
                     raise JudgeUnavailableError(
-                        f"{self.name} has not answered for {clock() - asked:.0f} seconds (`time_budget`: "
+                        f"{self.name} has not answered for {clock() - started:.0f} seconds (`time_budget`: "
                         f"{self.time_budget:g}); the last error: {failure}. Is it still running?"
                     ) from None
                 if failure.reason not in self._reported:
@@ -323,7 +324,7 @@ class ServedJudge:
             "temperature": 0.0,
             "max_tokens": max_tokens,
             "logprobs": True,
-            "top_logprobs": _TOP_LOGPROBS,
+            "top_logprobs": TOP_LOGPROBS,
         }
 
     def _test_body(self) -> dict[str, Any]:
@@ -331,7 +332,7 @@ class ServedJudge:
         return self._body(list(self._encode(images).values()), plain_question())
 
     def _encode(self, sources: dict[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
-        """Images as data URLs, with the pixels that a judge in the process would see."""
+        """Encode images as data URLs, with the pixels that a judge in the process would see."""
         encoded = {}
         for key, (source, where) in sources.items():
             file = io.BytesIO()
@@ -341,14 +342,8 @@ class ServedJudge:
         return encoded
 
 
-def _check_pairs(images: list[ImagePair], prompts: str | list[str]) -> tuple[list[ImagePair], list[str]]:
-    for index, pair in enumerate(images):
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            what = f"{len(pair)} images" if isinstance(pair, (list, tuple)) else type(pair).__name__
-            raise ValueError(
-                f"`images[{index}]` is {what}, not a pair. A judge takes pairs, `[(first, second), ...]`."
-            )
-    return [tuple(pair) for pair in images], _check_prompts(prompts, len(images), "pairs")
+def _checked(images: list[ImagePair], prompts: str | list[str]) -> tuple[list[ImagePair], list[str]]:
+    return check_pairs(images), _check_prompts(prompts, len(images), "pairs")
 
 
 def _check_prompts(prompts: str | list[str], count: int, what: str) -> list[str]:
@@ -359,13 +354,13 @@ def _check_prompts(prompts: str | list[str], count: int, what: str) -> list[str]
 
 
 def _read_tokens(completion: "ChatCompletion") -> Answer:
-    """The likeliest first tokens with their log-probabilities, in the place of a score."""
+    """Read the likeliest first tokens with their log-probabilities, in place of a score."""
     if not getattr(completion, "choices", None):
         return Answer(None, UNREADABLE)
     logprobs: dict[str, float] = {}
     try:
         for entry in completion.choices[0].logprobs.content[0].top_logprobs:
-            # Different tokens may have the same text (pieces of a character): the likelier one comes first
+            # Tokens may share a text (pieces of a character): the likelier one comes first
             logprobs.setdefault(entry.token, float(entry.logprob))
     except (AttributeError, IndexError, TypeError, ValueError):
         logprobs = {}
@@ -379,9 +374,9 @@ def _read_score(completion: "ChatCompletion") -> Answer:
     try:
         score = yes_probability(logprobs)
     except ValueError:
-        return Answer(None, "a log-probability that is none")
+        return Answer(None, "invalid log-probability")
     found = [logprobs[token] for token in ("Yes", "No") if token in logprobs]
-    # Turned around, so that a NaN among the others gives no score
+    # Negated, so that a NaN among the others gives no score
     if len(found) == 1 and not math.exp(min(logprobs.values()) - found[0]) <= _MAX_SCORE_ERROR:
         score = None
     return Answer(score, UNDECIDED if score is None else None)
@@ -396,7 +391,6 @@ def _read_text(completion: "ChatCompletion") -> Answer:
 
 
 def _mean(first: Answer, second: Answer) -> Answer:
-    for answer in (first, second):
-        if answer.score is None:
-            return answer
+    if first.score is None or second.score is None:
+        return first if first.score is None else second
     return Answer((first.score + second.score) / 2)
