@@ -143,16 +143,16 @@ class TestPickScoreReward:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"prompts": ["a cat"]}, "`prompts` has 1 entries for 2 completions. Pass one per completion"),
-            ({"prompts": ["a cat", " "]}, "The prompt of completion 1 is ' ', but PickScore needs a text"),
-            ({"prompts": ["a cat", None]}, "The prompt of completion 1 is None, but PickScore needs a text"),
+            ({"prompts": ["a cat"]}, "`prompts` has 1 entries for 2 images. Pass one for each"),
+            ({"prompts": ["a cat", " "]}, "The prompt of completion 1 is ' ', but PickScore requires a text"),
+            ({"prompts": ["a cat", None]}, "The prompt of completion 1 is None, but PickScore requires a text"),
             ({"completions": [noise(0), Image.new("RGB", (0, 8))]}, "Completion 1 has 0 x 8 pixels"),
-            ({"panels": [["a"], ["b"]]}, "PickScore compares each panel with its text, but got no `panel_images`"),
-            ({"panels": [["a"]], "panel_images": [[noise(0)]] * 2}, "`panels` has 1 entries for 2 completions"),
+            ({"panels": [["a"], ["b"]]}, "PickScore requires the column `panel_images`"),
+            ({"panels": [["a"]], "panel_images": [[noise(0)]] * 2}, "`panels` has 1 entries for 2 images"),
             ({"panels": [["a"], ["b"]], "panel_images": [[noise(0)]]}, "`panel_images` has 1 entries for 2"),
             (
                 {"panels": [["a"], None], "panel_images": [[noise(0)]] * 2},
-                "`panels` of completion 1 is None, but PickScore needs a text for each panel",
+                "`panels` of completion 1 is None, but PickScore requires a text for each panel",
             ),
             ({"panels": [["a"], [""]], "panel_images": [[noise(0)]] * 2}, "`panels` of completion 1"),
             (

@@ -1158,7 +1158,7 @@ class TestClipI:
     def test_weights_that_are_not_finite_are_an_error(self, clip_folder):
         scorer = ClipIScorer(clip_folder, device="cpu")
         scorer.model.visual_projection.weight.data.fill_(NAN)
-        with pytest.raises(ValueError, match="The score of pair 0 by CLIP-I .* is nan: the weights of the model"):
+        with pytest.raises(ValueError, match="The CLIP-I .* score of pair 0 is nan: the weights of the model"):
             scorer.score([tuple(noise_images(2))], [""])
         with pytest.raises(ValueError, match="`batch_size` is 0, but must be at least 1"):
             ClipIScorer(clip_folder, batch_size=0)
@@ -1207,7 +1207,7 @@ class TestDreamSim:
         with pytest.raises(ValueError, match="`batch_size` is 0, but must be at least 1"):
             DreamSimScorer(MeanColorDistance(), to_tensor, batch_size=0)
         scorer = DreamSimScorer(lambda first, second: first.mean(dim=(1, 2, 3)) * NAN, to_tensor, device="cpu")
-        with pytest.raises(ValueError, match="The score of pair 0 by DreamSim is nan"):
+        with pytest.raises(ValueError, match="The DreamSim score of pair 0 is nan"):
             scorer.score([tuple(noise_images(2))], [""])
 
 

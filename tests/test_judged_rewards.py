@@ -27,8 +27,8 @@ from paco_trl.rewards import (
     JudgeUnavailableError,
     ServedJudge,
 )
-from paco_trl.rewards import asked_once as asked_once_module
-from paco_trl.rewards.asked_once import AskedOnce, image_digest
+from paco_trl.rewards import cached_judge as cached_judge_module
+from paco_trl.rewards.cached_judge import CachedJudge, image_digest
 from paco_trl.rewards.consistency import chosen_pairs, criteria_weights
 from paco_trl.rewards.judged_reward import _KINDS
 from paco_trl.tiny.clip import build_tiny_clip
@@ -239,15 +239,15 @@ class TestConsistency:
         assert counts.sum() == 4200 and counts.min() > 150 and counts.max() < 250
 
     def test_one_panel_is_refused(self, judge):
-        with pytest.raises(ValueError, match="Image 1 has 1 panel, but consistency is a matter of at least two"):
+        with pytest.raises(ValueError, match="Image 1 has 1 panel, but `ConsistencyReward` compares at least two"):
             call(ConsistencyReward(judge), [SETS[0], SETS[1][:1]])
         assert judge.asked == []
 
     @pytest.mark.parametrize(
         ("kwargs", "columns", "message"),
         [
-            ({}, {"criteria": [CRITERIA]}, "`question='theme'` needs the column `theme`"),
-            ({"question": "criteria"}, {"theme": [THEME]}, "`question='criteria'` needs the column `criteria`"),
+            ({}, {"criteria": [CRITERIA]}, "`question='theme'` requires the column `theme`"),
+            ({"question": "criteria"}, {"theme": [THEME]}, "`question='criteria'` requires the column `criteria`"),
             ({}, {"theme": [THEME] * 2}, "`theme` has 2 entries for 1 images"),
             ({}, {"theme": [None]}, "`theme` is None"),
             ({}, {"theme": ["  "]}, "`theme` is '  '"),
@@ -258,7 +258,7 @@ class TestConsistency:
     def test_columns(self, judge, kwargs, columns, message):
         with pytest.raises(ValueError, match=message):
             call(ConsistencyReward(judge, **kwargs), SETS[:1], **columns)
-        with pytest.raises(ValueError, match="A consistency reward needs the column `panel_images`"):
+        with pytest.raises(ValueError, match="`ConsistencyReward` requires the column `panel_images`"):
             ConsistencyReward(judge)(PROMPTS[:1], [plain(0)], theme=[THEME])
         assert judge.asked == []
 
@@ -371,7 +371,7 @@ class TestServed:
         assert call(Turned(served_judge)) == close([1 - value for value in EXPECTED])
 
 
-class TestAskedOnce:
+class TestCachedJudge:
     def count(self, judge, server):
         return len(judge.asked) if isinstance(judge, FormulaJudge) else len(server.requests)
 
@@ -470,7 +470,7 @@ class TestAskedOnce:
             waiting = asyncio.create_task(one())
             await asyncio.sleep(0.05)
             asking.cancel()
-            with pytest.raises(RuntimeError, match="The question was given up"):
+            with pytest.raises(RuntimeError, match="The question was canceled"):
                 await waiting
             assert asking.cancelled()
             assert len(server.requests) == 1
@@ -501,7 +501,7 @@ class TestAskedOnce:
         assert asyncio.run(give_up()) == close(EXPECTED[:1]) and len(server.requests) == 1
 
     def test_what_makes_a_question_another(self, judge):
-        asked = AskedOnce(judge)
+        asked = CachedJudge(judge)
         first, second = plain(1), plain(2)
         questions = [
             (first, second, "A"),
@@ -511,12 +511,12 @@ class TestAskedOnce:
             (plain(1, (28, 56)), second, "A"),
             (plain(1, (56, 28)), second, "A"),
         ]
-        answers, count = asked.ask(questions)
+        answers, count = asked.query(questions)
         assert count == 6 == len(judge.asked)
-        assert asked.ask([(a.copy(), b.copy(), text) for a, b, text in questions]) == (answers, 0)
+        assert asked.query([(a.copy(), b.copy(), text) for a, b, text in questions]) == (answers, 0)
         # Another model
         judge.name = "another"
-        assert asked.ask(questions) == (answers, 6)
+        assert asked.query(questions) == (answers, 6)
 
     def test_what_makes_an_image_another(self):
         red_and_blue = Image.new("P", (2, 2))
@@ -559,18 +559,18 @@ class TestAskedOnce:
         assert image_digest(lazy) == image_digest(read) != image_digest(image)
 
     def test_memory_is_bounded(self, judge, monkeypatch):
-        monkeypatch.setattr(asked_once_module, "_MAX_ANSWERS", 10)
-        asked, often = AskedOnce(judge), (plain(0), plain(0), "often")
+        monkeypatch.setattr(cached_judge_module, "_MAX_ANSWERS", 10)
+        asked, often = CachedJudge(judge), (plain(0), plain(0), "often")
         for index in range(40):
-            assert asked.ask([(plain(index), plain(1), "A"), often])[1] == (2 if index == 0 else 1)
+            assert asked.query([(plain(index), plain(1), "A"), often])[1] == (2 if index == 0 else 1)
             assert len(asked._answers) == min(index + 2, 10)
         assert len(judge.asked) == 41
         # What was dropped is asked again; a call may have more questions than are kept
         questions = [(plain(index), plain(1), "A") for index in range(30)]
-        answers, count = asked.ask(questions)
+        answers, count = asked.query(questions)
         assert [answer.score for answer in answers] == [score_of(*question) for question in questions]
         assert 30 - 10 <= count <= 30 and len(asked._answers) == 30
-        assert asked.ask([often])[1] == 1 and len(asked._answers) == 10
+        assert asked.query([often])[1] == 1 and len(asked._answers) == 10
 
 
 class TestEdit:
@@ -623,7 +623,7 @@ class TestEdit:
         assert self.call(EditReward(tiny_judge)) == pytest.approx(expected, abs=1e-6)
 
     def test_needs_the_source(self, judge):
-        with pytest.raises(ValueError, match="An edit reward needs the column `image`"):
+        with pytest.raises(ValueError, match="`EditReward` requires the column `image`"):
             EditReward(judge)(self.INSTRUCTIONS, self.EDITED)
         with pytest.raises(ValueError, match="`image` has 1 entries for 2 images"):
             self.call(EditReward(judge), self.SOURCES[:1])
@@ -786,8 +786,8 @@ class TestSimilarity:
         copies = [plain(80).copy() for _ in range(3)]
         first, second = call(reward, [copies, [*copies[:2], noise(1)]])
         assert first == pytest.approx(1, abs=1e-5) and second < 0.999
-        with pytest.raises(ValueError, match="Image 1 has 1 panel, but similarity is a matter of at least two"):
+        with pytest.raises(ValueError, match=f"Image 1 has 1 panel, but `{name}` compares at least two"):
             call(reward, [copies, copies[:1]])
-        with pytest.raises(ValueError, match=f"`{name}` needs the column `panel_images`"):
+        with pytest.raises(ValueError, match=f"`{name}` requires the column `panel_images`"):
             reward(PROMPTS[:1], [plain(0)])
         assert call(reward, []) == []

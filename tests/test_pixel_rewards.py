@@ -14,7 +14,7 @@ from trl.trainer.utils import get_callable_name
 from paco_trl.data import join_grid, split_grid
 from paco_trl.rewards import DuplicateReward, LayoutReward, OcrReward, panel_similarity_reward, redness_reward
 from paco_trl.rewards.duplicates import panel_similarity
-from paco_trl.rewards.layout import WANTED_LINE, edge_profile, layout_score, line_strength
+from paco_trl.rewards.layout import EXPECTED_LINE, edge_profile, layout_score, line_strength
 from paco_trl.rewards.ocr import readability
 
 
@@ -208,9 +208,9 @@ class TestDuplicateReward:
     @pytest.mark.parametrize(
         ("panel_images", "message"),
         [
-            (None, "there are no `panel_images` for 2 completions"),
-            ([[1, 2]], "there are 1 entries of `panel_images` for 2 completions"),
-            ([[Image.new("RGB", (8, 8))] * 2, [Image.new("RGB", (8, 8))]], "^Completion 1 has 1 panel.*`rows`"),
+            (None, "`DuplicateReward` requires the column `panel_images`"),
+            ([[1, 2]], "`panel_images` has 1 entries for 2 images"),
+            ([[Image.new("RGB", (8, 8))] * 2, [Image.new("RGB", (8, 8))]], "^Image 1 has 1 panel.*`rows`"),
             ([[Image.new("RGB", (8, 8)), Image.new("F", (8, 8))]] * 2, "^Panel 1 of completion 0 has the mode 'F'"),
         ],
     )
@@ -353,7 +353,7 @@ class TestLayout:
     def test_line_strength(self):
         profile = np.zeros(39)
         profile[19] = 0.6
-        begun, complete = WANTED_LINE
+        begun, complete = EXPECTED_LINE
         assert line_strength(profile, 0.5, 0.02, begun, complete) == pytest.approx((0.6 - begun) / (complete - begun))
         assert line_strength(profile, 0.5, 0.02, 0.0, 0.5) == 1 and line_strength(profile, 0.5, 0.02, 0.7, 0.9) == 0
         # 3.2 of 40 positions away: outside of 0.02, within 0.1
@@ -371,8 +371,8 @@ class TestLayoutReward:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"rows": None}, "there are no `rows` for 2 completions"),
-            ({"cols": [2]}, "there are 1 entries of `cols` for 2 completions"),
+            ({"rows": None}, "`LayoutReward` requires the column `rows`"),
+            ({"cols": [2]}, "`cols` has 1 entries for 2 images"),
             ({"rows": [2, 0]}, "got rows=0 and cols=2"),
             ({"cols": [2, 40]}, "256x256 pixels .* 2x40 grid .* less than 8 pixels"),
         ],
@@ -493,8 +493,8 @@ class TestOcrReward:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            (None, "there are no `text` for 2 completions"),
-            (["Open"], "there are 1 entries of `text` for 2 completions"),
+            (None, "`OcrReward` requires the column `text`"),
+            (["Open"], "`text` has 1 entries for 2 images"),
             (["Open", " \n"], r"^`text` of completion 1 \(prompt 'q'\) is ' \\n'.*Fill the column `text`"),
             (["", "Open"], r"^`text` of completion 0 \(prompt 'p'\) is ''"),
             (["Open", None], r"^`text` of completion 1 \(prompt 'q'\) is None"),

@@ -570,10 +570,10 @@ class TestClipTReward:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"panels": None}, "got no `panels`"),
-            ({"panel_images": None}, "got no `panel_images`"),
-            ({"panels": [["a cat"]]}, "`panels` has 1 entries for 3 completions"),
-            ({"panel_images": [[gradient(0)]]}, "`panel_images` has 1 entries for 3 completions"),
+            ({"panels": None}, "CLIP-T requires the column `panels`"),
+            ({"panel_images": None}, "CLIP-T requires the column `panel_images`"),
+            ({"panels": [["a cat"]]}, "`panels` has 1 entries for 3 images"),
+            ({"panel_images": [[gradient(0)]]}, "`panel_images` has 1 entries for 3 images"),
             ({"panels": [["a", "b"], None, ["c"]]}, "`panels` of completion 1 is None"),
             ({"panels": [["a", "b"], [], ["c"]]}, r"`panels` of completion 1 is \[\]"),
             ({"panels": [["a", "b"], ["a", " "], ["c"]]}, "`panels` of completion 1"),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Rewards, the judges that some of them ask, and their aggregation.
+Rewards, the judges that some of them query, and their aggregation.
 
 A reward is a callable `(prompts, completions, **columns) -> list[float | None]`, sync or async: `completions` are PIL
-images, `columns` are the dataset's columns, one entry per completion, and `None` means that the completion could not be
-scored. The trainer adds the column `panel_images`: each completion cut into its panels, row-major.
+images, `columns` are the dataset's columns with one entry per completion, and `None` means that the completion could
+not be scored. The trainer adds the column `panel_images`: each completion split into its panels, row-major.
 
 A judge answers questions about pairs of images: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server.
 """
@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .aggregation import AggregationDetails, aggregate_rewards
-    from .clip_i import ClipIReward
+    from .baselines import ClipIReward, DreamSimReward
     from .clip_t import ClipTReward
     from .consistency import ConsistencyReward
     from .decision import yes_probability
-    from .dreamsim import DreamSimReward
     from .duplicates import DuplicateReward
     from .edit import EditReward
     from .judge import Answer, Judge, JudgeUnavailableError
@@ -30,15 +29,14 @@ if TYPE_CHECKING:
     from .served_judge import ServedJudge
 
 
-# Public name -> module. Importing a module only when one of its names is asked for keeps `aggregate_rewards` free of
-# transformers, and this package free of torch.
+# Public name -> module. Lazy imports keep `aggregate_rewards` free of transformers, and this package free of torch.
 _MODULE_OF = {
     "AggregationDetails": ".aggregation",
     "Answer": ".judge",
-    "ClipIReward": ".clip_i",
+    "ClipIReward": ".baselines",
     "ClipTReward": ".clip_t",
     "ConsistencyReward": ".consistency",
-    "DreamSimReward": ".dreamsim",
+    "DreamSimReward": ".baselines",
     "DuplicateReward": ".duplicates",
     "EditReward": ".edit",
     "Judge": ".judge",

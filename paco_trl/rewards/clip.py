@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of a CLIP: one way for every reward and scorer that compares them."""
+"""CLIP embeddings for the rewards and scorers that compare them."""
 
 import math
 from collections.abc import Callable
@@ -13,26 +13,16 @@ from transformers import CLIPModel, CLIPProcessor
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import to_rgb
 from ..utils.names import public_name
+from .columns import column_of
+
+
+CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
 class ClipEmbedder:
     """
-    Unit vectors of images and texts, from a CLIP.
-
-    The model is loaded at construction, frozen and in eval mode, and stays on the CPU until the first use. An image
-    that is not square is cut to its central square if the processor does so, as those of the published CLIPs do.
-
-    Args:
-        model (`str` or `Path`):
-            Hub id or folder of a [`~transformers.CLIPModel`], with weights in safetensors.
-        processor (`str` or `Path`, *optional*):
-            Hub id or folder of its [`~transformers.CLIPProcessor`]. If `None`, the model's.
-        device (`str` or `torch.device`, *optional*):
-            Device to embed on. Defaults to this process's own: its accelerator, or the CPU if there is none.
-        dtype (`torch.dtype`, *optional*):
-            Dtype of the model. Defaults to float32, whatever the dtype of the file.
-        batch_size (`int`, *optional*, defaults to `32`):
-            Images, or texts, per forward pass.
+    Unit vectors of images and texts from a CLIP, loaded frozen and in float32 by default. It stays on the CPU until
+    the first use. The processors of the published CLIPs crop an image that is not square to its central square.
     """
 
     def __init__(
@@ -54,48 +44,23 @@ class ClipEmbedder:
         self.processor = CLIPProcessor.from_pretrained(model if processor is None else processor)
 
     def embed_images(self, images: list[Image.Image], names: list[str]) -> torch.Tensor:
-        """
-        Embeds images. An object that is in the list several times goes through the model once.
-
-        Args:
-            images (`list[PIL.Image.Image]`):
-                Images.
-            names (`list[str]`):
-                What each image is, for the error.
-
-        Returns:
-            `torch.Tensor` of shape (len(images), D): unit vectors, float32.
-
-        Raises:
-            ValueError: If an image cannot be converted to RGB.
-        """
+        """Embed images as unit vectors `(len(images), D)`, each object once; `names` are for errors."""
         objects = {id(image): (image, name) for image, name in zip(images, names, strict=True)}
         rows = {key: row for row, key in enumerate(objects)}
         return self._embed(list(objects.values()), self._image_features)[[rows[id(image)] for image in images]]
 
     def embed_texts(self, texts: list[str]) -> torch.Tensor:
-        """
-        Embeds texts, cut at the length that the model reads. Equal texts go through the model once.
-
-        Args:
-            texts (`list[str]`):
-                Texts.
-
-        Returns:
-            `torch.Tensor` of shape (len(texts), D): unit vectors, float32.
-        """
+        """Embed texts, truncated to the model's length, as unit vectors `(len(texts), D)`, each text once."""
         rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
         return self._embed(list(rows), self._text_features)[[rows[text] for text in texts]]
 
     def _embed(self, items, features):
-        # Without an explicit device this is the process's own, known to accelerate in every kind of launch.
         device = torch.device(self.device) if self.device is not None else PartialState().device
         self.model.to(device)
         batches = [items[start : start + self.batch_size] for start in range(0, len(items), self.batch_size)]
-        # A surrounding autocast would change the scores with the place they are computed in.
+        # A surrounding autocast would change the scores
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             embeds = [features(batch) for batch in batches]
-        # An empty list has no batches.
         embeds = torch.cat(embeds).float() if embeds else torch.empty(0, self.model.config.projection_dim)
         return torch.nn.functional.normalize(embeds, dim=-1)  # (len(items), D)
 
@@ -104,7 +69,6 @@ class ClipEmbedder:
             images=[to_rgb(image, name) for image, name in batch], return_tensors="pt"
         )
         pixel_values = inputs["pixel_values"].to(self.model.device, self.model.dtype)  # (B, 3, H, W)
-        # Since transformers 5 a model output whose pooler_output is the projected embedding.
         return self.model.get_image_features(pixel_values=pixel_values).pooler_output  # (B, D)
 
     def _text_features(self, batch):
@@ -112,7 +76,7 @@ class ClipEmbedder:
             batch,
             padding=True,
             truncation=True,
-            # From the model, because a tokenizer saved without a length claims 1e30.
+            # A tokenizer saved without a length claims 1e30
             max_length=self.model.config.text_config.max_position_embeddings,
             return_tensors="pt",
         ).to(self.model.device)
@@ -127,37 +91,14 @@ def check_panels(
     panels: list[list[str]] | None,
     panel_images: list[list[Image.Image]] | None,
 ) -> None:
-    """
-    Checks that each completion has a text for each of its panels.
-
-    Args:
-        metric (`str`):
-            What compares them, for the error.
-        completions (`list[PIL.Image.Image]`):
-            Whole images.
-        panels (`list[list[str]]`):
-            Texts of the panels, for each completion.
-        panel_images (`list[list[PIL.Image.Image]]`):
-            Images of the panels, for each completion.
-
-    Raises:
-        ValueError: If a completion has no panel texts, an empty one, or not one per panel image.
-    """
+    """Check that each completion has a text for each of its panels."""
     for name, column in (("panels", panels), ("panel_images", panel_images)):
-        if column is None:
-            raise ValueError(
-                f"{metric} compares each panel with its text, but got no `{name}`. `panels` (list of str) is a "
-                "column of the dataset; `panel_images` comes from the trainer, or from `paco_trl.data.split_grid`."
-            )
-        if len(column) != len(completions):
-            raise ValueError(
-                f"`{name}` has {len(column)} entries for {len(completions)} completions. Pass one per completion."
-            )
+        column_of(column, name, len(completions), metric)
     for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
         if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError(
-                f"`panels` of completion {index} is {texts!r}, but {metric} needs a text for each panel. Fill the "
-                "column `panels` in the dataset."
+                f"`panels` of completion {index} is {texts!r}, but {metric} requires a text for each panel. Fill the "
+                "column in the dataset."
             )
         if not images or len(images) != len(texts):
             raise ValueError(
@@ -175,27 +116,9 @@ def score_texts(
     log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float]:
     """
-    Cosine of each image with its text, times `scale`, averaged over the images of a completion.
+    Average the cosine of each image with its text, times `scale`, over the images of a completion.
 
-    Args:
-        embedder ([`ClipEmbedder`]):
-            A reward; its `__name__` is the group of the logged metric.
-        metric (`str`):
-            What the scores are, for the error.
-        images (`list[list[PIL.Image.Image]]`):
-            Images of each completion.
-        texts (`list[list[str]]`):
-            Their texts.
-        scale (`float`, *optional*, defaults to `1.0`):
-            Factor of the scores.
-        log_metric (`Callable`, *optional*):
-            The trainer's; gets `truncated_texts`, the share of the distinct texts that are longer than the model reads.
-
-    Returns:
-        `list[float]`: one score per completion.
-
-    Raises:
-        ValueError: If a score is not finite.
+    Logs `truncated_texts`, the fraction of the distinct texts that are longer than the model reads.
     """
     distinct = list(dict.fromkeys(text for row in texts for text in row))
     if log_metric is not None and distinct:
@@ -214,10 +137,15 @@ def score_texts(
     similarities = scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
 
     scores = [row.mean().item() for row in similarities.split([len(row) for row in images])]
+    return check_finite(scores, f"{metric} score of completion")
+
+
+def check_finite(scores: list[float], what: str) -> list[float]:
+    """Check that all scores are finite; `what` names one, followed by its index."""
     for index, score in enumerate(scores):
         if not math.isfinite(score):
             raise ValueError(
-                f"The {metric} score of completion {index} is {score}: the weights of the model are not finite, or "
-                f"overflow in `dtype` {embedder.model.dtype}. Use `dtype=torch.float32` or check the weights."
+                f"The {what} {index} is {score}: the weights of the model are not finite, or overflow in its dtype. Use "
+                "`dtype=torch.float32`, or check the weights."
             )
     return scores

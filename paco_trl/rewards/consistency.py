@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consistency of a set of images: a judge is asked about its pairs."""
+"""Consistency of a set of images: a judge is queried about its pairs."""
 
 import hashlib
 from itertools import combinations
@@ -10,29 +10,13 @@ from PIL import Image
 
 from ..data.image_sets import criteria_dict
 from ..data.questions import criterion_question, theme_question
-from .judge import Judge
-from .judged_reward import JudgedReward, WeightedQuestion, column_of
+from .columns import column_of, panels_of
+from .judge import Judge, both_orders
+from .judged_reward import JudgedReward, WeightedQuestion
 
 
 def chosen_pairs(count: int, max_pairs: int | None, seed: int, prompt: str) -> list[tuple[int, int]]:
-    """
-    Pairs of a set that are compared: all unordered ones, or a random choice that depends on seed and prompt alone.
-
-    All images of a prompt are compared by the same pairs, so that their rewards can be compared.
-
-    Args:
-        count (`int`):
-            Images of the set.
-        max_pairs (`int`, *optional*):
-            Largest number of pairs.
-        seed (`int`):
-            Seed of the choice.
-        prompt (`str`):
-            Prompt of the set.
-
-    Returns:
-        `list[tuple[int, int]]`: the earlier image first, in ascending order.
-    """
+    """Return all unordered pairs of a set, or `max_pairs` of them that depend on seed and prompt alone."""
     pairs = list(combinations(range(count), 2))
     if max_pairs is None or len(pairs) <= max_pairs:
         return pairs
@@ -42,16 +26,7 @@ def chosen_pairs(count: int, max_pairs: int | None, seed: int, prompt: str) -> l
 
 
 def criteria_weights(criteria: dict[str, dict[str, str]]) -> dict[str, float]:
-    """
-    Weight of each criterion in a mean over dimensions of means over their criteria.
-
-    Args:
-        criteria (`dict[str, dict[str, str]]`):
-            Dimension -> name -> text.
-
-    Returns:
-        `dict[str, float]`: text -> weight; they add up to 1. A text that is in several places is there once.
-    """
+    """Return the weight of each criterion's text in a mean over dimensions of means over their criteria."""
     dimensions = [list(texts.values()) for texts in criteria.values() if texts]
     weights: dict[str, float] = {}
     for texts in dimensions:
@@ -66,44 +41,44 @@ class ConsistencyReward(JudgedReward):
     P(Yes) over all unordered pairs of panels.
 
     - Range: [0, 1].
-    - Cost: a set of n panels is n (n - 1) / 2 pairs, 6 for a 2 x 2 grid, each one forward of the judge, for each
+    - Cost: a set of n panels has n (n - 1) / 2 pairs, 6 for a 2 x 2 grid. Each is one forward pass of the judge, per
       criterion with `question="criteria"`. Identical questions about identical images are asked once.
-    - Source and licence: `X-GenGroup/PaCo-Reward-7B`, trained from Qwen2.5-VL-7B-Instruct (Apache-2.0); see its model
+    - Source and license: `X-GenGroup/PaCo-Reward-7B`, trained from Qwen2.5-VL-7B-Instruct (Apache-2.0); see its model
       card.
 
-    It rewards copies: identical panels are perfectly consistent. Use it with a reward for what the panels should show
-    ([`ClipTReward`]), and look at the sheets; [`DuplicateReward`] sees near-identical panels.
+    It rewards copies: identical panels are perfectly consistent. Combine it with a reward for the content of the
+    panels ([`ClipTReward`]) or against near-identical ones ([`DuplicateReward`]), and look at the contact sheets.
 
-    With `base_url` the judge is on a server, and the reward is a coroutine function: images are scored while others are
-    drawn. Without, it is loaded into the process. The scores are the same.
+    With `base_url` the judge is on a server, and the reward is a coroutine function: images are scored while others
+    are generated. Otherwise it is loaded into the process. The scores are the same.
 
     Args:
         model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
-            Hub id or folder of the judge, merged or a LoRA adapter; with `base_url`, the name that the server has for
-            it; or a judge that was loaded already.
+            Hub id or directory of the judge, merged or a LoRA adapter; with `base_url`, its name on the server; or a
+            loaded judge.
         base_url (`str`, *optional*):
-            Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked at once.
+            Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked immediately.
         question (`str`, *optional*, defaults to `"theme"`):
-            - `"theme"`: one question for each pair, with the column `theme`; the published reward's default. Converted
-              rows of T2IS-Bench have the benchmark's own theme there, as the example in the published judge's card has.
-              The published reward fills in the text in front of the first panel marker instead, which is
+            - `"theme"`: one question per pair, with the column `theme`; the published reward's default. Converted rows
+              of T2IS-Bench have the benchmark's own theme, as in the example of the published judge's card. The
+              published reward uses the text before the first panel marker instead, which is
               `parse_image_set_prompt(prompt).theme`.
-            - `"criteria"`: a question for each criterion of the column `criteria`, averaged within the dimensions
-              (identity, style, logic) and then over them.
+            - `"criteria"`: one question per criterion of the column `criteria`, averaged within each dimension
+              (identity, style, logic) and then over the dimensions.
         max_pairs (`int`, *optional*):
-            Largest number of pairs of a set. If a set has more (7 panels have 21), a choice of them is asked about that
-            is the same for all images of a prompt. If `None`, all pairs.
+            Largest number of pairs per set. Larger sets (7 panels have 21 pairs) use a random choice that is the same
+            for all images of a prompt. If `None`, all pairs.
         seed (`int`, *optional*, defaults to `0`):
             Seed of that choice.
         symmetric (`bool`, *optional*, defaults to `False`):
-            Whether both orders of each pair are asked about and the mean is taken, at twice the cost.
+            Whether to average both orders of each pair, at twice the cost.
         **kwargs:
-            Further arguments of [`ServedJudge`] with `base_url` (`api_key`, `max_concurrency`, `time_budget`, ...), and
-            of [`~paco_trl.PaCoReward.from_pretrained`] without (`device`, `dtype`, `batch_size`, ...).
+            Further arguments of [`ServedJudge`] with `base_url` (`api_key`, `max_concurrency`, `time_budget`, ...),
+            and of [`~paco_trl.PaCoReward.from_pretrained`] without (`device`, `dtype`, `batch_size`, ...).
 
     Raises:
         ValueError: If `question` is unknown or `max_pairs` below 1.
-        JudgeUnavailableError: If the server is not there, or has no such model.
+        JudgeUnavailableError: If the server does not answer, or has no such model.
 
     Example:
 
@@ -115,7 +90,7 @@ class ConsistencyReward(JudgedReward):
     ```
     """
 
-    __name__ = "consistency"  # TRL takes it for the metric names, `rewards/consistency/mean`
+    __name__ = "consistency"  # names TRL's metrics, `rewards/consistency/mean`
     min_panels = 2
 
     def __init__(
@@ -131,26 +106,21 @@ class ConsistencyReward(JudgedReward):
         if question not in ("theme", "criteria"):
             raise ValueError(f"`question` is {question!r}, but must be 'theme' or 'criteria'.")
         if max_pairs is not None and max_pairs < 1:
-            raise ValueError(f"`max_pairs` is {max_pairs}, but must be at least 1. Leave it out for all pairs.")
+            raise ValueError(f"`max_pairs` is {max_pairs}, but must be at least 1. Omit it for all pairs.")
         self.question, self.max_pairs, self.seed, self.symmetric = question, max_pairs, seed, symmetric
-        self.needed_columns = (question,)  # the trainer looks at it before it loads a model
+        self.needed_columns = (question,)  # the trainer checks them before it loads a model
         super().__init__(model, base_url, **kwargs)
 
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns
     ) -> list[list[WeightedQuestion]]:
-        panel_images = column_of(columns, "panel_images", len(completions), "A consistency reward")
-        texts = column_of(columns, self.question, len(completions), f"`question={self.question!r}`")
+        panel_images = panels_of(columns.get("panel_images"), len(completions), "`ConsistencyReward`")
+        texts = column_of(columns.get(self.question), self.question, len(completions), f"`question={self.question!r}`")
         questions = []
         for index, (prompt, panels, text) in enumerate(zip(prompts, panel_images, texts, strict=True)):
-            if len(panels) < 2:
-                raise ValueError(
-                    f"Image {index} has {len(panels)} panel, but consistency is a matter of at least two. Take prompts "
-                    "with more `rows` or `cols`."
-                )
             pairs = chosen_pairs(len(panels), self.max_pairs, self.seed, prompt)
             if self.symmetric:
-                pairs = [order for first, second in pairs for order in ((first, second), (second, first))]
+                pairs = both_orders(pairs)
             questions.append(
                 [
                     WeightedQuestion(panels[first], panels[second], question, weight / len(pairs))

@@ -7,11 +7,12 @@ from pathlib import Path
 from PIL import Image
 
 from ..data.questions import edit_consistency_question, edit_following_question
+from .columns import column_of
 from .judge import Judge
-from .judged_reward import JudgedReward, WeightedQuestion, column_of
+from .judged_reward import JudgedReward, WeightedQuestion
 
 
-# Pixels of a source that the judge sees at most: those of the images that the paper's judge was trained with
+# Limit of the images that the paper's judge was trained with
 MAX_PIXELS = 2_097_152
 
 
@@ -21,26 +22,20 @@ class EditReward(JudgedReward):
     judge's P(Yes) for consistency with the source times that for following the instruction.
 
     - Range: [0, 1].
-    - Cost: two forwards of the judge for each image and source.
-    - Source and licence: as [`ConsistencyReward`].
+    - Cost: two forward passes of the judge per image and source.
+    - Source and license: see [`ConsistencyReward`].
 
-    The prompt is the instruction, and the column `image` has the source, or `images` several: the score is then the mean
-    over them (not the paper's, which has one). A source of more than 2,097,152 pixels is shrunk to that, the paper's
-    limit for the judge. An image that is a copy of its source does not
-    follow the instruction, and one that ignores it is not consistent: neither alone is rewarded.
+    The prompt is the instruction. The column `image` has the source, or `images` several, over which the score is
+    averaged (the paper has one source only). Sources of more than 2,097,152 pixels are downscaled to that, the paper's
+    limit for the judge. A copy of its source does not follow the instruction, and an image that ignores the source is
+    not consistent: neither alone is rewarded.
 
     Args:
-        model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
-            Hub id or folder of the judge, merged or a LoRA adapter; with `base_url`, the name that the server has for
-            it; or a judge that was loaded already.
-        base_url (`str`, *optional*):
-            Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked at once.
-        **kwargs:
-            Further arguments of [`ServedJudge`] with `base_url`, and of [`~paco_trl.PaCoReward.from_pretrained`]
-            without.
+        model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`, *optional*), **kwargs:
+            See [`ConsistencyReward`].
 
     Raises:
-        JudgeUnavailableError: If the server is not there, or has no such model.
+        JudgeUnavailableError: If the server does not answer, or has no such model.
 
     Example:
 
@@ -52,8 +47,8 @@ class EditReward(JudgedReward):
     ```
     """
 
-    __name__ = "edit"  # TRL takes it for the metric names, `rewards/edit/mean`
-    needed_columns = ("image",)  # the trainer looks at it before it loads a model
+    __name__ = "edit"  # names TRL's metrics, `rewards/edit/mean`
+    needed_columns = ("image",)  # the trainer checks them before it loads a model
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
         super().__init__(model, base_url, **kwargs)
@@ -62,7 +57,7 @@ class EditReward(JudgedReward):
         self, prompts: list[str], completions: list[Image.Image], **columns
     ) -> list[list[WeightedQuestion]]:
         name = "images" if columns.get("images") is not None else "image"
-        rows = column_of(columns, name, len(completions), "An edit reward")
+        rows = column_of(columns.get(name), name, len(completions), "`EditReward`")
         rows = [list(row) if name == "images" else [row] for row in rows]
         for index, sources in enumerate(rows):
             for source in sources:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rewards have in common that ask a judge."""
+"""Base of the rewards that query a judge."""
 
 import functools
 from collections import Counter
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from .asked_once import AskedOnce
+from .cached_judge import CachedJudge
 from .judge import Answer, Judge
 from .served_judge import UNDECIDED, ServedJudge
 
 
-# Why a question has no answer, in the metrics; the warnings have the details
+# Kinds of questions without an answer in the metrics; the warnings have the details
 _KINDS = ("refused", "unavailable", "unreadable", "undecided")
 
 
@@ -37,8 +37,8 @@ class WeightedQuestion(NamedTuple):
 
 class JudgedReward:
     """
-    Reward that puts questions to a judge. Subclasses say which, and what the scores make. With a served judge it is a
-    coroutine function, with one in the process it is not.
+    Base of rewards that query a judge. Subclasses define the questions and how their scores combine. With a served
+    judge the reward is a coroutine function.
     """
 
     __name__: str
@@ -46,23 +46,22 @@ class JudgedReward:
     def __init__(self, model: str | Path | Judge, base_url: str | None, **kwargs):
         if base_url is not None:
             model = ServedJudge(base_url, model, **kwargs)
-            # Before anything else is loaded: an address that is wrong is found now
-            model.check()
+            model.check()  # before anything else is loaded
         elif isinstance(model, (str, Path)):
             from .paco_reward import PaCoReward
 
             model = PaCoReward.from_pretrained(model, **kwargs)
         elif kwargs:
-            raise TypeError(f"{', '.join(kwargs)} is for loading a judge, but {model!r} is one already.")
+            raise TypeError(f"{', '.join(kwargs)} is for loading a judge, but {model!r} is already loaded.")
         self.judge = model
         if hasattr(model, "answer"):
-            # Here and not in `__new__`: a subclass may take other arguments
+            # Not in `__new__`: a subclass may take other arguments
             self.__class__ = _served(type(self))
-        self._asked = AskedOnce(model)
+        self._cached = CachedJudge(model)
 
     @property
     def model_name(self) -> str | None:
-        """Name of the judge, for cards; `None` for one that does not say it."""
+        """Return the name of the judge for cards, `None` if it has none."""
         return getattr(self.judge, "model_name", None)
 
     def __call__(
@@ -72,32 +71,19 @@ class JudgedReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns,
     ) -> list[float | None]:
-        """
-        Scores images.
-
-        Args:
-            prompts (`list[str]`), completions (`list[PIL.Image.Image]`), **columns:
-                Prompts, images, and columns of the dataset with an entry for each image.
-            log_metric (`Callable`, *optional*):
-                The trainer's; gets how many questions an image took, and the shares of those without an answer, by
-                reason.
-
-        Returns:
-            `list[float | None]`: reward of each image, `None` if a question about it has no answer. With a served
-            judge it is a coroutine that gives the list.
-        """
+        """Return the reward of each image, `None` if a question about it has no answer."""
         questions = self._questions(prompts, completions, **columns)
-        answers, asked = self._asked.ask([question[:3] for row in questions for question in row])
+        answers, asked = self._cached.query([question[:3] for row in questions for question in row])
         return self._rewards(questions, answers, asked, log_metric)
 
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns
     ) -> list[list[WeightedQuestion]]:
-        """Questions about each image."""
+        """Return the questions about each image."""
         raise NotImplementedError
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
-        """Reward of an image from the scores of its questions."""
+        """Combine the scores of an image's questions."""
         raise NotImplementedError
 
     def _rewards(
@@ -112,19 +98,19 @@ class JudgedReward:
             log_metric(f"{name}/questions_per_image", asked / len(questions))
             kinds = Counter(_kind(answer.reason) for answer in answers if answer.score is None)
             log_metric(f"{name}/unanswered", kinds.total() / len(answers))
-            # All of them in each call: the trainer averages over the calls in which a metric was logged
+            # All kinds in each call: the trainer averages over the calls that logged a metric
             for kind in _KINDS:
                 log_metric(f"{name}/unanswered/{kind}", kinds[kind] / len(answers))
         rest, rewards = iter(answers), []
         for row in questions:
             scores = [next(rest).score for _ in row]
-            # The mean of what was answered would be that of other pairs than its siblings have
+            # The mean of the answered pairs would not be comparable with other images of the prompt
             rewards.append(None if None in scores else self._combine(row, scores))
         return rewards
 
 
 class ServedReward(JudgedReward):
-    """Mixin: the reward of a served judge, which is asked while other images are drawn."""
+    """Mixin: the reward of a served judge, which is queried while other images are generated."""
 
     async def __call__(
         self,
@@ -134,21 +120,11 @@ class ServedReward(JudgedReward):
         **columns,
     ) -> list[float | None]:
         questions = self._questions(prompts, completions, **columns)
-        answers, asked = await self._asked.ask_server([question[:3] for row in questions for question in row])
+        answers, asked = await self._cached.query_server([question[:3] for row in questions for question in row])
         return self._rewards(questions, answers, asked, log_metric)
 
 
 @functools.cache
 def _served(cls: type[JudgedReward]) -> type[JudgedReward]:
-    # What `cls` defines itself stands above the mixin
+    # What `cls` itself defines takes precedence over the mixin
     return type(f"Served{cls.__name__}", (cls, ServedReward), {"__doc__": cls.__doc__})
-
-
-def column_of(columns: dict, name: str, count: int, needed_by: str) -> list:
-    """Get a column that a reward cannot do without, with one entry for each image."""
-    column = columns.get(name)
-    if column is None:
-        raise ValueError(f"{needed_by} needs the column `{name}`, which the dataset does not have. Add it.")
-    if len(column) != count:
-        raise ValueError(f"`{name}` has {len(column)} entries for {count} images. Pass one for each.")
-    return column

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that need no model: pixel values, which mean nothing beyond that. For demos and tests."""
+"""Rewards from pixel values alone, without a model. For demos and tests."""
 
 from itertools import combinations
 
@@ -13,7 +13,7 @@ THUMBNAIL_SIZE = (8, 8)
 
 def redness_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[float]:
     """
-    How red an image is: the mean of red minus the mean of green and blue. For demos and tests.
+    Score how red an image is: the mean of red minus the mean of green and blue. For demos and tests.
 
     Args:
         prompts (`list[str]`):
@@ -22,8 +22,7 @@ def redness_reward(prompts: list[str], completions: list[Image.Image], **kwargs)
             Images.
 
     Returns:
-        `list[float]`: one score per image, in [-1, 1]: 1 for pure red, 0 for grey, -1 for cyan (no red, all green and
-        blue).
+        `list[float]`: one score per image, in [-1, 1]: 1 for pure red, 0 for gray, -1 for cyan.
     """
     scores = []
     for index, image in enumerate(completions):
@@ -36,16 +35,13 @@ def panel_similarity_reward(
     prompts: list[str], completions: list[Image.Image], panel_images: list[list[Image.Image]], **kwargs
 ) -> list[float | None]:
     """
-    How alike the panels of a grid are: 1 minus the mean absolute difference of their thumbnails over all pairs.
+    Score how alike the panels of a grid are: 1 minus the mean absolute difference of their thumbnails over all pairs.
 
-    It stands in for a consistency reward where no model can be loaded. It rewards copies: panels that are all the same
-    score best. For demos and tests only.
+    It replaces a consistency reward where no model can be loaded. It rewards copies. For demos and tests only.
 
     Args:
-        prompts (`list[str]`):
-            Prompts, not used.
-        completions (`list[PIL.Image.Image]`):
-            The grids; not used, `panel_images` has them cut.
+        prompts (`list[str]`), completions (`list[PIL.Image.Image]`):
+            Prompts and grids; not used.
         panel_images (`list[list[PIL.Image.Image]]`):
             Images of the panels, for each completion.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each distinct question is put to a judge once."""
+"""A cache around a judge: each distinct question is put to it once."""
 
 import asyncio
 import hashlib
@@ -14,41 +14,41 @@ from PIL import Image
 from .judge import Answer, Judge
 
 
-# Answers that are kept: those of some rounds at the paper's settings (672 images with 6 pairs each), in about 15 MB
+# Several rounds at the paper's settings (672 images with 6 pairs each), in about 15 MB
 _MAX_ANSWERS = 50_000
 
 Question = tuple[Image.Image, Image.Image, str]
 
 
 def image_digest(image: Image.Image) -> str:
-    """Digest what makes two images the same: mode, size, palette, transparent color and pixels."""
-    pixels = image.tobytes()  # first: it reads the file, of which the rest is known then
+    """Compute a digest of what makes images equal: mode, size, palette, transparent color and pixels."""
+    pixels = image.tobytes()  # first: it loads the file
     description = f"{image.mode} {image.size} {image.getpalette(None)} {image.info.get('transparency')} "
     return hashlib.sha256(description.encode() + pixels).hexdigest()
 
 
-class AskedOnce:
-    """A judge that remembers: a question is asked once, also while it is under way, and again if it got no answer."""
+class CachedJudge:
+    """Caches the answers of a judge. Pending questions are shared; those without an answer are asked again."""
 
     def __init__(self, judge: Judge):
         self.judge = judge
-        # An answer that is still to come is a future
+        # Pending answers are futures
         self._answers: OrderedDict[bytes, Answer | Future[Answer]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def ask(self, questions: list[Question]) -> tuple[list[Answer], int]:
-        """Ask a judge in the process; also gives how many of the questions were put to it."""
+    def query(self, questions: list[Question]) -> tuple[list[Answer], int]:
+        """Query a judge in the process; also return how many of the questions were new to it."""
         answers, new = self._claim(questions)
-        with self._settled(new) as found:
+        with self._resolving(new) as found:
             if new:
                 scores = self.judge.score(*_arguments(questions, new))
                 found += [Answer(score, None if score is not None else "no score") for score in scores]
         return [answer.result() if isinstance(answer, Future) else answer for answer in answers], len(new)
 
-    async def ask_server(self, questions: list[Question]) -> tuple[list[Answer], int]:
-        """As `ask`, of a served judge."""
+    async def query_server(self, questions: list[Question]) -> tuple[list[Answer], int]:
+        """Query a served judge, as `query` does one in the process."""
         answers, new = self._claim(questions)
-        with self._settled(new) as found:
+        with self._resolving(new) as found:
             if new:
                 found += await self.judge.answer(*_arguments(questions, new))
         return [
@@ -57,7 +57,7 @@ class AskedOnce:
         ], len(new)
 
     def _claim(self, questions: list[Question]) -> tuple[list[Answer | Future], dict[bytes, tuple[int, Future]]]:
-        """The answer of each question, to come or there, and those that the caller has to get: key -> question."""
+        """Return the answers, available or pending, and the new questions: key -> (index, pending answer)."""
         digests = {id(image): image_digest(image) for first, second, _ in questions for image in (first, second)}
         names = [(self.judge.name, text, digests[id(first)], digests[id(second)]) for first, second, text in questions]
         keys = [hashlib.sha256(repr(name).encode()).digest() for name in names]
@@ -74,20 +74,20 @@ class AskedOnce:
         return answers, new
 
     @contextmanager
-    def _settled(self, new: dict[bytes, tuple[int, Future]]) -> Iterator[list[Answer]]:
-        """Others may wait for what is asked: whatever happens, they hear of it."""
+    def _resolving(self, new: dict[bytes, tuple[int, Future]]) -> Iterator[list[Answer]]:
+        """Finalize the pending answers of new questions, also on failure, since other threads may wait for them."""
         found: list[Answer] = []
         try:
             yield found
-            settled = dict(zip(new, found, strict=True))
+            resolved = dict(zip(new, found, strict=True))
         except BaseException as error:
-            problem = error if isinstance(error, Exception) else RuntimeError("The question was given up.")
+            problem = error if isinstance(error, Exception) else RuntimeError("The question was canceled.")
             for key, (_, future) in new.items():
                 with self._lock:
                     del self._answers[key]
                 future.set_exception(problem)
             raise
-        for key, answer in settled.items():
+        for key, answer in resolved.items():
             with self._lock:
                 if answer.score is None:
                     del self._answers[key]
@@ -98,4 +98,4 @@ class AskedOnce:
 
 def _arguments(questions: list[Question], new: dict[bytes, tuple[int, Future]]) -> tuple[list, list[str]]:
     asked = [questions[index] for index, _ in new.values()]
-    return [(first, second) for first, second, _ in asked], [text for *_, text in asked]
+    return [question[:2] for question in asked], [text for *_, text in asked]

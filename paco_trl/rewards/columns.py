@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the columns that rewards read."""
+
+from PIL import Image
+
+
+def column_of(column: list | None, name: str, count: int, reward: str) -> list:
+    """Check that a reward got a column with one entry per image."""
+    if column is None:
+        raise ValueError(
+            f"{reward} requires the column `{name}`, which is missing. "
+            + (
+                "The trainer or `paco_trl.data.split_grid` makes it."
+                if name == "panel_images"
+                else "Add it to the dataset."
+            )
+        )
+    if len(column) != count:
+        raise ValueError(f"`{name}` has {len(column)} entries for {count} images. Pass one for each.")
+    return column
+
+
+def panels_of(panel_images: list[list[Image.Image]] | None, count: int, reward: str) -> list[list[Image.Image]]:
+    """Check that a reward that compares panels got at least two for each image."""
+    for index, panels in enumerate(column_of(panel_images, "panel_images", count, reward)):
+        if len(panels) < 2:
+            raise ValueError(
+                f"Image {index} has {len(panels)} panel, but {reward} compares at least two. Use prompts with more "
+                "`rows` or `cols`, or leave this reward out."
+            )
+    return panel_images
