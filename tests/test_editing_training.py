@@ -590,7 +590,7 @@ class TestDataErrors:
     def test_rewards_without_their_column(self, tiny_qwen, tmp_path):
         reward = EditReward(PaCoReward.from_pretrained(tiny_qwen))
         sets = Dataset.from_list([{"prompt": f"Set {n}.", "rows": 1, "cols": 1, "panels": ["a"]} for n in range(2)])
-        self.refuse(sets, tmp_path, "The reward 'edit' needs the column `image`", reward_funcs=reward)
+        self.refuse(sets, tmp_path, "The reward 'edit' requires the column `image`", reward_funcs=reward)
 
     def test_pixels_that_are_cut_short(self, klein, tmp_path):
         good = as_file(tmp_path / "good.png", png())

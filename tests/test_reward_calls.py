@@ -199,10 +199,10 @@ class TestNeededColumns:
 
     def test_what_is_not(self):
         reward = self.reward(needed_columns=("theme",))
-        with pytest.raises(ValueError, match="'needy' needs the column `theme`, but the dataset has rows, cols"):
+        with pytest.raises(ValueError, match="'needy' requires the column `theme`, but the dataset has rows, cols"):
             check_columns(reward, self.dataset(), "the dataset")
         for empty in ("", "  ", None):
-            with pytest.raises(ValueError, match="needs the column `theme`, which is .* in row 1 of the dataset"):
+            with pytest.raises(ValueError, match="requires the column `theme`, which is .* in row 1 of the dataset"):
                 check_columns(reward, self.dataset(theme=["a", empty]), "the dataset")
         with pytest.raises(ValueError, match="at least 4, but row 1 of the dataset has 1 x 3"):
             check_columns([self.reward(min_panels=4)], self.dataset(), "the dataset")

@@ -233,7 +233,10 @@ class TestAggregateRewards:
             ({"threshold": -0.1}, "-0.1"),
             ({"threshold": NAN}, "nan"),
             ({"method": "normalize_then_sum"}, "`num_generations` is None"),
-            ({"method": "normalize_then_sum", "num_generations": 3}, "must divide the number of rows, 2"),
+            (
+                {"method": "normalize_then_sum", "num_generations": 3},
+                "must be positive and divide the number of rows, 2",
+            ),
             ({"method": "normalize_then_sum", "num_generations": 0}, "`num_generations` is 0"),
             ({"method": "geometric_mean", "weights": [1.0, -1.0]}, "must be >= 0"),
             ({"method": "geometric_mean", "rewards": torch.tensor([[1.0, 1.0], [-0.1, 1.0]])}, r"rewards\[1, 0\]"),
@@ -305,7 +308,7 @@ class TestOptionalRewards:
     def test_errors(self):
         with pytest.raises(ValueError, match="`required` has 1 entries"):
             aggregate_rewards(self.REWARDS, [1.0, 1.0], "log_tamed", num_generations=3, required=[True])
-        with pytest.raises(ValueError, match="optional rewards need groups"):
+        with pytest.raises(ValueError, match="optional rewards require groups"):
             aggregate_rewards(self.REWARDS, [1.0, 1.0], "log_tamed", required=[True, False])
         with pytest.raises(ValueError, match="`num_generations` is 4.*6"):
             aggregate_rewards(self.REWARDS, [1.0, 1.0], "log_tamed", num_generations=4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rewards of a run or of its evaluation, with their weights: checked, aggregated, held to ceilings, described."""
+"""Rewards of a run or of its evaluation with their weights: checks, aggregation, failure limits, metrics."""
 
 from collections.abc import Callable
 
@@ -17,25 +17,7 @@ from .reward_calls import (
 
 
 class RewardSet:
-    """
-    Rewards with their weights.
-
-    Args:
-        reward_funcs (`Callable` or `list[Callable]`):
-            Rewards as the user gives them.
-        weights (`list[float]`, *optional*):
-            A weight for each; 1 if `None`.
-        required (`list[bool]`, *optional*):
-            Whether an image needs each; all if `None`.
-        method (`str`, *optional*, defaults to `"sum_then_normalize"`):
-            Aggregation, see [`aggregate_rewards`].
-        threshold (`float` or `str`, *optional*, defaults to `"mean"`):
-            Threshold of log-taming.
-
-    Raises:
-        TypeError: a reward cannot be called.
-        ValueError: names, weights or requirements that cannot work.
-    """
+    """Rewards with their weights, and how they are aggregated; see [`aggregate_rewards`]."""
 
     def __init__(
         self,
@@ -50,11 +32,11 @@ class RewardSet:
         self.weights = check_reward_weights(weights, self.names, method)
         self.required = check_required(required, self.names, self.weights)
         self.method, self.threshold = method, threshold
-        # An image without one of these is not scored
+        # An image that lacks one of these is not scored
         self.is_needed = torch.tensor(self.required) & (self.weights != 0)  # (K,)
 
     def check_dataset(self, dataset: Dataset, where: str) -> None:
-        """Check that a dataset has the columns and panels that the rewards say they need."""
+        """Check that a dataset has the columns and panels that the rewards require."""
         check_columns(self.given, dataset, where)
 
     def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
@@ -62,8 +44,8 @@ class RewardSet:
         return aggregate_rewards(rewards, self.weights, self.method, self.threshold, num_generations, self.required)
 
     def total(self, rewards: torch.Tensor, num_generations: int | None = None) -> torch.Tensor:
-        """Sum the weighted rewards whatever the aggregation, as TRL's `reward`: taming would make it jump."""
-        # Groups stand in for optional rewards; without them an image that lacks one has no sum
+        """Compute the weighted sum whatever the aggregation, as TRL's `reward`: taming would make it jump."""
+        # Without groups an optional reward cannot be replaced, and an image that lacks it has no sum
         required = None if num_generations is None else self.required
         return aggregate_rewards(
             rewards, self.weights, "sum_then_normalize", num_generations=num_generations, required=required
@@ -75,15 +57,14 @@ class RewardSet:
         return f"Images without a value (None), by reward: {', '.join(f'{name} {count}' for name, count in counts)}."
 
     def check_failures(self, rewards: torch.Tensor, ceiling: float, where: str) -> None:
-        """Stop a run in which a required reward fails too often: it is not what the run is meant to learn from."""
-        shares = torch.isnan(rewards).float().mean(dim=0).tolist()
-        for name, share, is_needed in zip(self.names, shares, self.is_needed.tolist(), strict=True):
-            if is_needed and share > ceiling:
+        """Stop a run in which a required reward fails too often."""
+        fractions = torch.isnan(rewards).float().mean(dim=0).tolist()
+        for name, fraction, is_needed in zip(self.names, fractions, self.is_needed.tolist(), strict=True):
+            if is_needed and fraction > ceiling:
                 raise RewardError(
-                    f"In {where} the required reward '{name}' gave no value (None) for {share:.1%} of "
-                    f"{len(rewards)} images; the ceiling is `max_reward_failures` = {ceiling:g}. Look at why, in the "
-                    "warnings above; to go on nevertheless, raise the ceiling or make the reward optional "
-                    "(`reward_required`)."
+                    f"In {where} the required reward '{name}' gave no value (None) for {fraction:.1%} of "
+                    f"{len(rewards)} images; the ceiling is `max_reward_failures` = {ceiling:g}. The warnings above may "
+                    "say why. To continue anyway, raise the ceiling or make the reward optional (`reward_required`)."
                 )
 
     def check_excluded(
@@ -95,7 +76,7 @@ class RewardSet:
         max_groups: float,
         where: str,
     ) -> None:
-        """Stop a run in which too much could not be scored: it would train on what is left by chance."""
+        """Stop a run in which too many images or groups could not be scored."""
         groups = is_valid.view(-1, num_generations).any(dim=1)
         images_lost, groups_lost = 1 - is_valid.float().mean().item(), 1 - groups.float().mean().item()
         if is_valid.any() and images_lost <= max_images and groups_lost <= max_groups:
@@ -104,22 +85,22 @@ class RewardSet:
             f"In {where} {(~is_valid).sum().item()} of {len(is_valid)} images ({images_lost:.0%}) are "
             f"excluded and {(~groups).sum().item()} of {len(groups)} prompts ({groups_lost:.0%}) have fewer than two "
             f"scored images. The ceilings are `max_excluded_images` = {max_images:g} and "
-            f"`max_excluded_groups` = {max_groups:g}. {self.describe_missing(rewards)} Look at why None is returned; to "
-            "go on nevertheless, raise the ceilings."
+            f"`max_excluded_groups` = {max_groups:g}. {self.describe_missing(rewards)} Find out why None is returned; to "
+            "continue anyway, raise the ceilings."
         )
 
     def check_scored(self, rewards: torch.Tensor, ceiling: float) -> None:
-        """Stop where too much of an evaluation could not be scored: a mean of the rest would pass for the model's."""
+        """Stop if too many images of an evaluation could not be scored: the mean of the rest would mislead."""
         missing = torch.isnan(rewards[:, self.is_needed]).any(dim=1)
         if not missing.all() and missing.float().mean().item() <= ceiling:
             return
         raise RewardError(
             f"{missing.sum().item()} of {len(missing)} evaluation images could not be scored, more than "
-            f"`max_excluded_images` = {ceiling:g} allows. {self.describe_missing(rewards)} Look at why None is returned."
+            f"`max_excluded_images` = {ceiling:g} allows. {self.describe_missing(rewards)} Find out why."
         )
 
     def metrics(self, rewards: torch.Tensor, details: AggregationDetails, num_generations: int) -> dict[str, float]:
-        """Describe the rewards that could be computed; what cannot be said is left out."""
+        """Describe the rewards that could be computed; leave out what is undefined."""
         metrics = {}
 
         def add_statistics(mean_name: str, std_name: str, values: torch.Tensor) -> None:
@@ -133,7 +114,7 @@ class RewardSet:
             add_statistics(f"rewards/{name}/mean", f"rewards/{name}/std", values)
             metrics[f"rewards/{name}/failure_rate"] = torch.isnan(values).float().mean().item()
         add_statistics("reward", "reward_std", self.total(rewards, num_generations))
-        # Each mean in units of the first one's
+        # Relative to the mean of the first reward
         first = metrics.get(f"rewards/{self.names[0]}/mean")
         for name in self.names[1:]:
             if first and f"rewards/{name}/mean" in metrics:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards are computed beside the drawing: on a thread of their own, or on an event loop where they wait for others."""
+"""Rewards are computed during generation: on their own thread, or on an event loop if they wait for a server."""
 
 import asyncio
 import atexit
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -21,85 +21,45 @@ from ..data import split_grid
 from .reward_calls import RewardError
 
 
-# Enough for a reward model that works in batches, and few enough that most of a round's rewards are computed while its
-# other images are drawn: at the paper's settings a process draws 96 images, so that 5 of 6 calls are hidden
+# Large enough for reward models that work in batches, and small enough to hide most calls behind generation: 5 of 6 at
+# the paper's settings, where a process generates 96 images
 IMAGES_PER_CALL = 16
-# A reward that waits for a server is called as soon as images are there; so many calls may wait at the same time
+# Calls of async rewards that may wait at the same time
 _MAX_ASYNC_CALLS = 16
-# Processes agree every so many micro-batches on whether a reward has failed: one of them must not stop drawing alone
+# Processes agree at this interval on whether a reward has failed: none may stop generating alone
 _MICRO_BATCHES_PER_AGREEMENT = 8
 
 
 @dataclass
 class Scores:
-    """
-    Scores of the images of a round or an evaluation, in the order of their numbers, the same on every process.
+    """Scores of all images of a round or an evaluation, in the order of their numbers, the same on every process."""
 
-    Attributes:
-        rewards (`torch.Tensor` of shape `(images, rewards)`):
-            Rewards on the CPU, NaN where one could not be computed.
-        extra (`dict[str, list]`):
-            Columns that rewards logged themselves (`log_extra`).
-        metrics (`dict[str, float]`):
-            Metrics that rewards logged themselves (`log_metric`), averaged over the calls of all processes.
-        waited (`float`):
-            Seconds for which this process waited for rewards after its last image was drawn.
-        hidden (`float`):
-            Seconds in which rewards were computed while images were drawn.
-    """
-
-    rewards: torch.Tensor
-    extra: dict[str, list]
-    metrics: dict[str, float]
-    waited: float
-    hidden: float
+    rewards: torch.Tensor  # (images, rewards), on the CPU, NaN where one could not be computed
+    extra: dict[str, list]  # columns that rewards logged (`log_extra`)
+    metrics: dict[str, float]  # metrics that rewards logged (`log_metric`), averaged over the calls of all processes
+    waited: float  # seconds this process waited for rewards after its last image was generated
+    hidden: float  # seconds in which rewards were computed during generation
 
 
 @dataclass
 class _Call:
-    """
-    A call of rewards on some images.
-
-    Attributes:
-        functions (`list[int]`):
-            Numbers of the rewards that are called.
-        count (`int`):
-            Number of images.
-        values (`Future`):
-            Values of each of these rewards.
-        span (`list[float]`):
-            When it began and ended.
-        extra (`dict[str, list]`), metrics (`dict[str, list[float]]`):
-            What the rewards logged.
-    """
+    """A call of some rewards, given by their numbers."""
 
     functions: list[int]
-    count: int
     values: Future | None = None
-    span: list[float] = field(default_factory=list)
+    span: list[float] = field(default_factory=list)  # when it started and ended
     extra: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 class RewardScorer:
     """
-    Calls a set of rewards on images as they are drawn.
+    Calls rewards on images while others are generated.
 
-    Rewards that compute are called with `IMAGES_PER_CALL` images at a time (the last call of a round with the rest), in
-    the order in which the images were added, one call after the other, on one thread beside the one that draws. Which
-    images share a call does not depend on time, so that a reward whose rounding depends on its batch gives the same
-    values in a resumed run.
-
-    Async rewards wait for something elsewhere: they are called with each micro-batch as soon as it is drawn, and several
-    calls may wait at the same time.
-
-    Args:
-        reward_funcs (`list[Callable]`):
-            Rewards, from [`~paco_trl.rewards.reward_calls.check_reward_functions`].
-        names (`list[str]`):
-            Their names.
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the run.
+    Rewards that compute are called with `IMAGES_PER_CALL` images at a time, in the order of the images, one call after
+    the other on one extra thread. Which images share a call does not depend on timing, so that a reward whose rounding
+    depends on its batch gives the same values in a resumed run. Async rewards are called with each micro-batch as soon
+    as it is generated, and several calls may wait at the same time.
     """
 
     def __init__(self, reward_funcs: list[Callable], names: list[str], accelerator: Accelerator):
@@ -113,36 +73,23 @@ class RewardScorer:
         if self._async:
             thread, self._loop, is_ready = start_event_loop_in_daemon(name="PaCoGRPOTrainer-AsyncLoop")
             is_ready.wait()
-            # Gradients are a matter of the thread. Switched off once: calls take turns there, each in the middle of others.
+            # The gradient mode belongs to the thread, where calls interleave: set it once
             self._loop.call_soon_threadsafe(torch.set_grad_enabled, False)
             atexit.register(shutdown_event_loop_in_daemon, thread, self._loop)
         self._calls: list[_Call] = []
         self.start()
 
     def start(self) -> None:
-        """Begins a new set of images; what an earlier one left behind, because it was broken off, is dropped."""
+        """Start a new set of images; drop what is left of an interrupted one."""
         for call in self._calls:
             call.values.cancel()
-        self._waiting: list[dict] = []  # arguments of single images that wait for a call
+        self._waiting: list[dict] = []  # arguments of single images for the next call
         self._calls = []
         self._count = self._num_added = 0
         self._slots = asyncio.Semaphore(_MAX_ASYNC_CALLS)
 
     def add(self, rows: list[dict], images: list[Image.Image], state: TrainerState) -> None:
-        """
-        Adds images; once there are enough of them, the next call begins. Every process calls it equally often.
-
-        Args:
-            rows (`list[dict]`):
-                The row of the dataset that each image was drawn for.
-            images (`list[PIL.Image.Image]`):
-                Images.
-            state ([`~transformers.TrainerState`]):
-                State of the run, for rewards that take `trainer_state`.
-
-        Raises:
-            RewardError: a reward of an earlier call raised, on this process or another.
-        """
+        """Add images with their dataset rows, and submit full calls. Every process calls it equally often."""
         arguments = [
             # Panels are cut once for all rewards
             {**row, "completions": image, "panel_images": split_grid(image, row["rows"], row["cols"])}
@@ -162,19 +109,9 @@ class RewardScorer:
 
     def finish(self, order: np.ndarray, state: TrainerState) -> Scores:
         """
-        Waits for the rewards and gathers them. Every process calls it.
+        Wait for the rewards and gather them. Every process calls it.
 
-        Args:
-            order (`np.ndarray` of shape `(images of all processes,)`):
-                Process by process, the number of each image; what appears twice counts once.
-            state ([`~transformers.TrainerState`]):
-                State of the run.
-
-        Returns:
-            [`Scores`].
-
-        Raises:
-            RewardError: a reward raised, or logged a column that does not fit the images, on any process.
+        `order` has the number of each image, process by process; of duplicates the first counts.
         """
         if self._waiting:
             self._submit(self._sync, self._waiting, state)
@@ -182,12 +119,14 @@ class RewardScorer:
         wait([call.values for call in self._calls], return_when=FIRST_EXCEPTION)
         waited = time.perf_counter() - started
         problem = self._problem()
-        extra: dict[str, list] = defaultdict(list)
-        if problem is None:
-            for call in self._calls:
-                for column, values in call.extra.items():
-                    extra[column].extend(values)
-            problem = next((self._misfit(column, values) for column, values in extra.items()), None)
+        # After a failure other calls may still be logging
+        extra = {} if problem else _merged(call.extra for call in self._calls)
+        for column, values in extra.items():
+            if len(values) != self._count:
+                problem = RewardError(
+                    f"Rewards logged {len(values)} values in the column '{column}' (`log_extra`) for {self._count} "
+                    "images. Log one per image, and use different columns for different rewards."
+                )
         self._raise_together(problem)
 
         rewards = torch.full((self._count, len(self.reward_funcs)), torch.nan)  # (images of this process, rewards)
@@ -201,11 +140,7 @@ class RewardScorer:
         for column in sorted(set(gather_object(list(extra)))):
             values = gather_object(extra.get(column, [None] * self._count))
             columns[column] = [values[index] for index in first]
-        metrics = {}
-        logged: dict[str, list[float]] = defaultdict(list)
-        for call in self._calls:
-            for name, values in call.metrics.items():
-                logged[name].extend(values)
+        metrics, logged = {}, _merged(call.metrics for call in self._calls)
         for name in sorted(set(gather_object(list(logged)))):
             values = logged.get(name, [])
             local = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=self.accelerator.device)
@@ -217,32 +152,24 @@ class RewardScorer:
         return scores
 
     def _problem(self) -> Exception | None:
-        """What the first call that failed raised, as far as it is known."""
+        """Return the exception of the first call that is known to have failed."""
         done = (call.values for call in self._calls if call.values.done())
         return next((values.exception() for values in done if values.exception() is not None), None)
 
     def _raise_together(self, problem: Exception | None) -> None:
-        """All processes stop with the reason, or none does."""
+        """Raise on all processes if one has a problem."""
         problems = [] if problem is None else [f"process {self.accelerator.process_index}: {problem}"]
         if self.accelerator.num_processes > 1:
             problems = gather_object(problems)
         if problem is None and not problems:
             return
-        self.start()  # what waits in line is not computed
+        self.start()
         if problem is not None:
             raise problem
         raise RewardError(f"A reward failed on {'; '.join(problems)}")
 
-    def _misfit(self, column: str, values: list) -> RewardError | None:
-        if len(values) == self._count:
-            return None
-        return RewardError(
-            f"Rewards logged {len(values)} values in the column '{column}' (`log_extra`) for {self._count} images: give "
-            "one for each image, and each reward columns of its own."
-        )
-
     def _submit(self, functions: list[int], batch: list[dict], state: TrainerState) -> None:
-        call = _Call(functions, len(batch))
+        call = _Call(functions)
         arguments = {name: [row[name] for row in batch] for name in batch[0] if name != "prompt"}
         arguments |= {
             "prompts": [row["prompt"] for row in batch],
@@ -254,14 +181,14 @@ class RewardScorer:
         if functions is self._async:
             call.values = asyncio.run_coroutine_threadsafe(self._wait_for(call, arguments, self._slots), self._loop)
         else:
-            # The device of a new thread is the first one, not that of this process
+            # A new thread starts on the first device, not on that of this process
             device = torch.cuda.current_device() if self.accelerator.device.type == "cuda" else None
             call.values = self._executor.submit(self._compute, call, arguments, device)
         self._calls.append(call)
 
     @torch.no_grad()
     def _compute(self, call: _Call, arguments: dict, device: int | None) -> torch.Tensor:
-        """Calls the rewards that compute; runs on the scorer's thread."""
+        """Call the rewards that compute; runs on the scorer's thread."""
         call.span = [time.perf_counter(), torch.inf]
         if device is not None:
             torch.cuda.set_device(device)
@@ -270,7 +197,7 @@ class RewardScorer:
         return _as_tensor(values)
 
     async def _wait_for(self, call: _Call, arguments: dict, slots: asyncio.Semaphore) -> torch.Tensor:
-        """Calls the async rewards; runs on the event loop."""
+        """Call the async rewards; runs on the event loop."""
         async with slots:
             call.span = [time.perf_counter(), torch.inf]
             try:
@@ -287,8 +214,16 @@ def _as_tensor(values: list[list[float | None]]) -> torch.Tensor:
     return torch.tensor(rewards, dtype=torch.float32).T  # (images, rewards)
 
 
+def _merged(logs: Iterable[dict[str, list]]) -> dict[str, list]:
+    merged: dict[str, list] = defaultdict(list)
+    for log in logs:
+        for name, values in log.items():
+            merged[name].extend(values)
+    return merged
+
+
 def _covered(spans: list[list[float]], until: float) -> float:
-    """Seconds before `until` in which at least one of the spans was running."""
+    """Return the seconds before `until` in which at least one of the spans was running."""
     total, end = 0.0, -torch.inf
     for begin, stop in sorted(spans):
         begin, stop = max(begin, end), min(stop, until)
