@@ -156,7 +156,7 @@ class TestLearning:
 
 
 class TestOverlap:
-    def test_images_are_scored_as_soon_as_they_are_drawn(self, make_trainer, server):
+    def test_images_are_scored_as_soon_as_they_are_generated(self, make_trainer, server):
         trainer = make_trainer(reward_funcs=consistency(server, max_pairs=1), **{**SETTINGS, "max_steps": 1})
         seen_while_drawing, draw = [], trainer.policy.draw
 

@@ -500,7 +500,7 @@ class TestCachedJudge:
 
         assert asyncio.run(give_up()) == close(EXPECTED[:1]) and len(server.requests) == 1
 
-    def test_what_makes_a_question_another(self, judge):
+    def test_what_distinguishes_questions(self, judge):
         asked = CachedJudge(judge)
         first, second = plain(1), plain(2)
         questions = [
@@ -518,7 +518,7 @@ class TestCachedJudge:
         judge.name = "another"
         assert asked.query(questions) == (answers, 6)
 
-    def test_what_makes_an_image_another(self):
+    def test_what_distinguishes_images(self):
         red_and_blue = Image.new("P", (2, 2))
         red_and_blue.putpalette([255, 0, 0, 0, 0, 255])
         green = red_and_blue.copy()

@@ -571,7 +571,7 @@ class TestSharedBeginnings:
         assert rows == [(3, first), (6, second), (18, whole - first - second)]
         assert patches == [4 * 16]
 
-    def test_there_is_no_forward_for_what_nobody_shares_alone(self, judge, reference):
+    def test_no_extra_forward_pass_without_shared_prefixes(self, judge, reference):
         """One pair: its two images are read together. One question each: up to the first image."""
         first, second, third = (noise(seed) for seed in range(3))
         judge = PaCoReward(judge.model, judge.processor)
@@ -854,7 +854,7 @@ class TestBadInput:
             "None",
         ],
     )
-    def test_what_is_not_a_pair(self, judge, images, message):
+    def test_not_a_pair(self, judge, images, message):
         with pytest.raises(ValueError, match=message):
             judge.score(images, SHORT)
 
@@ -877,7 +877,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=rf"First image of pair 1 cannot be read \({path}\): .*Replace the file"):
             judge.score([(noise(1), noise(2)), (path, noise(1))], SHORT)
 
-    def test_what_is_no_image(self, judge, tmp_path):
+    def test_not_an_image(self, judge, tmp_path):
         (tmp_path / "text.png").write_text("no image")
         for source, name in (
             (tmp_path / "text.png", r" \(.*text.png\)"),
@@ -923,7 +923,7 @@ class TestBadInput:
         [["ab.png", "cd.png"], [noise(0), noise(1)], [b"abc"], [Path("a.png")]],
         ids=["text", "image", "bytes", "Path"],
     )
-    def test_what_is_not_a_set(self, judge, images):
+    def test_not_a_set(self, judge, images):
         with pytest.raises(ValueError, match=r"(?i)\bset 0\b|`image_sets\[0\]`"):
             judge.score_sets(images, SHORT)
 
@@ -1053,7 +1053,7 @@ def live_zero3():
 
 class TestFromPretrained:
     @pytest.mark.parametrize("kind", [str, Path])
-    def test_whole_model(self, tiny_qwen, pairs, questions, expected, kind):
+    def test_full_model(self, tiny_qwen, pairs, questions, expected, kind):
         judge = PaCoReward.from_pretrained(kind(tiny_qwen))
         assert judge.score(pairs, questions) == close(expected)
         assert judge.name == str(tiny_qwen) and judge.batch_size == 8
@@ -1146,7 +1146,7 @@ class TestFromPretrained:
             assert judge.model.config._attn_implementation == "eager"
             assert PaCoReward.from_pretrained(folder, device="cpu").model.config._attn_implementation != "eager"
 
-    def test_whole_models_in_pickles_are_refused(self, tiny_qwen, tmp_path):
+    def test_full_models_in_pickles_are_refused(self, tiny_qwen, tmp_path):
         folder = shutil.copytree(tiny_qwen, tmp_path / "model")
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         PaCoReward.from_pretrained(folder, device="cpu")
@@ -1213,7 +1213,7 @@ class TestFromPretrained:
             PaCoReward.from_pretrained(edited(r=8), device="cpu")
 
     @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-    def test_is_whole_while_a_zero3_config_is_live(
+    def test_is_complete_while_a_zero3_config_is_live(
         self, tiny_qwen, adapter, pairs, questions, expected, expected_adapted
     ):
         from transformers.integrations import deepspeed as hf_deepspeed
@@ -1254,7 +1254,7 @@ class TestHub:
         (folder.parents[1] / ".no_exist" / folder.name / "config.json").touch()
         return tmp_path / "hub"
 
-    def test_whole_model(self, hub, pairs, questions, expected):
+    def test_full_model(self, hub, pairs, questions, expected):
         judge = PaCoReward.from_pretrained("org/base", device="cpu", cache_dir=hub)
         assert judge.score(pairs, questions) == close(expected) and judge.name == "org/base"
 

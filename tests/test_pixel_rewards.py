@@ -275,7 +275,7 @@ class TestLayout:
             assert layout_score(change(grid(2, 2, seed=seed)), 2, 2) > 0.8
 
     @pytest.mark.parametrize("size", SIZES, ids=str)
-    def test_one_picture_is_no_grid(self, size):
+    def test_one_image_is_not_a_grid(self, size):
         down, across = np.mgrid[: size[1], : size[0]] / np.array([size[1], size[0]])[:, None, None]
         pictures = {
             "flat": Image.new("RGB", size, (120, 130, 90)),
@@ -459,7 +459,7 @@ def ocr():
 @pytest.mark.slow
 class TestOcrReward:
     @pytest.mark.slow
-    def test_words_in_drawings(self, ocr, capfd):
+    def test_words_in_images(self, ocr, capfd):
         images = {
             "read": sign("Open Today"),
             "light on dark, small": sign("open today", background="navy", color="yellow", height=26),
@@ -523,7 +523,7 @@ class TestPixelRewardsOfOtherModes:
         black = Image.new("RGB", (8, 8))
         assert panel_similarity_reward(["p"], [black], [[grey, black]])[0] == pytest.approx(0.8)
 
-    def test_what_has_no_range_is_refused_by_name(self):
+    def test_images_without_a_range_are_refused_by_name(self):
         image, unknown = Image.new("RGB", (8, 8)), Image.new("F", (8, 8))
         with pytest.raises(ValueError, match="^Completion 1 has the mode 'F'"):
             redness_reward(["p"] * 2, [image, unknown])

@@ -88,7 +88,7 @@ class TestReturnedValues:
         assert error.value.__cause__ is cause
 
     @pytest.mark.parametrize("values", [None, 0.5, [1.0, "high", 2.0]], ids=["None", "a number", "a word"])
-    def test_what_is_no_list_of_numbers_is_an_error_with_the_name(self, is_async, values):
+    def test_not_a_list_of_numbers_is_an_error_with_the_name(self, is_async, values):
         with pytest.raises(RewardError, match="'tasty'"):
             call(returning(values, is_async))
 
@@ -123,7 +123,7 @@ class TestFunctions:
         ["clip-reward", None, 1.0, nn.Linear(2, 1), nn.Linear, dict],
         ids=["an id", "None", "a number", "a module", "a module class", "a class"],
     )
-    def test_what_is_no_such_callable_is_refused(self, wrong):
+    def test_other_callables_are_refused(self, wrong):
         with pytest.raises(TypeError, match="A reward must be a callable"):
             check_reward_functions([redness_reward, wrong])
 

@@ -297,7 +297,7 @@ class TestOptionalRewards:
         assert self.order(aggregate) == self.order(alone)
         assert details.share == [1.0, 0.0]
 
-    def test_a_required_one_beside_it_still_excludes(self):
+    def test_another_required_reward_still_excludes(self):
         rewards = self.REWARDS.clone()
         rewards[4, 0] = NAN
         aggregate, _ = aggregate_rewards(
@@ -708,7 +708,7 @@ class TestPixelRewards:
         assert scores[:3] == pytest.approx([1.0, 0.0, 1 / 3])
         assert scores[3] is None
 
-    def test_panel_similarity_sees_where_the_colours_are(self):
+    def test_panel_similarity_depends_on_where_the_colors_are(self):
         left = Image.new("RGB", (16, 16), "black")
         left.paste("white", (0, 0, 8, 16))
         right = left.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

@@ -106,7 +106,7 @@ class Timed:
 
 
 class TestBesideTheDrawing:
-    def test_a_call_runs_while_the_next_images_are_drawn(self, make_trainer):
+    def test_a_call_runs_while_the_next_images_are_generated(self, make_trainer):
         def wait(number):
             if number == 1:
                 wait_until(lambda: len(drawn) >= 6)
@@ -135,7 +135,7 @@ class TestBesideTheDrawing:
         assert hidden >= drawn[5][1] - first[0] - 0.001
         assert 0.1 <= waited <= finishing[1] - finishing[0] + 0.001  # the second call is not hidden
 
-    def test_the_last_images_are_scored_after_the_drawing(self, make_trainer):
+    def test_the_last_images_are_scored_after_generation(self, make_trainer):
         def wait(number):
             wait_until(lambda: finishing)
             time.sleep(0.2)
@@ -152,7 +152,7 @@ class TestBesideTheDrawing:
         assert 0.1 <= waited <= finishing[1] - finishing[0] + 0.001
 
     @pytest.mark.parametrize(("num_prompts", "batch_size"), [(10, 4), (12, 3)])
-    def test_calls_have_sixteen_images_in_the_order_of_the_drawing(self, make_trainer, num_prompts, batch_size):
+    def test_calls_have_sixteen_images_in_the_order_of_generation(self, make_trainer, num_prompts, batch_size):
         assert IMAGES_PER_CALL == 16
         series = []
         for _ in range(2):
@@ -194,7 +194,7 @@ class TestBesideTheDrawing:
             of_prompt = [entry["watch"] for entry in entries if entry["prompt"] == prompt]
             assert of_prompt == pytest.approx(rewards, abs=1e-6)
 
-    def test_a_reward_that_raises_stops_the_drawing(self, make_trainer):
+    def test_a_reward_that_raises_stops_generation(self, make_trainer):
         broken = [True]
 
         def breaks(prompts, completions, **kwargs):

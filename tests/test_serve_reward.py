@@ -296,7 +296,7 @@ def value_of(command: list[str], option: str) -> str:
 
 
 class TestCommandLine:
-    def test_whole_model(self, tmp_path):
+    def test_full_model(self, tmp_path):
         (tmp_path / "config.json").write_text("{}")
         assert command_for(tmp_path) == [
             *["/vllm/bin/vllm", "serve", str(tmp_path), "--served-model-name", "paco-reward"],
@@ -474,7 +474,7 @@ class TestArguments:
 
 class TestProcesses:
     @pytest.mark.slow
-    def test_the_whole_command(self, start, stand_in):
+    def test_the_full_command(self, start, stand_in):
         """With the real client, and a key."""
         command = start("judge", program=["-m", "paco_trl.commands.main", "serve-reward"], key=KEY)
         command.wait_for("Ctrl-C stops it.")
@@ -563,7 +563,7 @@ class TestProcesses:
         assert command.wait() == 5
         assert "vLLM ended by itself, with exit code 5. Its last lines:\n" in command.output
 
-    def test_is_no_judge(self, start):
+    def test_is_not_a_judge(self, start):
         command = start("does-not-judge")
         assert command.wait() == 1
         assert "The server runs, but not as a judge: it does not judge\n" in command.output

@@ -176,7 +176,7 @@ class TestYesProbability:
 
     @pytest.mark.parametrize("token", ["Yes", "No"])
     @pytest.mark.parametrize("value", [math.nan, 0.1, math.inf])
-    def test_what_is_no_log_probability_is_refused(self, token, value):
+    def test_invalid_log_probabilities_are_refused(self, token, value):
         with pytest.raises(ValueError, match=f"log-probability of '{token}' is {value}"):
             yes_probability({"Yes": -0.1, "No": -0.1, token: value})
         assert yes_probability({"Yes": -0.1, "No": -0.1, "Maybe": value}) == 0.5
@@ -247,7 +247,7 @@ class TestScore:
             ([PAIR, PAIR], [QUESTION], "1 questions for 2 pairs"),
         ],
     )
-    def test_what_is_no_question_is_not_sent(self, server, judge, images, prompts, message):
+    def test_invalid_questions_are_not_sent(self, server, judge, images, prompts, message):
         with pytest.raises(ValueError, match=message):
             judge.score(images, prompts)
         with pytest.raises(ValueError, match=message):
@@ -447,7 +447,7 @@ class TestUnavailable:
         server.fault = lambda number: None
         assert judge.score([PAIR], QUESTION) == [RIGHT]
 
-    def test_the_last_error_is_no_try_that_the_budget_cut_short(self, server, make_judge, clock):
+    def test_the_last_error_is_not_that_of_a_request_cut_by_the_budget(self, server, make_judge, clock):
         server.fault = lambda number: clock.after(30.0, "hang") if number == 1 else "500"
         judge = make_judge(server, timeout=30.0, time_budget=30.0)
         with pytest.raises(JudgeUnavailableError, match="the last error: HTTP 500"):
@@ -559,7 +559,7 @@ class TestCheck:
         assert images[0].getpixel((0, 0)) != images[1].getpixel((0, 0))
         assert server.paths == ["/v1/models", "/v1/chat/completions"]
 
-    def test_does_not_wait_for_a_whole_request(self, server, make_judge, clock):
+    def test_does_not_wait_for_a_full_request(self, server, make_judge, clock):
         """A server that takes a connection and says nothing: at the first address, and at the second."""
         budget, timeout = (
             inspect.signature(method).parameters[name].default
@@ -712,7 +712,7 @@ class TestConnections:
         assert loops[0] is not known
         known.call_soon_threadsafe(known.stop)
 
-    def test_after_a_fork_a_judge_is_made_anew(self, server, make_judge):
+    def test_a_judge_must_be_created_again_after_a_fork(self, server, make_judge):
         judge = make_judge(server)
         assert judge.score([PAIR], QUESTION) == [RIGHT]
         child = os.fork()
@@ -870,7 +870,7 @@ class TestImages:
             (noise(0, (5600, 14)), "First image of pair 1 cannot be read: .*ratio"),
         ],
     )
-    def test_what_cannot_be_read_is_not_sent(self, server, judge, source, message):
+    def test_unreadable_images_are_not_sent(self, server, judge, source, message):
         with pytest.raises(ValueError, match=message):
             judge.score([PAIR, (source, PAIR[0])], QUESTION)
         with pytest.raises(ValueError, match=message.replace("First", "Second")):
@@ -956,7 +956,7 @@ class TestSingleImages:
             ([PAIR[0], "/nowhere.png"], QUESTION, r"^Image 1 cannot be read \(/nowhere.png\): FileNotFoundError"),
         ],
     )
-    def test_what_is_no_question_is_not_sent(self, server, judge, images, prompts, message):
+    def test_invalid_questions_are_not_sent(self, server, judge, images, prompts, message):
         with pytest.raises(ValueError, match=message):
             judge.score_images(images, prompts)
         assert server.requests == []
