@@ -34,7 +34,7 @@ class AggregationDetails:
         tamed (`list[bool]`):
             Whether the reward was replaced by log(1 + R_k). All `False` with methods other than `log_tamed`.
         threshold (`float`):
-            The threshold (delta) as a number, also if given as `"mean"` or `"median"`. Infinity if no h_k is defined.
+            The threshold (delta) as a number, also if given as `"mean"`. Infinity if no h_k is defined.
         share (`list[float | None]`):
             Fraction that each reward contributes to the spread within groups ([`spread_shares`]), after taming or
             normalization and with its weight: 0.5 and 0.5 for two rewards in balance, near 1 for one that dominates.
@@ -129,9 +129,9 @@ def aggregate_rewards(
               A reward whose mean is not positive has no h_k and is not tamed.
             - `"geometric_mean"`: exp(sum_k w_k log R_k / sum_k w_k). Rewards and weights must be >= 0.
         threshold (`float` or `str`, *optional*, defaults to `0.2`):
-            Threshold of h_k (the paper's delta): a number (0.2 in the paper), `"mean"` for the mean of the h_k (also
-            in the paper), or `"median"` for their median (not in the paper). Mean and median are over the rewards of
-            nonzero weight whose h_k is defined; with a single one, they equal its h_k and nothing is tamed.
+            Threshold of h_k (the paper's delta): a number, 0.2 in the paper, or `"mean"` for the mean of the h_k, also
+            in the paper. The mean is over the rewards of nonzero weight whose h_k is defined; with a single one,
+            nothing is tamed.
         num_generations (`int`, *optional*):
             Generations per group, G. A group is G consecutive rows. Required by `normalize_then_sum` and optional
             rewards; the details' `share` is within groups if given.
@@ -240,10 +240,8 @@ def _resolve_threshold(threshold: float | str, h: list[float | None]) -> float:
     defined = [h_k for h_k in h if h_k is not None]
     if threshold == "mean":
         return statistics.mean(defined) if defined else math.inf
-    if threshold == "median":
-        return statistics.median(defined) if defined else math.inf
     if isinstance(threshold, str) or not threshold >= 0:
-        raise ValueError(f"`threshold` is {threshold!r}, but must be a number >= 0, 'mean' or 'median'.")
+        raise ValueError(f"`threshold` is {threshold!r}, but must be a number >= 0 or 'mean'.")
     return float(threshold)
 
 
