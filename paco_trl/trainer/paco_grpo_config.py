@@ -172,7 +172,7 @@ class PaCoGRPOConfig(GRPOConfig):
             batch, whatever `scale_rewards` is) or `"geometric_mean"`.
         log_tame_threshold (`float` or `str`, *optional*, defaults to `0.2`):
             Coefficient of variation above which `"log_tamed"` tames a reward (paper: 0.2, or `"mean"` for the mean of
-            the rewards' coefficients). `"median"` is not the paper's.
+            the rewards' coefficients).
         advantage_clip (`float`, *optional*, defaults to `5.0`):
             Advantages are clipped to [-advantage_clip, advantage_clip] (paper). `None` does not clip.
         reward_required (`list[bool]`, *optional*):
@@ -317,7 +317,7 @@ class PaCoGRPOConfig(GRPOConfig):
     # and "mean" can be given.
     log_tame_threshold: float | str | None = field(
         default=0.2,
-        metadata={"help": "Coefficient of variation above which a reward is tamed: number, 'mean' or 'median'."},
+        metadata={"help": "Coefficient of variation above which a reward is tamed: number, or 'mean'."},
     )
     advantage_clip: float | None = field(
         default=5.0,
@@ -587,12 +587,12 @@ def _parse_flag(value: bool | str) -> bool:
 
 
 def _parse_threshold(threshold: float | str | None) -> float | str:
-    if threshold in ("mean", "median"):
+    if threshold == "mean":
         return threshold
     try:
         value = float(threshold)
     except (TypeError, ValueError):
         value = math.nan
     if not value >= 0:
-        raise ValueError(f"`log_tame_threshold` is {threshold!r}; it must be a number >= 0, 'mean' or 'median'.")
+        raise ValueError(f"`log_tame_threshold` is {threshold!r}; it must be a number >= 0, or 'mean'.")
     return value
