@@ -135,7 +135,7 @@ class TestGroupAdvantages:
             group_advantages(REWARDS, 4, "std")
 
     def test_groups_that_are_not_whole(self):
-        with pytest.raises(ValueError, match="12 rewards are not whole groups of 5"):
+        with pytest.raises(ValueError, match="12 rewards are not full groups of 5"):
             group_advantages(REWARDS, 5)
 
     def test_double_precision_rewards_are_taken(self):
