@@ -507,7 +507,7 @@ class TestRound:
                 {"generation_batch_size": 48, "per_device_train_batch_size": 16},
                 1,
                 "generation_batch_size",
-                ["3 prompts x 16 generations = 48 images", "48 / 32 is not whole"],
+                ["3 prompts x 16 generations = 48 images", "48 / 32 is not an integer"],
             ),
             (
                 {"generation_batch_size": 16 * 42},

@@ -81,7 +81,7 @@ class TestDoesNotDivide:
         message = str(error.value)
         assert "5 prompts x 3 generations = 15 images" in message
         assert "4 processes x 2 images in a micro-batch x 2 optimizer steps = 16" in message
-        assert "15 / 16 is not whole" in message
+        assert "15 / 16 is not an integer" in message
         assert "work: 16 (`generation_batch_size` = 48)" in message  # nothing below 5 works
 
     @pytest.mark.parametrize(

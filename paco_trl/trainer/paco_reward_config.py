@@ -12,40 +12,32 @@ from .refusals import refuse_fields
 
 
 _PAIRS = "pairs have images, and their prompts must not share a sequence"
-_COMPLETION = "the loss is that of the completion, Yes or No and the reasons"
-_LOGITS = "it needs the logits of the whole vocabulary, which the fused head never builds"
+_COMPLETION = "the loss is that of the completion, Yes or No and the reasoning"
+_LOGITS = "it requires the logits of the full vocabulary, which the fused head never builds"
 _DATASET = "the columns are those of the pair format, `images`, `prompt` and `completion`"
 
-# Fields of SFTConfig that cannot work for pairs. Set to anything but their default, they are refused with the reason:
-# an option without effect would be a silent error in somebody's experiment.
+# Fields of SFTConfig that cannot work for pairs, refused unless they have their default
 REFUSED_FIELDS = {
-    "packing": _PAIRS,
-    "padding_free": _PAIRS,
-    "eval_packing": _PAIRS,
-    "packing_strategy": _PAIRS,
-    "pad_to_multiple_of": "TRL's collator cannot do it for prompts with images",
-    "completion_only_loss": _COMPLETION,
-    "assistant_only_loss": _COMPLETION,
-    "dataset_text_field": _DATASET,
-    "dataset_kwargs": _DATASET,
+    **dict.fromkeys(("packing", "padding_free", "eval_packing", "packing_strategy"), _PAIRS),
+    "pad_to_multiple_of": "TRL's collator does not support it for prompts with images",
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _COMPLETION),
+    **dict.fromkeys(("dataset_text_field", "dataset_kwargs", "remove_unused_columns"), _DATASET),
     "shuffle_dataset": "every epoch is shuffled anyway, see `train_sampling_strategy`",
-    "dataloader_drop_last": "an evaluation would leave out pairs; incomplete batches are weighted rightly",
-    "fsdp": "weights are read and saved that FSDP takes apart; use DeepSpeed ZeRO-3",
-    "truncation_mode": "the images stand at the start of the sequence",
+    "dataloader_drop_last": "an evaluation would leave out pairs; incomplete batches are weighted correctly",
+    "fsdp": "weights are read and saved that FSDP shards; use DeepSpeed ZeRO-3",
+    "truncation_mode": "the images are at the start of the sequence",
     "loss_type": "the loss is `loss_variant`, weighted by `first_token_weight`",
     "label_smoothing_factor": _LOGITS,
     "use_liger_kernel": 'TRL deprecates it; use `model_init_kwargs={"use_kernels": True}`',
     "router_aux_loss_coef": "the router is frozen, only the adapter of the linear layers is trained",
-    "fp16_full_eval": "an evaluation must see the model that was trained",
-    "bf16_full_eval": "an evaluation must see the model that was trained",
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "an evaluation must use the precision of training"),
     **dict.fromkeys(
         ("batch_eval_metrics", "eval_do_concat_batches", "include_for_metrics", "label_names", "prediction_loss_only"),
-        "the metrics of a judge are those of the whole evaluation set, made of its decisions",
+        "the metrics of a judge are computed from its decisions on the full evaluation set",
     ),
-    "remove_unused_columns": _DATASET,
     "pad_token": "padding is the processor's own",
     "liger_kernel_config": "it goes with `use_liger_kernel`",
-    "parallelism_config": "a completion's tokens are weighed together; use data parallelism or DeepSpeed ZeRO",
+    "parallelism_config": "a completion's tokens are weighted together; use data parallelism or DeepSpeed ZeRO",
     "use_cache": "training never uses a key-value cache",
 }
 
@@ -56,50 +48,47 @@ class PaCoRewardConfig(SFTConfig):
     r"""
     Configuration class for the [`PaCoRewardTrainer`].
 
-    Only the parameters that are new here, or whose defaults differ from [`~trl.SFTConfig`], are listed; for the others
-    refer to [`~trl.SFTConfig`] and [`~transformers.TrainingArguments`]. Fields of [`~trl.SFTConfig`] that cannot work
-    for pairs of images are refused when set. The defaults are the paper's
-    ([PaCo-RL](https://huggingface.co/papers/2512.04784), Part 2) where it names one.
+    This class includes only the parameters that are new here, or whose defaults differ from [`~trl.SFTConfig`]; for
+    the others refer to [`~trl.SFTConfig`] and [`~transformers.TrainingArguments`]. Fields of [`~trl.SFTConfig`] that
+    cannot work for pairs of images are refused when set. The defaults are the paper's
+    ([PaCo-RL](https://huggingface.co/papers/2512.04784)) unless another source is given.
 
     Parameters:
         > Parameters that control the loss
 
         first_token_weight (`float`, *optional*, defaults to `0.1`):
-            Share `a` of the decision token, Yes or No, in the loss of a completion (paper, Sec. 3.2). `None` is plain
-            likelihood. The decision of a completion that is the label alone has the weight 1 in the paper's loss.
+            Weight `a` of the decision token, Yes or No, in the loss of a completion (Sec. 3.2). `None` is plain
+            likelihood. In the paper's loss a label without reasoning has the weight 1.
         loss_variant (`str`, *optional*, defaults to `"paper"`):
-            Loss of a completion of n tokens, the terminators that the chat template adds among them: `"paper"` gives
-            the decision the weight a and every other token (1 - a) / (n - 1), averaged over the completions;
-            `"released"` is the published training code's, in which the decision weighs a / n. See
-            [`~paco_trl.trainer.first_token_weighted_loss`].
+            Loss of a completion of n tokens, including the chat template's terminators: `"paper"` gives the decision
+            the weight a and every other token (1 - a) / (n - 1), `"released"` is the published training code's, where
+            the decision has the weight a / n. See [`~paco_trl.trainer.first_token_weighted_loss`].
 
         > Parameters that control the data
 
         max_pixels (`int`, *optional*, defaults to `2097152`):
-            Pixels to which a larger image is scaled down (paper). Saved with the processor, so that the judge sees
-            images as it was trained on them. `None` keeps the processor's own limit.
+            Pixels to which larger images are scaled down. Saved with the processor. `None` keeps the processor's limit.
         max_length (`int`, *optional*, defaults to `16384`):
-            Tokens at which a sequence is cut (published code). Only reasons are ever cut: a sequence whose images or
-            decision do not fit is an error. `None` never cuts.
+            Tokens at which a sequence is truncated (published code). Only reasoning is truncated: a sequence whose
+            images or decision do not fit is an error. `None` never truncates.
 
         > Parameters that control the training
 
         learning_rate (`float`, *optional*, defaults to `2e-4`):
-            Highest learning rate of AdamW (paper).
+            Peak learning rate of AdamW.
         lr_scheduler_type (`str`, *optional*, defaults to `"cosine"`):
-            Learning-rate schedule (paper).
+            Learning-rate schedule.
         warmup_steps (`float`, *optional*, defaults to `0.1`):
-            Steps of the warm-up, or their share if below 1 (paper: 10 %).
+            Warmup steps, or their fraction of all steps if below 1.
         num_train_epochs (`float`, *optional*, defaults to `2.0`):
-            Epochs (paper).
+            Number of epochs.
         per_device_train_batch_size (`int`, *optional*, defaults to `8`):
-            Pairs of a micro-batch on one process (paper; its published code accumulates 4 of them).
+            Pairs of a micro-batch on one process (the published code accumulates 4 of them).
         dataloader_num_workers (`int`, *optional*):
-            Processes that open images and collate batches while the model computes. If `None`, 2 with a CUDA GPU and
-            0, the training process itself, without one. The batches wait in shared memory.
+            Worker processes that open images and collate batches. If `None`, 2 with a CUDA GPU and 0, the training
+            process itself, without one. Batches are in shared memory.
         ddp_find_unused_parameters (`bool`, *optional*, defaults to `False`):
-            Whether DDP looks for unused parameters. Every batch has images and the vision tower is frozen, so that
-            there are none.
+            Whether DDP looks for unused parameters. There are none, since every batch has images.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.SFTConfig`]: `max_length` (`16384`), `learning_rate`
@@ -111,45 +100,42 @@ class PaCoRewardConfig(SFTConfig):
     first_token_weight: float | None = field(
         default=0.1,
         metadata={
-            "help": "Share `a` of the decision token, Yes or No, in the loss of a completion. `None` is plain "
-            "likelihood. The decision of a completion that is the label alone has the weight 1 in the paper's loss."
+            "help": "Weight `a` of the decision token, Yes or No, in the loss of a completion. `None` is plain "
+            "likelihood. In the paper's loss a label without reasoning has the weight 1."
         },
     )
     loss_variant: str = field(
         default="paper",
         metadata={
-            "help": "Loss of a completion: 'paper' gives the decision the weight a, 'released' is the published "
-            "training code's, in which the decision weighs a / n."
+            "help": "Loss of a completion of n tokens: 'paper' gives the decision the weight a, 'released' is the "
+            "published training code's, where the decision has the weight a / n."
         },
     )
 
     # Parameters that control the data
     max_pixels: int | None = field(
         default=2_097_152,
-        metadata={
-            "help": "Pixels to which a larger image is scaled down. Saved with the processor. `None` keeps the "
-            "processor's own limit."
-        },
+        metadata={"help": "Pixels to which larger images are scaled down. `None` keeps the processor's limit."},
     )
     max_length: int | None = field(
         default=16384,
         metadata={
-            "help": "Tokens at which a sequence is cut. Only reasons are ever cut: a sequence whose images or decision "
-            "do not fit is an error. `None` never cuts."
+            "help": "Tokens at which a sequence is truncated. Only reasoning is truncated: a sequence whose images or "
+            "decision do not fit is an error. `None` never truncates."
         },
     )
 
     # Parameters that control the training
-    learning_rate: float = field(default=2e-4, metadata={"help": "Highest learning rate of AdamW."})
+    learning_rate: float = field(default=2e-4, metadata={"help": "Peak learning rate of AdamW."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning-rate schedule."})
-    warmup_steps: float = field(default=0.1, metadata={"help": "Steps of the warm-up, or their share if below 1."})
-    num_train_epochs: float = field(default=2.0, metadata={"help": "Epochs."})
+    warmup_steps: float = field(default=0.1, metadata={"help": "Warmup steps, or their fraction if below 1."})
+    num_train_epochs: float = field(default=2.0, metadata={"help": "Number of epochs."})
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Pairs of a micro-batch on one process."})
     dataloader_num_workers: int | None = field(
         default=None,
         metadata={
-            "help": "Processes that open images and collate batches while the model computes. `None` is 2 with a CUDA "
-            "GPU and 0 without one."
+            "help": "Worker processes that open images and collate batches. `None` is 2 with a CUDA GPU and 0 without "
+            "one."
         },
     )
     ddp_find_unused_parameters: bool | None = field(
@@ -158,15 +144,14 @@ class PaCoRewardConfig(SFTConfig):
 
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
-            self.router_aux_loss_coef = None  # a config made from a config
+            self.router_aux_loss_coef = None  # set below, seen by `dataclasses.replace`
         refuse_fields(self, SFTConfig, REFUSED_FIELDS, "which cannot work for pairs")
         if self.dataloader_num_workers is None:
-            # On the CPU they would take the cores that train
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         self._check_values()
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
-            self.greater_is_better = False  # Trainer knows it of losses only
+            self.greater_is_better = False
         super().__post_init__()
         check_gradient_accumulation(self)
 
@@ -174,9 +159,9 @@ class PaCoRewardConfig(SFTConfig):
         # `not` instead of a reversed comparison: it refuses NaN as well
         if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
             raise ValueError(
-                f"`first_token_weight` is {self.first_token_weight}; it is the decision token's share of the loss and "
-                "must lie in (0, 1] (the paper uses 0.1), or be None for plain likelihood. At 0 the decision would "
-                "not be trained."
+                f"`first_token_weight` is {self.first_token_weight}; it is the decision token's fraction of the loss and "
+                "must be in (0, 1] (the paper uses 0.1), or None for plain likelihood. At 0 the decision would not "
+                "be trained."
             )
         if self.loss_variant not in LOSS_VARIANTS:
             raise ValueError(
@@ -184,8 +169,8 @@ class PaCoRewardConfig(SFTConfig):
             )
         if self.train_sampling_strategy == "batch_rebalance":
             raise ValueError(
-                "`train_sampling_strategy` is 'batch_rebalance', whose order does not follow from `seed`. Use "
-                "'group_by_length', which leaves little padding as well."
+                "`train_sampling_strategy` is 'batch_rebalance', whose order does not depend on `seed` alone. "
+                "Use 'group_by_length', which leaves little padding as well."
             )
         for name in ("max_pixels", "max_length"):
             value = getattr(self, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inherited settings and methods that cannot work here are refused with the reason."""
+"""Refuse inherited settings and methods that cannot work, with the reason."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def refuse_fields(config: Any, parent: type, reasons: dict[str, str], verdict: str) -> None:
-    """Raises `ValueError` where a field of the parent class is set to anything but its default there."""
+    """Raise `ValueError` if a field of the parent class is set to anything but its default there."""
     for field in dataclasses.fields(parent):
         value = getattr(config, field.name)
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
@@ -16,7 +16,7 @@ def refuse_fields(config: Any, parent: type, reasons: dict[str, str], verdict: s
 
 
 def refuse_methods(reasons: dict[str, str]) -> Callable[[type], type]:
-    """Class decorator: each of these methods raises `NotImplementedError` with its reason."""
+    """Decorate a class so that each of these methods raises `NotImplementedError` with its reason."""
 
     def refusal(name: str, reason: str) -> Callable:
         def method(self, *args, **kwargs):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of a generation round: who draws which images, and which images each optimizer step learns from.
+"""Arithmetic of a generation round.
 
-A round draws `num_prompts * num_generations` images. They are cut into micro-batches of images of one size, which are
-drawn and trained in one piece, so that a forward of the replay sees the batch that the rollout saw.
+Its `num_prompts * num_generations` images are cut into micro-batches of one image size, which are generated and trained
+as one batch, so that the replay's forward sees the batch of the rollout.
 """
 
 import math
@@ -13,33 +13,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RoundLayout:
-    """
-    How a generation round is divided over processes, micro-batches and optimizer steps.
-
-    Args:
-        num_prompts (`int`):
-            Prompts in a round.
-        num_generations (`int`):
-            Images of each prompt.
-        batch_size (`int`):
-            Images in a micro-batch on one process (`per_device_train_batch_size`).
-        num_processes (`int`):
-            Processes.
-        num_trained_steps (`int`):
-            Stochastic denoising steps trained for each image.
-        num_optimizer_steps (`int`):
-            Optimizer steps made with a round's images (in each of its iterations).
-
-    Raises:
-        ValueError: the images do not divide. The message has the arithmetic and the nearest values that work.
-    """
+    """Divide a generation round over processes, micro-batches and optimizer steps."""
 
     num_prompts: int
     num_generations: int
     batch_size: int
     num_processes: int
-    num_trained_steps: int
-    num_optimizer_steps: int
+    num_trained_steps: int  # denoising steps, or times, at which each image is trained
+    num_optimizer_steps: int  # in each iteration over the round
 
     def __post_init__(self):
         if self.num_images % self.images_per_parallel_step == 0:
@@ -53,24 +34,24 @@ class RoundLayout:
             f"A round does not divide: {self.num_prompts} prompts x {self.num_generations} generations = "
             f"{self.num_images} images, but {self.num_processes} processes x {self.batch_size} images in a "
             f"micro-batch x {self.num_optimizer_steps} optimizer steps = {self.images_per_parallel_step}, and "
-            f"{self.num_images} / {self.images_per_parallel_step} is not whole. Nearest numbers of prompts that work: "
+            f"{self.num_images} / {self.images_per_parallel_step} is not an integer. Nearest numbers of prompts that work: "
             f"{nearest} (`generation_batch_size` = "
             f"{' or '.join(str(number * self.num_generations) for number in (below, above) if number > 0)})."
         )
 
     @property
     def num_images(self) -> int:
-        """Images of a round, over all processes (`generation_batch_size`)."""
+        """Images of a round over all processes (`generation_batch_size`)."""
         return self.num_prompts * self.num_generations
 
     @property
     def images_per_parallel_step(self) -> int:
-        """What the number of images must be a multiple of: a micro-batch on each process for each optimizer step."""
+        """A micro-batch on each process for each optimizer step, which must divide the images."""
         return self.num_processes * self.batch_size * self.num_optimizer_steps
 
     @property
     def micro_batches_per_process(self) -> int:
-        """Micro-batches of images that one process draws in a round."""
+        """Micro-batches of images that one process generates in a round."""
         return self.num_images // (self.num_processes * self.batch_size)
 
     @property
@@ -84,7 +65,7 @@ class RoundLayout:
         return self.steps_per_generation // self.num_optimizer_steps
 
     def describe(self) -> str:
-        """The arithmetic in a line, for the log."""
+        """Format the arithmetic as one line."""
         return (
             f"{self.num_prompts} prompts x {self.num_generations} generations = {self.num_images} images a round, on "
             f"{self.num_processes} process(es) {self.micro_batches_per_process} micro-batches of {self.batch_size}, "
@@ -94,13 +75,8 @@ class RoundLayout:
         )
 
     def assign(self, sizes: list[tuple[int, int]], permutation_seed: tuple[int, ...]) -> np.ndarray:
-        """
-        Assigns the images of a round to processes and micro-batches.
-
-        The set of images behind each optimizer step depends on the seed and not on the number of processes. Within an
-        optimizer step the micro-batches are ordered by size, so that the processes work on equal sizes at a time.
-        """
-        # 1. Images of one size are neighbours; within a size the prompts keep the order in which they were sampled
+        """Assign the images of a round: indices of shape (processes, micro-batches per process, batch size)."""
+        # 1. Group images by size; within a size the prompts keep the order in which they were sampled
         prompts_by_size = sorted(range(self.num_prompts), key=lambda prompt: sizes[prompt])
         images = np.concatenate(
             [np.arange(self.num_generations) + prompt * self.num_generations for prompt in prompts_by_size]
@@ -117,21 +93,26 @@ class RoundLayout:
                 f"({self.num_generations})."
             )
 
-        # 2. Shuffle whole micro-batches into optimizer steps, then order each step's micro-batches by size
+        # 2. Shuffle micro-batches into optimizer steps, independently of the number of processes. Within a step order
+        # them by size, so that the processes work on equal sizes at a time
         order = np.random.default_rng(permutation_seed).permutation(len(micro_batches))
         per_step = order.reshape(self.num_optimizer_steps, -1)
         per_step = [sorted(step.tolist(), key=lambda index: next(iter(sizes_of[index]))) for step in per_step]
 
-        # 3. Deal them out: position i goes to process i mod num_processes
+        # 3. Position i goes to process i mod num_processes
         dealt = micro_batches[np.concatenate(per_step)]
-        # (num_processes, micro_batches_per_process, batch_size): indices of images in the round, prompt-major
         return dealt.reshape(-1, self.num_processes, self.batch_size).swapaxes(0, 1)
 
 
 def prompts_multiple(num_generations: int, batch_size: int, num_processes: int, num_optimizer_steps: int) -> int:
-    """Finds the smallest number of prompts of which every multiple gives a round that divides."""
+    """Compute the smallest number of prompts whose multiples all divide evenly."""
     images = num_processes * batch_size * num_optimizer_steps
     return images // math.gcd(images, num_generations)
+
+
+def _nearest(value: int, multiple: int, what: str = "values") -> str:
+    below = max(value // multiple, 1) * multiple
+    return f"Nearest {what} that work: {below} or {below + multiple}."
 
 
 def lay_out_round(
@@ -146,40 +127,35 @@ def lay_out_round(
     num_trained_steps: int,
     num_optimizer_steps: int,
 ) -> RoundLayout:
-    """Lays out a round from the sizes that are set, `None` where one follows from the others."""
+    """Lay out a round from the sizes that are set; `None` follows from the others."""
     parallel = num_processes * batch_size
 
-    # Micro-batches of images that one process accumulates for an optimizer step; None when the number of steps rules
-    accumulated = None
+    accumulated = None  # micro-batches of images per optimizer step and process, if the accumulation is set
     if gradient_accumulation_steps is not None:
         if gradient_accumulation_steps % num_trained_steps != 0:
-            below = max(gradient_accumulation_steps // num_trained_steps, 1) * num_trained_steps
             raise ValueError(
                 f"`gradient_accumulation_steps` is {gradient_accumulation_steps}, but each image is trained at "
                 f"{num_trained_steps} denoising steps, all of them in one optimizer step: it must be a multiple of "
-                f"{num_trained_steps}. Nearest values that work: {below} or {below + num_trained_steps}."
+                f"{num_trained_steps}. {_nearest(gradient_accumulation_steps, num_trained_steps)}"
             )
         accumulated = gradient_accumulation_steps // num_trained_steps
 
-    # What the images of a round must be a multiple of: whole groups, and a micro-batch on each process for each
-    # optimizer step or accumulation
+    # The images of a round must be full groups, and a micro-batch on each process for each step or accumulation
     divisor = num_optimizer_steps if accumulated is None else accumulated
     unit = math.lcm(num_generations, parallel * divisor)
 
     if steps_per_generation is not None:
         images, rest = divmod(steps_per_generation * parallel, num_trained_steps)
         if rest or images % num_generations or (generation_batch_size not in (None, images)):
-            step = unit // parallel * num_trained_steps
-            below = max(steps_per_generation // step, 1) * step
             raise ValueError(
                 f"`steps_per_generation` is {steps_per_generation}: {steps_per_generation} micro-steps x "
                 f"{num_processes} processes x {batch_size} images / {num_trained_steps} trained step(s) = "
-                f"{steps_per_generation * parallel / num_trained_steps:g} images a round, which must be whole "
+                f"{steps_per_generation * parallel / num_trained_steps:g} images a round, which must be full "
                 f"groups of `num_generations` = {num_generations}"
                 + (
                     f" and equal `generation_batch_size` = {generation_batch_size}. Set one of the two."
                     if generation_batch_size is not None
-                    else f". Nearest values that work: {below} or {below + step}."
+                    else f". {_nearest(steps_per_generation, unit // parallel * num_trained_steps)}"
                 )
             )
         generation_batch_size = images
@@ -189,23 +165,20 @@ def lay_out_round(
         num_prompts = -(-num_prompts // multiple) * multiple
     else:
         if generation_batch_size % num_generations != 0:
-            below = max(generation_batch_size // unit, 1) * unit
             raise ValueError(
-                f"`generation_batch_size` is {generation_batch_size} images, not whole groups of `num_generations` "
+                f"`generation_batch_size` is {generation_batch_size} images, not full groups of `num_generations` "
                 f"= {num_generations}: {generation_batch_size} / {num_generations} = "
-                f"{generation_batch_size / num_generations:g}. Nearest values that work: {below} or "
-                f"{below + unit}."
+                f"{generation_batch_size / num_generations:g}. {_nearest(generation_batch_size, unit)}"
             )
         num_prompts = generation_batch_size // num_generations
 
     if accumulated is not None:
         num_optimizer_steps, rest = divmod(num_prompts * num_generations, parallel * accumulated)
         if rest:
-            below = max(num_prompts * num_generations // unit, 1) * unit
             raise ValueError(
                 f"A round does not divide: {num_prompts} prompts x {num_generations} generations = "
                 f"{num_prompts * num_generations} images, but {num_processes} processes x {batch_size} images in a "
                 f"micro-batch x {accumulated} accumulated = {parallel * accumulated} images for each optimizer "
-                f"step. Nearest values of `generation_batch_size` that work: {below} or {below + unit}."
+                f"step. {_nearest(num_prompts * num_generations, unit, 'values of `generation_batch_size`')}"
             )
     return RoundLayout(num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
