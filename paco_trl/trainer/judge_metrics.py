@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a judge in training and in evaluation, from its decisions."""
+"""Metrics of a judge's decisions in training and evaluation."""
 
 from typing import NamedTuple
 
@@ -12,35 +12,25 @@ from .first_token_loss import token_weights
 
 logger = get_logger(__name__)
 
-# What a training step adds up between two logs
+# Summed over the training steps between two logs
 _SUMMED = (
-    "pairs",
-    "decision_loss",
-    "reasoning_loss",
-    "num_reasoning",
-    "correct",
-    "consistent",
-    "p_yes_consistent",
-    "p_yes_inconsistent",
-    "entropy",
-    "top1",
-    "attended",
-    "positions",
-)
+    "pairs", "decision_loss", "reasoning_loss", "num_reasoning", "correct", "consistent", "p_yes_consistent",
+    "p_yes_inconsistent", "entropy", "top1", "attended", "positions",
+)  # fmt: skip
 
 
 class Decisions(NamedTuple):
-    """What a judge says of a batch of pairs: detached float32 tensors of shape (B,)."""
+    """Decisions on a batch of pairs: detached float32 tensors of shape (B,)."""
 
     p_yes: torch.Tensor  # P(Yes) / (P(Yes) + P(No))
-    is_yes: torch.Tensor  # 1 where the completion says Yes
-    decision_loss: torch.Tensor  # -log p of the decision token, among the whole vocabulary
+    is_yes: torch.Tensor  # 1 where the completion starts with Yes
+    decision_loss: torch.Tensor  # -log p of the decision token in the full vocabulary
     reasoning_loss: torch.Tensor  # sum of -log p over the other tokens of the completion
     num_reasoning: torch.Tensor  # number of these
 
 
 def decision_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Add up what `_SUMMED` names over a batch: a tensor, so that nothing waits for the accelerator between two logs."""
+    """Sum what `_SUMMED` names over a batch, as a tensor that stays on the accelerator until the next log."""
     p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
     return torch.stack(
         [
@@ -61,7 +51,7 @@ def decision_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -
 
 
 def training_metrics(totals: torch.Tensor) -> tuple[dict[str, float], int]:
-    """Give the metrics of the training steps between two logs, from their `decision_sums`, and their number of tokens."""
+    """Compute the metrics between two logs from the sums of their steps; also return the number of tokens."""
     sums = dict(zip(_SUMMED, totals.tolist(), strict=True))
     tokens = sums["pairs"] + sums["num_reasoning"]
     metrics = {
@@ -73,14 +63,13 @@ def training_metrics(totals: torch.Tensor) -> tuple[dict[str, float], int]:
         "entropy": (sums["entropy"], tokens),
         "mean_token_accuracy": (sums["top1"], tokens),
     }
-    # A mean over nothing is left out
     metrics = {name: total / count for name, (total, count) in metrics.items() if count > 0}
     padding = 1 - sums["attended"] / sums["positions"]
     return {**metrics, "padding": padding}, int(sums["attended"])
 
 
 def evaluation_metrics(decisions: Decisions, first_token_weight: float | None, loss_variant: str) -> dict[str, float]:
-    """Give the metrics of an evaluation; AUROC is left out when all pairs have the same answer."""
+    """Compute the metrics of an evaluation; AUROC is left out when all pairs have the same answer."""
     p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
     length = num_reasoning + 1
     first, others = token_weights(length, first_token_weight, loss_variant)
@@ -101,7 +90,7 @@ def evaluation_metrics(decisions: Decisions, first_token_weight: float | None, l
         metrics["auroc"] = auroc(p_yes.numpy(), is_yes.numpy())
     else:
         logger.warning(
-            f"All {len(is_yes)} evaluation pairs have the same answer, so that AUROC is not defined; it is left "
-            "out. Evaluate on consistent and inconsistent pairs."
+            f"All {len(is_yes)} evaluation pairs have the same answer, so AUROC is undefined and left out. "
+            "Evaluate on consistent and inconsistent pairs."
         )
     return metrics

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a vision-language model is trained as a judge: its language model, by a LoRA adapter."""
+"""LoRA adapter of a judge's language model."""
 
 import copy
 import functools
@@ -15,16 +15,12 @@ from ..utils.deepspeed import without_zero3_init
 
 
 def language_model_targets(model: PreTrainedModel) -> str:
-    """
-    Match the linear layers of a vision-language model's language model, for `LoraConfig.target_modules`.
-
-    The vision tower, the projector and the head are left out (paper: LoRA on the language model, the rest frozen).
-    """
+    """Match the linear layers of the language model for `LoraConfig.target_modules`; all else stays frozen."""
     decoder = model.get_decoder()
     names = [name for name, module in model.named_modules() if module is decoder]
     if not names or not names[0]:
         raise ValueError(
-            f"{type(model).__name__} does not say which part of it is the language model. Name the layers to train in "
+            f"The language model of {type(model).__name__} is not a named module of it. Name the layers to train in "
             "`peft_config`, as `LoraConfig(target_modules=...)`."
         )
     layers = {name.split(".")[-1] for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
@@ -32,16 +28,16 @@ def language_model_targets(model: PreTrainedModel) -> str:
 
 
 def cut_graph_behind_tower(model: PreTrainedModel) -> None:
-    """Compute the vision tower without a graph as long as nothing in it trains."""
+    """Run the vision tower without gradients as long as nothing in it trains."""
     tower = model.get_encoder("image")
-    if model.get_decoder() not in tower.modules():  # else the model does not say which part is its tower
+    if model.get_decoder() not in tower.modules():  # else the model has no separate tower
         forward = tower.forward
         tower.forward = functools.update_wrapper(functools.partial(_forward_tower, tower, forward), forward)
 
 
 def _forward_tower(tower: nn.Module, forward: Callable, *args, **kwargs):
     # With gradient checkpointing, transformers makes the tower's patches require gradients
-    # (`enable_input_require_grads`), so that frozen blocks would be computed again and differentiated for nothing
+    # (`enable_input_require_grads`), so that frozen blocks would be recomputed and differentiated for nothing
     trains = any(parameter.requires_grad for parameter in tower.parameters())
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
@@ -50,19 +46,19 @@ def _forward_tower(tower: nn.Module, forward: Callable, *args, **kwargs):
 def complete_peft_config(
     peft_config: LoraConfig | None, model: str | PreTrainedModel, revision: str | None, trust_remote_code: bool
 ) -> LoraConfig:
-    """Fill in the paper's adapter, its task and the layers of the language model, where they are left out."""
+    """Fill in the paper's adapter, the task type and the layers of the language model where left out."""
     if peft_config is None:
         peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
     if not isinstance(peft_config, LoraConfig):
         raise TypeError(
-            f"`peft_config` is a {type(peft_config).__name__}; a judge is trained as a LoRA adapter: give a "
+            f"`peft_config` is a {type(peft_config).__name__}; a judge is trained as a LoRA adapter: pass a "
             "`LoraConfig`, or None for the paper's."
         )
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
     if peft_config.target_modules is None:
         if isinstance(model, str):
-            # Its layers' names are needed before SFTTrainer loads it: built without weights
+            # SFTTrainer loads it later: build it without weights for the names of its layers
             config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
             with without_zero3_init(), torch.device("meta"):
                 model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of pairs to train and evaluate a judge on, before its model is loaded."""
+"""Checks of a judge's training and evaluation pairs, before its model is loaded."""
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -17,17 +17,17 @@ logger = get_logger(__name__)
 
 
 def check_label_only(dataset: Dataset, args: PaCoRewardConfig) -> None:
-    """Check that the loss has a meaning for completions that are a label without reasons."""
+    """Check that the loss is defined for completions that are a label without reasoning."""
     if args.first_token_weight in (None, 1):
         return
     rows = [row for row, _, completion in iter_texts(dataset) if is_label_only(completion)]
     if not rows:
         return
-    found = f"{len(rows)} of {len(dataset)} completions are a label without reasons, the first in row {rows[0]}"
+    found = f"{len(rows)} of {len(dataset)} completions are a label without reasoning, the first in row {rows[0]}"
     if args.loss_variant != "paper":
-        # It would give their terminators, which the chat template adds, nearly all of the weight
+        # The terminators that the chat template adds would get nearly all of the weight
         raise ValueError(
-            f"{found}, for which `loss_variant={args.loss_variant!r}` has no sensible loss. Take "
+            f"{found}, for which `loss_variant={args.loss_variant!r}` has no sensible loss. Use "
             '`loss_variant="paper"`, `first_token_weight=1` or None, or leave such rows out with `dataset.filter` and '
             "`paco_trl.data.is_label_only`."
         )
@@ -35,26 +35,24 @@ def check_label_only(dataset: Dataset, args: PaCoRewardConfig) -> None:
 
 
 def datasets_by_name(eval_dataset: Dataset | dict[str, Dataset]) -> dict[str, Dataset]:
-    """Give the evaluation datasets by their names in errors."""
+    """Return the evaluation datasets by their names in errors."""
     if not isinstance(eval_dataset, dict):
         return {"eval_dataset": eval_dataset}
     if not eval_dataset:
         raise ValueError(
-            "`eval_dataset` is an empty dictionary, so there is nothing to evaluate on. Put a dataset into it, or leave "
-            "it out."
+            "`eval_dataset` is an empty dictionary, so there is nothing to evaluate on. Add a dataset, or omit it."
         )
     return eval_dataset
 
 
 def has_lengths(dataset: Dataset, args: PaCoRewardConfig) -> bool:
-    """Say whether a dataset has a column with the lengths of its rows."""
+    """Return whether a dataset has a column with the lengths of its rows."""
     return args.length_column_name in dataset.column_names
 
 
 def check_rows(dataset: Dataset, name: str, processor: ProcessorMixin, max_length: int | None) -> None:
-    """Check what the collator would find row by row, as far as it can be known without decoding all images."""
+    """Check each row of a dataset without decoding all of its images."""
     for place, image in zip(("First", "Second"), PairRows(dataset)[0]["images"], strict=True):
-        # SFTTrainer decodes this row of the training set
         load_image(image, patch_size_of(processor), f"{place} image of row 0 of `{name}`")
     control_tokens = find_control_tokens(processor)
     decision_ids = decision_token_ids(processor.tokenizer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rows of the pair format to a batch of the model, with errors that name the row."""
+"""Collate rows of the pair format, with errors that name the row."""
 
 import math
 from dataclasses import dataclass
@@ -26,14 +26,10 @@ TOKEN_TENSORS = {"input_ids", "attention_mask", "labels", "token_type_ids", "mm_
 
 
 class PairRows(torch.utils.data.Dataset):
-    """
-    Number the rows of a dataset of pairs, with images that are not decoded yet.
-
-    Decoding is left to the collator, which can say which row and file it was. Rows are read as Arrow: casting the
-    column to undecoded images would copy the whole dataset into the cache.
-    """
+    """Number the rows of a dataset of pairs, without decoding their images."""
 
     def __init__(self, dataset: Dataset):
+        # As Arrow: casting the column to undecoded images would copy the dataset into the cache
         columns = ["images", "prompt", "completion"]
         self.dataset = dataset.select_columns(columns).with_format("arrow")
 
@@ -47,20 +43,15 @@ class PairRows(torch.utils.data.Dataset):
 
 @dataclass
 class PairCollator(DataCollatorForVisionLanguageModeling):
-    """
-    Collate pairs as TRL does for vision-language models, with images opened as the judge does, and check the result.
-
-    Adds `rows`, the numbers of the rows, to the batch. Padding is on the right. A `ValueError` names the row whose image
-    cannot be read, whose first token is not Yes or No, or whose images or decision do not fit into `cut_at` tokens.
-    """
+    """Collate pairs as TRL does for vision-language models; errors name the row. Adds the row numbers as `rows`."""
 
     decision_ids: tuple[int, int] = ()  # of Yes and No
-    cut_at: int | None = None  # length at which a sequence is cut, if what is cut are reasons
-    decision_only: bool = False  # leave out everything behind the decision: nothing after a token changes it
-    labels_alone: bool = False  # leave it out of completions that are a label without reasons: n = 1, no terminators
+    cut_at: int | None = None  # length at which a sequence is cut; only reasoning is ever cut
+    decision_only: bool = False  # leave out everything after the decision
+    labels_alone: bool = False  # leave it out of completions without reasoning: n = 1, no terminators
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collates rows of [`PairRows`]."""
+        """Collate rows of [`PairRows`]."""
         rows = [example["row"] for example in examples]
         pairs = [
             {
@@ -95,7 +86,7 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
         return batch
 
     def lengths(self, dataset: Dataset, name: str) -> list[int]:
-        """Counts the tokens of each pair in a batch, without padding. Of images, only the headers are read."""
+        """Count the tokens of each pair in a batch, without padding; of images only the headers are read."""
         check_lengths_are_known(self.processor)
         rows = PairRows(dataset)
         lengths = []
@@ -108,10 +99,7 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
 
 
 class PairSampler(LengthGroupedSampler):
-    """
-    Put pairs of equal length together, in an order that follows from the seed and the epoch alone: it is that of every
-    process, and of a run that is resumed. `batch_size` counts the pairs of an optimizer step, of all processes.
-    """
+    """Group pairs of similar length, in an order that depends on seed and epoch alone."""
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int):
         super().__init__(batch_size, lengths=lengths, generator=torch.Generator())
@@ -131,8 +119,8 @@ def check_first_token(token: int, decision_ids: tuple[int, int], processor: Proc
     if token not in decision_ids:
         text = processor.tokenizer.decode([token])
         raise ValueError(
-            f"The completion of {where} begins with the token {text!r}, not with Yes or No: the tokenizer joins the "
-            "decision with what follows it. Put a full stop or a new line behind it."
+            f"The completion of {where} begins with the token {text!r}, not with Yes or No: the tokenizer merges the "
+            "decision with what follows it. Put a period or a newline after it."
         )
 
 
@@ -141,23 +129,18 @@ def _check_position(position: int, max_length: int, where: str) -> None:
         raise ValueError(
             f"{where} has {position} tokens of images and question before its decision; `max_length` = {max_length} "
             f"would cut them off. Raise `max_length` to at least {position + 1} (None never cuts), or lower "
-            "`max_pixels`, so that an image becomes fewer tokens."
+            "`max_pixels`, so that an image takes fewer tokens."
         )
 
 
 def check_lengths(dataset: Dataset, name: str, processor: ProcessorMixin, max_length: int) -> None:
-    """
-    Check that images and question of every pair fit into `max_length` tokens, as the collator does batch by batch.
-
-    The sizes come from the headers of the image files, which are opened only where two of the largest images that the
-    processor leaves would not fit. A processor that cannot say how many tokens an image takes is left to the collator.
-    """
+    """Check that images and question of every pair fit into `max_length` tokens, as far as headers tell."""
     if not hasattr(processor, "_get_num_multimodal_tokens"):
         return
     rows = PairRows(dataset)
     largest = _largest_number_of_tokens(processor)
     for row, prompt, completion in iter_texts(dataset):
-        # A token is at least a byte of text
+        # A token has at least one byte. Where two of the largest images fit, no header is read
         texts = sum(len((content_text(turn["content"]) or "").encode()) for turn in prompt)
         if largest is not None and 2 * largest + texts + _MAX_TEMPLATE_TOKENS < max_length:
             continue
@@ -170,37 +153,37 @@ def check_lengths_are_known(processor: ProcessorMixin) -> None:
     """Check that the lengths of pairs can be counted without opening their images."""
     if not hasattr(processor, "_get_num_multimodal_tokens"):
         raise ValueError(
-            f"`train_sampling_strategy` is 'group_by_length', but a {type(processor).__name__} cannot say how many "
-            "tokens an image takes. Give the dataset a column of lengths, named as `length_column_name`, or use "
+            f"`train_sampling_strategy` is 'group_by_length', but a {type(processor).__name__} cannot report how many "
+            "tokens an image takes. Add a column of lengths to the dataset, named by `length_column_name`, or use "
             "'random'."
         )
 
 
 def _largest_number_of_tokens(processor: ProcessorMixin) -> int | None:
-    """Tokens that an image of the Qwen-VL families has at most; None for others."""
+    """Return the most tokens that an image of the Qwen-VL families takes; `None` for others."""
     limit, merge_size = pixel_limit(processor), getattr(processor.image_processor, "merge_size", None)
     if limit is None or merge_size is None:
         return None
     side = patch_size_of(processor) * merge_size
-    # An image of one row of patches may go beyond the limit
+    # An image of one row of patches may exceed the limit
     return max(limit // side**2, math.ceil(math.sqrt(limit * MAX_RATIO) / side) + 1)
 
 
 def _size_from_header(stored: dict[str, Any], processor: ProcessorMixin, where: str) -> tuple[int, int]:
-    """Height and width that [`load_image`] gives an image."""
+    """Return the height and width that [`load_image`] gives an image."""
     try:
         with open_image(stored["bytes"] if stored["bytes"] is not None else stored["path"]) as image:
             width, height = image.size
         return smart_resize(height, width, factor=patch_size_of(processor) * SPATIAL_MERGE_SIZE)
     except Exception:
-        load_image(stored, patch_size_of(processor), where)  # says what is wrong
+        load_image(stored, patch_size_of(processor), where)  # its error has the reason
         raise
 
 
 def _count_tokens(
     images: list[dict], prompt: list[dict], completion: list[dict], processor: ProcessorMixin, where: str
 ) -> tuple[int, int]:
-    """Tokens of a pair before its decision, and of its completion, as TRL's collator writes them."""
+    """Count the tokens of a pair before its decision, and of its completion, as TRL's collator writes them."""
     sizes = [
         _size_from_header(image, processor, f"{place} image of {where}")
         for place, image in zip(_PLACES, images, strict=True)
@@ -215,5 +198,5 @@ def _count_tokens(
         len(processor.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
         for part in ("prompt", "completion")
     )
-    # The text has one token for each image, which the processor replaces
+    # The processor replaces the one token that the text has for each image
     return of_prompt - 2 + sum(of_images), of_completion
