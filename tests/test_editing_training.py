@@ -641,7 +641,7 @@ class TestModelErrors:
     def test_micro_batches_that_cross_prompts(self, klein, tmp_path):
         same_size = edits(*((f"Edit {number}.", picture(64, 64, number)) for number in range(4)))
         make(klein, same_size, tmp_path, per_device_train_batch_size=1)
-        with pytest.raises(ValueError, match="source images of its own.*`per_device_train_batch_size`"):
+        with pytest.raises(ValueError, match="its own source images.*`per_device_train_batch_size`"):
             make(klein, same_size, tmp_path, num_prompts_per_generation=4, per_device_train_batch_size=4)
 
     @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ class TestMetrics:
     def test_a_dataset_of_another_format_is_refused_before_the_model_is_loaded(self, make, prompts):
         with pytest.raises(ValueError, match="panels"):
             make(model="/nowhere/at/all", eval_dataset=prompts.remove_columns("panels"))
-        with pytest.raises(ValueError, match="needs an `eval_dataset`"):
+        with pytest.raises(ValueError, match="requires an `eval_dataset`"):
             make(eval_dataset=None).evaluate()
 
     def test_grid_artifacts(self, make, watch):

@@ -358,7 +358,7 @@ def test_down_at_the_start(hub, tmp_path):
     (new, _), (known, log), *others = said
     assert new.startswith("ConnectionError") and "push_to_hub=False" in new and f"paco-trl push {tmp_path}/new" in new
     assert "no-such-model" in known and "ConnectionError" not in known  # it got as far as the model
-    assert "The run goes on all the same, since it has pushed to tester/known before" in log
+    assert "The run continues, since it has pushed to tester/known before" in log
     assert len(others) == 3 and all(other.startswith("ConnectionError") for other, _ in others)
 
 

@@ -240,7 +240,7 @@ class TestOutage:
         assert server.url in message and "no connection" in message or "timeout" in message
         assert trainer.state.global_step == 2
         checkpoint = tmp_path / "b" / "checkpoint-2"
-        assert f"The 2 steps before it are in '{checkpoint}': go on with `resume_from_checkpoint=True`." in message
+        assert f"The 2 steps before it are in '{checkpoint}': resume with `resume_from_checkpoint=True`." in message
         assert (checkpoint / "adapter_model.safetensors").is_file()
 
         server.fault = lambda number: None
@@ -282,7 +282,7 @@ class TestOutage:
 
     def test_before_the_first_step_there_is_nothing_to_go_on_from(self, make_trainer, server, fail_after, tmp_path):
         fail_after(1 + 6)
-        with pytest.raises(RewardError, match="Nothing was trained yet: start the run again"):
+        with pytest.raises(RewardError, match="Nothing was trained yet: restart the run"):
             make_trainer(reward_funcs=consistency(server, max_pairs=1), **SETTINGS).train()
         assert not list((tmp_path / "out").glob("checkpoint-*"))
 

@@ -38,7 +38,7 @@ from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, ServedJudge, redness_reward
 from paco_trl.tiny import build_tiny_clip
 from paco_trl.trainer.model_cards import latest_pictures
-from paco_trl.trainer.training_clock import KEY, TrainingClock, training_seconds
+from paco_trl.trainer.training_time import KEY, TrainingTimeCallback, training_seconds
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -468,7 +468,7 @@ class TestWhatItSays:
 
         settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "output_dir": str(tmp_path / "run")}
         trainer = make_trainer(**settings, callbacks=[LongAgo()])
-        (clock,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, TrainingClock)]
+        (clock,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, TrainingTimeCallback)]
         began = time.monotonic()
         trainer.train()
         assert 5000 < training_seconds(trainer.state, step=2) < training_seconds(trainer.state) < 5060

@@ -754,22 +754,22 @@ class TestResumeWithOtherSettings:
     @pytest.mark.parametrize(
         ("name", "value"), [("per_device_train_batch_size", 2), ("noise_level", 0.3), ("loss_type", "grpo_guard")]
     )
-    def test_a_pending_round_of_other_settings_is_drawn_again(self, make_trainer, tmp_path, caplog, name, value):
+    def test_a_pending_round_of_other_settings_is_generated_again(self, make_trainer, tmp_path, caplog, name, value):
         make_trainer(**self.SETTINGS).train()
         assert (tmp_path / "out" / "checkpoint-3" / "rollout_0.pt").exists()
         trainer = self.resume(make_trainer, tmp_path, **{name: value})
-        assert f"drawn with other values of {name}: it is drawn again" in caplog.text
+        assert f"generated with other values of {name}: it is generated again" in caplog.text
         # Old log-probabilities under another noise would deviate by far more
         assert all(deviation < 0.01 for deviation in logs_with(trainer, "ratio_deviation/step_1"))
 
     @pytest.mark.slow
-    def test_a_pending_round_goes_on_where_a_setting_does_not_matter_to_it(self, make_trainer, tmp_path, caplog):
+    def test_a_pending_round_is_kept_where_a_setting_does_not_matter(self, make_trainer, tmp_path, caplog):
         make_trainer(**self.SETTINGS).train()
         trainer = make_trainer(**{**self.SETTINGS, "epsilon": 1e-3})
         calls = count_calls(trainer.model)
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
-        assert "epsilon: 0.0001, now 0.001" in caplog.text and "drawn again" not in caplog.text
-        assert sum(calls) == 8  # the second half of the round is trained, and nothing drawn
+        assert "epsilon: 0.0001, now 0.001" in caplog.text and "generated again" not in caplog.text
+        assert sum(calls) == 8  # the second half of the round is trained, and nothing generated
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -478,7 +478,7 @@ class TestInherited:
     def test_a_page_without_calls_at_other_times_is_refused(self, make_nft, monkeypatch):
         make_nft()
         monkeypatch.setattr(FluxFamily, "call_at", Family.call_at)
-        with pytest.raises(ValueError, match="FluxFamily.* does not say how FluxPipeline calls its transformer at"):
+        with pytest.raises(ValueError, match="FluxFamily.* does not define how FluxPipeline calls its transformer at"):
             make_nft()
 
     def test_it_is_a_paco_grpo_trainer(self):
@@ -599,7 +599,7 @@ class TestConfig:
             ({"num_noise_levels": 10}, "`num_noise_levels` is 10, but there are 9 times"),
             ({"num_inference_steps": 1}, "`num_inference_steps` is 1.*at least 2"),
             ({"old_policy_decay_rate": -0.1}, "`old_policy_decay_rate` is -0.1"),
-            ({"old_policy_max_decay": 1.0}, "`old_policy_max_decay` is 1.0.*stand still"),
+            ({"old_policy_max_decay": 1.0}, "`old_policy_max_decay` is 1.0.*never change"),
             ({"advantage_clip": None}, "`advantage_clip` is None.*divided by it"),
             ({"beta": -1.0}, "`beta` is -1.0"),
         ],

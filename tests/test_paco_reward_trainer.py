@@ -364,7 +364,7 @@ class TestLoss:
         loss = trainer.compute_loss(trainer.model, batch)
         assert loss.item() == pytest.approx(closed_form(rows, 0.3, "paper").item(), abs=2e-5)
         assert "rows" in batch  # the caller's batch stays as it is
-        with pytest.raises(ValueError, match="`return_outputs=True` asks for logits"):
+        with pytest.raises(ValueError, match="`return_outputs=True` requires logits"):
             trainer.compute_loss(trainer.model, batch, return_outputs=True)
 
     @pytest.mark.slow
@@ -565,7 +565,7 @@ class TestAdapter:
     def test_other_kinds_of_adapters_are_refused(self, make_reward_trainer, tiny_qwen):
         processor = processor_of(tiny_qwen)
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-        with pytest.raises(TypeError, match="`peft_config` is a PromptTuningConfig; .*give a `LoraConfig`"):
+        with pytest.raises(TypeError, match="`peft_config` is a PromptTuningConfig; .*pass a `LoraConfig`"):
             make_reward_trainer(NOWHERE, processing_class=processor, peft_config=config)
 
     def test_a_trained_head_is_read_as_it_is(self, make_reward_trainer, tiny_qwen):
@@ -720,7 +720,7 @@ class TestGroupByLength:
     def test_a_processor_that_does_not_know_lengths(self, make_reward_trainer, tiny_qwen, monkeypatch):
         monkeypatch.delattr("transformers.Qwen2_5_VLProcessor._get_num_multimodal_tokens")
         processor = processor_of(tiny_qwen)
-        with pytest.raises(ValueError, match="a Qwen2_5_VLProcessor cannot say how many tokens.*`length_column_name`"):
+        with pytest.raises(ValueError, match="a Qwen2_5_VLProcessor cannot report how many tokens.*`length_column_name`"):
             make_reward_trainer(NOWHERE, processing_class=processor, **self.SETTINGS)
         with pytest.raises(OSError, match="nowhere"):
             dataset = mixed().add_column("length", [*range(11)])
@@ -1072,7 +1072,7 @@ class TestPictures:
         trainer.save_model()
         assert (tmp_path / "out" / "adapter_model.safetensors").exists()
         assert not list((tmp_path / "out").rglob("*.png"))
-        with pytest.raises(ValueError, match="nothing to evaluate on: give the trainer or `evaluate`"):
+        with pytest.raises(ValueError, match="nothing to evaluate on: pass an `eval_dataset` to the trainer"):
             trainer.evaluate()
 
     def test_evaluated_once_at_the_end(self, make_reward_trainer):
@@ -1441,7 +1441,7 @@ class TestBadInput:
         assert trainer._is_evaluating is False
 
     def test_no_evaluation_set_in_a_dictionary(self, make_reward_trainer):
-        with pytest.raises(ValueError, match="`eval_dataset` is an empty dictionary.*Put a dataset into it"):
+        with pytest.raises(ValueError, match="`eval_dataset` is an empty dictionary.*Add a dataset"):
             make_reward_trainer(NOWHERE, eval_dataset={})
         with pytest.raises(TypeError, match="`nothing` is a `NoneType`"):
             make_reward_trainer(NOWHERE, eval_dataset={"first": mixed(1), "nothing": None})
@@ -1520,7 +1520,7 @@ class TestBadInput:
         expected = closed_form(rows, 0.3, "paper").item()
         assert abs(expected - as_reasons) > 0.01
         trainer = make_reward_trainer(train_dataset=dataset, eval_dataset=dataset, first_token_weight=0.3, max_steps=1)
-        assert "2 of 4 completions are a label without reasons, the first in row 2: their loss is -log" in caplog.text
+        assert "2 of 4 completions are a label without reasoning, the first in row 2: their loss is -log" in caplog.text
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -1529,7 +1529,7 @@ class TestBadInput:
     def test_labels_alone_in_other_losses(self, make_reward_trainer):
         dataset = pair_dataset([*mixed(2), *colours(2, seed=0)])
         released = {"first_token_weight": 0.1, "loss_variant": "released"}
-        with pytest.raises(ValueError, match="2 of 4 completions are a label without reasons, the first in row 2, for "
+        with pytest.raises(ValueError, match="2 of 4 completions are a label without reasoning, the first in row 2, for "
                            "which `loss_variant='released'` has no sensible loss. .*`first_token_weight=1` or None"):  # fmt: skip
             make_reward_trainer(NOWHERE, train_dataset=dataset, **released)
         for weight in (None, 1):
@@ -1555,7 +1555,7 @@ class TestBadInput:
             make_reward_trainer(NOWHERE, processing_class=processor)
 
     def test_a_tokenizer_in_place_of_the_processor(self, make_reward_trainer, tiny_qwen):
-        with pytest.raises(TypeError, match="`processing_class` is a Qwen2Tokenizer.*needs a processor"):
+        with pytest.raises(TypeError, match="`processing_class` is a Qwen2Tokenizer.*requires a processor"):
             make_reward_trainer(NOWHERE, processing_class=processor_of(tiny_qwen).tokenizer)
 
     @pytest.mark.parametrize(
@@ -1619,7 +1619,7 @@ class TestBadInput:
 
         model = base_of(tiny_qwen)
         assert language_model_targets(model).startswith(r"model\.language_model\..*\.(")
-        with pytest.raises(ValueError, match="does not say which part of it is the language model. .*target_modules"):
+        with pytest.raises(ValueError, match="The language model of .* is not a named module of it. .*target_modules"):
             language_model_targets(model.get_decoder())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run around the method: where it begins and resumes, what its checkpoints hold, what it publishes."""
+"""Base trainer: starting, resuming, checkpoints and publishing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from ..cards import ImageModelCard, render_card, save_card
+from ..cards import ImageModelCard, save_card
 from ..checkpointing.checkpoint_files import (
     EMA_WEIGHTS,
     POLICY_WEIGHTS,
@@ -49,7 +49,7 @@ from .paco_grpo_config import PaCoGRPOConfig
 from .publishing import PushesToHub
 from .round_buffer import RoundBuffer
 from .run_settings import AFTER_GENERATION, adjustable_settings, run_identity
-from .training_clock import TrainingClock
+from .training_time import TrainingTimeCallback
 from .transfer_report import report_resolution_transfer
 
 
@@ -57,7 +57,7 @@ logger = get_logger(__name__)
 
 
 class RunCallback(TrainerCallback):
-    """Calls functions at events of the training loop."""
+    """Call functions at events of the training loop."""
 
     def __init__(self, **functions: Callable[[], None]):
         for event, function in functions.items():
@@ -65,26 +65,23 @@ class RunCallback(TrainerCallback):
 
 
 class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
-    """
-    What [`PaCoGRPOTrainer`] is made of beside its method: a run that resumes exactly, with checkpoints that are complete
-    or not there.
-    """
+    """Base of [`PaCoGRPOTrainer`]: exact resuming, atomic checkpoints, model card and Hub."""
 
     _config_class = PaCoGRPOConfig
-    _record_class = RecordedStep  # what an entry of the buffer holds, for the checkpoint
+    _record_class = RecordedStep  # in the entries of the buffer
     loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
     _resumed_from: Path | None = None
     _saved_step: int | None = None  # of the last checkpoint of this `train()`
 
-    # ---- Where it begins, resumes and stops ----
+    # ---- Start, resume and stop ----
 
     def _open_run(
         self, args: PaCoGRPOConfig, model: str | DiffusionPipeline, peft_config: LoraConfig | str | None
     ) -> None:
-        """Find out which run this is, and check the output folder and the Hub, before a model is loaded."""
+        """Identify the run, and check the output directory and the Hub, before a model is loaded."""
         self.base_model = base_model_name(model)
         self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
-        self.averages: dict[str, EMA] = {}  # by the file that keeps each; from the beginning of `train()`
+        self.averages: dict[str, EMA] = {}  # by file, from the start of `train()`
         self._identity = run_identity(args, self.base_model, peft_config, self.train_rows)
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
         if self._checked is not None:
@@ -99,10 +96,10 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
     def _add_callbacks(self) -> None:
         self.add_callback(
             RunCallback(
-                on_train_begin=self._begin_run, on_optimizer_step=self._follow_weights, on_step_end=self._end_step
+                on_train_begin=self._begin_run, on_optimizer_step=self._update_averages, on_step_end=self._end_step
             )
         )
-        self.add_callback(TrainingClock())
+        self.add_callback(TrainingTimeCallback())
         self.add_callback(CurvesCallback(self.args.plot_curves))
 
     @property
@@ -111,7 +108,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
 
     @property
     def zero_stage(self) -> int:
-        """Stage of the DeepSpeed engine that holds the weights; 0 without one, and before `train()` makes it."""
+        """Stage of the DeepSpeed engine; 0 without one, and before `train()` creates it."""
         return zero_stage_of(self.accelerator, self.model, self.model_wrapped)
 
     @property
@@ -128,12 +125,12 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """
-        Trains; see [`~transformers.Trainer.train`].
+        Train the model, see [`~transformers.Trainer.train`].
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
-                A checkpoint's folder, or `True` for the latest complete one of the output folder. The run goes on
-                exactly as it would have.
+                Directory of a checkpoint, or `True` for the latest complete one in the output directory. Resuming is
+                exact.
             trial (*optional*), ignore_keys_for_eval (`list[str]`, *optional*):
                 As in [`~transformers.Trainer.train`].
 
@@ -141,7 +138,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             [`~transformers.trainer_utils.TrainOutput`].
 
         Raises:
-            ValueError: the checkpoint is incomplete or of another run, or the output folder has another run's.
+            ValueError: If the checkpoint is incomplete, or it or the output directory is of another run.
         """
         args = self.args
         checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
@@ -155,31 +152,31 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             clear_staging(args.output_dir)
         self._resumed_from, self._saved_step, self.loaded_step = checkpoint, None, None
         eval_on_start = args.eval_on_start
-        args.eval_on_start = eval_on_start and checkpoint is None  # a resumed run had its start
+        args.eval_on_start = eval_on_start and checkpoint is None
         if self._is_zero3:
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         try:
             return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
         except RewardError as error:
-            # A judge that is down is no reason to lose what was trained. On every process, see `RewardScorer`.
-            raise RewardError(f"{error} {self._keep_trained_steps()}") from error
+            # `RewardScorer` raises it on every process
+            raise RewardError(f"{error} {self._save_before_stop()}") from error
         finally:
             args.eval_on_start = eval_on_start
 
     def _begin_run(self) -> None:
-        """What needs the weights in their place: called when training begins, before the first step."""
+        """Prepare the run once the weights are placed, before the first step."""
         checkpoint, args = self._resumed_from, self.args
         self.averages = {}
         for file, decay in self._average_decays().items():
             self.averages[file] = EMA(self.model, decay, self.zero_stage, args.ema_offload)
             if checkpoint is not None and (checkpoint / file).exists():
                 self.averages[file].load_state_dict(load_file(checkpoint / file))
-            elif checkpoint is not None and file != EMA_WEIGHTS:  # an average of the export may begin here
+            elif checkpoint is not None and file != EMA_WEIGHTS:  # EMA may start here
                 raise ValueError(
-                    f"'{checkpoint}' has no {file}: it is not a checkpoint of {type(self).__name__}, and the weights that "
-                    "draw are not in it. To go on with its adapter, pass the folder as `peft_config` and set another "
-                    "`output_dir`."
+                    f"'{checkpoint}' has no {file}: it is not a checkpoint of {type(self).__name__}, and the old policy's "
+                    "weights are missing. To continue from its adapter, pass the directory as `peft_config` and set "
+                    "another `output_dir`."
                 )
         if checkpoint is not None:
             self._load_round(checkpoint)
@@ -189,7 +186,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             report_resolution_transfer(evaluator, self.train_rows, self.state)
             self.model.train()
         if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
-            # Now, because afterwards the untrained weights are gone; an evaluation on start generates it itself
+            # The untrained weights are lost after the first step
             datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
             self.model.eval()
             for name, dataset in datasets.items():
@@ -200,47 +197,47 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
                 self._determine_best_metric(self._evaluate(None, None), None)
 
     def _average_decays(self) -> dict[str, float]:
-        """Averages of the weights that a run keeps, by the file that holds each."""
+        """Return the decay of each average of the weights, by its file."""
         return {} if self.args.ema_decay is None else {EMA_WEIGHTS: self.args.ema_decay}
 
-    def _follow_weights(self) -> None:
-        """After each update of the weights."""
+    def _update_averages(self) -> None:
+        """Update the average after each update of the weights."""
         if self.ema is not None:
             self.ema.step()
 
     def _end_step(self) -> None:
-        """After each optimizer step, before a checkpoint of it is written."""
+        """Finish an optimizer step, before its checkpoint is written."""
 
     def _run_epoch(self, *args, **kwargs) -> None:
-        """As in Trainer, which makes a step too many when a run is resumed that was killed after its last one."""
+        """Run an epoch; Trainer makes a step too many after resuming from the last one."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
 
     def _is_evaluation_due(self) -> bool:
-        """Whether the evaluation of the step that a checkpoint was made at is missing: a judge was down."""
+        """Return whether the evaluation of the checkpoint's step is missing, because a judge was down."""
         args, step = self.args, self.state.global_step
         if args.eval_strategy != "steps" or step <= args.eval_delay or step % self.state.eval_steps != 0:
             return False
         entries = [entry for entry in self.state.log_history if entry["step"] == step]
         return not any(name.startswith("eval_") for entry in entries for name in entry)
 
-    def _keep_trained_steps(self) -> str:
-        """Save a checkpoint of the steps that were made, if there is none yet, and say how to go on."""
+    def _save_before_stop(self) -> str:
+        """Save a checkpoint of the current step if there is none, and return how to resume."""
         step = self.state.global_step
         if step == 0:
-            return "Nothing was trained yet: start the run again when the reward works."
+            return "Nothing was trained yet: restart the run when the reward works."
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        # A folder of that name may be an earlier run's
+        # A directory of that name may be an earlier run's
         if self._saved_step != step and self._resumed_from != folder:
             self._save_checkpoint(self.model, trial=None)
-        return f"The {step} steps before it are in '{folder}': go on with `resume_from_checkpoint=True`."
+        return f"The {step} steps before it are in '{folder}': resume with `resume_from_checkpoint=True`."
 
     # ---- Checkpoints ----
 
     def _save_checkpoint(self, model, trial) -> None:
-        """Write a checkpoint beside the others; it appears when it is complete."""
+        """Write a checkpoint that appears when it is complete."""
         args, state = self.args, self.state
         run = {
             "identity": self._identity,
@@ -261,20 +258,18 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
 
     def _write_weights(self, folder: Path) -> None:
         keep, ema = self.args.should_save, self.ema
-        # Everything is gathered before anything is written
         average = ema.state_dict(keep) if ema is not None else None
         policy = None
         if self.zero_stage == 0 or ema is None:  # DeepSpeed's own files hold the weights otherwise
             policy = gather_whole(self.model, shares(self.model, self.zero_stage), self.zero_stage, keep)
         if keep:
-            # What users load, and what training goes on with
             self._save_trained(policy if average is None else average, folder)
             for file, weights in ((EMA_WEIGHTS, average), (POLICY_WEIGHTS, policy)):
                 if weights is not None:
                     save_file(weights, folder / file)
 
     def _write_further_weights(self, folder: Path) -> None:
-        """Averages that are not exported, one after the other: each may be as large as the model."""
+        """Write averages that are not exported, one at a time: each may be as large as the model."""
         for file, average in self.averages.items():
             if file != EMA_WEIGHTS:
                 whole = average.state_dict(self.args.should_save)
@@ -288,7 +283,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         self._save_rng_state(str(folder))
         if self.is_round_pending:
             torch.save(self.buffer.state_dict(), round_file(folder, self.accelerator.process_index))
-        # On every process: each loads the best checkpoint's weights in the end
+        # Every process loads the best checkpoint's weights in the end
         if best := state.best_global_step:
             checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{best}"
             if best == state.global_step or checkpoint.is_dir():
@@ -305,7 +300,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         state.save_to_json(str(folder / STATE))
 
     def _load_round(self, checkpoint: Path) -> None:
-        """Put back a round that was not used up, if it is there and was divided over as many processes."""
+        """Restore a pending round, if it was divided over as many processes."""
         index, run = self.accelerator.process_index, read_run(checkpoint)
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
@@ -316,8 +311,8 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         ]  # fmt: skip
         if changed:
             logger.warning(
-                f"'{checkpoint}' lies in the middle of a round that was drawn with other values of "
-                f"{', '.join(changed)}: it is drawn again."
+                f"'{checkpoint}' is in the middle of a round that was generated with other values of "
+                f"{', '.join(changed)}: it is generated again."
             )
             return
         device, is_offloaded = self.accelerator.device, self.args.offload_embeddings
@@ -326,11 +321,11 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         self.buffer = RoundBuffer.from_state_dict(state, self._record_class, sde, device, is_offloaded)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        """Load the trained weights themselves; what a checkpoint exports is their average."""
+        """Load the trained weights, not their average that a checkpoint exports."""
         load_whole(self.model, load_file(Path(resume_from_checkpoint) / POLICY_WEIGHTS), zero_stage=0)
 
     def _load_best_model(self) -> None:
-        """Make the best checkpoint's weights, as they were evaluated, the trained ones."""
+        """Load the best checkpoint's weights as they were evaluated."""
         best = Path(self.state.best_model_checkpoint)
         whole = load_file(best / (EMA_WEIGHTS if (best / EMA_WEIGHTS).exists() else POLICY_WEIGHTS))
         load_whole(self.model, whole, self.zero_stage)
@@ -338,21 +333,19 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             self.ema.load_state_dict(whole)
         self.loaded_step = self.state.best_global_step
 
-    # ---- What was trained: files, card, Hub ----
+    # ---- Files, card, Hub ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, use_ema: bool = True) -> None:
         """
-        Saves what was trained, with its card and pictures; with `push_to_hub` it is uploaded as well. Every process
-        calls it.
+        Save the trained weights with their card and images, and upload them with `push_to_hub`. Every process calls it.
 
-        It is the average of the weights (`ema_decay`), as evaluated: an adapter in PEFT's and diffusers' formats, or
-        the whole transformer in diffusers'.
+        An adapter is saved in PEFT's and diffusers' formats, a full transformer in diffusers'.
 
         Args:
             output_dir (`str`, *optional*):
-                Folder. If `None`, `args.output_dir`.
+                Directory. If `None`, `args.output_dir`.
             use_ema (`bool`, *optional*, defaults to `True`):
-                Whether to save the average. If `False`, the weights of the last step.
+                Whether to save the averaged weights (`ema_decay`). If `False`, those of the last step.
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
         keep = self.args.should_save
@@ -369,46 +362,12 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         save_trained(self.model, self.pipeline, whole, folder)
         save_card(self._model_card(use_ema=use_ema), folder)
 
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        license: str | None = None,
-        use_ema: bool = True,
-    ) -> None:
-        """
-        Writes the model card into `args.output_dir`.
-
-        Args:
-            model_name (`str`, *optional*):
-                Title of the card. If `None`, the name of the Hub repository or of the output folder.
-            dataset_name (`str`, *optional*):
-                Hub id of the dataset. If `None`, that which the dataset was loaded from.
-            tags (`str` or `list[str]`, *optional*):
-                Further tags.
-            license (`str`, *optional*):
-                Licence. If `None`, the base model's.
-            use_ema (`bool`, *optional*, defaults to `True`):
-                Whether the card is that of the averaged weights. If `False`, of those of the last step.
-        """
-        if self.is_world_process_zero():
-            card = self._model_card(model_name, dataset_name, tags, license, use_ema)
-            render_card(card).save(Path(self.args.output_dir) / "README.md")
-
-    def _model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        license: str | None = None,
-        use_ema: bool = True,
-    ) -> ImageModelCard:
-        """Fill in the card of what was trained, as it is now: of the averaged weights, or of the last step's."""
+    def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
+        """Fill in the current card of the averaged weights, or of those of the last step."""
         args, family, prompts = self.args, self.family, self.train_rows
         step = self.state.global_step if self.loaded_step is None else self.loaded_step
         history = [entry for entry in self.state.log_history if entry["step"] <= step]
-        # A pipeline that was put together in memory has no name
+        # A pipeline that was built in memory has no name
         base_model = self.pipeline.name_or_path or type(self.pipeline).__name__
         is_adapter = isinstance(self.model, PeftModel)
         rewards = (self.reward_funcs, self.reward_func_names, self.reward_weights.tolist())
@@ -419,7 +378,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
                 history, datasets, self.evaluator.rewards.functions, self.evaluator.rewards.names
             )
         return ImageModelCard(
-            **self._card_fields(base_model, model_name, dataset_name, tags, license, step),
+            **self._card_fields(base_model, step=step, **fields),
             lora=lora_of(self.model, self.trained_from),
             weights="adapter" if is_adapter else "transformer",
             pipeline_class=type(self.pipeline).__name__,
@@ -434,23 +393,6 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             pictures=latest_pictures(args, step, use_ema),
         )
 
-    def push_to_hub(self, *args, use_ema: bool = True, **kwargs):
-        """
-        Saves what was trained to `args.output_dir` and uploads it; see [`~transformers.Trainer.push_to_hub`].
-
-        Args:
-            *args:
-                As there.
-            use_ema (`bool`, *optional*, defaults to `True`):
-                Whether it is the average of the weights. If `False`, those of the last step.
-            **kwargs:
-                As there, or arguments of `create_model_card`.
-
-        Returns:
-            [`~huggingface_hub.CommitInfo`] on the main process; a `Future` of it with `blocking=False`.
-        """
-        return super().push_to_hub(*args, use_ema=use_ema, **kwargs)
-
-    def _save_with_card(self, use_ema: bool, **kwargs) -> None:
+    def _save_with_card(self, use_ema: bool = True, **kwargs) -> None:
         self.save_model(_internal_call=True, use_ema=use_ema)
         self.create_model_card(use_ema=use_ema, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot work is found out as early as possible: from data and settings, then from the pipeline."""
+"""Early checks of data and settings, and of both against the pipeline."""
 
 from datasets import Dataset
 
@@ -11,7 +11,7 @@ from .paco_grpo_config import PaCoGRPOConfig
 
 
 def check_train_dataset(dataset: Dataset | None, args: PaCoGRPOConfig, rewards: RewardSet) -> PromptRows:
-    """Read the training prompts, and check that they fill a round and have what the rewards need."""
+    """Read the training prompts, and check that they fill a round and fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
     rows, layout = PromptRows(dataset, args, "the dataset"), args.round_layout
     if len(dataset) < layout.num_prompts:
@@ -27,7 +27,7 @@ def check_train_dataset(dataset: Dataset | None, args: PaCoGRPOConfig, rewards: 
 def check_eval_datasets(
     eval_dataset: Dataset | dict[str, Dataset] | None, args: PaCoGRPOConfig, rewards: RewardSet
 ) -> list[PromptRows]:
-    """Read the evaluation prompts, and check that what the settings say about evaluations can be done."""
+    """Read the evaluation prompts, and check them against the evaluation settings."""
     datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
     datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
     if not datasets and (args.eval_strategy != "no" or args.eval_on_start):
@@ -57,19 +57,19 @@ def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negativ
     name, batch_size = type(pipeline).__name__, args.per_device_train_batch_size
     if args.detach_unconditional and negative_prompt is None:
         raise ValueError(
-            f"`detach_unconditional` is for true guidance, but {name} makes no unconditional "
-            f"prediction of its own at `guidance_scale` = {args.guidance_scale}: it would be ignored. Leave it out."
+            f"`detach_unconditional` is for true guidance, but {name} makes no unconditional prediction at "
+            f"`guidance_scale` = {args.guidance_scale}: it would be ignored. Unset it."
         )
     most = family.max_batch_size
     if most is not None and batch_size > most:
         raise ValueError(
-            f"`per_device_train_batch_size` is {batch_size}, but {type(family).__name__} draws at most {most} with "
+            f"`per_device_train_batch_size` is {batch_size}, but {type(family).__name__} generates at most {most} with "
             f"{name} in one call. Set `per_device_train_batch_size={most}`."
         )
 
 
 def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
-    """Check that a micro-batch holds images of several prompts only where one call of the pipeline generates them."""
+    """Check that a micro-batch crosses prompts only where one call of the pipeline can generate it."""
     batch_size = args.per_device_train_batch_size
     if args.num_generations % batch_size == 0:
         return
@@ -77,9 +77,9 @@ def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: Pr
     if len(sizes) > 1:
         reason = f"The dataset has images of {len(sizes)} training sizes ({sorted(sizes)})"
     elif rows.sources is not None:
-        reason = "Each prompt has source images of its own"
+        reason = "Each prompt has its own source images"
     elif not family.has_fixed_length:
-        reason = f"{type(pipeline).__name__} encodes each prompt to a length of its own"
+        reason = f"{type(pipeline).__name__} encodes prompts to different lengths"
     else:
         return
     raise ValueError(
@@ -100,7 +100,7 @@ def check_one_gpu(args: PaCoGRPOConfig) -> None:
 def check_evaluation_is_possible(eval_dataset: Dataset | None, is_engine_missing: bool) -> None:
     """Refuse an evaluation without prompts, or before DeepSpeed has placed the model."""
     if eval_dataset is None:
-        raise ValueError("`evaluate()` needs an `eval_dataset`: pass it to the trainer or to this call.")
+        raise ValueError("`evaluate()` requires an `eval_dataset`: pass it to the trainer or to this call.")
     if is_engine_missing:
         raise RuntimeError(
             "`evaluate()` was called before `train()`, but DeepSpeed places the model on the accelerator only when "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation: prompts generated at full resolution and scored, with the trained weights and without them."""
+"""Evaluation at full resolution, with and without the trained weights."""
 
 import hashlib
 import json
@@ -34,50 +34,18 @@ from .paco_grpo_config import PaCoGRPOConfig
 
 @dataclass
 class Evaluation:
-    """
-    What was drawn for a dataset and how it scored, the same on every process except for the pictures.
+    """Scores of a dataset's generated images, the same on every process except for the thumbnails."""
 
-    Attributes:
-        rewards (`torch.Tensor` of shape `(images, rewards)`):
-            Rewards, prompt-major, NaN where one could not be computed.
-        total (`torch.Tensor` of shape `(images,)`):
-            Weighted sum of the rewards.
-        grid_artifacts (`torch.Tensor` of shape `(images,)`):
-            [`~paco_trl.evaluation.grid_artifact_score`] of each image.
-        extra (`dict[str, list]`):
-            Columns that rewards logged themselves.
-        logged (`dict[str, float]`):
-            Metrics that rewards logged themselves.
-        pictures (`dict[int, PIL.Image.Image]`):
-            Thumbnails by number, of the images that a sheet shows; on the main process only.
-    """
-
-    rewards: torch.Tensor
-    total: torch.Tensor
-    grid_artifacts: torch.Tensor
-    extra: dict[str, list] = field(default_factory=dict)
-    logged: dict[str, float] = field(default_factory=dict)
-    pictures: dict[int, Image.Image] = field(default_factory=dict)
+    rewards: torch.Tensor  # (images, rewards), prompt-major, NaN where one could not be computed
+    total: torch.Tensor  # (images,), weighted sum of the rewards
+    grid_artifacts: torch.Tensor  # (images,)
+    extra: dict[str, list] = field(default_factory=dict)  # columns that rewards logged
+    logged: dict[str, float] = field(default_factory=dict)  # metrics that rewards logged
+    pictures: dict[int, Image.Image] = field(default_factory=dict)  # thumbnails by image number, on the main process
 
 
 class Evaluator:
-    """
-    Generates prompts with the model as it is, scores them, and remembers how the untrained model did.
-
-    Args:
-        sampler ([`RolloutSampler`]):
-            Sampler of the model that is evaluated.
-        rewards ([`RewardSet`]):
-            Rewards.
-        scorer ([`RewardScorer`]):
-            Scorer of these rewards.
-        args ([`PaCoGRPOConfig`]):
-            Settings.
-        rows (`list[PromptRows]`, *optional*):
-            Rows that were read already.
-        base_model (`str`, *optional*), dtype (`str`, *optional*):
-            What else a baseline depends on.
-    """
+    """Generate prompts with the current weights, score them, and keep the scores of the untrained model."""
 
     def __init__(
         self,
@@ -95,7 +63,7 @@ class Evaluator:
         self._baselines: dict[str, Evaluation] = {}
 
     def rows_of(self, dataset: Dataset) -> PromptRows:
-        """Read a dataset's rows, once where it is the trainer's own."""
+        """Read a dataset's rows, once for the trainer's own."""
         check_is_dataset(dataset, "eval_dataset")
         known = (rows for rows in self._rows if rows.dataset is dataset)
         rows = next(known, None) or PromptRows(dataset, self.args, "the evaluation dataset")
@@ -104,7 +72,6 @@ class Evaluator:
     def evaluate(self, rows: PromptRows, description: str, state: TrainerState) -> Evaluation:
         """Generate and score all rows at their inference size. Every process calls it."""
         evaluation = self.generate(rows, description, state, list(range(len(rows))), rows.inference_sizes)
-        # Here, so that a baseline that could not be scored is neither kept nor compared with
         self.rewards.check_scored(evaluation.rewards, self.args.max_excluded_images)
         return evaluation
 
@@ -117,33 +84,12 @@ class Evaluator:
         sizes: list[tuple[int, int]],
         scale: float = 1.0,
     ) -> Evaluation:
-        """
-        Generate and score rows by the pipeline's ODE. Every process calls it.
-
-        The noise of an image is a function of the seed, its row and its number: the same in every evaluation of a run.
-
-        Args:
-            rows ([`PromptRows`]):
-                Rows of the dataset.
-            description (`str`):
-                Title of the progress bar.
-            state ([`~transformers.TrainerState`]):
-                State of the run.
-            numbers (`list[int]`):
-                Numbers of the rows to generate.
-            sizes (`list[tuple[int, int]]`):
-                Height and width of every row of the dataset.
-            scale (`float`, *optional*, defaults to `1.0`):
-                Factor per side at which source images are read.
-
-        Returns:
-            [`Evaluation`].
-        """
+        """Generate rows by the pipeline's ODE and score them; the noise depends on seed, row and number alone."""
         args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
         generations, period = args.num_generations_eval, sampler.size_multiple
         sampler.encode(rows, numbers, scale)
 
-        # Each process generates the same number of images, as ZeRO-3 needs; what was added for that is not counted
+        # ZeRO-3 requires the same number of images on each process; the padding is dropped below
         processes = accelerator.num_processes
         total = len(numbers) * generations
         padded = (np.arange(-(-total // processes) * processes) % total).reshape(-1, processes)
@@ -157,12 +103,9 @@ class Evaluator:
                 image = images_of_all[accelerator.process_index]
                 place, generation = divmod(image, generations)
                 row = fetched.read(numbers[place])
+                noise_key = (args.seed, STREAMS["evaluation"], 0, place, generation)
                 images, _ = sampler.generate(
-                    fetched,
-                    [numbers[place]],
-                    [(args.seed, STREAMS["evaluation"], 0, place, generation)],
-                    sizes[numbers[place]],
-                    args.num_inference_steps_eval,
+                    fetched, [numbers[place]], [noise_key], sizes[numbers[place]], args.num_inference_steps_eval
                 )
                 self.scorer.add([row], images, state)
                 artifacts.append(_grid_artifact(images[0], period, row))
@@ -189,25 +132,7 @@ class Evaluator:
         untrained: Callable[[], AbstractContextManager | None],
         may_load: bool,
     ) -> tuple[Evaluation | None, bool]:
-        """
-        Evaluate the model without training, once in a run. Every process calls it.
-
-        Args:
-            rows ([`PromptRows`]):
-                Rows.
-            name (`str`):
-                Name of the evaluation, for the folder in which it is kept.
-            state ([`~transformers.TrainerState`]):
-                State of the run.
-            untrained (`Callable`):
-                Gives the context in which the model is untrained, or `None` if there is none anymore.
-            may_load (`bool`):
-                Whether to look in the folder. Of another run nothing is taken: its rewards may have been others of the
-                same names.
-
-        Returns:
-            `tuple[Evaluation | None, bool]`: the baseline, and whether it was generated by this call.
-        """
+        """Evaluate the untrained model once in a run; also return whether this call generated it."""
         key = self.baseline_key(rows)
         if key in self._baselines:
             return self._baselines[key], False
@@ -218,7 +143,7 @@ class Evaluator:
             weights = untrained()
             if weights is None:
                 return None, False
-            # As if nothing had been generated: a resumed run finds the baseline in the folder
+            # A resumed run, which loads the baseline instead, must have the same random state
             with weights, kept_random_state(self.sampler.accelerator.device):
                 baseline = self.evaluate(rows, "Generating the baseline", state)
             if self.sampler.accelerator.is_main_process:
@@ -227,65 +152,34 @@ class Evaluator:
         return baseline, is_new
 
     def shown(self, evaluation: Evaluation) -> ScoredImages:
-        """Give the images of a sheet."""
-        return ScoredImages(
-            evaluation.pictures,
-            self.args.num_generations_eval,
-            self.rewards.names,
-            evaluation.rewards,
-            evaluation.extra,
-        )
+        """Return the images of a contact sheet."""
+        generations, names = self.args.num_generations_eval, self.rewards.names
+        return ScoredImages(evaluation.pictures, generations, names, evaluation.rewards, evaluation.extra)
 
     def baseline_key(self, rows: PromptRows) -> str:
-        """Digest all that a baseline depends on."""
+        """Compute a digest of everything that a baseline depends on."""
         args = self.args
         settings = [
-            self.base_model,
-            self.rewards.names,
-            self.rewards.weights.tolist(),
-            args.seed,
-            args.num_generations_eval,
-            args.num_inference_steps_eval,
-            args.guidance_scale,
-            args.negative_prompt,
-            args.vae_tiling,
-            self.dtype,
-            rows.inference_sizes,
-            [rows.content(number) for number in range(len(rows))],  # rewards read any of their columns
-        ]
+            self.base_model, self.rewards.names, self.rewards.weights.tolist(), args.seed, args.num_generations_eval,
+            args.num_inference_steps_eval, args.guidance_scale, args.negative_prompt, args.vae_tiling, self.dtype,
+            rows.inference_sizes, [rows.content(number) for number in range(len(rows))],
+        ]  # fmt: skip
         return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]
 
 
 def _grid_artifact(image: Image.Image, period: int, row: dict) -> float:
     try:
         score = grid_artifact_score(image, period, row["rows"], row["cols"])
-    except ValueError:  # panels of less than two patches show no grid
+    except ValueError:  # panels of less than two patches
         return math.nan
-    return score if math.isfinite(score) else math.nan  # an image of nothing but lines has no mean to be part of
+    return score if math.isfinite(score) else math.nan
 
 
 def evaluation_metrics(
     names: list[str], generations: int, after: Evaluation, before: Evaluation | None
 ) -> dict[str, float]:
-    """
-    Means with 95 % intervals over prompts, and what they were before training.
-
-    Args:
-        names (`list[str]`):
-            Names of the rewards.
-        generations (`int`):
-            Images of each prompt. Images of one prompt are drawn together by the bootstrap.
-        after ([`Evaluation`]):
-            With the trained weights.
-        before ([`Evaluation`], *optional*):
-            Without them.
-
-    Returns:
-        `dict[str, float]`: `reward`, `rewards/<name>/mean` and `grid_artifact`, each with `..._std` or `.../std`,
-        `ci_low`, `ci_high`, and with `before` also `baseline`, `gain`, `gain_ci_low`, `gain_ci_high` (the mean
-        difference of the same image with and without training). What cannot be said (the deviation of one image, the
-        interval of one prompt) is left out. `rewards/<name>/failure_rate` is the share of images without the reward.
-    """
+    """Compute means with 95 % intervals over prompts, and their gain over the baseline."""
+    # Undefined values, such as the deviation of one image or the interval of one prompt, are left out
     metrics: dict[str, float] = {}
     columns = [
         (f"rewards/{name}/", after.rewards[:, k], None if before is None else before.rewards[:, k])
@@ -321,28 +215,19 @@ def _add_mean(
 
 
 def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:
-    """
-    Saves a baseline, so that a resumed run does not draw it again.
-
-    Args:
-        folder (`Path`):
-            Folder.
-        key (`str`):
-            From [`baseline_key`].
-        baseline ([`Evaluation`]):
-            Baseline.
-    """
-    # Under another name first: where all weights are trained, a baseline that is cut short cannot be drawn again
+    """Save a baseline, so that a resumed run does not generate it again."""
+    # Atomic, because where all weights are trained a baseline cannot be generated again
     staged = folder.with_name(f"{folder.name}.saving")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     for number, picture in baseline.pictures.items():
         picture.save(staged / f"{number}.png")
+    without_nan = lambda values: [None if math.isnan(value) else value for value in values]  # noqa: E731
     content = {
         "key": key,
-        "rewards": [[None if math.isnan(value) else value for value in row] for row in baseline.rewards.tolist()],
-        "total": [None if math.isnan(value) else value for value in baseline.total.tolist()],
-        "grid_artifacts": [None if math.isnan(value) else value for value in baseline.grid_artifacts.tolist()],
+        "rewards": [without_nan(row) for row in baseline.rewards.tolist()],
+        "total": without_nan(baseline.total.tolist()),
+        "grid_artifacts": without_nan(baseline.grid_artifacts.tolist()),
         "extra": baseline.extra,
         "pictures": sorted(baseline.pictures),
     }
@@ -352,19 +237,7 @@ def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:
 
 
 def load_baseline(folder: Path, key: str) -> Evaluation | None:
-    """
-    Loads a baseline that an earlier part of the run has saved. Every process calls it, and gets what the
-    main one finds.
-
-    Args:
-        folder (`Path`):
-            Folder.
-        key (`str`):
-            What it must have been drawn for.
-
-    Returns:
-        [`Evaluation`] or `None` when there is none, or one for something else.
-    """
+    """Load the baseline with this key on every process, or return `None`."""
     found: list[Evaluation | None] = [None]
     try:
         content = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
@@ -374,16 +247,10 @@ def load_baseline(folder: Path, key: str) -> Evaluation | None:
                 with Image.open(folder / f"{number}.png") as picture:
                     pictures[number] = picture.convert("RGB")
             to_tensor = lambda values: torch.tensor(np.array(values, dtype=float))  # noqa: E731  (None becomes NaN)
-            found = [
-                Evaluation(
-                    to_tensor(content["rewards"]).float(),
-                    to_tensor(content["total"]).float(),
-                    to_tensor(content["grid_artifacts"]),
-                    content["extra"],
-                    pictures=pictures,
-                )
-            ]
+            rewards, total = to_tensor(content["rewards"]).float(), to_tensor(content["total"]).float()
+            artifacts = to_tensor(content["grid_artifacts"])
+            found = [Evaluation(rewards, total, artifacts, content["extra"], pictures=pictures)]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # there is none, or it was cut short: it is drawn again
+        pass  # missing or incomplete: it is generated again
     broadcast_object_list(found)
     return found[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cards of trained models say, from the settings, the log and the model of a run."""
+"""Contents of the model cards, from the settings, the log and the model of a run."""
 
 import glob
 import json
@@ -27,26 +27,25 @@ from .paco_reward_config import PaCoRewardConfig
 
 _LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
 
-# Where `datasets` keeps the rows of a dataset of the Hub: <user>___<name>/<configuration>/<version>/<commit>/<file>. Of
-# a folder of this machine the last is a shorter hash
+# Cached rows of a Hub dataset: <user>___<name>/<configuration>/<version>/<commit>/<file>. Local ones have a shorter hash
 _ROWS_IN_CACHE = re.compile(r"([^/\\]+?)___[^/\\]+[/\\][^/\\]+[/\\][^/\\]+[/\\]([0-9a-f]{40})[/\\][^/\\]+$")
 
 
-# ---- Of any run ----
+# ---- Any run ----
 
 
 def library_versions() -> dict[str, str]:
-    """Give the versions of the libraries that train."""
+    """Return the versions of the libraries that train."""
     return {name: version(name) for name in _LIBRARIES}
 
 
 def repo_id_of(args: TrainingArguments, hub_model_id: str | None) -> str:
-    """Give the Hub id, with the user's name once the repository exists, or the name of the output folder."""
+    """Return the Hub id, or the name of the output directory without one."""
     return hub_model_id or args.hub_model_id or os.path.basename(os.path.normpath(args.output_dir))
 
 
 def hardware_of(device: torch.device, processes: int) -> str:
-    """Name what a run trains on, such as `"7 x NVIDIA H100"`."""
+    """Name the hardware of a run, such as `"7 x NVIDIA H100"`."""
     if device.type == "cpu":
         return "CPU" if processes == 1 else f"CPU, {processes} processes"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
@@ -54,7 +53,7 @@ def hardware_of(device: torch.device, processes: int) -> str:
 
 
 def dataset_ids(dataset: Dataset, dataset_name: str | None) -> list[str]:
-    """Give the Hub ids of what a dataset is made of: the name that the user gave, or what its cache files say."""
+    """Return the Hub ids of a dataset: the given name, or those that its cache files reveal."""
     if dataset_name is not None:
         return [public_name(dataset_name)]
     rows = (_ROWS_IN_CACHE.search(file["filename"]) for file in getattr(dataset, "cache_files", ()))
@@ -62,7 +61,7 @@ def dataset_ids(dataset: Dataset, dataset_name: str | None) -> list[str]:
 
 
 def _downloaded(user: str, commit: str) -> str | None:
-    """Find the one dataset of which the Hub's cache has a commit; the cache of rows has `pa_co-dataset` for `PaCo-Dataset`."""
+    """Find the one dataset with this commit in the Hub's cache: the cache of rows has its name in lower case."""
     prefix = f"datasets--{user}--"
     found = list(Path(HF_HUB_CACHE).glob(f"{glob.escape(prefix)}*/snapshots/{commit}"))
     return f"{user}/{found[0].parts[-3].removeprefix(prefix)}" if len(found) == 1 else None
@@ -74,12 +73,12 @@ def lora_of(model: nn.Module, continued_from: str | None = None) -> LoRA | None:
         return None
     config = model.peft_config[model.active_adapter]
     layers = config.target_modules
-    # A pattern, or a long list that PEFT has made of one, says little to a reader
+    # A pattern, or a long list that PEFT has expanded, tells a reader little
     layers = sorted(layers) if isinstance(layers, (list, set, tuple)) and len(layers) <= 16 else None
     return LoRA(config.r, config.lora_alpha, layers, continued_from)
 
 
-# ---- Of an image model ----
+# ---- Image models ----
 
 
 def image_settings(
@@ -117,7 +116,7 @@ def image_settings(
 
 
 def pipeline_call(family: Family, guidance_scale: float, negative_prompt: str | None) -> str:
-    """Write the arguments, beside the prompt, without which some pipelines would leave out the guidance of training."""
+    """Format the arguments with which a pipeline uses the guidance of training."""
     images = [Image.new("RGB", (64, 64))] * min(family.max_images, 1)
     arguments = family.call_arguments(64, 64, guidance_scale, images)
     kept = {name: value for name, value in arguments.items() if name.endswith(("guidance_scale", "cfg_scale"))}
@@ -146,7 +145,7 @@ def reward_rows(
 def evaluation_rows(
     log_history: list[dict], datasets: Sequence[str | None], functions: Sequence[Callable], names: Sequence[str]
 ) -> list[Evaluation]:
-    """Describe the last evaluation of each dataset, a row for each reward: before, after, and the interval of the gain."""
+    """Describe the last evaluation of each dataset, one row per reward."""
     rows = []
     for dataset in datasets:
         prefix = f"eval_{dataset}_" if dataset else "eval_"
@@ -154,22 +153,17 @@ def evaluation_rows(
         for name, function in zip(names, functions, strict=True):
             key = f"{prefix}rewards/{name}/"
             if f"{key}mean" in entry:
-                values = {
-                    field: entry.get(key + field) for field in ("mean", "baseline", "gain_ci_low", "gain_ci_high")
-                }
+                fields = ("mean", "baseline", "gain_ci_low", "gain_ci_high")
+                values = {field: entry.get(key + field) for field in fields}
                 rows.append(Evaluation(name, **values, dataset=dataset, model=_model_of(function), step=entry["step"]))
     return rows
 
 
 def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> dict[str, Path]:
-    """
-    Find the latest pictures of the weights of a step, by the names that they have beside the card.
-
-    Pictures of later steps, of an earlier run in the same folder or of before a resume, are left out, and with
-    `use_ema=False` those of evaluations, which are of the average.
-    """
+    """Find the latest figures and sheets up to a step, by their names in the card's directory."""
     output_dir = Path(args.output_dir)
 
+    # Those of later steps are an earlier run's. Evaluations are of the average
     def latest(pattern: str, steps_of_one: int, end: int) -> Path | None:
         sheets = (output_dir / "contact_sheets").glob(pattern)
         numbered = [(int(path.stem.rsplit("_", 1)[1]), path) for path in sheets]
@@ -186,11 +180,11 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
     return {name: path for name, path in found.items() if path is not None and path.is_file()}
 
 
-# ---- Of a judge ----
+# ---- Judges ----
 
 
 def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | None, step: int) -> JudgeSettings:
-    """Describe the settings of a training of a judge."""
+    """Describe the settings of a judge's training."""
     same = ("first_token_weight", "loss_variant", "learning_rate", "warmup_steps", "num_train_epochs", "seed")
     return JudgeSettings(
         optimizer_steps=step,
@@ -204,5 +198,5 @@ def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | Non
 
 
 def image_size(processor: ProcessorMixin) -> dict[str, int]:
-    """Give the limits of an image in pixels, as its processor names them."""
+    """Return the limits of an image in pixels, as its processor names them."""
     return {name: limit for name, limit in dict(processor.image_processor.size).items() if limit is not None}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PaCo-GRPO: group-relative policy optimisation of a flow-matching pipeline, at reduced resolution."""
+"""PaCo-GRPO: group-relative policy optimization of a flow-matching pipeline, at reduced resolution."""
 
 import time
 from collections import defaultdict
@@ -60,14 +60,14 @@ logger = get_logger(__name__)
 REFUSED_METHODS = {
     **dict.fromkeys(
         ("evaluation_loop", "get_eval_dataloader", "get_test_dataloader", "predict", "prediction_step"),
-        "images are drawn, scored and compared by `evaluate(eval_dataset)`",
+        "images are generated, scored and compared by `evaluate(eval_dataset)`",
     ),
     **dict.fromkeys(
         ("get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask"), "it is a formula of a token loss"
     ),
     **dict.fromkeys(
         ("call_model_init", "hyperparameter_search"),
-        "the trainer takes a pipeline, not a `model_init`; make a trainer, in a process of its own, for each setting",
+        "the trainer takes a pipeline, not a `model_init`; run each setting in its own process",
     ),
 }
 
@@ -75,8 +75,8 @@ REFUSED_METHODS = {
 @refuse_methods(REFUSED_METHODS)
 class PaCoGRPOTrainer(PaCoBaseTrainer):
     """
-    Trainer for PaCo-GRPO: reinforcement learning of a flow-matching image pipeline on sets of images, proposed in
-    [PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward
+    Trainer for PaCo-GRPO, reinforcement learning of flow-matching image pipelines, proposed in [PaCo-RL: Advancing
+    Reinforcement Learning for Consistent Image Generation with Pairwise Reward
     Modeling](https://huggingface.co/papers/2512.04784).
 
     Example:
@@ -99,50 +99,47 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
 
     Args:
         model (`str` or [`~diffusers.DiffusionPipeline`]):
-            Pipeline to train. Can be either:
-
-            - A string: Hub id or folder, loaded with [`~diffusers.DiffusionPipeline.from_pretrained`] in the compute
-              dtype, with the arguments in `args.model_init_kwargs`. Only safetensors files are read.
-            - A loaded pipeline. It is frozen, cast to the compute dtype, and its scheduler and transformer are
-              replaced by ones that also record.
+            Pipeline to train: a Hub id or directory, loaded with
+            [`~diffusers.DiffusionPipeline.from_pretrained`] in the compute dtype with `args.model_init_kwargs` (only
+            safetensors files are read), or a loaded pipeline, which is frozen and cast to the compute dtype.
         reward_funcs (`Callable` or `list[Callable]`):
             Rewards: callables `(prompts, completions, **columns) -> list[float | None]`, sync or async. `completions`
             are PIL images; the columns are those of the dataset and `panel_images`, each image cut into its panels.
-            `None` for an image that could not be scored: it is left out of its group's statistics and of the loss. A
-            reward is called with 16 images at a time, on a thread beside the one that draws the next.
+            An image with `None` is left out of its group's statistics and of the loss. Rewards are computed in
+            batches of 16 images while the next ones are generated.
         args ([`PaCoGRPOConfig`], *optional*):
-            Settings. If `None`, the paper's, with an output folder named after the model.
+            Settings. If `None`, the paper's, with an output directory named after the model.
         train_dataset ([`~datasets.Dataset`]):
-            Prompts, of one of two kinds, with any other columns that the rewards take:
+            Prompts of one of two kinds, with any other columns that the rewards use:
 
             - Image sets: the columns `prompt`, `rows`, `cols` and `panels`, optionally `height` and `width`. See
               [`~paco_trl.data.load_image_set_prompts`].
-            - Edits: `prompt`, the instruction, and the source `image` (or `images`, for pipelines that take several),
-              optionally `height` and `width`. See [`~paco_trl.data.load_edit_prompts`].
+            - Edits: `prompt`, the instruction, and the source `image` (or `images` for several), optionally `height`
+              and `width`. See [`~paco_trl.data.load_edit_prompts`].
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Prompts of the same format for `evaluate()`.
         eval_reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Rewards of `evaluate()`, for example another judge than the one that is trained for. `eval_reward` is then
-            their plain sum. If `None`, the training rewards with their weights.
+            Rewards of `evaluate()`, such as a second judge; `eval_reward` is their plain sum. If `None`, the training
+            rewards with their weights.
         callbacks (`list[~transformers.TrainerCallback]`, *optional*):
             Callbacks.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
             Optimizer and scheduler, as in [`~transformers.Trainer`].
         peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
-            Adapter to train; `target_modules` are the family's when left out. Or the Hub id or folder of an adapter to
-            go on training. If `None`, all weights of the transformer are trained.
+            Adapter to train, with the family's `target_modules` when they are omitted, or the Hub id or directory of
+            an adapter to continue training. If `None`, all weights of the transformer are trained.
 
     Raises:
-        ValueError: data, settings or model that cannot work; the message says what to do. What can be found out
-            without the model is found out before it is loaded.
+        ValueError: If data, settings or model cannot work. Data and settings are checked before the model is loaded.
     """
 
-    # The loss is divided by the images of the whole optimizer step, see `compute_loss`
+    # The loss is divided by the images of the full optimizer step, see `compute_loss`
     loss_is_scaled_for_ga = True
 
     _tag_names = ["paco-trl", "trl", "paco-grpo", "grpo"]
     _name = "PaCo-GRPO"
     _paper = PAPER
+    _statistics_class = StepStatistics
 
     def __init__(
         self,
@@ -156,11 +153,13 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         peft_config: LoraConfig | str | None = None,
     ):
-        # 1. What can be checked without the model
+        # 1. Checks without the model
         if args is None:
-            # A pipeline that was put together in memory has no name
+            # A pipeline that was built in memory has no name
             name = model if isinstance(model, str) else model.name_or_path or type(model).__name__
             args = self._config_class(f"{Path(name).name}-{self._name}")
+        elif not isinstance(args, self._config_class):
+            raise TypeError(f"`args` must be a `{self._config_class.__name__}`, got {type(args).__name__}.")
         if peft_config is not None:
             check_peft_config(peft_config, model)
         self.rewards = RewardSet(
@@ -174,19 +173,20 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.schedule = RoundSchedule(args, len(train_dataset))
         self._open_run(args, model, peft_config)
 
-        # 2. The pipeline, frozen, and what of it is trained. An adapter's weights are random: seed first.
+        # 2. The frozen pipeline, and its trained weights. An adapter's are random: seed first.
         set_seed(args.seed)
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
-        # DeepSpeed has float32 masters beside the weights; without it weights that are trained are float32 themselves
+        # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
         self.pipeline = load_pipeline(
             model, self.compute_dtype, transformer_dtype, args.trust_remote_code, **(args.model_init_kwargs or {})
         )
         self.family = family_of(self.pipeline)
+        self._check_family()
         self.size_multiple = self.family.size_multiple(self.pipeline)
         if args.ddp_find_unused_parameters is None:
-            # Which layers of an unlisted pipeline take part is unknown, and a whole transformer has those that do not
+            # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
             has_unused = is_full and bool(self.family.unused_layers(self.pipeline.transformer))
             args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
         negative_prompt = self.family.resolve_negative_prompt(self.pipeline, args.guidance_scale, args.negative_prompt)
@@ -195,7 +195,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             rows.measure(self.pipeline, self.family)
         check_micro_batches(args, self.pipeline, self.family, self.train_rows)
         if is_deepspeed:
-            # Its default is the dtype of the model: hundreds of micro-batches would be added up in bf16
+            # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if args.vae_tiling:
             self.pipeline.vae.enable_tiling()
@@ -203,31 +203,25 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed, with_reference=args.beta > 0
         )
 
-        # 3. Trainer. GRPOTrainer's own __init__ assumes a language model with a tokenizer, so it is skipped; what its
-        # inherited methods read is set below (tests/test_contract.py lists it).
+        # 3. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
+        # methods read are set below (tests/test_contract.py lists them).
         _BaseTrainer.__init__(
-            self,
-            model=self.policy.model,
-            args=args,
-            data_collator=identity,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
+            self, model=self.policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
+        )  # fmt: skip
         check_one_gpu(args)
         if self.ref_model is not None and is_deepspeed:
             self.ref_model = prepare_deepspeed(self.ref_model, self.accelerator)
         elif self.ref_model is not None:
             self.ref_model = self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
         # Read by the inherited training_step, log and _load_optimizer_and_scheduler
-        self.log_completions = False  # TRL's table of texts; the contact sheets take its place
+        self.log_completions = False  # TRL's table of texts, replaced by contact sheets
         self.use_adaptive_entropy = False
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._current_train_step_time = 0.0
         self._step = 0
 
-        # 4. What the steps of a round are made of
+        # 4. Components of a round
         self.reward_funcs, self.reward_func_names = self.rewards.functions, self.rewards.names
         self.reward_weights = self.rewards.weights
         self.num_generations = args.num_generations  # = G in the paper
@@ -238,14 +232,14 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.prompt_encoder = PromptEncoder(self.pipeline, self.family, self.accelerator, negative_prompt)
         self.sampler = RolloutSampler(
             self.policy, self.prompt_encoder, self.accelerator, args.guidance_scale, args.offload_embeddings,
-            self._gathered,
+            self._gather_weights,
         )  # fmt: skip
         self.scorer = RewardScorer(self.rewards.functions, self.rewards.names, self.accelerator)
         eval_scorer = RewardScorer(eval_rewards.functions, eval_rewards.names, self.accelerator)
         self.evaluator = Evaluator(
             self.sampler, eval_rewards, eval_scorer, args, eval_rows, self.base_model, str(self.compute_dtype)
         )
-        self.statistics = StepStatistics(self.accelerator)
+        self.statistics = self._statistics_class(self.accelerator)
         self.buffer: RoundBuffer | None = None
         self._is_first_backward = True  # of this `train()`
         self._encoded_for_max_steps: int | None = None
@@ -254,41 +248,39 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         if args.log_completions:
             warn_of_blind_trackers(args.report_to)
         if self.accelerator.is_main_process and not args.disable_tqdm:
-            tqdm.write(self.layout.describe())  # with the progress bars: a log at level info would not be seen
+            tqdm.write(self.layout.describe())  # logs at level info are hidden
+
+    def _check_family(self) -> None:
+        """Check that the family supports the method; every family supports GRPO."""
 
     def _send_telemetry(self) -> None:
-        """Send nothing. (TRL's telemetry also reads a model type that a diffusers config lacks.)"""
+        """Send nothing: TRL's telemetry reads a model type that a diffusers config lacks."""
 
     # ---- Rounds ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """
-        A loader that only counts the micro-steps of an epoch.
-
-        TRL's sampler yields every row again for each micro-step of a round (451,584 fetches for 672 images at the
-        defaults). Here `_prepare_inputs` fetches the rows of a round once, by number.
-        """
-        # Trainer asks for it when training begins: what an earlier `train()` left behind is not this one's
+        """Return a loader that only counts micro-steps; `_prepare_inputs` fetches each row once per round."""
+        # Called when training begins: reset the state of an earlier `train()`
         self.buffer = None
         self.statistics.clear()
         self._step, self._train_time = 0, 0.0
         self._is_first_backward = True
-        self._encoded_for_max_steps = None  # this training may begin at an earlier round
+        self._encoded_for_max_steps = None
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
     def _prepare_inputs(self, inputs):
-        """The micro-step's slice of the buffer; generates a new round when the buffer is used up."""
+        """Return the micro-step's slice of the buffer; generate a new round when it is used up."""
         accumulation = self.args.gradient_accumulation_steps
         if self._step % accumulation == 0:
-            # The optimizer step is part of the checkpoint, so a resumed run lands in the right place
+            # The optimizer step is part of the checkpoint
             self._step = self.state.global_step * accumulation
         round_index, position = divmod(self._step, self.schedule.micro_steps_per_round)
         if self.buffer is None or self.buffer.round_index != round_index:
             if position > 0:
                 logger.warning(
-                    f"Training goes on in the middle of round {round_index}, whose images are not in the checkpoint: "
-                    "they are drawn again, with the weights as they are now."
+                    f"Training resumes in the middle of round {round_index}, whose images are not in the checkpoint: "
+                    "they are generated again, with the current weights."
                 )
             started = time.perf_counter()
             self.buffer = None  # frees the old round before the new one is generated
@@ -299,28 +291,28 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
 
     @property
     def is_round_pending(self) -> bool:
-        """Whether the round that was generated last has optimizer steps left to give."""
+        """Whether the current round has optimizer steps left."""
         return self.buffer is not None and self.state.global_step % self.schedule.optimizer_steps_per_round != 0
 
     def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
-        """Generate a round, score it and turn it into the training micro-steps of this process."""
+        """Generate and score a round, and build this process's training micro-steps."""
         started = time.perf_counter()
         layout, args, generations = self.layout, self.args, self.num_generations
 
-        # 1. The round's prompts, encoded, and which process generates which images
+        # 1. Encode the round's prompts, and assign its images to the processes
         row_numbers = self.schedule.rows(round_index)
         sizes = [self.train_rows.training_sizes[number] for number in row_numbers]
         assignment = self.schedule.assign(round_index, sizes)  # (processes, micro-batches, B)
         mine = assignment[self.accelerator.process_index]  # (micro-batches, B)
         if self._encoded_for_max_steps != self.state.max_steps:
-            # Every prompt that the rest of the run needs, once; the text encoders are not used after it
+            # All prompts of the rest of the run, so that the text encoders are used once
             self._encoded_for_max_steps = self.state.max_steps
-            needed = self.schedule.rows_until(self.state.max_steps, round_index)
+            needed = self.schedule.remaining_rows(self.state.max_steps, round_index)
             self.sampler.encode(self.train_rows, needed, args.resolution_scale)
         fetched = self.sampler.fetch(self.train_rows, row_numbers, args.resolution_scale)
         encode_time = time.perf_counter() - started
 
-        # 2. Generate, and score beside it
+        # 2. Generate, and score at the same time
         started = time.perf_counter()
         buffer = RoundBuffer(
             round_index, self.state.global_step, self.schedule.sde(round_index), is_offloaded=args.offload_embeddings
@@ -329,10 +321,10 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         images, records = self._generate_round(round_index, mine, row_numbers, fetched, buffer.sde)
         rollout_time = time.perf_counter() - started
 
-        # 3. Every process holds all rewards afterwards, in the order of the round (prompt-major)
+        # 3. Gather all rewards on every process, prompt-major
         scores = self.scorer.finish(assignment.reshape(-1), self.state)
 
-        # 4. Aggregate and normalise. As in TRL, normalized rewards are summed and then scaled over the batch
+        # 4. Aggregate and normalize. As in TRL, the sum of normalized rewards is scaled over the batch
         aggregated, details = self.rewards.aggregate(scores.rewards, generations)
         is_normalized = args.multi_objective_aggregation == "normalize_then_sum"
         advantages, is_valid, has_spread = group_advantages(
@@ -344,7 +336,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             scores.rewards, is_valid, generations, args.max_excluded_images, args.max_excluded_groups, where
         )
 
-        # 5. What is logged with each optimizer step of the round
+        # 5. Metrics that are logged with each optimizer step of the round
         buffer.metrics = {
             **scores.metrics,
             **self.rewards.metrics(scores.rewards, details, generations),
@@ -365,7 +357,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             title = f"Round {round_index}, step {self.state.global_step}"
             self._save_sheet(f"round_{round_index:05d}", title, self.train_rows, row_numbers, shown)
 
-        # 6. Keep what the training steps need
+        # 6. Build the training micro-steps
         buffer.fill(
             layout, assignment, self.accelerator.process_index, records, advantages, is_valid, self.accelerator.device
         )
@@ -379,7 +371,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         fetched: FetchedRows,
         sde: SDESettings,
     ) -> tuple[list[Image.Image], list[list[RecordedStep]]]:
-        """Generate this process's images of a round, and record what is trained of each micro-batch."""
+        """Generate this process's images of a round, and record the trained steps of each micro-batch."""
         images: list[Image.Image] = []
         records: list[list[RecordedStep]] = []
         is_hidden = self.args.disable_tqdm or not self.accelerator.is_main_process
@@ -403,17 +395,12 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """Generate a micro-batch, and record an entry for each trained step."""
         return self.sampler.generate(
-            fetched,
-            rows,
-            noise_keys,
-            self.train_rows.training_sizes[rows[0]],
-            self.args.num_inference_steps,
-            sde=sde,
+            fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps, sde=sde,
             record_mean=self.args.loss_type == "grpo_guard",
-        )
+        )  # fmt: skip
 
-    def _gathered(self) -> AbstractContextManager:
-        """The context in which generation finds whole weights under ZeRO-3."""
+    def _gather_weights(self) -> AbstractContextManager:
+        """Gather all weights for generation under ZeRO-3."""
         if not self._is_zero3 or not self.args.ds3_gather_for_generation:
             return nullcontext()
         return gathered_weights(self.model, self.model_wrapped)
@@ -428,7 +415,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         before: ScoredImages | None = None,
         tracker_name: str = "contact_sheet",
     ) -> None:
-        """Save pictures and scores of the first prompts, and send the pictures to the trackers."""
+        """Save images and scores of the first prompts, and send the contact sheet to the trackers."""
         if self.accelerator.is_main_process:
             folder = Path(self.args.output_dir) / "contact_sheets"
             prompts = [rows.prompts[number] for number in numbers]
@@ -440,7 +427,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
     # ---- Loss ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """As in TRL; times the forwards and backwards of an optimizer step, without the generation of its round."""
+        """Run TRL's training step, and time an optimizer step without the generation of its round."""
         started, generation_time = time.perf_counter(), self._generation_time
         check = nullcontext()
         if self._is_first_backward:
@@ -459,12 +446,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """
-        The clipped objective of one micro-batch at one stochastic step: one forward with gradient, no more.
-
-        The loss is the micro-batch's share of the mean over all valid images of the optimizer step, on all processes;
-        gradients are averaged over the processes, hence the factor.
-        """
+        """Compute the clipped objective of one micro-batch at one stochastic step."""
         if return_outputs:
             raise ValueError("PaCoGRPOTrainer does not support returning outputs.")
         record, sde, advantages = inputs["record"], inputs["sde"], inputs["advantages"]
@@ -490,11 +472,12 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             kl = gaussian_kl(mean, ref_mean, std)
             loss = loss + self.beta * kl
         self._record_step(record, surrogate, kl.detach(), inputs["weights"])
+        # The weights divide by the images of the optimizer step on all processes, over which gradients are averaged
         return (loss * inputs["weights"]).sum() * self.accelerator.num_processes
 
     @contextmanager
     def _reference(self, model):
-        """The model that the KL divergence is measured from: without its adapter, or the copy of before training."""
+        """Provide the reference of the KL divergence: the model without its adapter, or the initial copy."""
         if self.ref_model is not None:
             with self.accelerator.autocast():
                 yield self.ref_model
@@ -503,18 +486,18 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
                 yield model
 
     def _record_step(self, record: RecordedStep, surrogate, kl: torch.Tensor, weights: torch.Tensor) -> None:
-        """Collect what is logged, and gather it once for each optimizer step; test the ratio before the first."""
+        """Collect the statistics of a micro-step, and check the ratio before the first update."""
         step, num_trained = self.state.global_step, self.layout.num_trained_steps
         self.statistics.add(record, surrogate, kl, weights)
         is_on_policy = step == self.buffer.global_step
         is_complete = len(self.statistics) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:
-            self.statistics.test_ratio(num_trained, self.args.ratio_tolerance, self.args.epsilon)
+            self.statistics.check_ratio(num_trained, self.args.ratio_tolerance, self.args.epsilon)
         if self.accelerator.sync_gradients:
             self._log_step(self.statistics.finish(step, is_on_policy, self.beta > 0))
 
     def _log_step(self, metrics: dict[str, float]) -> None:
-        """Log an optimizer step with its round."""
+        """Log an optimizer step along with its round."""
         for name, value in {**self.buffer.metrics, **metrics}.items():
             self._metrics["train"][name].append(value)
 
@@ -527,11 +510,10 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """
-        Draws the evaluation prompts at full inference resolution, by the pipeline's ODE and with fixed noise for each
-        prompt, from the averaged weights (`ema_decay`), and scores them with `eval_reward_funcs`.
+        Generate the evaluation prompts at full resolution from the averaged weights (`ema_decay`), with fixed noise
+        and without stochastic steps, and score them with `eval_reward_funcs`.
 
-        The baseline, the model without training, is drawn and scored once in a run, so that sheets and metrics show
-        before and after.
+        The untrained model is evaluated once in a run as the baseline.
 
         Args:
             eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
@@ -544,8 +526,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         Returns:
             `dict[str, float]`: `eval_reward` (the weighted sum), `eval_rewards/<name>/mean` and `eval_grid_artifact`
             ([`~paco_trl.evaluation.grid_artifact_score`]), each with a bootstrap interval over prompts (`ci_low`,
-            `ci_high`), its `baseline`, and the `gain` over it with its interval; `.../std` and `.../failure_rate`. What
-            cannot be said (the deviation of a single image, the interval of one prompt) is left out.
+            `ci_high`), its `baseline`, and the `gain` over it with its interval; `.../std` and `.../failure_rate`.
+            Undefined values (the deviation of a single image, the interval of one prompt) are left out.
         """
         eval_dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(eval_dataset, dict):
@@ -559,7 +541,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.model.eval()
         try:
             before, is_new = self._baseline(rows, metric_key_prefix)
-            # All weights are trained from the first step on; an adapter may have been continued from a trained one
+            # An adapter may continue a trained one, so this holds for full fine-tuning only
             is_same = is_new and step == 0 and not isinstance(self.model, PeftModel)
             if before is not None and (self._is_untrained() or is_same):
                 after = before  # the same weights and noise would give the same images
@@ -571,14 +553,10 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             start_trackers(self.callback_handler.callbacks, self.args, self.state, self.model)
             if self.args.log_completions:
                 self._save_sheet(
-                    f"{metric_key_prefix}_step_{step:06d}",
-                    f"Evaluation, step {step}",
-                    rows,
-                    list(range(len(rows))),
-                    evaluator.shown(after),
-                    None if before is None or before is after else evaluator.shown(before),
+                    f"{metric_key_prefix}_step_{step:06d}", f"Evaluation, step {step}", rows, list(range(len(rows))),
+                    evaluator.shown(after), None if before is None or before is after else evaluator.shown(before),
                     f"{metric_key_prefix}_contact_sheet",
-                )
+                )  # fmt: skip
             self.log(dict(metrics))
         finally:
             self.model.train(was_training)
@@ -586,23 +564,23 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         return metrics
 
     def _baseline(self, rows: PromptRows, name: str) -> tuple[Evaluation | None, bool]:
-        """The evaluation of the model without training, and whether it was generated now."""
+        """Evaluate the untrained model once; also return whether it was generated by this call."""
         return self.evaluator.baseline(rows, name, self.state, self._untrained_weights, self._resumed_from is not None)
 
     def _untrained_weights(self) -> AbstractContextManager | None:
-        """The context in which the model is its base model, if there is one."""
+        """Return the context in which the model is its base model, or `None`."""
         if isinstance(self.model, PeftModel):
             return self.model.disable_adapter()
         if self.state.global_step == 0:
             return nullcontext()
         logger.warning(
-            "All weights are trained, and the evaluation prompts were not drawn before training: there is "
+            "All weights are trained, and the evaluation prompts were not generated before training: there is "
             "no baseline to compare with. Set `eval_on_start=True`, or `eval_strategy`."
         )
         return None
 
     def _is_untrained(self) -> bool:
-        """Whether the model still is its base model, on every process."""
+        """Return whether the model still is its base model, on every process."""
         is_new = adapter_is_new(shares(self.model, self.zero_stage))
         if self.ema is not None:
             is_new = is_new and adapter_is_new(self.ema.average)

@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiffusionNFT: the velocity is trained on noised images that were drawn and scored, without stochastic steps."""
+"""DiffusionNFT: the velocity is trained on noised images that were generated and scored."""
 
 import functools
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
-from accelerate import Accelerator
-from datasets import Dataset
-from diffusers import DiffusionPipeline
-from peft import LoraConfig
 from PIL import Image
-from transformers import TrainerCallback
 
 from ..cards import ImageModelCard
 from ..checkpointing.ema import EMA
@@ -23,53 +17,36 @@ from ..utils.paper import PAPER
 from .losses import add_flow_noise, nft_loss, nft_old_policy_decay, nft_reward_probability, velocity_error
 from .paco_grpo_trainer import PaCoGRPOTrainer
 from .paco_nft_config import PaCoNFTConfig
+from .step_statistics import StepStatistics
 
 
 OLD_POLICY_WEIGHTS = "old_policy.safetensors"
 
-# Share of the velocity by which the first forward with gradient may miss the one that was drawn with. In float32 it is
-# 0; in bf16 an accelerator may choose other kernels, and dropout or a wrong precision miss by far more.
+# Relative deviation of the trained from the old velocity that is accepted before the first update: 0 in float32, but in
+# bf16 an accelerator may choose other kernels. Dropout or a wrong precision deviate by far more.
 _TOLERANCE = 0.05
 
 
 @dataclass
 class NoisedStep(RecordedStep):
-    """
-    Images at one time of the forward process: the recorded last step, whose calls are those for the noised images.
+    """Images at one time of the forward process, as a recorded step whose calls are those for the noised images."""
 
-    Attributes:
-        times (`torch.Tensor` of shape `(B,)`):
-            Time of each image.
-        target (`torch.Tensor` of shape `(B, ...)`):
-            Velocity of the forward process there, float32.
-        old_velocity (`torch.Tensor` of shape `(B, ...)`):
-            Velocity under the policy that drew the images.
-    """
-
-    times: torch.Tensor | None = None
-    target: torch.Tensor | None = None
-    old_velocity: torch.Tensor | None = None
+    times: torch.Tensor | None = None  # (B,)
+    target: torch.Tensor | None = None  # (B, ...), velocity of the forward process, float32
+    old_velocity: torch.Tensor | None = None  # (B, ...), velocity of the weights that generated the images
 
 
-class VelocityStatistics:
-    """What the micro-steps of an optimizer step say about the velocity, gathered once."""
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self._rows: list[torch.Tensor] = []
-
-    def clear(self) -> None:
-        """Forget what was collected."""
-        self._rows = []
+class VelocityStatistics(StepStatistics):
+    """Collect the velocity statistics of an optimizer step's micro-steps, and gather them once."""
 
     def add(self, velocity: torch.Tensor, old_velocity: torch.Tensor, kl: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add a micro-step; an image of weight 0 is not counted."""
+        """Add a micro-step; images of weight 0 are not counted."""
         deviation = velocity_error(velocity.detach().float(), old_velocity)
         size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
         self._rows.append(torch.stack([deviation, size, kl.detach(), (weights > 0).float()], dim=1))  # (B, 4)
 
     def finish(self, step: int, has_reference: bool) -> dict[str, float]:
-        """Gather the optimizer step's statistics and begin the next. Every process calls it."""
+        """Gather the optimizer step's statistics, and start the next step. Every process calls it."""
         rows = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and times, 4)
         self.clear()
         if not torch.isfinite(rows).all():
@@ -79,11 +56,11 @@ class VelocityStatistics:
             )
         deviation, size, kl, valid = rows.T
         if step == 0 and deviation.sum() > _TOLERANCE**2 * size.sum():
-            share = (deviation.sum() / size.sum()).sqrt().item()
+            fraction = (deviation.sum() / size.sum()).sqrt().item()
             raise RuntimeError(
-                f"Before the first update the trained velocity must be the old one, but they differ by {share:.1%} of "
-                "it. The model draws with other numbers than it is trained with: look for dropout, for layers that "
-                "behave differently with gradients, for a compiled forward."
+                f"Before the first update the trained velocity must be the old one, but they differ by {fraction:.1%} "
+                "of it. Rollout and training compute different numbers: look for dropout, for layers that behave "
+                "differently with gradients, for a compiled forward."
             )
         count = valid.sum().clamp(min=1)
         metrics = {"velocity_deviation": ((deviation * valid).sum() / count).item()}
@@ -98,36 +75,20 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     Process](https://huggingface.co/papers/2509.16117), with the rounds, rewards, resolution and log-taming of
     [`PaCoGRPOTrainer`].
 
-    Images are drawn by the pipeline's own ODE from an old policy, which follows the trained weights slowly. Each is
-    noised again, and the trained velocity moves towards images with a high reward and away from those with a low one.
+    Images are generated by the pipeline's ODE with an old policy, which follows the trained weights slowly. Each is
+    noised, and the trained velocity moves towards images with a high reward and away from those with a low one.
 
-    Example:
-
-    ```python
-    from peft import LoraConfig
-    from paco_trl import PaCoNFTConfig, PaCoNFTTrainer
-    from paco_trl.data import demo_prompts_path, load_image_set_prompts
-    from paco_trl.rewards import ClipTReward
-
-    trainer = PaCoNFTTrainer(
-        model="black-forest-labs/FLUX.1-dev",
-        reward_funcs=ClipTReward(),
-        args=PaCoNFTConfig(output_dir="paco-nft-flux", num_prompts_per_generation=24),
-        train_dataset=load_image_set_prompts(demo_prompts_path()),
-        peft_config=LoraConfig(r=64, lora_alpha=128, init_lora_weights="gaussian"),
-    )
-    trainer.train()
-    ```
+    Use it as [`PaCoGRPOTrainer`], with a [`PaCoNFTConfig`].
 
     Args:
         args ([`PaCoNFTConfig`], *optional*):
-            Settings. If `None`, the defaults, with an output folder named after the model.
+            Settings. If `None`, the defaults, with an output directory named after the model.
         model, reward_funcs, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers, peft_config:
             As in [`PaCoGRPOTrainer`].
 
     Raises:
-        TypeError: `args` are those of another trainer.
-        ValueError: as in [`PaCoGRPOTrainer`].
+        TypeError: If `args` is not a `PaCoNFTConfig`.
+        ValueError: As in [`PaCoGRPOTrainer`].
     """
 
     _tag_names = ["paco-trl", "trl", "paco-nft", "diffusion-nft"]
@@ -143,49 +104,34 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
                 eprint       = {arXiv:2509.16117},
             }
             """)
-        + PAPER["citation"],  # of rounds, resolution and log-taming
+        + PAPER["citation"],  # rounds, resolution and log-taming
     }
     _config_class = PaCoNFTConfig
     _record_class = NoisedStep
+    _statistics_class = VelocityStatistics
 
-    def __init__(
-        self,
-        model: str | DiffusionPipeline,
-        reward_funcs: Callable | list[Callable],
-        args: PaCoNFTConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
-        eval_reward_funcs: Callable | list[Callable] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        peft_config: LoraConfig | str | None = None,
-    ):
-        if args is not None and not isinstance(args, PaCoNFTConfig):
-            raise TypeError(f"`args` must be a `PaCoNFTConfig`, got {type(args).__name__}.")
-        super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers, peft_config
-        )  # fmt: skip
+    def _check_family(self) -> None:
+        """Check that the family can call its transformer at the times of noised images."""
         if type(self.family).call_at is Family.call_at:
             raise ValueError(
-                f"The page of the family ({type(self.family).__name__}) does not say how {type(self.pipeline).__name__} calls its transformer at "
-                "another time, which the noised images of DiffusionNFT need. Add `call_at` to the family's page, or "
-                "train with `PaCoGRPOTrainer`."
+                f"{type(self.family).__name__} does not define how {type(self.pipeline).__name__} calls its transformer "
+                "at another time, which DiffusionNFT requires for its noised images. Add `call_at` to the family class, "
+                "or train with `PaCoGRPOTrainer`."
             )
-        self.statistics = VelocityStatistics(self.accelerator)
 
-    # ---- Sampling, by an old policy ----
+    # ---- Generation by the old policy ----
 
     @property
     def old_policy(self) -> EMA | None:
-        """The weights that generate; from the beginning of `train()`."""
+        """The weights that generate, from the start of `train()`."""
         return self.averages.get(OLD_POLICY_WEIGHTS)
 
     def _average_decays(self) -> dict[str, float]:
-        # Under its own decay it would be an average like the one that is saved; the decay is set with each update
+        # The decay of the old policy is set with each update
         return {OLD_POLICY_WEIGHTS: 0.0, **super()._average_decays()}
 
     def _end_step(self) -> None:
-        """old <- decay * old + (1 - decay) * weights, at the end of each round."""
+        """Update the old policy at the end of each round."""
         if self.state.global_step % self.schedule.optimizer_steps_per_round == 0:
             args = self.args
             self.old_policy.decay = nft_old_policy_decay(
@@ -200,25 +146,19 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     def _generate_micro_batch(
         self, fetched: FetchedRows, rows: list[int], noise_keys: list[tuple[int, ...]], sde: SDESettings
     ) -> tuple[list[Image.Image], list[NoisedStep]]:
-        """Generate a micro-batch without stochastic steps and noise it: an entry for each time."""
+        """Generate a micro-batch without stochastic steps, and noise it to each trained time."""
         return self.sampler.generate(
-            fetched,
-            rows,
-            noise_keys,
-            self.train_rows.training_sizes[rows[0]],
-            self.args.num_inference_steps,
-            finish=functools.partial(self._noise, noise_keys),
-            record_last_step=True,
-        )
+            fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps,
+            finish=functools.partial(self._noise, noise_keys), record_last_step=True,
+        )  # fmt: skip
 
     def _noise(self, noise_keys: list[tuple[int, ...]], records: list[RecordedStep]) -> list[NoisedStep]:
-        """Noise images to times of the schedule, with the velocity of the weights that have generated them."""
+        """Noise images to times of the schedule, and predict the velocity of the weights that generated them."""
         args, (last,) = self.args, records
         latents = last.prev_sample  # (B, ...)
-        # A schedule depends on the size. Its last step is left out: in the published code too
+        # The last step is left out, as in the published code
         schedule = torch.tensor([self.policy.scheduler.sigmas_of(i)[0] for i in range(args.num_inference_steps - 1)])
-        # 0 is the word of the initial latents in the key of an image
-        generators = [keyed_generator(*key, 1) for key in noise_keys]
+        generators = [keyed_generator(*key, 1) for key in noise_keys]  # 0 is the initial latents'
         levels = args.num_trained_steps
         times = torch.stack(
             [schedule[torch.randperm(len(schedule), generator=generator)[:levels]] for generator in generators], dim=1
@@ -237,12 +177,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     # ---- Loss ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """
-        The objective of DiffusionNFT of one micro-batch at one time for each image: one forward with gradient.
-
-        The loss is the micro-batch's share of the mean over all valid images of the optimizer step, on all processes,
-        and their times; gradients are averaged over the processes, hence the factor.
-        """
+        """Compute the objective of DiffusionNFT of one micro-batch, at one time for each image."""
         if return_outputs:
             raise ValueError(f"{type(self).__name__} does not support returning outputs.")
         args, record, weights = self.args, inputs["record"], inputs["weights"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PaCo-Reward: fine-tuning of a vision-language model to say whether two images are consistent, and why."""
+"""PaCo-Reward: fine-tuning of a vision-language model to judge whether two images are consistent, and why."""
 
 import copy
 from pathlib import Path
@@ -39,21 +39,21 @@ from .pair_checks import check_label_only, check_rows, datasets_by_name, has_len
 from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
 from .publishing import PushesToHub
 from .refusals import refuse_methods
-from .training_clock import TrainingClock
+from .training_time import TrainingTimeCallback
 
 
 logger = get_logger(__name__)
 
 
-# Public methods of Trainer that cannot work here
+# Public methods of Trainer that do not work here
 REFUSED_METHODS = dict.fromkeys(
     ("call_model_init", "hyperparameter_search"),
-    "the trainer takes a model, not a `model_init`; make a trainer, in a process of its own, for each setting",
+    "the trainer takes a model, not a `model_init`; run each setting in its own process",
 )
 
 
 class _EvaluateAtTheEnd(TrainerCallback):
-    """Asks for an evaluation at the last step, while the trackers are still there."""
+    """Request an evaluation at the last step, while the trackers still run."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
@@ -83,20 +83,17 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Vision-language model. Can be either:
-
-            - A string: Hub id or folder, loaded in the compute dtype, with the arguments in `args.model_init_kwargs`.
-              Only safetensors files are read.
-            - A loaded model.
-            - A model with an adapter, loaded with `is_trainable=True`, to go on training.
+            Vision-language model: a Hub id or directory, loaded in the compute dtype with `args.model_init_kwargs`
+            (only safetensors files are read), a loaded model, or one with an adapter that was loaded with
+            `is_trainable=True`, to continue training.
         args ([`PaCoRewardConfig`], *optional*):
-            Settings. If `None`, the paper's, with an output folder named after the model.
+            Settings. If `None`, the paper's, with an output directory named after the model.
         train_dataset ([`~datasets.Dataset`]):
-            Pairs: `images` (two), `prompt` (one user turn) and `completion` (one assistant turn that begins with Yes or
+            Pairs: `images` (two), `prompt` (one user turn) and `completion` (one assistant turn that starts with Yes or
             No). See [`~paco_trl.data.load_paco_dataset`], [`~paco_trl.data.rankings_to_pairs`] and
             [`~paco_trl.data.make_pair`].
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
-            Pairs to evaluate on, during training as `eval_strategy` says and in any case at its end.
+            Pairs to evaluate on, according to `eval_strategy` and always at the end of training.
         processing_class ([`~transformers.ProcessorMixin`], *optional*):
             Processor. If `None`, the model's own.
         callbacks (`list[~transformers.TrainerCallback]`, *optional*):
@@ -104,17 +101,16 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
             Optimizer and scheduler, as in [`~transformers.Trainer`].
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
-            Quantization of a model that is loaded by its name, for QLoRA.
+            Quantization of a model that is loaded by name, for QLoRA.
         peft_config ([`~peft.LoraConfig`], *optional*):
-            Adapter to train. If `None`, the paper's: rank 32, alpha 64. `target_modules` are all linear layers of the
-            language model when left out; the vision tower and its projector stay frozen.
+            Adapter to train. If `None`, the paper's: rank 32, alpha 64. `target_modules` default to all linear layers
+            of the language model; the vision tower and its projector stay frozen.
 
     Raises:
-        ValueError: data, settings or model that cannot work; the message says what to do. What can be found out
-            without the model is found out before it is loaded.
+        ValueError: If data, settings or model cannot work. Data and settings are checked before the model is loaded.
     """
 
-    # The loss is divided by the completions (or tokens) of the whole optimizer step, see `compute_loss`
+    # The loss is divided by the completions (or tokens) of the full optimizer step, see `compute_loss`
     loss_is_scaled_for_ga = True
 
     _tag_names = ["paco-trl", "trl", "paco-reward", "reward-model", "sft", "lora"]
@@ -134,7 +130,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: LoraConfig | None = None,
     ):
-        # 1. What can be checked without the model
+        # 1. Checks without the model
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
@@ -161,8 +157,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             )
         if not isinstance(processing_class, ProcessorMixin):
             raise TypeError(
-                f"`processing_class` is a {type(processing_class).__name__}; a judge of images needs a processor "
-                "(tokenizer and image processor), as `AutoProcessor.from_pretrained` loads it."
+                f"`processing_class` is a {type(processing_class).__name__}; a judge of images requires a processor "
+                "(tokenizer and image processor), see `AutoProcessor.from_pretrained`."
             )
         processing_class = copy.deepcopy(processing_class)  # the caller's own keeps its size limit
         tokenizer = processing_class.tokenizer
@@ -189,7 +185,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
                 completion_only_loss=True,
                 decision_ids=decision_ids,
                 cut_at=args.max_length,
-                # What has no weight in the loss is not computed
+                # Tokens without weight in the loss are left out
                 decision_only=args.first_token_weight == 1 and args.loss_variant == "paper",
                 labels_alone=args.first_token_weight is not None and args.loss_variant == "paper",
             ),
@@ -204,7 +200,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled or parallelism.tp_enabled):
             raise ValueError(
-                "Context, sequence and tensor parallelism would tear a completion apart, whose tokens are weighed "
+                "Context, sequence and tensor parallelism would split a completion, whose tokens are weighted "
                 "together. Use data parallelism or DeepSpeed ZeRO."
             )
 
@@ -213,7 +209,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         if scale is not None:
             raise ValueError(
                 f"The model changes its logits (`{scale}` = {getattr(config.get_text_config(), scale)}), which P(Yes) in "
-                "training does not know. Such a model can be a judge as it is, but not be trained here."
+                "training does not support. Such a model can be used as a judge, but not be trained here."
             )
         if self.is_fsdp_enabled:
             raise ValueError(f"FSDP does not work here: {REFUSED_FIELDS['fsdp']}.")
@@ -225,19 +221,19 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
 
         # 4. Own state
         self.base_model_name = name
-        self.evaluations: dict[str, dict] = {}  # the last one on each dataset: its metrics, step and number of pairs
+        self.evaluations: dict[str, dict] = {}  # the last one of each dataset
         self.pictures: dict[str, Image.Image] = {}
         self.decision_ids = decision_ids
-        self._sums: torch.Tensor | None = None  # of the training steps since the last log, see `decision_sums`
+        self._sums: torch.Tensor | None = None  # since the last log, see `decision_sums`
         self._evaluated: list[torch.Tensor] = []
         self._is_evaluating = False
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: torch.Tensor | None = None
-        self.add_callback(TrainingClock())
+        self.add_callback(TrainingTimeCallback())
         if self.eval_dataset is not None:
             self.add_callback(_EvaluateAtTheEnd())
         cut_graph_behind_tower(self._inner_model())
-        # The fused head gives the log-probability of the label alone. The other answer's takes the hidden state.
+        # The fused head returns the label's log-probability only; the other answer's needs the hidden state
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
 
     def _inner_model(self) -> PreTrainedModel:
@@ -247,7 +243,6 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         self._last_hidden_state = output.last_hidden_state
 
     def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> PairRows:
-        # Where Trainer makes its dataloaders of a `Dataset`: rows with their numbers, images not decoded yet
         return PairRows(dataset)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler:
@@ -258,7 +253,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             lengths = self.train_dataset[args.length_column_name][:]
         else:
             lengths = self.data_collator.lengths(self.train_dataset, "train_dataset")
-        # Counted over all processes, so that their number does not change the order
+        # Over all processes, so that their number does not change the order
         pairs_of_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         return PairSampler(pairs_of_step, lengths, args.seed if args.data_seed is None else args.data_seed)
 
@@ -266,9 +261,9 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         return torch.utils.data.SequentialSampler(eval_dataset)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """[`~transformers.Trainer.get_train_dataloader`], whose sampler is told its epoch in a resumed run as well."""
+        """Return Trainer's dataloader, whose sampler learns its epoch after resuming, too."""
         dataloader = super().get_train_dataloader()
-        # With several processes, accelerate does not find another sampler than its own behind the batches it skips
+        # With several processes, accelerate does not find a custom sampler when it skips batches
         batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
         dataloader.set_sampler(batches.sampler)
         return dataloader
@@ -286,20 +281,9 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         return num_items
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """
-        Loss of a micro-batch: its share of the mean over all completions (or tokens) of the optimizer step.
-
-        Args:
-            model, inputs, num_items_in_batch:
-                As in [`~transformers.Trainer`]; `num_items_in_batch` counts what the loss variant divides by.
-            return_outputs (`bool`, *optional*, defaults to `False`):
-                Not supported: the fused head builds no logits.
-
-        Returns:
-            `torch.Tensor`.
-        """
+        """Compute the loss of a micro-batch: its fraction of the mean over the optimizer step."""
         if return_outputs:
-            raise ValueError("`return_outputs=True` asks for logits, which the fused head never builds.")
+            raise ValueError("`return_outputs=True` requires logits, which the fused head never builds.")
         args = self.args
         inputs = dict(inputs)
         rows = inputs.pop("rows")
@@ -329,26 +313,26 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         position = mask.int().argmax(dim=1)  # (B,), where the decision is predicted
         each = torch.arange(len(position), device=position.device)
         is_yes = labels.to(position.device)[each, position] == self.decision_ids[0]
-        direction, offset = self._yes_against_no()
+        direction, offset = self._decision_direction()
         hidden = hidden_state.to(direction.device)[each, position].float()  # (B, D)
         p_yes = torch.sigmoid(hidden @ direction + offset)
         decision_loss = -log_probs[each, position]
         reasoning_loss = -(log_probs * mask).sum(dim=1) - decision_loss
         return Decisions(p_yes, is_yes.float(), decision_loss, reasoning_loss, mask.sum(dim=1).float() - 1)
 
-    def _yes_against_no(self) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """What gives logit(Yes) - logit(No) from a hidden state: a direction (D,) and an offset. Every process calls it."""
+    def _decision_direction(self) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Return a direction (D,) and an offset: logit(Yes) - logit(No) of a hidden state. Every process calls it."""
         if self._frozen_direction is not None:
             return self._frozen_direction
         head = self._inner_model().get_output_embeddings()
-        with maybe_gather_lm_head_ctx(head.weight, head.bias):  # ZeRO-3 holds it in parts
+        with maybe_gather_lm_head_ctx(head.weight, head.bias):  # ZeRO-3
             direction = decision_direction(head, self.decision_ids)
         if not head.weight.requires_grad:
             self._frozen_direction = direction
         return direction
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics of the decisions since the last log. Every process calls it."""
+        """Add the metrics of the decisions since the last log. Every process calls it."""
         if not self._is_evaluating and self._sums is not None:
             metrics, num_tokens = training_metrics(self.accelerator.reduce(self._sums, "sum"))
             self._sums = None
@@ -363,7 +347,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """
-        Evaluates the judge on pairs: losses, accuracy, AUROC, calibration error, and two pictures in
+        Evaluate the judge on pairs: losses, accuracy, AUROC, calibration error, and two figures in
         `output_dir/evaluation`.
 
         Args:
@@ -376,11 +360,13 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             `dict[str, float]`: the metrics. AUROC is left out when all pairs have the same answer.
 
         Raises:
-            ValueError: there are no pairs, or a row is broken.
+            ValueError: If there are no pairs, or a row is invalid.
         """
         if eval_dataset is None and self.eval_dataset is None:
-            raise ValueError("There is nothing to evaluate on: give the trainer or `evaluate` an `eval_dataset`.")
-        was_evaluating = self._is_evaluating  # of several datasets, each is a call of its own inside of this one
+            raise ValueError(
+                "There is nothing to evaluate on: pass an `eval_dataset` to the trainer or to `evaluate`."
+            )
+        was_evaluating = self._is_evaluating  # a dictionary of datasets calls this recursively
         if eval_dataset is not None and not was_evaluating:
             for name, dataset in datasets_by_name(eval_dataset).items():
                 check_pair_columns(dataset, name)
@@ -399,13 +385,13 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ):
-        """[`~transformers.Trainer.evaluation_loop`], with the metrics of the judge."""
+        """Run [`~transformers.Trainer.evaluation_loop`], with the metrics of the judge."""
         self._evaluated = []
         output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         evaluated = torch.cat(self._evaluated, dim=1).T.contiguous()  # (pairs of this process, 6)
         evaluated = self.accelerator.pad_across_processes(evaluated, dim=0, pad_index=-1)
         evaluated = self.accelerator.gather(evaluated).cpu().double()
-        # Rows that fill up the last batch are there twice, and padding has the row -1
+        # Rows that pad the last batch occur twice, and padding has the row -1
         rows, first = np.unique(evaluated[:, 0].numpy(), return_index=True)
         first = first[rows >= 0]
         rows = rows[rows >= 0].astype(int)
@@ -414,10 +400,10 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         self.evaluations[metric_key_prefix] = {"step": self.state.global_step, "pairs": len(rows), **metrics}
         if self.is_world_process_zero():
-            self._draw(rows, decisions, dataloader.dataset, metric_key_prefix)
+            self._save_figures(rows, decisions, dataloader.dataset, metric_key_prefix)
         return output
 
-    def _draw(self, rows: np.ndarray, decisions: Decisions, dataset: PairRows, name: str) -> None:
+    def _save_figures(self, rows: np.ndarray, decisions: Decisions, dataset: PairRows, name: str) -> None:
         folder = Path(self.args.output_dir) / "evaluation"
         folder.mkdir(parents=True, exist_ok=True)
         step = self.state.global_step
@@ -437,18 +423,18 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
 
     def train(self, *args, **kwargs):
         """
-        Trains, and evaluates at the end when there is an `eval_dataset`: see [`~transformers.Trainer.train`].
+        Train the judge, and evaluate it at the end if there is an `eval_dataset`.
 
         Args:
             *args, **kwargs:
-                Those of [`~transformers.Trainer.train`], `resume_from_checkpoint` among them.
+                Arguments of [`~transformers.Trainer.train`], such as `resume_from_checkpoint`.
 
         Returns:
-            `TrainOutput`.
+            [`~transformers.trainer_utils.TrainOutput`].
         """
-        self._sums = None  # of a run that was stopped between two logs
+        self._sums = None
         output = super().train(*args, **kwargs)
-        # The best model may be another than the last one, which the callback has evaluated
+        # The callback has evaluated the last model, which may not be the best
         if self.eval_dataset is not None and (
             self.args.load_best_model_at_end
             or not any(one["step"] == self.state.global_step for one in self.evaluations.values())
@@ -458,18 +444,18 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        Saves the adapter, the processor, the pictures of the last evaluation and the card. Every process calls it.
+        Save the adapter, the processor, the figures of the last evaluation and the card. Every process calls it.
 
         Args:
             output_dir (`str`, *optional*):
-                Folder. If `None`, `args.output_dir`.
+                Directory. If `None`, `args.output_dir`.
         """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         zero_stage = zero_stage_of(self.accelerator, self.model, self.model_wrapped)
         state_dict = gather_whole(self.model, shares(self.model, zero_stage), zero_stage, keep=self.args.should_save)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-            # `save_embedding_layers="auto"` would ask the Hub for the base model's vocabulary
+            # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
             self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
             self.processing_class.save_pretrained(folder)
             for name, picture in self.pictures.items():
@@ -478,41 +464,11 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         if self.args.push_to_hub and not _internal_call:
             self._push_saved(folder)
 
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        license: str | None = None,
-    ) -> None:
-        """
-        Writes the model card into `args.output_dir`.
-
-        Args:
-            model_name (`str`, *optional*):
-                Title of the card. If `None`, the name of the Hub repository or of the output folder.
-            dataset_name (`str`, *optional*):
-                Hub id of the dataset. If `None`, that which the dataset was loaded from.
-            tags (`str` or `list[str]`, *optional*):
-                Further tags.
-            license (`str`, *optional*):
-                Licence. If `None`, the base model's.
-        """
-        if self.is_world_process_zero():
-            card = self._model_card(model_name, dataset_name, tags, license)
-            render_card(card).save(Path(self.args.output_dir) / "README.md")
-
-    def _model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        license: str | None = None,
-    ) -> JudgeCard:
-        """Fill in the card of the judge, as it is now."""
+    def _model_card(self, **fields) -> JudgeCard:
+        """Fill in the current card of the judge."""
         processor, max_pixels = self.processing_class, pixel_limit(self.processing_class)
         return JudgeCard(
-            **self._card_fields(self.base_model_name, model_name, dataset_name, tags, license),
+            **self._card_fields(self.base_model_name, **fields),
             lora=lora_of(self.model),
             image_size=image_size(processor) if max_pixels is not None else None,
             settings=judge_settings(self.args, len(self.train_dataset), max_pixels, self.state.global_step),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the trainers push to the Hub: with Trainer's options, checked before a model is loaded, beside training."""
+"""Mixin of the trainers that pushes to the Hub in the background."""
 
 from pathlib import Path
 from typing import Any
@@ -9,38 +9,28 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
+from ..cards import render_card
 from ..hub.account import asking, check_base_model, check_private, prepare_repository
 from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from ..utils.names import is_local, public_name
 from .model_cards import dataset_ids, hardware_of, library_versions, repo_id_of
-from .training_clock import training_seconds
+from .training_time import training_seconds
 
 
 logger = get_logger(__name__)
 
 
 class PushesToHub:
-    """
-    Trainer's `push_to_hub`, in a class that stands before the trainer it changes.
+    """Upload `published_files` alone: Trainer would also upload `training_args.bin`, which holds the token."""
 
-    Trainer's own uploads whatever lies in the output folder, among it `training_args.bin`, which holds the token, and
-    skips a checkpoint when the one before it is not there yet. Here only the files of `published_files` leave this
-    machine.
-    """
+    pusher: HubPusher | None = None  # on the main process, once the repository exists
+    _base_model_source: str | None = None  # Hub id or directory
+    published_files: list[str]  # patterns
 
-    pusher: HubPusher | None = None  # on the main process, once the repository is there
-    _base_model_source: str | None = None  # Hub id or folder of the base model
-    published_files: list[str]  # patterns of the files that a published model consists of
-
-    def _prepare_hub(
-        self,
-        args: TrainingArguments,
-        token: str | None = None,
-        private: bool | None = None,
-    ) -> None:
-        """Checks token, repository and base model, and makes the repository. For the main process, before models load."""
+    def _prepare_hub(self, args: TrainingArguments, token: str | None = None, private: bool | None = None) -> None:
+        """Check token and base model, and create the repository, before a model is loaded."""
         if args.process_index != 0 or self.pusher is not None:
             return
         api = HfApi(token=token if token is not None else args.hub_token, library_name="paco_trl")
@@ -49,22 +39,17 @@ class PushesToHub:
         try:
             if base_model is not None and is_local(base_model) and self.published_files == JUDGE_ADAPTER:
                 logger.warning(
-                    f"The base model is the folder '{base_model}', whose name means nothing to others: what is pushed "
-                    f"names '{public_name(base_model)}', and `PaCoReward.from_pretrained` finds no model under it. Train "
-                    "from the base model's Hub id, or write that into `adapter_config.json` in the repository."
+                    f"The base model is the directory '{base_model}', which others do not have: the pushed adapter "
+                    f"names '{public_name(base_model)}', and `PaCoReward.from_pretrained` will not find it. Train from "
+                    "the base model's Hub id, or write that id to `adapter_config.json` in the repository."
                 )
             if base_model is not None:
                 retrying(api, base_model)(check_base_model, api, base_model)
-                base_license(base_model, online=True, token=api.token)  # kept, so that no checkpoint waits for it
+                base_license(base_model, online=True, token=api.token)  # cached for the checkpoints
             repo_id = retrying(api, repo_id)(
-                prepare_repository,
-                api,
-                repo_id,
-                private=private,
-                revision=args.hub_revision,
-                published_files=self.published_files,
-                base_model=base_model,
-            )
+                prepare_repository, api, repo_id, private=private, revision=args.hub_revision,
+                published_files=self.published_files, base_model=base_model,
+            )  # fmt: skip
         except ConnectionError as error:
             known = remembered_repository(args.output_dir) or {}
             asked = {"repo_id": known.get("repo_id", ""), "revision": args.hub_revision, "private": private}
@@ -73,9 +58,9 @@ class PushesToHub:
                     f"{error} Or start with `push_to_hub=False`, and upload the result by `paco-trl push "
                     f"{args.output_dir} --hub_model_id {repo_id}`."
                 ) from error
-            # A run that goes on, to the same place, has been through this: an outage does not stop it
+            # A resumed run has passed these checks: an outage does not stop it
             repo_id = known["repo_id"]
-            logger.warning(f"{error} The run goes on all the same, since it has pushed to {repo_id} before.")
+            logger.warning(f"{error} The run continues, since it has pushed to {repo_id} before.")
         remember_repository(args.output_dir, repo_id, args.hub_revision, private)
         self.pusher = HubPusher(
             api, repo_id, args.hub_revision, args.output_dir, self.published_files, args.hub_always_push
@@ -83,11 +68,11 @@ class PushesToHub:
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """
-        Makes the repository, or checks that the one that exists can be written to.
+        Create the repository, or check that the existing one is writable.
 
         Args:
             token (`str`, *optional*):
-                Token with the right to write. If `None`, `args.hub_token`, or that of `hf auth login`.
+                Token with write access. If `None`, `args.hub_token`, or that of `hf auth login`.
             private (`bool`, *optional*):
                 Whether a new repository is private. If `None`, `args.hub_private_repo`.
         """
@@ -96,21 +81,19 @@ class PushesToHub:
             self.hub_model_id = self.pusher.repo_id
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploads a checkpoint that was saved, beside training."""
+        """Upload a saved checkpoint in the background."""
         args, step = self.args, self.state.global_step
         if args.hub_strategy == HubStrategy.END:
             return
         whole = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
-        self.accelerator.wait_for_everyone()  # each has written its part of the checkpoint
+        self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             self.callback_handler.on_push_begin(args, self.state, self.control)
             message = f"Training in progress, step {step}"
             try:
                 self.pusher.push_later(checkpoint_folder, step, message, whole.get(args.hub_strategy))
-            except OSError as error:  # a full disk, for one
-                logger.warning(
-                    f"The checkpoint of step {step} is saved, but cannot be made ready for the Hub: {error}."
-                )
+            except OSError as error:  # such as a full disk
+                logger.warning(f"The checkpoint of step {step} is saved, but cannot be prepared for the Hub: {error}.")
 
     def push_to_hub(
         self,
@@ -122,30 +105,29 @@ class PushesToHub:
         **kwargs,
     ) -> CommitInfo | None:
         """
-        Saves what was trained to `args.output_dir`, with its card, and uploads it. Every process calls it.
+        Save the trained model with its card to `args.output_dir`, and upload it. Every process calls it.
 
         Args:
             commit_message (`str`, *optional*, defaults to `"End of training"`):
                 Message of the commit.
             blocking (`bool`, *optional*, defaults to `True`):
-                Whether to come back when the upload is there.
+                Whether to wait for the upload.
             token (`str`, *optional*):
-                Token with the right to write. If `None`, `args.hub_token`, or that of `hf auth login`.
+                Token with write access. If `None`, `args.hub_token`, or that of `hf auth login`.
             revision (`str`, *optional*):
                 Branch. If `None`, `args.hub_revision`.
             private (`bool`, *optional*):
                 Whether a new repository is private. If `None`, `args.hub_private_repo`.
             **kwargs:
-                Arguments of `create_model_card`.
+                Arguments of `create_model_card`; `use_ema` also selects the saved weights.
 
         Returns:
             [`~huggingface_hub.CommitInfo`] on the main process; a `Future` of it with `blocking=False`.
 
         Raises:
-            ValueError: The repository's name is not allowed, or it has something else in it.
-            PermissionError: The Hub refuses the token.
-            ConnectionError: The upload did not come to its end. What was trained is saved, and `paco-trl push` uploads
-                it later.
+            ValueError: If the repository's name is invalid, or it holds something else.
+            PermissionError: If the Hub refuses the token.
+            ConnectionError: If the upload failed. The model is saved, and `paco-trl push` uploads it later.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
@@ -169,16 +151,44 @@ class PushesToHub:
         self.save_model(_internal_call=True)
         self.create_model_card(**kwargs)
 
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        license: str | None = None,
+        **kwargs,
+    ) -> None:
+        """
+        Write the model card to `args.output_dir`.
+
+        Args:
+            model_name (`str`, *optional*):
+                Title of the card. If `None`, the name of the Hub repository or of the output directory.
+            dataset_name (`str`, *optional*):
+                Hub id of the dataset. If `None`, the one that the dataset was loaded from.
+            tags (`str` or `list[str]`, *optional*):
+                Further tags.
+            license (`str`, *optional*):
+                License. If `None`, the base model's.
+            **kwargs:
+                `use_ema` (`bool`, defaults to `True`) of trainers that average the weights: whether the card describes
+                the averaged weights, or those of the last step.
+        """
+        if self.is_world_process_zero():
+            fields = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "license": license}
+            render_card(self._model_card(**fields, **kwargs)).save(Path(self.args.output_dir) / "README.md")
+
     def _card_fields(
         self,
         base_model: str,
-        model_name: str | None,
-        dataset_name: str | None,
-        tags: str | list[str] | None,
-        license: str | None,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        license: str | None = None,
         step: int | None = None,
     ) -> dict[str, Any]:
-        """Fill in what all cards have. The Hub is asked for the licence only where the run pushes to it."""
+        """Fill in what all cards share; the Hub is queried for the license only where the run pushes to it."""
         pusher, repo_id = self.pusher, repo_id_of(self.args, self.hub_model_id)
         if license is not None:
             license = License(license)
@@ -198,12 +208,12 @@ class PushesToHub:
         }
 
     def _push_saved(self, folder: str | Path) -> None:
-        """Uploads a model that was just saved."""
+        """Upload a model that was just saved."""
         if self.is_world_process_zero():
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
             self.pusher.push_now(folder, "Model save")
 
     def _finish_current_push(self) -> None:
-        """Waits for an upload that is under way; what fails is reported, not raised."""
+        """Wait for a running upload; failures are reported, not raised."""
         if self.pusher is not None:
             self.pusher.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to which round, as a function of the seed and the round alone: rows, stochastic steps, noise."""
+"""Rows, stochastic steps and noise of each round, as functions of the seed and the round alone."""
 
 import numpy as np
 
@@ -9,17 +9,7 @@ from .paco_grpo_config import PaCoGRPOConfig
 
 
 class RoundSchedule:
-    """
-    The rounds of a run.
-
-    Nothing depends on processes, workers or where a run was resumed: a round's rows are fetched by number.
-
-    Args:
-        args ([`PaCoGRPOConfig`]):
-            Settings.
-        num_rows (`int`):
-            Rows of the dataset.
-    """
+    """The rounds of a run; nothing depends on processes, workers or where a run was resumed."""
 
     def __init__(self, args: PaCoGRPOConfig, num_rows: int):
         self.args, self.layout, self.num_rows = args, args.round_layout, num_rows
@@ -28,15 +18,15 @@ class RoundSchedule:
         self.optimizer_steps_per_round = self.layout.num_optimizer_steps * args.num_iterations
 
     def rows(self, round_index: int) -> list[int]:
-        """Give the row numbers of a round: a slice of a permutation, another one in each epoch."""
+        """Return the row numbers of a round: a slice of a permutation that changes with each epoch."""
         epoch, position = divmod(round_index, self.rounds_per_epoch)
         order = np.arange(self.num_rows)
         if self.args.shuffle_dataset:
             order = np.random.default_rng((self.args.seed, STREAMS["prompts"], epoch)).permutation(order)
         return order[position * self.layout.num_prompts : (position + 1) * self.layout.num_prompts].tolist()
 
-    def rows_until(self, max_steps: int, first_round: int) -> list[int]:
-        """Give the rows that the rest of a run needs."""
+    def remaining_rows(self, max_steps: int, first_round: int) -> list[int]:
+        """Return the rows that the rest of a run needs."""
         needed = set()
         for round_index in range(first_round, -(-max_steps // self.optimizer_steps_per_round)):
             needed.update(self.rows(round_index))
@@ -49,7 +39,7 @@ class RoundSchedule:
         return self.layout.assign(sizes, (self.args.seed, STREAMS["batches"], round_index))
 
     def sde(self, round_index: int) -> SDESettings:
-        """Give the stochastic steps of a round, the same for every image of every process."""
+        """Return the stochastic steps of a round, the same for every image and process."""
         steps = self.args.sde_steps
         if self.args.num_sde_steps is not None:
             generator = np.random.default_rng((self.args.seed, STREAMS["sde steps"], round_index))
@@ -57,5 +47,5 @@ class RoundSchedule:
         return SDESettings(tuple(sorted(steps)), self.args.noise_level, self.args.sde_type)
 
     def noise_key(self, round_index: int, row: int, generation: int) -> tuple[int, ...]:
-        """Give the key of an image's noise."""
+        """Return the key of an image's noise."""
         return (self.args.seed, STREAMS["training"], round_index, row, generation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a run this run: settings that a checkpoint must share, and those that may change with a warning."""
+"""Settings that a checkpoint must share with a resumed run, and those that may change with a warning."""
 
 import dataclasses
 from typing import Any
@@ -33,7 +33,7 @@ AFTER_GENERATION = ("epsilon", "epsilon_high", "beta", "ema_decay", "max_grad_no
 def run_identity(
     args: PaCoGRPOConfig, base_model: str, peft_config: LoraConfig | str | None, rows: PromptRows
 ) -> dict[str, Any]:
-    """Give what a checkpoint and the run that continues it must share."""
+    """Return what a checkpoint and the run that resumes it must share."""
     return {
         "base_model": base_model,
         "adapter": adapter_digest(peft_config),
@@ -49,12 +49,9 @@ def run_identity(
 def adjustable_settings(
     args: PaCoGRPOConfig, rewards: RewardSet, config_class: type[PaCoGRPOConfig]
 ) -> dict[str, Any]:
-    """
-    Give what decides how a run continues: with other values it does, but not as it would have.
-
-    What the config of another trainer has beside PaCo-GRPO's is a part of it, what a subclass of a user adds is not.
-    """
+    """Return the settings that a resumed run may change with a warning, with those that another config adds."""
     layout = args.round_layout
+    # Not those of a user's subclass
     own = {f.name for f in dataclasses.fields(config_class)} - {f.name for f in dataclasses.fields(PaCoGRPOConfig)}
     return {
         "num_prompts_per_generation": layout.num_prompts,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer step has to say about ratios, and the test that they are 1 before the first update."""
+"""Statistics of the probability ratio, and the check that it is 1 before the first update."""
 
 from typing import TYPE_CHECKING
 
@@ -14,42 +14,24 @@ if TYPE_CHECKING:
 
 
 class StepStatistics:
-    """
-    Collects the statistics of the micro-steps of an optimizer step, and gathers them once.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the run.
-    """
+    """Collect the statistics of an optimizer step's micro-steps, and gather them once."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self._rows: list[torch.Tensor] = []
 
     def clear(self) -> None:
-        """Forgets what was collected."""
+        """Discard what was collected."""
         self._rows = []
 
     def __len__(self) -> int:
-        """Micro-steps collected."""
+        """Return the number of micro-steps collected."""
         return len(self._rows)
 
     def add(
         self, record: "RecordedStep", surrogate: ClippedSurrogate, kl: torch.Tensor, weights: torch.Tensor
     ) -> None:
-        """
-        Adds a micro-step.
-
-        Args:
-            record ([`~paco_trl.rollout.RecordedStep`]):
-                Recorded step.
-            surrogate ([`ClippedSurrogate`]):
-                Its loss and ratio.
-            kl (`torch.Tensor` of shape `(B,)`):
-                KL divergence to the reference.
-            weights (`torch.Tensor` of shape `(B,)`):
-                Weights in the loss; an image of weight 0 is not counted.
-        """
+        """Add a micro-step: `kl` and `weights` are of shape (B,); images of weight 0 are not counted."""
         columns = [
             torch.full_like(kl, record.index),
             (surrogate.ratio - 1).abs(),
@@ -62,21 +44,8 @@ class StepStatistics:
         ]
         self._rows.append(torch.stack(columns, dim=1))  # (B, 8)
 
-    def test_ratio(self, num_micro_steps: int, tolerance: float, epsilon: float) -> None:
-        """
-        Stops a run whose replay does not give the rollout's log-probabilities, before it has learned from them.
-
-        Args:
-            num_micro_steps (`int`):
-                How many of the last micro-steps are tested. Every process calls it at the same one.
-            tolerance (`float`):
-                Largest |ratio - 1|.
-            epsilon (`float`):
-                Clip range, for the message.
-
-        Raises:
-            RuntimeError: with a table of the deviations by step, on every process.
-        """
+    def check_ratio(self, num_micro_steps: int, tolerance: float, epsilon: float) -> None:
+        """Raise `RuntimeError` if the ratio of the last micro-steps is not 1. Every process calls it."""
         stats = self.accelerator.gather(torch.cat(self._rows[-num_micro_steps:])).cpu()
         worst = stats[:, 1].max().item()
         if worst <= tolerance:
@@ -91,29 +60,13 @@ class StepStatistics:
             f"Before the first update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is "
             f"up to {worst:.3g}, above `ratio_tolerance` = {tolerance:.3g} (`epsilon` is {epsilon:g}):\n"
             + "\n".join(lines)
-            + "\nThe model draws with other numbers than it is trained "
-            "with: look for dropout, for layers that behave differently with gradients, for a compiled replay. In bf16 "
-            "on an accelerator a deviation below `epsilon` can be rounding: measure it, and set `ratio_tolerance`."
+            + "\nRollout and training compute different numbers: look for dropout, for layers that behave differently with "
+            "gradients, for a compiled replay. In bf16 on an accelerator a deviation below `epsilon` can be rounding: "
+            "measure it, and set `ratio_tolerance`."
         )
 
     def finish(self, step: int, is_on_policy: bool, has_reference: bool) -> dict[str, float]:
-        """
-        Gathers the optimizer step's statistics and begins the next. Every process calls it.
-
-        Args:
-            step (`int`):
-                Optimizer step, for the message.
-            is_on_policy (`bool`):
-                Whether model and rollout are still the same: a deviation of the ratio is numerical noise then.
-            has_reference (`bool`):
-                Whether there is a KL divergence.
-
-        Returns:
-            `dict[str, float]`: metrics.
-
-        Raises:
-            RuntimeError: a ratio or divergence is not finite.
-        """
+        """Gather the optimizer step's statistics, and start the next step. Every process calls it."""
         stats = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and steps, 8)
         self.clear()
         index, deviation, low, high, kl, valid, _, approx_kl = stats.T

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a run has trained, over all its parts."""
+"""Training time of a run, over all its resumed parts."""
 
 import time
 
@@ -10,18 +10,12 @@ from transformers.trainer_callback import TrainerControl
 KEY = "train_seconds"
 
 
-class TrainingClock(TrainerCallback):
-    """
-    Adds the seconds of training so far, with drawing, scoring, evaluations and checkpoints, to what is logged of
-    training steps.
-
-    They are in `state.log_history`, which checkpoints hold, so that a resumed run goes on counting where its checkpoint
-    is. What was trained after that checkpoint is lost, and its time with it.
-    """
+class TrainingTimeCallback(TrainerCallback):
+    """Log the seconds of training so far; a resumed run continues from its checkpoint's."""
 
     def __init__(self):
         self._started: float | None = None
-        self._before = 0.0  # seconds of the parts that this one continues
+        self._before = 0.0  # seconds before resuming
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._started, self._before = time.monotonic(), training_seconds(state) or 0.0
@@ -36,12 +30,6 @@ class TrainingClock(TrainerCallback):
 
 
 def training_seconds(state: TrainerState, step: int | None = None) -> float | None:
-    """Give the seconds of training that a run has logged up to a step, or to the last one; `None` if nothing was trained."""
-    return next(
-        (
-            entry[KEY]
-            for entry in reversed(state.log_history)
-            if KEY in entry and (step is None or entry["step"] <= step)
-        ),
-        None,
-    )
+    """Return the seconds of training logged up to a step, or to the last one; `None` without training."""
+    logged = (entry for entry in reversed(state.log_history) if KEY in entry)
+    return next((entry[KEY] for entry in logged if step is None or entry["step"] <= step), None)
