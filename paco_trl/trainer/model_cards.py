@@ -3,10 +3,8 @@
 
 import glob
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,7 +13,6 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from peft import PeftModel
 from PIL import Image
 from torch import nn
-from transformers import ProcessorMixin, TrainingArguments
 
 from ..cards import Evaluation, ImageSettings, JudgeSettings, LoRA, Reward
 from ..rollout import Family
@@ -25,23 +22,13 @@ from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
 
 
-_LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
+LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
 
 # Cached rows of a Hub dataset: <user>___<name>/<configuration>/<version>/<commit>/<file>. Local ones have a shorter hash
 _ROWS_IN_CACHE = re.compile(r"([^/\\]+?)___[^/\\]+[/\\][^/\\]+[/\\][^/\\]+[/\\]([0-9a-f]{40})[/\\][^/\\]+$")
 
 
 # ---- Any run ----
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that train."""
-    return {name: version(name) for name in _LIBRARIES}
-
-
-def repo_id_of(args: TrainingArguments, hub_model_id: str | None) -> str:
-    """Return the Hub id, or the name of the output directory without one."""
-    return hub_model_id or args.hub_model_id or os.path.basename(os.path.normpath(args.output_dir))
 
 
 def hardware_of(device: torch.device, processes: int) -> str:
@@ -195,8 +182,3 @@ def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | Non
         precision="bfloat16" if args.bf16 else "float32",
         **{name: getattr(args, name) for name in same},
     )
-
-
-def image_size(processor: ProcessorMixin) -> dict[str, int]:
-    """Return the limits of an image in pixels, as its processor names them."""
-    return {name: limit for name, limit in dict(processor.image_processor.size).items() if limit is not None}

@@ -11,13 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from PIL import Image
 from torch import nn
-from transformers import (
-    AutoProcessor,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    ProcessorMixin,
-    TrainerCallback,
-)
+from transformers import AutoProcessor, BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
@@ -33,7 +27,7 @@ from ..utils.paper import PAPER
 from .first_token_loss import first_token_weights, num_loss_items
 from .judge_metrics import Decisions, decision_sums, evaluation_metrics, training_metrics
 from .judge_model import complete_peft_config, cut_graph_behind_tower
-from .model_cards import image_size, judge_settings, lora_of
+from .model_cards import judge_settings, lora_of
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
 from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths
 from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
@@ -466,11 +460,12 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
 
     def _model_card(self, **fields) -> JudgeCard:
         """Fill in the current card of the judge."""
-        processor, max_pixels = self.processing_class, pixel_limit(self.processing_class)
+        limits, max_pixels = self.processing_class.image_processor.size, pixel_limit(self.processing_class)
+        image_size = {name: limit for name, limit in dict(limits).items() if limit is not None}
         return JudgeCard(
             **self._card_fields(self.base_model_name, **fields),
             lora=lora_of(self.model),
-            image_size=image_size(processor) if max_pixels is not None else None,
+            image_size=image_size if max_pixels is not None else None,
             settings=judge_settings(self.args, len(self.train_dataset), max_pixels, self.state.global_step),
             evaluations=self.evaluations,
             pictures=sorted(self.pictures),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixin of the trainers that pushes to the Hub in the background."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from ..utils.names import is_local, public_name
-from .model_cards import dataset_ids, hardware_of, library_versions, repo_id_of
+from .model_cards import LIBRARIES, dataset_ids, hardware_of
 from .training_time import training_seconds
 
 
@@ -189,7 +190,8 @@ class PushesToHub:
         step: int | None = None,
     ) -> dict[str, Any]:
         """Fill in what all cards share; the Hub is queried for the license only where the run pushes to it."""
-        pusher, repo_id = self.pusher, repo_id_of(self.args, self.hub_model_id)
+        pusher, args = self.pusher, self.args
+        repo_id = self.hub_model_id or args.hub_model_id or Path(args.output_dir).absolute().name
         if license is not None:
             license = License(license)
         else:
@@ -203,7 +205,7 @@ class PushesToHub:
             "tags": [*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
             "hardware": hardware_of(self.accelerator.device, self.accelerator.num_processes),
             "seconds": training_seconds(self.state, step),
-            "versions": library_versions(),
+            "versions": {name: version(name) for name in LIBRARIES},
             "paper": self._paper,
         }
 
