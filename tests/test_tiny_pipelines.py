@@ -41,7 +41,7 @@ PIPELINES = {
 NEW = [name for name in PIPELINES if name != "build_tiny_flux"]
 
 
-def draw(pipeline: DiffusionPipeline, arguments: dict, **changes) -> torch.Tensor:
+def generate(pipeline: DiffusionPipeline, arguments: dict, **changes) -> torch.Tensor:
     """Image of a pipeline, from fixed noise."""
     call = {"prompt": "a cat", "height": 32, "width": 32, **arguments, **changes}
     generator = torch.Generator().manual_seed(1)
@@ -69,7 +69,7 @@ def changed_by(load) -> Callable[..., float]:
 
     def of(name: str, **changes) -> float:
         pipeline, arguments = load(name), PIPELINES[name][1]
-        return (draw(pipeline, arguments, **changes) - draw(pipeline, arguments)).abs().mean().item()
+        return (generate(pipeline, arguments, **changes) - generate(pipeline, arguments)).abs().mean().item()
 
     return of
 
@@ -77,7 +77,7 @@ def changed_by(load) -> Callable[..., float]:
 @pytest.mark.parametrize("name", PIPELINES)
 def test_class_size_and_contrast(load, name):
     pipeline = load(name)
-    image = draw(pipeline, PIPELINES[name][1])
+    image = generate(pipeline, PIPELINES[name][1])
     factor, side = (16, 64) if name == "build_tiny_flux_kontext" else (2, 32)
     assert type(pipeline).__name__ == PIPELINES[name][0]
     assert pipeline.vae_scale_factor == factor
@@ -123,7 +123,7 @@ def test_source_image_of_kontext_is_1024_tokens(load):
     hook = load("build_tiny_flux_kontext").transformer.register_forward_hook(
         lambda _, inputs, output: lengths.append(output[0].shape[1])
     )
-    image = draw(load("build_tiny_flux_kontext"), PIPELINES["build_tiny_flux_kontext"][1] | {"_auto_resize": True})
+    image = generate(load("build_tiny_flux_kontext"), PIPELINES["build_tiny_flux_kontext"][1] | {"_auto_resize": True})
     hook.remove()
     assert lengths == [4 + 1024] * 4  # one token for each 32 x 32 pixels
     assert image.shape == (1, 3, 64, 64)
@@ -141,9 +141,9 @@ def test_distilled_klein_ignores_the_guidance_scale(tmp_path):
     pipeline = DiffusionPipeline.from_pretrained(tiny.build_tiny_flux2_klein(tmp_path, is_distilled=True))
     pipeline.set_progress_bar_config(disable=True)
     arguments = PIPELINES["build_tiny_flux2_klein"][1]
-    image = draw(pipeline, arguments)
-    assert torch.equal(draw(pipeline, arguments, guidance_scale=1.0), image)
-    assert not torch.equal(draw(pipeline, arguments, prompt=OTHER_PROMPT), image)
+    image = generate(pipeline, arguments)
+    assert torch.equal(generate(pipeline, arguments, guidance_scale=1.0), image)
+    assert not torch.equal(generate(pipeline, arguments, prompt=OTHER_PROMPT), image)
 
 
 def test_prompt_of_flux2_follows_its_system_message(load):
@@ -172,7 +172,7 @@ def test_saved_pipeline_gives_the_same_image(load, tmp_path, name):
     pipeline.save_pretrained(tmp_path)
     loaded = DiffusionPipeline.from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
-    assert torch.equal(draw(loaded, arguments), draw(pipeline, arguments))
+    assert torch.equal(generate(loaded, arguments), generate(pipeline, arguments))
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 PROMPT, OTHER_PROMPT = "a cat in the rain", "four panels of a red house at night"
-RED, BLUE = (Image.new("RGB", (64, 64), colour) for colour in ((220, 30, 30), (30, 30, 220)))
+RED, BLUE = (Image.new("RGB", (64, 64), color) for color in ((220, 30, 30), (30, 30, 220)))
 VISIBLE = 1.0  # mean difference of two images, of 255
 CASES = {
     "image": (build_tiny_qwen_image, QwenImagePipeline, 4),
@@ -34,7 +34,7 @@ def load(folder):
     return pipeline
 
 
-def draw(pipeline, prompt=PROMPT, source=RED, true_cfg_scale=1.0, **kwargs):
+def generate(pipeline, prompt=PROMPT, source=RED, true_cfg_scale=1.0, **kwargs):
     """One image of 32 x 32 pixels in 2 steps, from the same noise each time."""
     if not isinstance(pipeline, QwenImagePipeline):
         kwargs["image"] = source
@@ -79,7 +79,7 @@ def pipeline(case, tmp_path_factory):
 @pytest.fixture(scope="module")
 def image(pipeline):
     """What the other images are compared with."""
-    return draw(pipeline)
+    return generate(pipeline)
 
 
 def test_the_real_classes_at_tiny_size(case, pipeline):
@@ -108,21 +108,21 @@ def test_the_template_is_longer_than_what_is_dropped_of_it(pipeline):
 
 
 def test_the_prompt_shows(pipeline, image):
-    assert distance(draw(pipeline, prompt=OTHER_PROMPT), image) > VISIBLE
+    assert distance(generate(pipeline, prompt=OTHER_PROMPT), image) > VISIBLE
 
 
 def test_guidance_shows(pipeline, image):
-    assert distance(draw(pipeline, true_cfg_scale=4.0), image) > VISIBLE
+    assert distance(generate(pipeline, true_cfg_scale=4.0), image) > VISIBLE
 
 
 @pytest.mark.parametrize("case", ["edit", "edit-plus"], indirect=True)
 def test_the_source_image_shows(pipeline, image):
-    assert distance(draw(pipeline, source=BLUE), image) > VISIBLE
+    assert distance(generate(pipeline, source=BLUE), image) > VISIBLE
 
 
 @pytest.mark.parametrize("case", ["edit-plus"], indirect=True)
 def test_a_second_source_image_shows(pipeline, image):
-    assert distance(draw(pipeline, source=[RED, BLUE]), image) > VISIBLE
+    assert distance(generate(pipeline, source=[RED, BLUE]), image) > VISIBLE
 
 
 @pytest.mark.parametrize("case", ["edit", "edit-plus"], indirect=True)
@@ -133,14 +133,14 @@ def test_a_source_is_one_token_for_16_x_16_pixels(pipeline, monkeypatch, area, t
     monkeypatch.setattr(module, "calculate_dimensions", lambda _, ratio: plain(64 * area, ratio))
     lengths = []
     hook = pipeline.transformer.register_forward_hook(lambda _, inputs, output: lengths.append(output[0].shape[1]))
-    draw(pipeline)
+    generate(pipeline)
     hook.remove()
     assert lengths == [4 + tokens] * 2  # two steps; the image itself is four tokens
 
 
-def test_saved_and_loaded_it_draws_the_same_image(pipeline, image, tmp_path):
+def test_saved_and_loaded_it_generates_the_same_image(pipeline, image, tmp_path):
     pipeline.save_pretrained(tmp_path)
-    assert distance(draw(load(tmp_path)), image) == 0
+    assert distance(generate(load(tmp_path)), image) == 0
 
 
 @pytest.mark.parametrize("num_halvings", [1, 3])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with random weights, in the format of the real ones: for tests, the demo and trying things on a laptop.
+"""Build tiny models with random weights, in the format of the real ones: for tests, the demo and a laptop.
 
-Each builder saves a folder that `from_pretrained` loads, so that everything runs through the code real models take.
+All builders keep torch's random state and return the path of a directory that `from_pretrained` loads. Except for CLIP,
+a seed determines the weights, and tokenizers are trained in place.
 """
 
 from importlib import import_module

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny CLIP with random weights, in the file layout of a real one."""
+"""Build a tiny CLIP."""
 
 import json
 from pathlib import Path
@@ -22,51 +22,36 @@ SENTENCES = (
 
 def build_tiny_clip(folder: str | Path) -> Path:
     """
-    Build a CLIP of about 60,000 random weights, with a tokenizer trained in place and images of 32 x 32.
+    Build and save a CLIP of about 60,000 random weights, which are the same in every call, for images of 32 x 32.
 
-    The weights are the same at every call, and larger than CLIP's usual initial ones, with which all texts have nearly
-    the same embedding.
+    The weights are larger than CLIP's usual initial ones, with which all texts have nearly the same embedding.
 
     Args:
         folder (`str` or `Path`):
-            Folder to save to; `CLIPModel.from_pretrained` and `CLIPProcessor.from_pretrained` load from it.
-
-    Returns:
-        `Path`: the folder.
+            Directory to save to.
     """
-    folder = Path(folder)
     tokenizer = _train_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CLIPConfig(
         text_config={
+            **sizes,
             "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "max_position_embeddings": TEXT_LENGTH,
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
             "initializer_factor": 4.0,
         },
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 8,
-            "initializer_factor": 4.0,
-        },
+        vision_config={**sizes, "image_size": 32, "patch_size": 8, "initializer_factor": 4.0},
         projection_dim=16,
     )
-    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = CLIPModel(config)
     model.save_pretrained(folder)
     image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 def _train_tokenizer() -> CLIPTokenizer:
@@ -78,8 +63,8 @@ def _train_tokenizer() -> CLIPTokenizer:
     backend.train_from_iterator(SENTENCES, trainer)
     merges = [tuple(merge) for merge in json.loads(backend.to_str())["model"]["merges"]]
 
-    # As in CLIP's own vocabulary: every byte, every byte at a word's end, the merges, the two special tokens last. So
-    # there is no unknown character, which CLIP would read as the end of the text.
+    # As in CLIP's vocabulary: every byte, every byte at a word's end, the merges, the two special tokens. CLIP would read
+    # an unknown character as the end of the text.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(byte + "</w>" for byte in alphabet), *(first + second for first, second in merges)]
     tokens += ["<|startoftext|>", "<|endoftext|>"]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLUX pipelines small enough to train on a laptop's CPU in seconds."""
+"""Build tiny FLUX pipelines."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
-from ..data import demo_prompts_path
+from .qwen2_5_vl import read_corpus
 
 
 MAX_TOKENS = 32
@@ -22,63 +21,45 @@ MAX_TOKENS = 32
 
 def build_tiny_flux(folder: str | Path, seed: int = 0) -> Path:
     """
-    Builds a FLUX pipeline with random weights and saves it in the format of the real one.
+    Build a FLUX pipeline of the real classes at tiny size, with random weights, and save it in the format of the real
+    one.
 
-    All parts are the real classes at tiny size: double- and single-stream blocks, guidance embedding, CLIP and T5
-    encoders with tokenizers trained in place, a VAE, the scheduler with dynamic shifting. Images are multiples of 4
-    pixels; a prompt is at most 32 tokens.
+    Images are multiples of 4 pixels; a prompt has at most 32 tokens. Tokenizers are trained in place.
 
     Args:
         folder (`str` or `Path`):
-            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+            Directory to save to.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
-
-    Returns:
-        `Path`: the folder.
     """
-    folder = Path(folder)
     FluxPipeline(**_components(seed)).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 def build_tiny_flux_kontext(folder: str | Path, seed: int = 0) -> Path:
     """
-    Builds a FLUX Kontext pipeline with random weights and saves it in the format of the real one.
+    Build a FLUX Kontext pipeline from the parts of [`build_tiny_flux`] and save it in the format of the real one.
 
-    Its parts have the classes of [`build_tiny_flux`]: like the real one, it differs in what the pipeline does with a
-    source image. The VAE shrinks images sixteenfold, because the pipeline enlarges every source image to about a
-    megapixel: images are multiples of 32 pixels, one token for each 32 x 32, and a source is about 1024 tokens of the
-    transformer. Some weights are larger, else the source image would change no pixel visibly. Pass
-    `max_area=height * width` to the pipeline, which otherwise draws about a megapixel too.
+    The pipeline enlarges every source image to about a megapixel, so the VAE shrinks images sixteenfold: images are
+    multiples of 32 pixels, and a source is about 1024 tokens. Some weights are larger, so that the source image
+    changes pixels visibly. Pass `max_area=height * width` to the pipeline, which otherwise generates about a megapixel
+    too.
 
     Args:
         folder (`str` or `Path`):
-            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+            Directory to save to.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
-
-    Returns:
-        `Path`: the folder.
     """
-    folder = Path(folder)
     components = _components(seed, num_halvings=4)
     enlarge(components["vae"], "encoder.conv_out.weight")
     enlarge(components["transformer"], "attn.to_v.weight", "attn.to_out.0.weight", "proj_out.weight")
     FluxKontextPipeline(**components).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 def enlarge(module: torch.nn.Module, *endings: str) -> None:
-    """
-    Multiplies weights by 4, in place, where the usual initial ones are so small that an input changes no pixel.
-
-    Args:
-        module (`torch.nn.Module`):
-            Module.
-        endings (`str`):
-            Endings of the names of the parameters.
-    """
+    """Multiply weights by 4 where the usual initial ones are so small that an input changes no pixel."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith(endings):
@@ -86,24 +67,11 @@ def enlarge(module: torch.nn.Module, *endings: str) -> None:
 
 
 def _components(seed: int, num_halvings: int = 1) -> dict:
-    # Parts of both pipelines, by name
+    """Build the parts of both pipelines, by name."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         clip_tokenizer, t5_tokenizer = train_clip_and_t5_tokenizers()
-        text_encoder = CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=len(clip_tokenizer),
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                max_position_embeddings=MAX_TOKENS,
-                projection_dim=16,
-                bos_token_id=clip_tokenizer.bos_token_id,
-                eos_token_id=clip_tokenizer.eos_token_id,
-                pad_token_id=clip_tokenizer.pad_token_id,
-            )
-        )
+        text_encoder = CLIPTextModel(clip_text_config(clip_tokenizer, num_hidden_layers=1))
         text_encoder_2 = T5EncoderModel(
             T5Config(vocab_size=len(t5_tokenizer), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
         )
@@ -120,9 +88,8 @@ def _components(seed: int, num_halvings: int = 1) -> dict:
             axes_dims_rope=(4, 4, 8),
         )
         vae = build_vae(scaling_factor=0.3611, shift_factor=0.1159, num_halvings=num_halvings)
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
     return {
-        "scheduler": scheduler,
+        "scheduler": build_scheduler(),
         "vae": vae,
         "text_encoder": text_encoder,
         "tokenizer": clip_tokenizer,
@@ -132,21 +99,29 @@ def _components(seed: int, num_halvings: int = 1) -> dict:
     }
 
 
+def clip_text_config(tokenizer: CLIPTokenizer, num_hidden_layers: int) -> CLIPTextConfig:
+    """Build the config of a CLIP text encoder."""
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_TOKENS,
+        projection_dim=16,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """Build a scheduler with dynamic shifting."""
+    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+
+
 def build_vae(scaling_factor: float, shift_factor: float, num_halvings: int = 1) -> AutoencoderKL:
-    """
-    Builds the VAE of most pipelines, with 4 latent channels.
-
-    Args:
-        scaling_factor (`float`):
-            By which the pipeline multiplies latents.
-        shift_factor (`float`):
-            What the pipeline subtracts from latents before that.
-        num_halvings (`int`, *optional*, defaults to `1`):
-            How many times it halves the sides of an image: with 1, a latent pixel stands for 2 x 2 pixels.
-
-    Returns:
-        [`~diffusers.AutoencoderKL`]: with weights of torch's random state.
-    """
+    """Build the VAE of most pipelines, with 4 latent channels; it halves the sides of images `num_halvings` times."""
     return AutoencoderKL(
         sample_size=32,
         in_channels=3,
@@ -156,7 +131,7 @@ def build_vae(scaling_factor: float, shift_factor: float, num_halvings: int = 1)
         block_out_channels=(8,) * (num_halvings + 1),
         layers_per_block=1,
         latent_channels=4,
-        norm_num_groups=1,  # more groups would normalise away the colour of the whole image
+        norm_num_groups=1,  # more groups would normalize away the color of the image
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
         use_quant_conv=False,
@@ -164,18 +139,8 @@ def build_vae(scaling_factor: float, shift_factor: float, num_halvings: int = 1)
     )
 
 
-def read_corpus() -> list[str]:
-    """The shipped prompts, on which tokenizers are trained so that the words of the demo are in the vocabulary."""
-    return [json.loads(line)["prompt"] for line in demo_prompts_path().read_text(encoding="utf-8").splitlines()]
-
-
 def train_clip_and_t5_tokenizers() -> tuple[CLIPTokenizer, T5Tokenizer]:
-    """
-    Trains a CLIP and a T5 tokenizer on [`read_corpus`].
-
-    Returns:
-        `tuple`: both, for at most 32 tokens.
-    """
+    """Train a CLIP and a T5 tokenizer on the shipped prompts, for at most 32 tokens."""
     corpus = read_corpus()
     clip_tokenizer = CLIPTokenizer().train_new_from_iterator(corpus, vocab_size=600)
     t5_tokenizer = T5Tokenizer(extra_ids=0).train_new_from_iterator(corpus, vocab_size=600)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLUX.2 pipelines small enough to train on a laptop's CPU in seconds."""
+"""Build tiny FLUX.2 pipelines."""
 
 from pathlib import Path
 
 import torch
 from diffusers import (
     AutoencoderKLFlux2,
-    FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
@@ -21,7 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from .flux import enlarge, read_corpus
+from .flux import build_scheduler, enlarge
+from .qwen2_5_vl import read_corpus
 from .z_image import qwen3_config, train_qwen3_tokenizer
 
 
@@ -37,7 +37,7 @@ SPECIAL_TOKENS = (
     "<pad>",
 )
 
-# Renders a conversation to the same text as the template of the real model
+# Renders the same text as the template of the real model
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -52,32 +52,26 @@ CHAT_TEMPLATE = """\
 
 def build_tiny_flux2(folder: str | Path, seed: int = 0) -> Path:
     """
-    Builds a FLUX.2-dev pipeline with random weights and saves it in the format of the real one.
+    Build a FLUX.2-dev pipeline of the real classes at tiny size, with random weights, and save it in the real one's
+    format.
 
-    All parts are the real classes at tiny size: double- and single-stream blocks that share their modulation, guidance
-    embedding, a Mistral 3 with vision tower and processor and a tokenizer trained in place, a VAE with statistics of
-    its latents, the scheduler with dynamic shifting. The language model has 31 layers, because the pipeline reads the
-    states after 10, 20 and 30. Images are multiples of 4 pixels, source images at least 64 x 64; a prompt with its
-    system message is at most 128 tokens.
+    The Mistral 3 has 31 layers, because the pipeline reads the states after 10, 20 and 30. Images are multiples of 4
+    pixels, source images at least 64 x 64; a prompt with its system message has at most 128 tokens.
 
     Args:
         folder (`str` or `Path`):
-            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+            Directory to save to.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
-
-    Returns:
-        `Path`: the folder.
     """
-    folder = Path(folder)
     tokenizer = _train_mistral_tokenizer()
-    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         text_encoder = Mistral3ForConditionalGeneration(_mistral3_config(tokenizer))
         transformer = _build_transformer(guidance_embeds=True)
         vae = _build_vae()
     Flux2Pipeline(
-        scheduler=_build_scheduler(),
+        scheduler=build_scheduler(),
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=PixtralProcessor(
@@ -89,43 +83,39 @@ def build_tiny_flux2(folder: str | Path, seed: int = 0) -> Path:
         ),
         transformer=transformer,
     ).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 def build_tiny_flux2_klein(folder: str | Path, seed: int = 0, is_distilled: bool = False) -> Path:
     """
-    Builds a FLUX.2-klein pipeline with random weights and saves it in the format of the real one.
+    Build a FLUX.2-klein pipeline like [`build_tiny_flux2`] and save it in the format of the real one.
 
-    As [`build_tiny_flux2`], without guidance embedding and with a Qwen3 of 28 layers, of which the pipeline reads the
-    states after 9, 18 and 27. A prompt with its template is at most 64 tokens.
+    It has no guidance embedding, and a Qwen3 of 28 layers, because the pipeline reads the states after 9, 18 and 27. A
+    prompt with its template has at most 64 tokens.
 
     Args:
         folder (`str` or `Path`):
-            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+            Directory to save to.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
         is_distilled (`bool`, *optional*, defaults to `False`):
-            Whether the pipeline takes the model as distilled to few steps, and so ignores the guidance scale.
-
-    Returns:
-        `Path`: the folder.
+            Whether the pipeline treats the model as distilled to a few steps and ignores the guidance scale.
     """
-    folder = Path(folder)
     tokenizer = train_qwen3_tokenizer()
-    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         text_encoder = Qwen3ForCausalLM(qwen3_config(tokenizer, num_hidden_layers=28))
         transformer = _build_transformer(guidance_embeds=False)
         vae = _build_vae()
     Flux2KleinPipeline(
-        scheduler=_build_scheduler(),
+        scheduler=build_scheduler(),
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,
         is_distilled=is_distilled,
     ).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 def _build_transformer(guidance_embeds: bool) -> Flux2Transformer2DModel:
@@ -151,18 +141,14 @@ def _build_vae() -> AutoencoderKLFlux2:
         block_out_channels=(8, 8),
         layers_per_block=1,
         latent_channels=4,
-        norm_num_groups=1,  # more groups would normalise away the colour of the whole image
+        norm_num_groups=1,  # more groups would normalize away the color of the image
         sample_size=32,
     )
     enlarge(vae, "encoder.conv_out.weight")
-    # Statistics with which it matters that latents are normalised
+    # Statistics for which normalizing latents makes a difference
     torch.nn.init.normal_(vae.bn.running_mean, std=0.2)
     torch.nn.init.uniform_(vae.bn.running_var, 0.5, 1.5)
     return vae
-
-
-def _build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
 
 
 def _mistral3_config(tokenizer: LlamaTokenizer) -> Mistral3Config:
@@ -198,7 +184,7 @@ def _mistral3_config(tokenizer: LlamaTokenizer) -> Mistral3Config:
 
 
 def _train_mistral_tokenizer() -> LlamaTokenizer:
-    # On the system message too, which stands before every prompt, so that it is not hundreds of tokens
+    # On the system message of every prompt too, so that it is not hundreds of tokens
     tokenizer = LlamaTokenizer().train_new_from_iterator(
         [*read_corpus(), *[SYSTEM_MESSAGE] * 50],
         vocab_size=1000,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Qwen2.5-VL small enough to train on a laptop's CPU in seconds."""
+"""Build a tiny Qwen2.5-VL."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ SPECIAL_TOKENS = (
 )
 MAX_PIXELS = 112 * 112
 
-# Renders conversations to the same text as the template of the real model
+# Renders the same text as the template of the real model
 CHAT_TEMPLATE = """\
 {%- if messages[0].role != 'system' -%}
 {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
@@ -57,23 +57,17 @@ CHAT_TEMPLATE = """\
 
 def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
     """
-    Builds a Qwen2.5-VL with random weights and saves it, with its processor, in the format of the real one.
+    Build a Qwen2.5-VL of the real classes at tiny size, with random weights, and save it with its processor.
 
-    All parts are the real classes at tiny size: a vision tower with windowed and full attention, its projector, a
-    language model with multimodal rotary positions, a byte-level BPE tokenizer trained in place with the real special
-    tokens, in which Yes and No are one token each. An image becomes one token for each 28 x 28 pixels, 16 at most.
+    The tokenizer, trained in place, has the real special tokens, and one token each for Yes and No. An image becomes
+    one token for each 28 x 28 pixels, 16 at most.
 
     Args:
         folder (`str` or `Path`):
-            Where to save it; `AutoModelForImageTextToText.from_pretrained` and `AutoProcessor.from_pretrained` load
-            from it.
+            Directory to save to.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
-
-    Returns:
-        `Path`: the folder.
     """
-    folder = Path(folder)
     tokenizer = _train_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     config = Qwen2_5_VLConfig(
@@ -106,7 +100,7 @@ def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration(config)
     model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
@@ -119,14 +113,17 @@ def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
         video_processor=Qwen2VLVideoProcessor(size=size),
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(folder)
-    return folder
+    return Path(folder)
+
+
+def read_corpus() -> list[str]:
+    """Return the shipped prompts, on which tokenizers are trained."""
+    return [json.loads(line)["prompt"] for line in demo_prompts_path().read_text(encoding="utf-8").splitlines()]
 
 
 def _train_tokenizer() -> Qwen2Tokenizer:
-    # On the shipped prompts and the questions, so that a question is not hundreds of bytes. Yes and No become tokens
-    # of their own because they are frequent.
-    prompts = [json.loads(line)["prompt"] for line in demo_prompts_path().read_text(encoding="utf-8").splitlines()]
-    # In the paper's words, not `criterion_question`, whose " Yes" and " No" without quotation marks would be tokens as well
+    # On the questions too, so that a question is not hundreds of bytes. Yes and No are frequent and become one token.
+    # The paper's question: " Yes" and " No" without quotation marks in `criterion_question` would become tokens as well
     criterion = (
         'Do images meet the following criteria? same colour Please answer "Yes" or "No" first, then provide detailed '
         "reasons."
@@ -134,7 +131,7 @@ def _train_tokenizer() -> Qwen2Tokenizer:
     questions = [theme_question("a cat"), criterion, edit_following_question("add a hat")]
     answers = ["Yes", "No", "Yes. The two images show the same.", "No. The two images differ."]
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
-        [*prompts, *questions * 20, *answers * 20],
+        [*read_corpus(), *questions * 20, *answers * 20],
         vocab_size=800,
         new_special_tokens=list(SPECIAL_TOKENS[1:]),
         show_progress=False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen-Image, Qwen-Image-Edit and Qwen-Image-Edit-Plus pipelines small enough to train on a laptop's CPU."""
+"""Build tiny Qwen-Image, Qwen-Image-Edit and Qwen-Image-Edit-Plus pipelines."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,76 +24,62 @@ LATENT_CHANNELS = 4
 
 def build_tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
     """
-    Builds a Qwen-Image pipeline with random weights and saves it in the format of the real one.
+    Build a Qwen-Image pipeline of the real classes at tiny size, with random weights, and save it in the real one's
+    format.
 
-    All parts are the real classes at tiny size: two double-stream blocks, the Qwen2.5-VL of
-    [`build_tiny_qwen2_5_vl`] as text encoder, a VAE, the scheduler with the real settings. Images are multiples of 4
-    pixels, one token for each 4 x 4 pixels. The weights are such that the prompt and its guidance show in the pixels.
+    The text encoder is [`build_tiny_qwen2_5_vl`]. Images are multiples of 4 pixels, one token for each 4 x 4 pixels.
+    Prompt and guidance change the pixels visibly.
 
     Args:
         folder (`str` or `Path`):
-            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+            Directory to save to.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
-
-    Returns:
-        `Path`: the folder.
     """
-    folder = Path(folder)
     parts, _ = _build_parts(num_halvings=1, seed=seed)
     QwenImagePipeline(**parts).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 def build_tiny_qwen_image_edit(folder: str | Path, seed: int = 0) -> Path:
     """
-    Builds a Qwen-Image-Edit pipeline with random weights and saves it in the format of the real one.
+    Build a Qwen-Image-Edit pipeline like [`build_tiny_qwen_image`] and save it in the format of the real one.
 
-    As [`build_tiny_qwen_image`], with two differences. The VAE shrinks images eightfold, as the real one does, because
-    the pipeline enlarges every source image to about 1024 x 1024 pixels: images are multiples of 16 pixels, one token
-    for each 16 x 16, and a source is about 4096 tokens of the transformer. The text encoder sees a source as 16 tokens
-    at most.
+    The pipeline enlarges every source image to about 1024 x 1024 pixels, so the VAE shrinks images eightfold: images
+    are multiples of 16 pixels, and a source is about 4096 tokens, 16 at most for the text encoder.
 
     Args:
         folder (`str` or `Path`):
-            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+            Directory to save to.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
-
-    Returns:
-        `Path`: the folder.
     """
-    folder = Path(folder)
     parts, processor = _build_parts(num_halvings=3, seed=seed)
     QwenImageEditPipeline(**parts, processor=processor).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 def build_tiny_qwen_image_edit_plus(folder: str | Path, seed: int = 0) -> Path:
     """
-    Builds a Qwen-Image-Edit-Plus pipeline, which takes several source images, with random weights.
+    Build a Qwen-Image-Edit-Plus pipeline, which takes several source images.
 
-    The parts, and for a seed the weights, are those of [`build_tiny_qwen_image_edit`].
+    For a seed, its parts and weights are those of [`build_tiny_qwen_image_edit`].
 
     Args:
         folder (`str` or `Path`):
-            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+            Directory to save to.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
-
-    Returns:
-        `Path`: the folder.
     """
-    folder = Path(folder)
     parts, processor = _build_parts(num_halvings=3, seed=seed)
     QwenImageEditPlusPipeline(**parts, processor=processor).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 def _build_parts(num_halvings: int, seed: int) -> tuple[dict, Qwen2VLProcessor]:
-    """What the three pipelines share, by argument name, and the processor of the edit pipelines."""
+    """Build the parts of all three pipelines, by name, and the processor of the editing pipelines."""
     text_encoder, processor = _build_text_encoder(seed)
-    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer = QwenImageTransformer2DModel(
             patch_size=2,
@@ -114,10 +100,10 @@ def _build_parts(num_halvings: int, seed: int) -> tuple[dict, Qwen2VLProcessor]:
             latents_mean=[0.1, -0.1, 0.2, -0.2],
             latents_std=[0.3, 0.4, 0.3, 0.4],
         )
-        _draw_weights(transformer)
-        _draw_weights(vae, gain=3**0.5)  # of an image, one of the three time steps of a kernel sees anything
-    # Random blocks all but ignore what they attend to. With larger gates, sharper attention and louder text, the
-    # prompt and the source images show in the pixels.
+        _sample_weights(transformer)
+        _sample_weights(vae, gain=3**0.5)  # only one of a kernel's three time steps sees an image
+    # Random blocks almost ignore what they attend to. With larger gates, sharper attention and larger text values, the
+    # prompt and the source images change the pixels.
     with torch.no_grad():
         for block in transformer.transformer_blocks:
             for modulation in (block.img_mod, block.txt_mod):
@@ -149,7 +135,7 @@ def _build_text_encoder(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, 
         build_tiny_qwen2_5_vl(folder, seed=seed)
         text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
         processor = Qwen2_5_VLProcessor.from_pretrained(folder)
-    # The edit pipelines name the class of Qwen2-VL, whose images are processed in the same way
+    # The editing pipelines require the class of Qwen2-VL, which processes images in the same way
     return text_encoder, Qwen2VLProcessor(
         image_processor=processor.image_processor,
         tokenizer=processor.tokenizer,
@@ -158,9 +144,8 @@ def _build_text_encoder(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, 
     )
 
 
-def _draw_weights(model: nn.Module, gain: float = 1.0) -> None:
-    # Outputs as large as inputs and no biases: with the small weights and the biases of the layers' own initialisation
-    # every image comes out nearly the same
+def _sample_weights(model: nn.Module, gain: float = 1.0) -> None:
+    # Outputs as large as inputs and no biases: the default initialization makes all images nearly the same
     for layer in model.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d):
             nn.init.normal_(layer.weight, std=gain * layer.weight[0].numel() ** -0.5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Z-Image pipeline small enough to train on a laptop's CPU in seconds."""
+"""Build a tiny Z-Image pipeline."""
 
 from pathlib import Path
 
@@ -7,13 +7,14 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
-from .flux import build_vae, enlarge, read_corpus
+from .flux import build_vae, enlarge
+from .qwen2_5_vl import read_corpus
 
 
 MAX_TOKENS = 64
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
-# Renders a conversation to the same text as the template of the real model
+# Renders the same text as the template of the real model
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
@@ -28,24 +29,20 @@ CHAT_TEMPLATE = """\
 
 def build_tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
     """
-    Builds a Z-Image pipeline with random weights and saves it in the format of the real one.
+    Build a Z-Image pipeline of the real classes at tiny size, with random weights, and save it in the format of the
+    real one.
 
-    All parts are the real classes at tiny size: single-stream blocks with refiners of the noise and of the text, a
-    Qwen3 encoder with a tokenizer trained in place, a VAE, the scheduler with a fixed shift. Images are multiples of 4
-    pixels, 256 at most; a prompt with its template is at most 64 tokens.
+    The text encoder is a Qwen3. Images are multiples of 4 pixels, 256 at most; a prompt with its template has at most
+    64 tokens.
 
     Args:
         folder (`str` or `Path`):
-            Where to save it; `DiffusionPipeline.from_pretrained(folder)` loads it.
+            Directory to save to.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
-
-    Returns:
-        `Path`: the folder.
     """
-    folder = Path(folder)
     tokenizer = train_qwen3_tokenizer()
-    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         text_encoder = Qwen3Model(qwen3_config(tokenizer, num_hidden_layers=3))
         transformer = ZImageTransformer2DModel(
@@ -70,22 +67,11 @@ def build_tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
         tokenizer=tokenizer,
         transformer=transformer,
     ).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 def qwen3_config(tokenizer: Qwen2Tokenizer, num_hidden_layers: int) -> Qwen3Config:
-    """
-    Configuration of a Qwen3 with states of 16 channels.
-
-    Args:
-        tokenizer ([`~transformers.Qwen2Tokenizer`]):
-            Its tokenizer.
-        num_hidden_layers (`int`):
-            Number of layers.
-
-    Returns:
-        [`~transformers.Qwen3Config`].
-    """
+    """Build the config of a Qwen3 with states of 16 channels."""
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=16,
@@ -104,12 +90,7 @@ def qwen3_config(tokenizer: Qwen2Tokenizer, num_hidden_layers: int) -> Qwen3Conf
 
 
 def train_qwen3_tokenizer() -> Qwen2Tokenizer:
-    """
-    Trains a byte-level BPE tokenizer on the shipped prompts, with the chat template of Qwen3.
-
-    Returns:
-        [`~transformers.Qwen2Tokenizer`]: for at most 64 tokens.
-    """
+    """Train a tokenizer on the shipped prompts, for at most 64 tokens, with the chat template of Qwen3."""
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
         [*read_corpus(), *["user", "assistant"] * 20],
         vocab_size=800,
