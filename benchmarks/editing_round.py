@@ -58,7 +58,7 @@ from transformers import (
 from grpo_step import Stopwatch, machine, peak_memory, reset_peak_memory
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
-from paco_trl.rollout.prompt_encoder import Encoded, PromptEncoder
+from paco_trl.rollout.prompt_encoder import PromptEmbeddings, PromptEncoder
 from paco_trl.rollout.sampler import FetchedRows
 from paco_trl.tiny import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 from paco_trl.tiny.flux import build_vae
@@ -394,8 +394,8 @@ class NothingEncoded(MeasuredEncoder):
     def encode(self, rows, numbers, scale=1.0) -> None:
         pass
 
-    def fetch(self, rows, numbers, scale=1.0) -> dict[int, Encoded]:
-        return {number: Encoded({}) for number in numbers}
+    def fetch(self, rows, numbers, scale=1.0) -> dict[int, PromptEmbeddings]:
+        return {number: PromptEmbeddings({}) for number in numbers}
 
 
 class EditingTrainer(PaCoGRPOTrainer):

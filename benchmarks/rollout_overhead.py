@@ -99,7 +99,7 @@ def main() -> None:
     def draw_policy():
         nonlocal records
         with autocast:
-            _, records = policy.draw(
+            _, records = policy.generate(
                 prompt, args.size, args.size, args.steps, 3.5, noise_keys=[(0, 0, 0, 0, 0)], sde=sde
             )
 

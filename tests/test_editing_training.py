@@ -451,13 +451,13 @@ def saving() -> dict:
 
 def drawn(trainer) -> list[bool]:
     """For each image drawn from now on, whether it is of an evaluation."""
-    draws, draw = [], trainer.policy.draw
+    draws, draw = [], trainer.policy.generate
 
     def keep(*args, **kwargs):
         draws.append(kwargs.get("sde") is None)
         return draw(*args, **kwargs)
 
-    trainer.policy.draw = keep
+    trainer.policy.generate = keep
     return draws
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Every family page against diffusers' own pipeline, on tiny models with a LoRA that is not the identity.
+Every family class against diffusers' own pipeline, on tiny models with a LoRA that is not the identity.
 
 Plain FLUX is in `test_rollout.py`.
 """
@@ -51,11 +51,11 @@ KEYS = [(42, 3, 0, 0, 0), (42, 3, 0, 0, 1)]
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 
 
-def stripes(width: int, height: int, colour: tuple[int, int, int]) -> Image.Image:
+def stripes(width: int, height: int, color: tuple[int, int, int]) -> Image.Image:
     """An image that looks different when it is resized, cropped or turned in another way."""
     y, x = np.mgrid[:height, :width]
     wave = 127 + 100 * np.sin(x / 5 + y * y / (7 * height)) + 20 * np.cos(y / 3)
-    return Image.fromarray((wave[..., None] * np.array(colour) / 255).clip(0, 255).astype(np.uint8))
+    return Image.fromarray((wave[..., None] * np.array(color) / 255).clip(0, 255).astype(np.uint8))
 
 
 RED, BLUE, GREEN = stripes(72, 64, (255, 60, 40)), stripes(64, 80, (40, 60, 255)), stripes(90, 70, (60, 220, 80))
@@ -72,8 +72,8 @@ class Case:
         guidance_scale: Guidance scale.
         negative_prompt: Negative prompt of the settings.
         images: Source images.
-        plain: What a user of the plain pipeline passes beside prompt, size, steps and generators.
-        size: Height and width of the drawn image.
+        plain: What a user of the plain pipeline passes besides prompt, size, steps and generators.
+        size: Height and width of the generated image.
         scale: Factor for source images; the plain pipeline is called with the same area.
         guide: The rule of true guidance, written again.
         split: Conditional and unconditional prediction from the outputs of a step, written again.
@@ -306,9 +306,9 @@ class Setup:
     def family(self):
         return self.policy.family
 
-    def draw(self, sde=None, batch_size=2, num_steps=NUM_STEPS, **changes):
+    def generate(self, sde=None, batch_size=2, num_steps=NUM_STEPS, **changes):
         call = {"arguments": self.arguments, "sources": self.sources} | changes
-        return self.policy.draw(
+        return self.policy.generate(
             {name: tensor[:batch_size] for name, tensor in call["arguments"].items()},
             self.case.size,
             self.case.size,
@@ -319,7 +319,7 @@ class Setup:
             sources=call["sources"],
         )
 
-    def draw_plain(self, batch_size=1, num_steps=NUM_STEPS, scale=None, **changes):
+    def generate_plain(self, batch_size=1, num_steps=NUM_STEPS, scale=None, **changes):
         """The call of a user."""
         call = {"prompt": PROMPT, "height": self.case.size, "width": self.case.size, **self.case.plain, **changes}
         generators = [keyed_generator(*key, 0) for key in KEYS[:batch_size]]
@@ -404,18 +404,18 @@ def guided(request, setup_of) -> Setup:
 
 @pytest.fixture(scope="module")
 def recorded(setup_of) -> Callable:
-    """The two stochastic steps of a setup, drawn once; with `counts`, the forwards of the modules meanwhile."""
-    drawn = {}
+    """The two stochastic steps of a setup, generated once; with `counts`, the forwards of the modules meanwhile."""
+    generated = {}
 
     def of(setup: Setup, counts: bool = False):
         key = next(name for name, case in CASES.items() if case is setup.case)
-        if key not in drawn:
+        if key not in generated:
             pipeline = setup.policy.pipeline
             modules = {name: getattr(pipeline, name) for name in setup.family.text_encoders}
             modules |= {"vae": pipeline.vae.encoder, "decoder": pipeline.vae.decoder}
             with counted(**modules, transformer=setup.policy.model) as forwards:
-                drawn[key] = setup.draw(SDE)[1], forwards
-        return drawn[key][counts]
+                generated[key] = setup.generate(SDE)[1], forwards
+        return generated[key][counts]
 
     return of
 
@@ -546,7 +546,7 @@ class TestUnusedLayers:
         model = prepare_transformer(pipeline, family, config, autocast_adapter_dtype=True)
         adapted = layers_with_adapter(model)
         assert adapted and not adapted & unused
-        assert config.exclude_modules == LoraConfig(**settings).exclude_modules  # the user's is left as it is
+        assert config.exclude_modules == LoraConfig(**settings).exclude_modules  # the user's is unchanged
 
         # As it is without the family's
         pipeline = load_qwen()
@@ -566,7 +566,7 @@ class TestUnusedLayers:
             pipeline = load_qwen()
             return pipeline, family_of(pipeline)
 
-        def draw(pipeline, model):
+        def generate(pipeline, model):
             pipeline.transformer = model
             return pipeline(
                 "a cat", height=32, width=32, num_inference_steps=2, generator=torch.Generator().manual_seed(0)
@@ -575,22 +575,22 @@ class TestUnusedLayers:
         pipeline, family = load()
         config = LoraConfig(r=2, target_modules=family.lora_target_modules, init_lora_weights=False)
         unused = set(family.unused_layers(pipeline.transformer))
-        plain = draw(pipeline, pipeline.transformer)
+        plain = generate(pipeline, pipeline.transformer)
         earlier = get_peft_model(pipeline.transformer, config)
         assert unused < layers_with_adapter(earlier)
         earlier.save_pretrained(tmp_path / "earlier")
-        image = draw(pipeline, earlier)
+        image = generate(pipeline, earlier)
         assert not np.array_equal(image, plain)
 
         pipeline, family = load()
         model = prepare_transformer(pipeline, family, str(tmp_path / "earlier"), autocast_adapter_dtype=True)
         assert layers_with_adapter(model) == layers_with_adapter(earlier) - unused
         assert all(parameter.requires_grad for name, parameter in model.named_parameters() if ".lora_" in name)
-        assert np.array_equal(draw(pipeline, model), image)
+        assert np.array_equal(generate(pipeline, model), image)
         model.save_pretrained(tmp_path / "saved")
         pipeline, _ = load()
         model = load_transformer_adapter(pipeline.transformer, str(tmp_path / "saved"), "tiny")
-        assert np.array_equal(draw(pipeline, model), image)
+        assert np.array_equal(generate(pipeline, model), image)
 
 
 def layers_with_adapter(model) -> set[str]:
@@ -600,16 +600,16 @@ def layers_with_adapter(model) -> set[str]:
 
 
 class TestUnmodifiedPipeline:
-    def test_draws_the_image_of_a_users_call(self, setup):
+    def test_generates_the_image_of_a_users_call(self, setup):
         case = setup.case
-        expected = setup.draw_plain(num_steps=2)
+        expected = setup.generate_plain(num_steps=2)
 
         # What the image depends on; with a source of its own size, of which the call of a user makes a megapixel
         own = {"_auto_resize": False} if case.builder == "build_tiny_flux_kontext" and case.images else {}
-        plain = setup.draw_plain(num_steps=2, **own) if own else expected
+        plain = setup.generate_plain(num_steps=2, **own) if own else expected
 
         def has_effect(**changes) -> bool:
-            return not np.array_equal(setup.draw_plain(num_steps=2, **own, **changes), plain)
+            return not np.array_equal(setup.generate_plain(num_steps=2, **own, **changes), plain)
 
         assert has_effect(prompt=OTHER_PROMPT)
         with setup.plain.transformer.disable_adapter():
@@ -623,14 +623,14 @@ class TestUnmodifiedPipeline:
             assert has_effect(image=GREEN if len(case.images) == 1 else [*case.images[:-1], GREEN])
 
         for sde in (None, replace(SDE, steps=(1,), noise_level=0.0)):
-            images, records = setup.draw(sde, batch_size=1, num_steps=2)
+            images, records = setup.generate(sde, batch_size=1, num_steps=2)
             assert records == []
             assert np.array_equal(pixels(images), expected)
 
-    def test_draws_the_images_of_a_users_call_in_a_batch(self, setup):
-        expected = setup.draw_plain(batch_size=2, num_steps=2)
+    def test_generates_the_images_of_a_users_call_in_a_batch(self, setup):
+        expected = setup.generate_plain(batch_size=2, num_steps=2)
         assert not np.array_equal(expected[0], expected[1])
-        images, _ = setup.draw(num_steps=2)
+        images, _ = setup.generate(num_steps=2)
         assert np.array_equal(pixels(images), expected)
 
     @pytest.mark.slow
@@ -641,7 +641,7 @@ class TestUnmodifiedPipeline:
         encode = setup.plain.vae.encode
         setup.plain.vae.encode = lambda pixels: seen.append((pixels, encode(pixels))) or seen[-1][1]
         try:
-            expected = setup.draw_plain(num_steps=2, scale=1.0, image=image)
+            expected = setup.generate_plain(num_steps=2, scale=1.0, image=image)
         finally:
             del setup.plain.vae.encode
         ((given, encoded),) = seen
@@ -654,7 +654,7 @@ class TestUnmodifiedPipeline:
                 for text in (PROMPT, setup.case.negative_prompt)
             )
         arguments = prompt | {f"negative_{name}": tensor for name, tensor in negative.items()}
-        images, _ = setup.draw(batch_size=1, num_steps=2, arguments=arguments, sources=[source])
+        images, _ = setup.generate(batch_size=1, num_steps=2, arguments=arguments, sources=[source])
         assert np.array_equal(pixels(images), expected)
 
 
@@ -711,12 +711,12 @@ def copy_containers(call: dict) -> dict:
 
 
 class TestAWrongRuleIsCaught:
-    """Each is one mistake on a page."""
+    """One mistake in a family class each."""
 
     @staticmethod
     def assert_caught(setup, what="received"):
         with pytest.raises(RuntimeError, match=what):
-            setup.draw(SDE, batch_size=1)
+            setup.generate(SDE, batch_size=1)
 
     @pytest.mark.parametrize("name", CASES)
     def test_other_sign(self, setup_of, recorded, name, monkeypatch):
@@ -761,11 +761,11 @@ class TestAWrongRuleIsCaught:
         monkeypatch.setattr(setup.family, "branches", lambda outputs, sample: [*outputs, None][:2])
         self.assert_caught(setup, "received a velocity of the shape")
 
-    def test_more_calls_than_the_page_knows(self, setup_of, monkeypatch):
+    def test_more_calls_than_the_class_knows(self, setup_of, monkeypatch):
         setup = setup_of("qwen")
         monkeypatch.setattr(setup.family, "max_calls", 1)
         with pytest.raises(ValueError, match="called its transformer 2 times in one step, where QwenImageFamily"):
-            setup.draw(SDE, batch_size=1)
+            setup.generate(SDE, batch_size=1)
 
 
 class TestOtherTimes:
@@ -778,7 +778,7 @@ class TestOtherTimes:
                 assert made.keys() == expected.keys()
                 for name in made:
                     assert is_same(made[name], expected[name]), name
-                    assert is_same(call[name], before[name]), name  # the record is left as it is
+                    assert is_same(call[name], before[name]), name  # the record is unchanged
         assert any(not is_same(first.calls[0][name], second.calls[0][name]) for name in first.calls[0])
 
     def test_the_check_of_a_rollout_passes(self, setup, recorded):
@@ -807,7 +807,7 @@ def is_same(first, second) -> bool:
 
 
 class TestCounts:
-    def test_drawing_calls_the_transformer_only(self, setup, recorded):
+    def test_generation_calls_the_transformer_only(self, setup, recorded):
         counts = recorded(setup, counts=True)
         assert counts == {"transformer": NUM_STEPS * setup.case.calls, "decoder": 1}
 
@@ -867,7 +867,7 @@ class TestSizesOfSources:
         setup = setup_of(name)
         for size, (own, _) in SIZES[name].items():
             image = stripes(*size, (255, 120, 60))
-            expected = pixels_for_vae(setup.plain, lambda image=image: setup.draw_plain(image=image, scale=1.0))
+            expected = pixels_for_vae(setup.plain, lambda image=image: setup.generate_plain(image=image, scale=1.0))
             prepared = setup.family.prepare_image(setup.policy.pipeline, image, 1.0)
             assert prepared.size == own, size
             assert torch.equal(setup.family.image_pixels(setup.policy.pipeline, prepared), expected), size
@@ -901,7 +901,7 @@ class TestSizesOfSources:
 
                 handle = setup.policy.model.register_forward_pre_hook(stop, with_kwargs=True)
                 with pytest.raises(Stop):
-                    setup.draw(sources=sources, num_steps=2)
+                    setup.generate(sources=sources, num_steps=2)
                 handle.remove()
                 assert seen == [(2, expected, 16)], (chosen, scale)
 
@@ -912,7 +912,7 @@ class TestSizesOfSources:
         setup = setup_of("flux2, editing")
         image = Image.new("RGB", size)
         with pytest.raises(ValueError, match=message):
-            setup.draw_plain(image=image)
+            setup.generate_plain(image=image)
         with pytest.raises(ValueError, match=rf"has {size[0]} x {size[1]} pixels .* FLUX.2 takes none"):
             setup.family.check_image_size(*size)
         for taken in ((64, 200), (800, 100)):
@@ -922,11 +922,11 @@ class TestSizesOfSources:
     def test_a_source_too_many_is_an_error(self, setup_of, name):
         setup = setup_of(name)
         assert setup.family.max_images == 1
-        with pytest.raises(RuntimeError, match=r"did not look at 1 of 2 source image\(s\)"):
-            setup.draw(sources=setup.sources * 2, num_steps=2)
+        with pytest.raises(RuntimeError, match=r"did not encode 1 of 2 source image\(s\)"):
+            setup.generate(sources=setup.sources * 2, num_steps=2)
 
     @pytest.mark.parametrize("name", EDITING)
-    def test_a_page_that_does_not_pass_the_prepared_source_is_caught(self, setup_of, name, monkeypatch):
+    def test_a_class_that_does_not_pass_the_prepared_source_is_caught(self, setup_of, name, monkeypatch):
         setup = setup_of(name)
         own = setup.family.call_arguments
         other = stripes(128, 64, (200, 0, 0))
@@ -936,9 +936,9 @@ class TestSizesOfSources:
             return arguments | {"image": [other, *images[1:]] if isinstance(arguments["image"], list) else other}
 
         monkeypatch.setattr(setup.family, "call_arguments", wrong)
-        monkeypatch.setattr(setup.family, "drawing", lambda *_: area_of_sources(0.125))
-        with pytest.raises(RuntimeError, match="Correct `prepare_image` and `call_arguments` of the family's page"):
-            setup.draw(num_steps=2)
+        monkeypatch.setattr(setup.family, "generation_context", lambda *_: area_of_sources(0.125))
+        with pytest.raises(RuntimeError, match="Correct `prepare_image` and `call_arguments` of the family class"):
+            setup.generate(num_steps=2)
 
 
 class TestSettingsThatWouldBeIgnored:
@@ -1001,7 +1001,7 @@ class TestSettingsThatWouldBeIgnored:
 
     def test_z_image_is_guided_by_a_scale_of_one(self, setup_of):
         setup = setup_of("z-image, turbo")
-        assert not np.array_equal(setup.draw_plain(guidance_scale=1.0), setup.draw_plain())
+        assert not np.array_equal(setup.generate_plain(guidance_scale=1.0), setup.generate_plain())
 
 
 @pytest.mark.slow
@@ -1014,7 +1014,7 @@ class TestTruncation:
         pipeline, family, seen = setup.policy.pipeline, setup.family, []
 
         def read(prompt: str) -> int:
-            """How many tokens the page lets the pipeline read of a prompt."""
+            """Return how many tokens of a prompt the family class lets the pipeline read."""
             encoded = family.encode_prompt(pipeline, prompt, "cpu")["prompt_embeds"]
             return encoded.shape[1] if name in ("z-image", "qwen") else int(seen.pop().sum())
 
@@ -1067,13 +1067,13 @@ class TestTruncation:
 @pytest.mark.slow
 class TestBf16:
     @pytest.mark.parametrize("name", CASES)
-    def test_draws_and_replays(self, folder_of, name):
+    def test_generates_and_replays(self, folder_of, name):
         case = CASES[name]
         policy = build_policy(folder_of(case.builder, **case.options), torch.bfloat16)
         assert policy.pipeline.vae.dtype == torch.bfloat16
         low = Setup(case, policy, None, *encode(policy, case))
         with torch.autocast("cpu", torch.bfloat16):
-            images, records = low.draw(SDE)
+            images, records = low.generate(SDE)
         assert pixels(images).std() > 5
         trained = [parameter for parameter in low.policy.model.parameters() if parameter.requires_grad]
         assert all(parameter.dtype == torch.float32 for parameter in trained)

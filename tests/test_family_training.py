@@ -33,7 +33,7 @@ class Case:
     """
     A family: its tiny pipeline, its settings, and the source images of a prompt.
 
-    Source images are read at 1024 x 1024 pixels, and in training at 1/16 of it per side, as the edited image is drawn.
+    Source images are read at 1024 x 1024 pixels, and in training at 1/16 of it per side, as the edited image is generated.
     """
 
     build: str
@@ -64,17 +64,17 @@ def anti_redness_reward(completions, **kwargs):
     return [-value for value in redness_reward(completions=completions, **kwargs)]
 
 
-def picture(width: int, height: int, seed: int) -> Image.Image:
-    """A picture of four colours."""
-    colours = np.random.default_rng(seed).integers(0, 256, (2, 2, 3), dtype=np.uint8)
-    return Image.fromarray(colours).resize((width, height))
+def image(width: int, height: int, seed: int) -> Image.Image:
+    """Return an image of four colors."""
+    colors = np.random.default_rng(seed).integers(0, 256, (2, 2, 3), dtype=np.uint8)
+    return Image.fromarray(colors).resize((width, height))
 
 
 def make_dataset(num_images: int) -> Dataset:
     rows = []
     for number in range(2):
         row = {"prompt": f"Paint number {number} in red."}
-        images = [picture(*[(64, 64), (96, 64), (64, 80)][number + i], number + i) for i in range(num_images)]
+        images = [image(*[(64, 64), (96, 64), (64, 80)][number + i], number + i) for i in range(num_images)]
         if num_images == 0:
             row |= {"rows": 1, "cols": 1, "panels": [row["prompt"]]}
         elif num_images == 1:
@@ -127,12 +127,12 @@ def test_family(name, make_trainer, tmp_path):
     assert np.mean(up_redness[-4:]) - np.mean(down_redness[-4:]) > spread / 4 > 0
 
     trainer.save_model(str(tmp_path / "adapter"))
-    images = draw_in_both_ways(trainer, folder, tmp_path / "adapter")
+    images = generate_in_both_ways(trainer, folder, tmp_path / "adapter")
     assert images["base"].std() > 1 and np.abs(images["base"] - images["peft"]).mean() > 1
     assert np.array_equal(images["peft"], images["diffusers"])
 
 
-def draw_in_both_ways(trainer, folder, adapter) -> dict[str, np.ndarray]:
+def generate_in_both_ways(trainer, folder, adapter) -> dict[str, np.ndarray]:
     """The same image without the adapter, and with it as PEFT and as diffusers load it."""
     found = {}
     for way in ("base", "peft", "diffusers"):
@@ -145,7 +145,7 @@ def draw_in_both_ways(trainer, folder, adapter) -> dict[str, np.ndarray]:
         rows, family, args = trainer.train_rows, trainer.family, trainer.args
         encoded = trainer.prompt_encoder.fetch(rows, [0], args.resolution_scale)[0]
         images = trainer.sampler.fetch(rows, [0], args.resolution_scale).source_images(0)
-        with family.drawing(pipeline, images):
+        with family.generation_context(pipeline, images):
             image = pipeline(
                 **family.batch_arguments(encoded.place("cpu")),
                 **family.call_arguments(*rows.training_sizes[0], args.guidance_scale, images),
@@ -224,9 +224,9 @@ def two_process_runs() -> dict[str, tuple[Case, dict]]:
 def train_all(folder: Path, output: Path) -> None:
     """Trains and saves the gradients of all runs; with an adapter on unused layers, what the error says."""
     for name, (case, settings) in two_process_runs().items():
-        pages = {key: FAMILIES[key] for key in FAMILIES if name != "unlisted" or key != "FluxPipeline"}
+        families = {key: FAMILIES[key] for key in FAMILIES if name != "unlisted" or key != "FluxPipeline"}
         with pytest.MonkeyPatch.context() as patch:
-            for key in FAMILIES.keys() - pages.keys():
+            for key in FAMILIES.keys() - families.keys():
                 patch.delitem(FAMILIES, key)
             trainer, gradients = short_run(case, folder / case.build, output / name, **settings)
             trainer.train()

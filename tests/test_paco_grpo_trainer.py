@@ -935,7 +935,7 @@ class TestBadInput:
     def test_a_family_without_a_page_before_its_weights_are_read(self, make_trainer, tmp_path):
         index = {"_class_name": "SanaPipeline", "_diffusers_version": "0.42.0"}
         (tmp_path / "model_index.json").write_text(json.dumps(index))
-        with pytest.raises(ValueError, match="no family page for SanaPipeline"):
+        with pytest.raises(ValueError, match="no family class for SanaPipeline"):
             make_trainer(model=str(tmp_path))
 
     def test_a_scheduler_by_name_before_the_weights_are_read(self, make_trainer, tmp_path):

@@ -503,7 +503,7 @@ class TestFamilyPage:
     @pytest.mark.parametrize(
         ("family", "error", "message"),
         [
-            (WrongTimeFamily, RuntimeError, "WrongTimeFamily.call_at .*: timestep differ.*family's page"),
+            (WrongTimeFamily, RuntimeError, "WrongTimeFamily.call_at .*: timestep differ.*correct the family class"),
             (WrongSampleFamily, RuntimeError, "WrongSampleFamily.call_at .*: hidden_states differ"),
             (SilentFamily, NotImplementedError, "SilentFamily does not say.*Add `call_at`"),
         ],

@@ -70,7 +70,7 @@ def old_name(name: str) -> str:
 
 
 def change(folder: Path, edit, name: str = "adapter_model.safetensors") -> None:
-    """Saves the weights of a folder anew, edited."""
+    """Saves the weights of a folder again, edited."""
     weights = edit(load_file(folder / name))
     save_file({key: value.contiguous() for key, value in weights.items()}, folder / name, metadata={"format": "pt"})
 
@@ -231,7 +231,7 @@ FAMILIES = {
 
 
 @torch.no_grad()
-def draw(pipeline, family: str) -> np.ndarray:
+def generate(pipeline, family: str) -> np.ndarray:
     """An image; for Qwen-Image-Edit, whose pipeline encodes a megapixel, a prediction for four tokens, in 1/1000."""
     generator = torch.Generator().manual_seed(5)
     if family == "qwen-image-edit":
@@ -260,7 +260,7 @@ def published(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     FAMILIES[request.param](folder / "pipeline")
     pipeline = DiffusionPipeline.from_pretrained(folder / "pipeline")
-    base = draw(pipeline, request.param)
+    base = generate(pipeline, request.param)
     targets = family_of(pipeline).lora_target_modules
     config = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=targets)
     transformer = copy.deepcopy(pipeline.transformer)
@@ -271,7 +271,7 @@ def published(request, tmp_path_factory):
             if "lora_" in name:
                 parameter.normal_(std=0.2)
     pipeline.transformer.save_pretrained(folder / "adapter", save_embedding_layers=False)
-    tuned = draw(pipeline, request.param)
+    tuned = generate(pipeline, request.param)
     assert np.abs(tuned - base).mean() > 2  # the adapter does something
 
     def load() -> DiffusionPipeline:
@@ -298,7 +298,7 @@ class TestPipelines:
         family, base, folder, tuned, untuned, _ = published
         pipeline = load_pipeline(str(base), torch.float32)
         pipeline.transformer = prepare_transformer(pipeline, family_of(pipeline), str(folder), True)
-        assert np.array_equal(draw(pipeline, family), tuned)
+        assert np.array_equal(generate(pipeline, family), tuned)
         assert any(parameter.requires_grad for parameter in pipeline.transformer.parameters())
 
         broken = shutil.copytree(folder, tmp_path / "adapter")
@@ -311,7 +311,7 @@ class TestPipelines:
         family, _, folder, tuned, _, load = published
         pipeline = load()
         pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, folder)
-        assert np.array_equal(draw(pipeline, family), tuned)
+        assert np.array_equal(generate(pipeline, family), tuned)
 
     def test_diffusers_does_not_load_it_but_takes_its_weights(self, published):
         """
@@ -323,7 +323,7 @@ class TestPipelines:
         pipeline = load()
         if family == "qwen-image-edit":
             pipeline.load_lora_weights(folder)
-            assert np.array_equal(draw(pipeline, family), untuned)
+            assert np.array_equal(generate(pipeline, family), untuned)
         else:
             with pytest.raises(KeyError, match="double_blocks"):
                 pipeline.load_lora_weights(folder)
@@ -333,10 +333,10 @@ class TestPipelines:
         }
         config = json.loads((folder / "adapter_config.json").read_text())
         pipeline.transformer.load_lora_adapter(weights, prefix=None, metadata=config)
-        assert np.array_equal(draw(pipeline, family), tuned)
+        assert np.array_equal(generate(pipeline, family), tuned)
         pipeline = load()
         pipeline.transformer.load_lora_adapter(weights, prefix=None)
-        assert not np.array_equal(draw(pipeline, family), tuned)
+        assert not np.array_equal(generate(pipeline, family), tuned)
 
     def test_diffusers_loads_its_own_layout(self, published, tmp_path):
         family, _, folder, tuned, untuned, load = published
@@ -349,9 +349,9 @@ class TestPipelines:
         )
         pipeline = load()
         pipeline.load_lora_weights(tmp_path)
-        assert np.array_equal(draw(pipeline, family), tuned)
+        assert np.array_equal(generate(pipeline, family), tuned)
         pipeline.unload_lora_weights()
-        assert np.array_equal(draw(pipeline, family), untuned)
+        assert np.array_equal(generate(pipeline, family), untuned)
 
 
 #########

@@ -54,7 +54,9 @@ class TestCheckInferenceSize:
             check_inference_size(sizes["height"], sizes["width"], rows, cols, 16, "row 7")
 
     def test_names_what_the_layout_needs(self):
-        with pytest.raises(ValueError, match=r"multiple of 16 \(the pipeline's need\) and of 3 \(columns of panels\)"):
+        with pytest.raises(
+            ValueError, match=r"multiple of 16 \(required by the pipeline\) and of 3 \(columns of panels\)"
+        ):
             check_inference_size(1024, 1024, 2, 3, 16, "row 0")
         with pytest.raises(ValueError, match=r"and of 3 \(rows of panels\)"):
             check_inference_size(1024, 1024, 3, 2, 16, "row 0")

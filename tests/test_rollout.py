@@ -36,7 +36,7 @@ LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 
 @pytest.fixture(scope="module")
 def loaded(tiny_flux):
-    """The tiny FLUX, as it is loaded."""
+    """The tiny FLUX, as loaded."""
     return FluxPipeline.from_pretrained(tiny_flux)
 
 
@@ -72,8 +72,8 @@ def prompt_arguments(loaded, prompts):
     return {name: torch.cat([each[name].float() for each in encoded]) for name in encoded[0]}
 
 
-def draw(policy, prompt_arguments, sde, keys=KEYS, guidance_scale=GUIDANCE):
-    return policy.draw(prompt_arguments, SIZE, SIZE, NUM_STEPS, guidance_scale, keys, sde)
+def generate(policy, prompt_arguments, sde, keys=KEYS, guidance_scale=GUIDANCE):
+    return policy.generate(prompt_arguments, SIZE, SIZE, NUM_STEPS, guidance_scale, keys, sde)
 
 
 def pixels(images):
@@ -113,7 +113,7 @@ class TestUnmodifiedPipeline:
         pipeline.transformer = with_adapter
         assert not isinstance(pipeline.scheduler, FlowMatchSDEScheduler)
 
-        def draw_reference(prompt_arguments, guidance_scale=GUIDANCE, keys=KEYS):
+        def generate_reference(prompt_arguments, guidance_scale=GUIDANCE, keys=KEYS):
             images = pipeline(
                 **prompt_arguments,
                 height=SIZE,
@@ -124,10 +124,10 @@ class TestUnmodifiedPipeline:
             ).images
             return pixels(images)
 
-        draw_reference.model = with_adapter
-        return draw_reference
+        generate_reference.model = with_adapter
+        return generate_reference
 
-    def test_draws_the_same_image_without_noise(self, policy, prompt_arguments, reference):
+    def test_generates_the_same_image_without_noise(self, policy, prompt_arguments, reference):
         expected = reference(prompt_arguments)
         # What the image depends on: the adapter, the guidance, the prompt, the key
         with reference.model.disable_adapter():
@@ -139,23 +139,23 @@ class TestUnmodifiedPipeline:
         assert not np.array_equal(reference(prompt_arguments, keys=[KEYS[0], (42, 3, 0, 0, 2)]), expected)
 
         for sde in (None, SDESettings((1,), 0.0)):
-            images, records = draw(policy, prompt_arguments, sde)
+            images, records = generate(policy, prompt_arguments, sde)
             assert images[0].size == (SIZE, SIZE) and records == []
             assert np.array_equal(pixels(images), expected), sde
 
     def test_noise_makes_another_image(self, policy, prompt_arguments, reference):
-        images, _ = draw(policy, prompt_arguments, SDESettings((1,), 0.7))
-        again, _ = draw(policy, prompt_arguments, SDESettings((1,), 0.7))
+        images, _ = generate(policy, prompt_arguments, SDESettings((1,), 0.7))
+        again, _ = generate(policy, prompt_arguments, SDESettings((1,), 0.7))
         assert (pixels(images) != reference(prompt_arguments)).mean() > 0.3
         assert np.array_equal(pixels(images), pixels(again))
 
-    def test_drawing_with_noise_leaves_no_trace(self, policy, prompt_arguments, reference):
-        draw(policy, prompt_arguments, SDESettings((1,), 0.7))
-        images, records = draw(policy, prompt_arguments, None)
+    def test_generation_with_noise_leaves_no_trace(self, policy, prompt_arguments, reference):
+        generate(policy, prompt_arguments, SDESettings((1,), 0.7))
+        images, records = generate(policy, prompt_arguments, None)
         assert records == []
         assert np.array_equal(pixels(images), reference(prompt_arguments))
 
-    def test_a_failed_draw_leaves_no_trace(self, policy, prompt_arguments, reference):
+    def test_a_failed_generation_leaves_no_trace(self, policy, prompt_arguments, reference):
         class Interruption(Exception):
             pass
 
@@ -165,12 +165,12 @@ class TestUnmodifiedPipeline:
 
         handle = policy.model.register_forward_pre_hook(interrupt)
         with pytest.raises(Interruption):
-            draw(policy, prompt_arguments, SDESettings((1, 2), 0.7))
+            generate(policy, prompt_arguments, SDESettings((1, 2), 0.7))
         handle.remove()
         assert policy.scheduler.sde is None and policy.scheduler.on_sde_step is None
-        images, _ = draw(policy, prompt_arguments, None)
+        images, _ = generate(policy, prompt_arguments, None)
         assert np.array_equal(pixels(images), reference(prompt_arguments))
-        assert len(draw(policy, prompt_arguments, SDESettings((1, 2), 0.7))[1]) == 2
+        assert len(generate(policy, prompt_arguments, SDESettings((1, 2), 0.7))[1]) == 2
 
     def test_the_scheduler_is_a_subclass_of_the_pipelines_own(self, policy):
         assert isinstance(policy.pipeline.scheduler, FlowMatchSDEScheduler)
@@ -180,7 +180,7 @@ class TestUnmodifiedPipeline:
 class TestRecords:
     @pytest.mark.parametrize("steps", [(1,), (0, 2), (1, 2)])
     def test_what_is_recorded(self, policy, prompt_arguments, steps):
-        _, records = draw(policy, prompt_arguments, SDESettings(steps, 0.7))
+        _, records = generate(policy, prompt_arguments, SDESettings(steps, 0.7))
         assert [record.index for record in records] == list(steps)
         sigmas = policy.scheduler.sigmas.tolist()
         assert len(sigmas) == NUM_STEPS + 1 and sigmas[0] == 1.0
@@ -200,7 +200,7 @@ class TestRecords:
             assert torch.equal(records[1].sample, records[0].prev_sample)
 
     def test_the_initial_latent_is_the_noise_of_key_zero(self, policy, prompt_arguments):
-        _, (record,) = draw(policy, prompt_arguments, SDESettings((0,), 0.7))
+        _, (record,) = generate(policy, prompt_arguments, SDESettings((0,), 0.7))
         side = SIZE // 2
         for image, key in enumerate(KEYS):
             latent = torch.randn(1, 4, side, side, generator=keyed_generator(*key, 0))
@@ -209,7 +209,7 @@ class TestRecords:
 
     def test_the_noise_of_a_step_is_that_of_its_key(self, policy, prompt_arguments):
         sde = SDESettings((1, 2), 0.7)
-        _, records = draw(policy, prompt_arguments, sde)
+        _, records = generate(policy, prompt_arguments, sde)
         for record in records:
             with torch.no_grad():
                 _, mean, std = replay(policy.model, record, policy.family, GUIDANCE, sde)
@@ -219,23 +219,23 @@ class TestRecords:
 
     def test_number_of_forwards(self, policy, prompt_arguments):
         counter = CountForwards(policy.model)
-        _, records = draw(policy, prompt_arguments, SDESettings((1, 2), 0.7))
+        _, records = generate(policy, prompt_arguments, SDESettings((1, 2), 0.7))
         assert counter.count == NUM_STEPS
         for number, record in enumerate(records, start=1):
             replay(policy.model, record, policy.family, GUIDANCE, SDESettings((1, 2), 0.7))
             assert counter.count == NUM_STEPS + number
 
     def test_a_step_that_is_not_reached_is_an_error(self, policy, prompt_arguments):
-        with pytest.raises(RuntimeError, match=r"1 stochastic steps were recorded, but 2 were asked for \(\(1, 4\)\)"):
-            draw(policy, prompt_arguments, SDESettings((1, NUM_STEPS), 0.7))
+        with pytest.raises(RuntimeError, match=r"1 stochastic steps were recorded, but 2 were requested \(\(1, 4\)\)"):
+            generate(policy, prompt_arguments, SDESettings((1, NUM_STEPS), 0.7))
 
     def test_an_image_does_not_depend_on_its_batch(self, policy, prompt_arguments):
         sde = SDESettings((1, 2), 0.7)
-        _, together = draw(policy, prompt_arguments, sde)
+        _, together = generate(policy, prompt_arguments, sde)
         assert not torch.allclose(together[0].prev_sample[0], together[0].prev_sample[1], atol=0.1)
         for image, key in enumerate(KEYS):
             arguments = {name: tensor[image : image + 1] for name, tensor in prompt_arguments.items()}
-            _, alone = draw(policy, arguments, sde, keys=[key])
+            _, alone = generate(policy, arguments, sde, keys=[key])
             for first, second in zip(together, alone, strict=True):
                 torch.testing.assert_close(first.prev_sample[image], second.prev_sample[0], rtol=1e-4, atol=1e-5)
                 torch.testing.assert_close(first.log_prob[image], second.log_prob[0], rtol=1e-4, atol=1e-5)
@@ -245,7 +245,7 @@ class TestReplay:
     @pytest.mark.parametrize("kind", SDE_TYPES)
     def test_log_prob_is_the_recorded_one_bit_for_bit(self, policy, prompt_arguments, kind):
         sde = SDESettings((0, 2), 0.7, kind)
-        _, records = draw(policy, prompt_arguments, sde)
+        _, records = generate(policy, prompt_arguments, sde)
         for record in records:
             log_prob, mean, std = replay(policy.model, record, policy.family, GUIDANCE, sde)
             assert log_prob.requires_grad
@@ -262,7 +262,7 @@ class TestReplay:
 
     def test_replaying_twice_gives_the_same(self, policy, prompt_arguments):
         sde = SDESettings((1,), 0.7)
-        _, (record,) = draw(policy, prompt_arguments, sde)
+        _, (record,) = generate(policy, prompt_arguments, sde)
         keys = set(record.calls[0])
         first, _, _ = replay(policy.model, record, policy.family, GUIDANCE, sde)
         second, _, _ = replay(policy.model, record, policy.family, GUIDANCE, sde)
@@ -271,7 +271,7 @@ class TestReplay:
     def test_what_the_replay_depends_on(self, policy, prompt_arguments):
         """Each recorded thing matters: a replay that ignored one of them would be wrong for other data."""
         sde = SDESettings((1,), 0.7)
-        _, (record,) = draw(policy, prompt_arguments, sde)
+        _, (record,) = generate(policy, prompt_arguments, sde)
         (call,) = record.calls
         changed = {
             "prev_sample": replace(record, prev_sample=record.prev_sample + 0.1),
@@ -294,7 +294,7 @@ class TestReplay:
     def test_gradient_is_that_of_the_formula_written_by_hand(self, policy, prompt_arguments, kind):
         a = 0.7
         sde = SDESettings((1, 2), a, kind)
-        _, records = draw(policy, prompt_arguments, sde)
+        _, records = generate(policy, prompt_arguments, sde)
         move_adapter(policy)
         parameters = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         assert parameters and all("lora_" in name for name in parameters)
@@ -326,7 +326,7 @@ class TestReplay:
 
     def test_the_adapter_is_all_that_gets_gradients(self, policy, prompt_arguments):
         sde = SDESettings((1,), 0.7)
-        _, (record,) = draw(policy, prompt_arguments, sde)
+        _, (record,) = generate(policy, prompt_arguments, sde)
         replay(policy.model, record, policy.family, GUIDANCE, sde)[0].sum().backward()
         trained = [name for name, parameter in policy.model.named_parameters() if parameter.grad is not None]
         expected = [name for name, _ in policy.model.named_parameters() if "lora_" in name]
@@ -360,13 +360,13 @@ class TestGuidanceRule:
     def test_a_wrong_rule_is_an_error(self, loaded, prompt_arguments, family):
         policy = build_policy(loaded, family())
         with pytest.raises(RuntimeError, match=f"At step 1 .* {family.__name__}.combine .*1 output.*differ by up to"):
-            draw(policy, prompt_arguments, SDESettings((1,), 0.7))
+            generate(policy, prompt_arguments, SDESettings((1,), 0.7))
         # Without a stochastic step nothing is trained, and nothing is checked
-        assert len(draw(policy, prompt_arguments, None)[0]) == 2
+        assert len(generate(policy, prompt_arguments, None)[0]) == 2
 
     def test_another_order_of_the_right_operations_passes(self, loaded, prompt_arguments):
         policy = build_policy(loaded, ReorderedFamily())
-        _, (record,) = draw(policy, prompt_arguments, SDESettings((1,), 0.7))
+        _, (record,) = generate(policy, prompt_arguments, SDESettings((1,), 0.7))
         output = policy.model(**record.calls[0])[0]
         assert not torch.equal(policy.family.combine([output], GUIDANCE, record.sample), output)
 
@@ -384,10 +384,10 @@ class TestGuidanceRule:
             "true_cfg_scale": 2.0,
         }
         counter = CountForwards(policy.model)
-        draw(policy, arguments, None)
+        generate(policy, arguments, None)
         assert counter.count == 2 * NUM_STEPS
         with pytest.raises(ValueError, match="2 times in one step"):
-            draw(policy, arguments, SDESettings((1,), 0.7))
+            generate(policy, arguments, SDESettings((1,), 0.7))
 
 
 class Positional:
@@ -424,10 +424,10 @@ class Positional:
 class TestRecordedArguments:
     def test_positional_arguments_and_nested_containers(self, policy, prompt_arguments):
         sde = SDESettings((1,), 0.7)
-        _, (expected,) = draw(policy, prompt_arguments, sde)
+        _, (expected,) = generate(policy, prompt_arguments, sde)
         positional = Positional(policy.model)
         policy.pipeline.transformer = positional
-        _, (record,) = draw(policy, prompt_arguments, sde)
+        _, (record,) = generate(policy, prompt_arguments, sde)
 
         assert "flag" not in positional.given and positional.given["nested"][1] == {}  # the caller did change it
         (call,) = record.calls
@@ -446,7 +446,7 @@ class TestRecordedArguments:
     def test_the_replay_leaves_the_record_as_it_is(self, policy, prompt_arguments):
         """A transformer may take items out of a dict that it was given; a record is replayed once per iteration."""
         sde = SDESettings((1,), 0.7)
-        _, (record,) = draw(policy, prompt_arguments, sde)
+        _, (record,) = generate(policy, prompt_arguments, sde)
         record.calls[0]["joint_attention_kwargs"] = {"once": torch.ones(1)}
         taken = []
 
@@ -460,7 +460,7 @@ class TestRecordedArguments:
 
 
 class TestSignature:
-    def test_an_argument_that_the_pipeline_does_not_take_is_named_before_drawing(self, loaded):
+    def test_an_argument_that_the_pipeline_does_not_take_is_named_before_generation(self, loaded):
         class NewerFamily(FluxFamily):
             def call_arguments(self, *args):
                 return super().call_arguments(*args) | {"fidelity": 1.0}
@@ -474,8 +474,8 @@ class TestSignature:
             def call_arguments(self, height, width, *args):
                 return super().call_arguments(height // 2, width, *args)
 
-        with pytest.raises(RuntimeError, match="asked for images of 32 x 32 pixels and drew 32 x 16"):
-            draw(build_policy(loaded, SmallFamily()), prompt_arguments, None)
+        with pytest.raises(RuntimeError, match="called for images of 32 x 32 pixels and generated 32 x 16"):
+            generate(build_policy(loaded, SmallFamily()), prompt_arguments, None)
 
 
 class TestCastFloatingInputs:
@@ -514,10 +514,10 @@ class TestCastFloatingInputs:
         policy = PipelinePolicy(pipeline, family, model, signature)
         sde = SDESettings((1,), 0.7)
         with pytest.raises(RuntimeError, match="dtype"):
-            draw(policy, prompt_arguments, sde)
+            generate(policy, prompt_arguments, sde)
         cast_floating_inputs(model, torch.bfloat16)
         cast_floating_inputs(pipeline.vae.decoder, torch.bfloat16)
-        _, (record,) = draw(policy, prompt_arguments, sde)
+        _, (record,) = generate(policy, prompt_arguments, sde)
         assert record.sample.dtype == record.prev_sample.dtype == record.log_prob.dtype == torch.float32
         assert not torch.equal(record.prev_sample, record.prev_sample.to(torch.bfloat16).float())
         log_prob, _, std = replay(model, record, family, GUIDANCE, sde)
@@ -539,7 +539,7 @@ class TestFamilyOf:
         class MysteryPipeline(DiffusionPipeline):
             pass
 
-        with pytest.raises(ValueError, match=r"no family page for MysteryPipeline,.* that have one: .*FluxPipeline"):
+        with pytest.raises(ValueError, match=r"no family class for MysteryPipeline,.* that have one: .*FluxPipeline"):
             family_of(MysteryPipeline())
 
     def test_default_targets_exist_in_the_transformer(self, loaded):
@@ -570,7 +570,7 @@ def test_compiled_blocks_in_bf16_have_a_ratio_of_one(tiny_flux):
             encoded = family.encode_prompt(pipeline, "a red fox", "cpu")
         with torch.autocast("cpu", torch.bfloat16):
             arguments = {name: tensor.float().expand(2, *tensor.shape[1:]) for name, tensor in encoded.items()}
-            _, records = draw(policy, arguments, sde)
+            _, records = generate(policy, arguments, sde)
             replayed = [replay(model, record, family, GUIDANCE, sde)[0] for record in records]
         assert all(log_prob.requires_grad for log_prob in replayed)
         return max(

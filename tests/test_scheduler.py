@@ -82,7 +82,7 @@ class TestWithoutNoise:
         trajectory(scheduler, noise)
         assert calls == []
 
-    def test_a_second_schedule_starts_anew(self, parent, scheduler, noise):
+    def test_a_second_schedule_starts_again(self, parent, scheduler, noise):
         first = trajectory(scheduler, noise)
         second = trajectory(scheduler, noise)
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -168,7 +168,7 @@ class TestStochasticSteps:
 
     @pytest.mark.parametrize("kind", SDE_TYPES)
     @pytest.mark.parametrize("steps", [(1,), (0, 3), (2, 4)])
-    def test_draws_the_step_of_sde_step_there_and_only_there(self, parent, scheduler, noise, kind, steps):
+    def test_samples_the_step_of_sde_step_there_and_only_there(self, parent, scheduler, noise, kind, steps):
         reported = []
         scheduler.sde = SDESettings(steps, 0.7, kind)
         scheduler.step_generators = self.generators
@@ -182,7 +182,7 @@ class TestStochasticSteps:
             if index not in steps:
                 assert torch.equal(samples[index + 1], euler)
                 continue
-            drawn = sde_step(
+            sampled = sde_step(
                 model_output,
                 sample,
                 sigmas[index],
@@ -192,13 +192,13 @@ class TestStochasticSteps:
                 sigma_max=sigmas[1],
                 generator=self.generators(index),
             )
-            assert (drawn.prev_sample - euler).abs().max() > 0.1
-            assert torch.equal(samples[index + 1], drawn.prev_sample)
+            assert (sampled.prev_sample - euler).abs().max() > 0.1
+            assert torch.equal(samples[index + 1], sampled.prev_sample)
             got_index, got_output, got_sample, got_step = reported.pop(0)
             assert got_index == index
             assert torch.equal(got_output, model_output) and torch.equal(got_sample, sample)
-            assert torch.equal(got_step.prev_sample, drawn.prev_sample)
-            assert torch.equal(got_step.log_prob, drawn.log_prob)
+            assert torch.equal(got_step.prev_sample, sampled.prev_sample)
+            assert torch.equal(got_step.log_prob, sampled.log_prob)
         assert reported == []
 
     def test_noise_differs_between_steps_and_images(self, scheduler, noise):
@@ -217,13 +217,13 @@ class TestStochasticSteps:
 
     def test_the_generator_of_the_pipeline_is_used_without_step_generators(self, scheduler, noise):
         scheduler.sde = SDESettings((0,), 0.7)
-        drawn = []
+        sampled = []
         for seed in (1, 1, 2):
             timestep = start(scheduler)[0]
-            drawn.append(
+            sampled.append(
                 scheduler.step(noise, timestep, noise, generator=torch.Generator().manual_seed(seed)).prev_sample
             )
-        assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+        assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
 
     def test_sigmas_of(self, scheduler):
         start(scheduler)
@@ -274,8 +274,10 @@ class TestDtypes:
         scored = sde_step(model_output, sample, sigma, sigma_next, 0.7, prev_sample=samples[2])
         assert torch.equal(step.log_prob, scored.log_prob)
         # Twin: that of the sample before rounding is another
-        drawn = sde_step(model_output, sample, sigma, sigma_next, 0.7, generator=TestStochasticSteps.generators(index))
-        assert (drawn.log_prob - step.log_prob).abs().max() > 1e-6
+        sampled = sde_step(
+            model_output, sample, sigma, sigma_next, 0.7, generator=TestStochasticSteps.generators(index)
+        )
+        assert (sampled.log_prob - step.log_prob).abs().max() > 1e-6
 
 
 class TestNextStepIndex:

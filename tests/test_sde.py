@@ -145,18 +145,18 @@ class TestLogProb:
         torch.testing.assert_close(gaussian_log_prob(value, mean, std), expected)
 
     @pytest.mark.parametrize("kind", SDE_TYPES)
-    def test_replay_of_a_drawn_step_has_ratio_one(self, step_inputs, kind):
+    def test_replay_of_a_sampled_step_has_ratio_one(self, step_inputs, kind):
         v, x, x_next = step_inputs
-        drawn = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, generator=keyed_generator(1))
-        replayed = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, prev_sample=drawn.prev_sample)
-        assert not torch.equal(drawn.prev_sample, drawn.mean)
-        assert torch.equal(replayed.prev_sample, drawn.prev_sample)
-        assert torch.equal(torch.exp(replayed.log_prob - drawn.log_prob), torch.ones(3))
+        sampled = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, generator=keyed_generator(1))
+        replayed = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, prev_sample=sampled.prev_sample)
+        assert not torch.equal(sampled.prev_sample, sampled.mean)
+        assert torch.equal(replayed.prev_sample, sampled.prev_sample)
+        assert torch.equal(torch.exp(replayed.log_prob - sampled.log_prob), torch.ones(3))
         # Twins: another sample, and another model, have another log-probability
         other = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, prev_sample=x_next)
-        moved = sde_step(v + 0.01, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, prev_sample=drawn.prev_sample)
-        assert (other.log_prob != drawn.log_prob).all()
-        assert (moved.log_prob != drawn.log_prob).all()
+        moved = sde_step(v + 0.01, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, prev_sample=sampled.prev_sample)
+        assert (other.log_prob != sampled.log_prob).all()
+        assert (moved.log_prob != sampled.log_prob).all()
 
     def test_prev_sample_is_scored_in_float32(self, step_inputs):
         v, x, x_next = step_inputs
@@ -167,7 +167,7 @@ class TestLogProb:
         assert torch.equal(step.log_prob, expected.log_prob)
 
     @pytest.mark.parametrize("kind", SDE_TYPES)
-    def test_drawn_noise_has_the_standard_deviation_of_the_step(self, kind):
+    def test_sampled_noise_has_the_standard_deviation_of_the_step(self, kind):
         v = x = torch.zeros(1, 100_000)
         step = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, generator=torch.Generator().manual_seed(3))
         _, _, std = formulas(kind, x, v, SIGMA, SIGMA_NEXT, NOISE_LEVEL)
@@ -190,7 +190,7 @@ class TestStepsWithoutNoise:
         assert step.log_prob is None
         assert sde_step(v, x, SIGMA, SIGMA_NEXT, 0.0, kind, prev_sample=x_next).log_prob is None
 
-    def test_cps_draws_no_noise_at_the_end(self, step_inputs):
+    def test_cps_samples_no_noise_at_the_end(self, step_inputs):
         v, x, _ = step_inputs
         step = sde_step(v, x, 0.2, 0.0, NOISE_LEVEL, "cps", generator=keyed_generator(0))
         assert step.log_prob is None
@@ -302,12 +302,12 @@ class TestBatches:
 
     def test_without_generator_the_global_stream_is_used(self, step_inputs):
         v, x, _ = step_inputs
-        drawn = []
+        sampled = []
         for seed in (0, 0, 1):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                drawn.append(sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL).prev_sample)
-        assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+                sampled.append(sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL).prev_sample)
+        assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
 
 
 class TestPrecision:
@@ -347,20 +347,20 @@ class TestKeyedGenerator:
     KEY = (42, 3, 0, 17, 5)
 
     @staticmethod
-    def draw(*key):
+    def noise_of(*key):
         return torch.randn(64, generator=keyed_generator(*key))
 
     def test_same_key_same_noise(self):
-        assert torch.equal(self.draw(*self.KEY), self.draw(*self.KEY))
+        assert torch.equal(self.noise_of(*self.KEY), self.noise_of(*self.KEY))
 
     @pytest.mark.parametrize("place", range(5))
     def test_each_place_of_the_key_matters(self, place):
         changed = list(self.KEY)
         changed[place] += 1
-        assert not torch.equal(self.draw(*self.KEY), self.draw(*changed))
+        assert not torch.equal(self.noise_of(*self.KEY), self.noise_of(*changed))
 
     def test_order_of_the_key_matters(self):
-        assert not torch.equal(self.draw(1, 2), self.draw(2, 1))
+        assert not torch.equal(self.noise_of(1, 2), self.noise_of(2, 1))
 
     def test_many_keys_give_many_streams(self):
         first_numbers = {
@@ -376,14 +376,14 @@ class TestKeyedGenerator:
             torch.manual_seed(0)
             state = torch.get_rng_state()
             numpy_state = np.random.get_state()[1].copy()
-            first = self.draw(*self.KEY)
+            first = self.noise_of(*self.KEY)
             assert torch.equal(torch.get_rng_state(), state)
             assert np.array_equal(np.random.get_state()[1], numpy_state)
             torch.manual_seed(1)
             torch.randn(10)
             assert not torch.equal(torch.get_rng_state(), state)
-            assert torch.equal(self.draw(*self.KEY), first)
+            assert torch.equal(self.noise_of(*self.KEY), first)
 
     def test_large_seeds_are_accepted(self):
-        assert not torch.equal(self.draw(2**32 - 1, 0), self.draw(2**32 - 2, 0))
+        assert not torch.equal(self.noise_of(2**32 - 1, 0), self.noise_of(2**32 - 2, 0))
         assert keyed_generator(2**32 - 1).device.type == "cpu"

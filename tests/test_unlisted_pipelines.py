@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of diffusers that have no family page: drawn and trained with defaults, or refused."""
+"""Pipelines of diffusers without a family class: images generated and trained with defaults, or refused."""
 
 import copy
 import inspect
@@ -40,7 +40,7 @@ KEY = (42, 3, 0, 0, 0)
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is no family page")
+pytestmark = pytest.mark.filterwarnings("ignore:There is no family class")
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +169,11 @@ def encode(policy, prompt):
         return policy.family.encode_prompt(policy.pipeline, prompt, "cpu")
 
 
-def draw(policy, arguments, noise_level, guidance_scale=1.0):
-    return policy.draw(arguments, SIZE, SIZE, NUM_STEPS, guidance_scale, [KEY], SDESettings((1, 2), noise_level))
+def generate(policy, arguments, noise_level, guidance_scale=1.0):
+    return policy.generate(arguments, SIZE, SIZE, NUM_STEPS, guidance_scale, [KEY], SDESettings((1, 2), noise_level))
 
 
-def draw_plainly(pipeline, prompt, **arguments):
+def generate_plainly(pipeline, prompt, **arguments):
     generator = [keyed_generator(*KEY, 0)]
     arguments = {"guidance_scale": 1.0, **arguments}
     image = pipeline(
@@ -189,20 +189,20 @@ def count_calls(module):
 
 
 @pytest.mark.parametrize("name", ["chroma", "aura_flow"])
-class TestDrawing:
+class TestGeneration:
     def test_without_noise_it_is_the_pipelines_own_image(self, built, prompts, name):
         policy, texts = build_policy(built[name]), ["a red fox", prompts["prompt"][0]]
         encoded = [encode(policy, text) for text in texts]
         own = policy.pipeline.scheduler
-        drawn = [np.asarray(draw(policy, each, noise_level=0.0)[0][0], dtype=np.int16) for each in encoded]
+        generated = [np.asarray(generate(policy, each, noise_level=0.0)[0][0], dtype=np.int16) for each in encoded]
         policy.scheduler = policy.pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(own.config)
-        plain = [draw_plainly(policy.pipeline, text) for text in texts]
+        plain = [generate_plainly(policy.pipeline, text) for text in texts]
         assert np.abs(plain[0] - plain[1]).mean() > 0.1  # the prompt matters
-        assert np.array_equal(drawn[0], plain[0]) and np.array_equal(drawn[1], plain[1])
+        assert np.array_equal(generated[0], plain[0]) and np.array_equal(generated[1], plain[1])
 
     def test_the_ratio_is_one_until_the_adapter_moves(self, built, name):
         policy = build_policy(built[name])
-        _, records = draw(policy, encode(policy, "a red fox"), noise_level=0.7)
+        _, records = generate(policy, encode(policy, "a red fox"), noise_level=0.7)
         assert [record.index for record in records] == [1, 2]
         sde = SDESettings((1, 2), 0.7)
         for record in records:
@@ -222,31 +222,31 @@ class TestDrawing:
         assert len(encoder_calls) == 1 and len(transformer_calls) == 0
         assert torch.equal(torch.get_rng_state(), state)
         for _ in range(2):
-            draw(policy, encoded, noise_level=0.7)
+            generate(policy, encoded, noise_level=0.7)
         assert len(encoder_calls) == 1 and len(transformer_calls) == 2 * NUM_STEPS
         # What was put in the place of its method is gone
-        draw_plainly(policy.pipeline, "a red fox")
+        generate_plainly(policy.pipeline, "a red fox")
         assert len(encoder_calls) == 2
         assert "encode_prompt" not in vars(policy.pipeline)
 
-    def test_another_process_draws_it_too(self, built, name):
+    def test_another_process_generates_it_too(self, built, name):
         """All that is needed is in the tensors: another process may have encoded no prompt itself."""
         policy = build_policy(built[name])
         encoded = pickle.loads(pickle.dumps(encode(policy, "a red fox")))
         assert all(isinstance(value, torch.Tensor) for value in encoded.values())
-        (here,), _ = draw(policy, encoded, noise_level=0.7)
+        (here,), _ = generate(policy, encoded, noise_level=0.7)
         elsewhere = build_policy(built[name])
-        (there,), _ = draw(elsewhere, encoded, noise_level=0.7)
+        (there,), _ = generate(elsewhere, encoded, noise_level=0.7)
         assert np.array_equal(np.asarray(here), np.asarray(there))
 
     def test_defaults(self, built, name):
-        with pytest.warns(UserWarning, match=r"no family page for \w+\. Assumed") as caught:
+        with pytest.warns(UserWarning, match=r"no family class for \w+\. These defaults") as caught:
             family = family_of(built[name])
-        (message,) = [str(each.message) for each in caught if "family page" in str(each.message)]
+        (message,) = [str(each.message) for each in caught if "family class" in str(each.message)]
         assert type(built[name]).__name__ in message
         for assumed in (
             "the velocity",
-            "only `encode_prompt` needs text_encoder",
+            "only `encode_prompt` uses text_encoder",
             "`guidance_scale`",
             "multiples of 4",
             "to_q, to_k",
@@ -268,25 +268,25 @@ class TestEncoding:
             own = built["chroma"].encode_prompt("a red fox", do_classifier_free_guidance=False)
         assert all(len(tensor) == 1 for tensor in encoded.values())
         assert family.batch_arguments(encoded) == {"prompt": "a red fox"}
-        with family.drawing(built["chroma"], []):
+        with family.generation_context(built["chroma"], []):
             embeds, text_ids, mask, *negatives = built["chroma"].encode_prompt("whatever")
         assert embeds.shape == (1, 512, 16) and torch.equal(embeds, own[0])
         assert text_ids.shape == (512, 3) and torch.equal(text_ids, own[1])
         assert torch.equal(mask, own[2])
         assert negatives == [None, None, None]
 
-    def test_further_calls_while_drawing_are_an_error(self, built):
+    def test_further_calls_during_generation_are_an_error(self, built):
         policy = build_policy(built["chroma"])
         policy.family.batch_arguments(encode(policy, "a red fox"))
-        with policy.family.drawing(policy.pipeline, []):
+        with policy.family.generation_context(policy.pipeline, []):
             policy.pipeline.encode_prompt("a red fox")
-            with pytest.raises(RuntimeError, match="more often while it draws"):
+            with pytest.raises(RuntimeError, match="more often during generation"):
                 policy.pipeline.encode_prompt("a red fox")
 
     def test_two_images_in_a_call_are_an_error(self, built):
         policy = build_policy(built["chroma"])
         encoded = encode(policy, "a red fox")
-        with pytest.raises(ValueError, match="ChromaPipeline draws one at a time"):
+        with pytest.raises(ValueError, match="ChromaPipeline generates one at a time"):
             policy.family.batch_arguments({name: torch.cat([tensor] * 2) for name, tensor in encoded.items()})
 
     def test_a_pipeline_that_fails_with_a_prompt_alone(self, built):
@@ -313,7 +313,7 @@ class TestEncoding:
             family.encode_prompt(OtherwisePipeline(**built["chroma"].components), "a red fox", "cpu")
 
     def test_a_negative_prompt(self, built):
-        with pytest.raises(ValueError, match="`negative_prompt` is 'ugly', but there is no family page for Chroma"):
+        with pytest.raises(ValueError, match="`negative_prompt` is 'ugly', but there is no family class for Chroma"):
             family_of(built["chroma"]).resolve_negative_prompt(built["chroma"], 1.0, "ugly")
 
     def test_guidance_that_the_call_does_not_take(self, built):
@@ -335,14 +335,14 @@ class TestRefusedAtTheFirstRollout:
         [
             ("chroma", 3.5, r"called its transformer 2 times.*`max_calls`.*`guide`.*`guidance_scale` is 3.5"),
             ("aura_flow", 3.5, r"doubled batch.*`branches`, `guide`.*`guidance_scale` is 3.5"),
-            ("lumina2", 1.0, r"opposite sign.*no family page for Lumina2Pipeline.*`branches`.*add_a_family"),
+            ("lumina2", 1.0, r"opposite sign.*no family class for Lumina2Pipeline.*`branches`.*add_a_family"),
         ],
     )
-    def test_what_was_seen_and_what_a_page_would_say(self, built, name, guidance_scale, seen):
+    def test_what_was_seen_and_what_a_class_would_say(self, built, name, guidance_scale, seen):
         policy = build_policy(built[name], guidance_scale, has_adapter=name != "lumina2")
         encoded = encode(policy, "a red fox")
         with pytest.raises((ValueError, RuntimeError), match=seen):
-            draw(policy, encoded, 0.7, guidance_scale)
+            generate(policy, encoded, 0.7, guidance_scale)
 
     @pytest.mark.parametrize(
         ("output", "seen"),
@@ -366,9 +366,9 @@ class TestRefusedByTheClass:
             ("FluxControlPipeline", "it follows a given image"),
             (
                 "WanImageToVideoPipeline",
-                r"it draws videos.*cannot draw from a prompt alone \(its call needs `image`\)",
+                r"it generates videos.*cannot generate from a prompt alone \(its call needs `image`\)",
             ),
-            ("SanaPipeline", "draws at sizes of its own"),
+            ("SanaPipeline", "generates at sizes of its own"),
             ("StableDiffusionPipeline", "it has no component `transformer`"),
             (
                 "VisualClozePipeline",
@@ -378,7 +378,7 @@ class TestRefusedByTheClass:
         ],
     )
     def test_by_its_name(self, name, reason):
-        expected = rf"no family page for {name}.*{reason}.*docs/add_a_family\.md.*FluxPipeline"
+        expected = rf"no family class for {name}.*{reason}.*docs/add_a_family\.md.*FluxPipeline"
         with pytest.raises(ValueError, match=expected):
             family_of(name)
 
@@ -386,11 +386,11 @@ class TestRefusedByTheClass:
         assert isinstance(family_of("ChromaPipeline"), UnlistedFamily)
         assert isinstance(family_of("PipelineOfARepositorysOwn"), UnlistedFamily)
         assert type(family_of("FluxPipeline")) is FluxFamily
-        assert not [each for each in recwarn if "family page" in str(each.message)]
+        assert not [each for each in recwarn if "family class" in str(each.message)]
 
     def test_an_object(self, built):
         pipeline = ChromaInpaintPipeline(**built["chroma"].components)
-        with pytest.raises(ValueError, match="no family page for ChromaInpaintPipeline.*it fills a mask"):
+        with pytest.raises(ValueError, match="no family class for ChromaInpaintPipeline.*it fills a mask"):
             family_of(pipeline)
 
     @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ class TestRefusedByTheClass:
         pipeline = ChromaPipeline(**built["chroma"].components)
         family_of(pipeline)
         spoil(pipeline)
-        with pytest.raises(ValueError, match=f"no family page for ChromaPipeline.*{reason}"):
+        with pytest.raises(ValueError, match=f"no family class for ChromaPipeline.*{reason}"):
             family_of(pipeline)
 
     def test_no_layer_for_an_adapter(self, built):
@@ -442,7 +442,7 @@ class TestTraining:
         transformer_calls = count_calls(trainer.model)
         trainer.train()
         assert len(encoder_calls) == 2  # two rounds of the same two prompts
-        assert len(transformer_calls) > 2 * 4 * NUM_STEPS  # both rounds were drawn
+        assert len(transformer_calls) > 2 * 4 * NUM_STEPS  # both rounds were generated
         history = [entry for entry in trainer.state.log_history if "reward" in entry]
         assert [entry.get("ratio_deviation_on_policy/step_1") for entry in history] == [0, None, 0, None]
         assert history[0]["grad_norm"] > 0
@@ -451,6 +451,6 @@ class TestTraining:
         base, by_diffusers, by_peft = (DiffusionPipeline.from_pretrained(folders[name]) for _ in range(3))
         by_diffusers.load_lora_weights(tmp_path / "adapter")
         by_peft.transformer = PeftModel.from_pretrained(by_peft.transformer, tmp_path / "adapter")
-        images = [draw_plainly(pipeline, "a red fox") for pipeline in (base, by_diffusers, by_peft)]
+        images = [generate_plainly(pipeline, "a red fox") for pipeline in (base, by_diffusers, by_peft)]
         assert np.abs(images[1] - images[0]).mean() > 0.5  # the adapter does something
         assert np.array_equal(images[1], images[2])

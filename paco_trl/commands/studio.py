@@ -95,7 +95,7 @@ class Studio:
         def with_own_scheduler(fetched: FetchedRows, noise_keys: list) -> tuple[list[Image.Image], list]:
             arguments, _, sources = self.sampler.inputs(fetched, [self.number])
             images = [source.image for source in sources]
-            with self.family.drawing(self.pipeline, images):
+            with self.family.generation_context(self.pipeline, images):
                 drawn = self.pipeline(
                     **self.family.batch_arguments(arguments),
                     **self.family.call_arguments(self.height, self.width, self.args.guidance_scale, images),

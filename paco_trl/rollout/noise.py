@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise as a pure function of what it is for.
+"""Noise as a pure function of its key.
 
-Whatever the number of processes, the order of the images or the moment a run was resumed: the same image of the same
-round gets the same noise.
+The same image of the same round gets the same noise, whatever the number of processes, the order of the images or the
+step at which a run resumed.
 """
 
 import numpy as np
 import torch
 
 
-# What a random stream is for: the second word of its key, so that no two purposes share numbers
+# Second word of a key: a number for each purpose, so that no two share a random stream
 STREAMS = {"prompts": 0, "batches": 1, "sde steps": 2, "training": 3, "evaluation": 4}
 
 
 def keyed_generator(*key: int) -> torch.Generator:
     """
-    A CPU generator whose state depends on nothing but the key.
+    Return a CPU generator whose state depends only on the key.
 
     Args:
         key (`int`):
-            Integers from 0 to 2**32 - 1, here `(seed, round, prompt, image, step)`. Keys of one length that differ in any
-            place give independent streams. (Of different lengths they may not: [`numpy.random.SeedSequence`] pads
-            short keys with zeros.)
+            Integers from 0 to 2**32 - 1, here `(seed, round, prompt, image, step)`. Keys of one length that differ
+            anywhere give independent streams. Keys of different lengths may not: [`numpy.random.SeedSequence`] pads
+            short keys with zeros.
 
     Returns:
-        `torch.Generator` on the CPU: its stream is the same on every accelerator. It is one of 2**32, because the CPU
-        generator takes no more of a seed: of 100,000 keys about one pair shares its stream.
+        `torch.Generator` on the CPU, so that its stream is the same for every accelerator. The CPU generator uses 32
+        bits of a seed: of 100,000 keys about one pair shares its stream.
     """
     state = np.random.SeedSequence(key).generate_state(2, dtype=np.uint32)
     # 63 bits, which `manual_seed` always accepts; the generator uses the lower 32

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's diffusers pipeline as a policy: draw images and record what is needed to score the same steps again.
+"""The user's diffusers pipeline as a policy: generate images and record stochastic steps to score them again.
 
-Nothing of the pipeline is rewritten. Its scheduler is replaced by a subclass that draws the stochastic steps, and
-hooks on its transformer record the calls made at those steps; replaying them through the trained model gives the new
-log-probability of the very same samples.
+Nothing of the pipeline is rewritten. Its scheduler is replaced by a subclass that samples the stochastic steps, and
+hooks on its transformer record the calls made at those steps. Replaying them through the trained model gives the new
+log-probability of the same samples.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from .sde import SDEStep, sde_step, step_std
 @dataclass
 class RecordedStep:
     """
-    One stochastic step of a batch of images: what went in, what came out, and how probable it was.
+    One recorded stochastic step of a batch of images.
 
     Attributes:
         index (`int`):
@@ -37,11 +37,11 @@ class RecordedStep:
         sample (`torch.Tensor` of shape `(B, ...)`), prev_sample (`torch.Tensor` of shape `(B, ...)`):
             Latents before and after the step, float32.
         log_prob (`torch.Tensor` of shape `(B,)`):
-            Log-probability of `prev_sample` under the policy that drew it. `None` for a step without noise.
+            Log-probability of `prev_sample` under the policy that sampled it. `None` for a step without noise.
         calls (`list[dict]`):
             Arguments, by name, of each call of the transformer in this step.
         mean (`torch.Tensor` of shape `(B, ...)`, *optional*):
-            Mean of the step under the policy that drew it, float32, where it was asked for.
+            Mean of the step under the policy that sampled it, float32, if it was recorded.
     """
 
     index: int
@@ -55,58 +55,20 @@ class RecordedStep:
     mean: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "RecordedStep":
-        """
-        The step with all arguments of its calls on a device.
-
-        Args:
-            device (`torch.device`):
-                Device.
-
-        Returns:
-            [`RecordedStep`].
-        """
+        """Return the step with all arguments of its calls on a device."""
         return replace(self, calls=send_to_device(self.calls, device))
-
-    def offloaded(self, arguments: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> "RecordedStep":
-        """
-        The step with copies that are kept elsewhere in place of the prompt's embeddings.
-
-        Args:
-            arguments (`dict[str, torch.Tensor]`):
-                Arguments that the pipeline was called with, from whose memory calls may have taken theirs.
-            kept (`dict[str, torch.Tensor]`):
-                The same values in CPU memory.
-
-        Returns:
-            [`RecordedStep`]: arguments that the pipeline has computed itself stay where they are.
-        """
-
-        pairs = [
-            pair
-            for name, argument in arguments.items()
-            for pair in zip(_views(argument), _views(kept[name]), strict=True)
-        ]
-
-        def swap(tensor: torch.Tensor) -> torch.Tensor:
-            for argument, copy in pairs:
-                is_same = tensor.data_ptr() == argument.data_ptr() and tensor.shape == argument.shape
-                if is_same and tensor.stride() == argument.stride() and tensor.dtype == argument.dtype:
-                    return copy
-            return tensor
-
-        return replace(self, calls=recursively_apply(swap, self.calls))
 
 
 @dataclass(frozen=True)
 class EncodedImage:
     """
-    A source image, encoded.
+    An encoded source image.
 
     Attributes:
         image (`PIL.Image.Image`):
             From [`Family.prepare_image`].
         latents (`torch.Tensor` of shape `(1, ...)`):
-            What the pipeline's VAE makes of it.
+            Its latents from the pipeline's VAE.
     """
 
     image: Image.Image
@@ -115,21 +77,21 @@ class EncodedImage:
 
 class PipelinePolicy:
     """
-    Draws images with an unmodified diffusers pipeline and replays its stochastic steps.
+    Generate images with an unmodified diffusers pipeline and record its stochastic steps.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`]):
             Flow-matching pipeline. Its `scheduler` is replaced by a [`FlowMatchSDEScheduler`] with the same settings,
             its `transformer` by `model`.
         family ([`Family`]):
-            Page of the pipeline's family.
+            Family of the pipeline.
         model (`nn.Module`):
-            Transformer with the adapter; the pipeline calls this very object, so that what is trained is what draws.
+            Transformer with the adapter. The pipeline calls this object, so that it generates with what is trained.
         forward_signature ([`inspect.Signature`]):
             Signature of the transformer's own `forward` (the adapter's wrapper takes anything).
 
     Raises:
-        TypeError: the pipeline's call does not take an argument that the family's page gives it.
+        TypeError: the pipeline's call does not take an argument that the family class passes.
         ValueError: the scheduler is not flow matching.
     """
 
@@ -137,21 +99,19 @@ class PipelinePolicy:
         self.pipeline = pipeline
         self.family = family
         self.scheduler = FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)
-        # Past DiffusionPipeline.__setattr__, which would write these classes into the pipeline's config: what the user
-        # saves from the pipeline later must load without this package
+        # DiffusionPipeline.__setattr__ would write these classes into the pipeline's config, but what the user saves from
+        # the pipeline later must load without this package
         object.__setattr__(pipeline, "scheduler", self.scheduler)
         object.__setattr__(pipeline, "transformer", model)
         pipeline.set_progress_bar_config(disable=True)
-        # Before anything is encoded or drawn
+        # Before anything is encoded or generated
         images = [Image.new("RGB", (64, 64))] * min(family.max_images, 1)
-        check_arguments(
-            type(pipeline).__call__,
-            family.call_arguments(64, 64, 1.0, images) | dict.fromkeys(("num_inference_steps", "generator")),
-            type(pipeline).__name__,
+        self._check_arguments(
+            family.call_arguments(64, 64, 1.0, images) | dict.fromkeys(("num_inference_steps", "generator"))
         )
         self.model = model
         self._signature = forward_signature
-        self._recording = False
+        self._recorded_steps: tuple[int, ...] = ()
         self._calls: list[dict[str, Any]] = []
         self._outputs: list[torch.Tensor] = []
         model.register_forward_pre_hook(self._record_call, with_kwargs=True)
@@ -160,7 +120,7 @@ class PipelinePolicy:
         if decoder is not None:
             decoder.register_forward_hook(_check_pixels)
 
-    def draw(
+    def generate(
         self,
         prompt_arguments: dict[str, torch.Tensor],
         height: int,
@@ -174,7 +134,7 @@ class PipelinePolicy:
         sources: list[EncodedImage] = (),
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """
-        Draws a batch of images.
+        Generate a batch of images.
 
         Args:
             prompt_arguments (`dict[str, torch.Tensor]`):
@@ -184,15 +144,15 @@ class PipelinePolicy:
             num_inference_steps (`int`):
                 Number of denoising steps.
             guidance_scale (`float`):
-                Guidance scale of the family's rule.
+                Guidance scale.
             noise_keys (`list[tuple[int, ...]]`):
-                For each image, the integers that its noise is a function of.
+                Key of each image's noise, see [`keyed_generator`].
             sde ([`SDESettings`], *optional*):
-                Stochastic steps. Without it the images are drawn by the pipeline's own ODE and nothing is recorded.
+                Stochastic steps. If `None`, the pipeline's own ODE generates the images.
             record_mean (`bool`, *optional*, defaults to `False`):
-                Whether the means of the stochastic steps are recorded too, which costs a latent each.
+                Whether to record the means of the stochastic steps, which takes a latent each.
             record_last_step (`bool`, *optional*, defaults to `False`):
-                Whether the last step, which has no noise, is recorded too: its `prev_sample` is the images' latents.
+                Whether to record the last step, which has no noise: its `prev_sample` is the images' latents.
             sources (`list[EncodedImage]`, *optional*):
                 Source images, the same for all images of the batch.
 
@@ -200,7 +160,7 @@ class PipelinePolicy:
             `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images, and the recorded steps in order.
 
         Raises:
-            TypeError: the pipeline's call does not take an argument that the family's page gives it.
+            TypeError: the pipeline's call does not take an argument that the family class passes.
             RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
                 not reached, the pipeline encoded other images than `sources`, or an image is not finite or has another
                 size.
@@ -209,13 +169,10 @@ class PipelinePolicy:
 
         def on_sde_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
             self._check_guidance_rule(model_output, sample, guidance_scale, index)
-            sigma, sigma_next, sigma_max = self.scheduler.sigmas_of(index)
             records.append(
                 RecordedStep(
                     index,
-                    sigma,
-                    sigma_next,
-                    sigma_max,
+                    *self.scheduler.sigmas_of(index),
                     sample=sample.float(),
                     prev_sample=step.prev_sample,
                     log_prob=step.log_prob,
@@ -245,35 +202,47 @@ class PipelinePolicy:
         )
         arguments["num_inference_steps"] = num_inference_steps
         arguments["generator"] = [keyed_generator(*key, 0) for key in noise_keys]
-        check_arguments(type(self.pipeline).__call__, arguments, type(self.pipeline).__name__)
-        with self._record(steps), self._encoding(sources), self.family.drawing(self.pipeline, prepared):
+        self._check_arguments(arguments)
+        with self._record(steps), self._encoding(sources), self.family.generation_context(self.pipeline, prepared):
             images = self.pipeline(**arguments).images
         if len(records) != len(steps):
             kind = "steps" if record_last_step else "stochastic steps"
             raise RuntimeError(
-                f"{len(records)} {kind} were recorded, but {len(steps)} were asked for ({steps}): "
+                f"{len(records)} {kind} were recorded, but {len(steps)} were requested ({steps}): "
                 f"the pipeline made other steps than the {num_inference_steps} of its schedule."
             )
         if images[0].size != (width, height):
             raise RuntimeError(
-                f"{type(self.pipeline).__name__} was asked for images of {width} x {height} pixels and drew "
-                f"{images[0].width} x {images[0].height}. Correct `size_multiple` or `call_arguments` of "
+                f"{type(self.pipeline).__name__} was called for images of {width} x {height} pixels and "
+                f"generated {images[0].width} x {images[0].height}. Correct `size_multiple` or `call_arguments` of "
                 f"{type(self.family).__name__}."
             )
-        return images, _with_shared(records, prompt_arguments)
+        return images, share_tensors(records, prompt_arguments, prompt_arguments)
+
+    def _check_arguments(self, arguments: dict) -> None:
+        """Raise a `TypeError` if the pipeline's call does not take arguments that the family class passes."""
+        parameters = inspect.signature(type(self.pipeline).__call__).parameters
+        unknown = [name for name in arguments if name not in parameters]
+        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            raise TypeError(
+                f"{type(self.pipeline).__name__}.__call__ of diffusers {diffusers.__version__} takes no argument "
+                f"{', '.join(f'`{name}`' for name in unknown)}, which its family class passes. The pipeline's signature "
+                f"has changed; it takes {', '.join(name for name in parameters if name != 'self')}. Install another "
+                "version of diffusers, or correct the class."
+            )
 
     @contextmanager
     def _encoding(self, sources: list[EncodedImage]):
-        """Gives the pipeline the latents of the source images where it asks its VAE for them."""
+        """Replace the VAE's `encode`: return the latents of the source images in order."""
         waiting = list(sources)
 
         def encode(pixels: torch.Tensor, *args, **kwargs) -> SimpleNamespace:
             expected = waiting[0].image.size if waiting else None  # (width, height)
             if expected is None or (pixels.shape[-1], pixels.shape[-2]) != expected or len(pixels) != 1:
                 raise RuntimeError(
-                    f"{type(self.pipeline).__name__} gives its VAE pixels of the shape {tuple(pixels.shape)} where "
+                    f"{type(self.pipeline).__name__} passes pixels of the shape {tuple(pixels.shape)} to its VAE where "
                     f"{type(self.family).__name__} expects an image of {expected} (width, height) next. Correct "
-                    "`prepare_image` and `call_arguments` of the family's page."
+                    "`prepare_image` and `call_arguments` of the family class."
                 )
             return SimpleNamespace(latents=waiting.pop(0).latents)
 
@@ -287,30 +256,28 @@ class PipelinePolicy:
                 del vae.encode
         if waiting:
             raise RuntimeError(
-                f"{type(self.pipeline).__name__} did not look at {len(waiting)} of {len(sources)} source image(s). "
+                f"{type(self.pipeline).__name__} did not encode {len(waiting)} of {len(sources)} source image(s). "
                 f"Correct `call_arguments` of {type(self.family).__name__}."
             )
 
     @contextmanager
     def _record(self, steps: tuple[int, ...]):
-        self._recording = bool(steps)
         self._recorded_steps = steps
-        self._calls, self._outputs = [], []
         try:
             yield
         finally:
-            self._recording = False
+            self._recorded_steps = ()
             self.scheduler.sde = self.scheduler.step_generators = None
             self.scheduler.on_sde_step = self.scheduler.on_ode_step = None
             self._calls, self._outputs = [], []
 
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._recording and self.scheduler.next_step_index in self._recorded_steps:
+        if self._recorded_steps and self.scheduler.next_step_index in self._recorded_steps:
             bound = self._signature.bind(*args, **kwargs).arguments
             self._calls.append(_with_fresh_containers(dict(bound)))
 
     def _record_output(self, module: nn.Module, args: tuple, output) -> None:
-        if self._recording and self.scheduler.next_step_index in self._recorded_steps:
+        if self._recorded_steps and self.scheduler.next_step_index in self._recorded_steps:
             self._outputs.append(output[0])
 
     def _check_guidance_rule(
@@ -326,9 +293,10 @@ class PipelinePolicy:
             )
         difference = (combined.float() - model_output.float()).abs().max().item()
         scale = model_output.float().abs().max().item()
-        # Another order of the same operations is not another rule. Half a unit in the last place of bf16 is 2^-9 of the
-        # value; where the transformer computes in float32, 2^-18 is some units of it.
-        precision = 2**-18 if _dtypes(self._outputs) == {torch.float32} else 2**-8
+        # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
+        # of float32, 2^-18 is some units.
+        outputs = [each for output in self._outputs for each in (output if isinstance(output, list) else [output])]
+        precision = 2**-18 if all(output.dtype == torch.float32 for output in outputs) else 2**-8
         if difference > precision * scale:
             is_negated = (combined.float() + model_output.float()).abs().max().item() <= precision * scale
             raise RuntimeError(
@@ -340,65 +308,37 @@ class PipelinePolicy:
             )
 
 
-def _dtypes(outputs: list) -> set[torch.dtype]:
-    """Dtypes of outputs, which may be lists of tensors."""
-    return {each.dtype for output in outputs for each in (output if isinstance(output, list) else [output])}
-
-
 def _with_fresh_containers(call: dict[str, Any]) -> dict[str, Any]:
-    # The tensors stay the same, but a transformer may take items out of a dict it was given
+    # The tensors stay the same, but a transformer may remove items from a dict argument
     return recursively_apply(lambda tensor: tensor, call)
 
 
-def _with_shared(records: list[RecordedStep], arguments: dict[str, torch.Tensor]) -> list[RecordedStep]:
+def share_tensors(
+    records: list[RecordedStep], arguments: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
+) -> list[RecordedStep]:
     """
-    The records with the arguments of the pipeline's call in place of copies that it made of them.
+    Replace tensors of recorded calls that equal one of the pipeline's arguments by its copy, which all records share.
 
-    Many pipelines repeat embeddings for the images of a prompt, once is no exception: every micro-batch of a round
-    would hold its own.
+    Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own.
     """
+    pairs = [pair for name in arguments for pair in zip(_views(arguments[name]), _views(copies[name]), strict=True)]
     known: dict[int, torch.Tensor] = {}
 
-    views = [view for argument in arguments.values() for view in _views(argument)]
+    def is_same(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+        is_alike = (view.shape, view.dtype, view.device) == (tensor.shape, tensor.dtype, tensor.device)
+        return is_alike and torch.equal(view, tensor)
 
     def share(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:
-            same = (view for view in views if view.shape == tensor.shape and view.dtype == tensor.dtype)
-            known[id(tensor)] = next((view for view in same if torch.equal(view, tensor)), tensor)
+            known[id(tensor)] = next((copy for view, copy in pairs if is_same(view, tensor)), tensor)
         return known[id(tensor)]
 
     return [replace(record, calls=recursively_apply(share, record.calls)) for record in records]
 
 
 def _views(argument: Any) -> list[torch.Tensor]:
-    """An encoded prompt of a batch in the forms in which pipelines take it: whole, once for all images, in a list."""
+    """Return an encoded prompt in the forms in which pipelines pass it on: full, once for all images, in a list."""
     return [argument, argument[:1], *argument] if isinstance(argument, torch.Tensor) else []
-
-
-def check_arguments(function, arguments: dict, owner: str) -> None:
-    """
-    Checks that a pipeline's method takes the arguments that a family's page gives it.
-
-    Args:
-        function (`Callable`):
-            Method of the pipeline.
-        arguments (`dict`):
-            Arguments by name.
-        owner (`str`):
-            Name of the pipeline, for the error.
-
-    Raises:
-        TypeError: it does not take one of them.
-    """
-    parameters = inspect.signature(function).parameters
-    unknown = [name for name in arguments if name not in parameters]
-    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        raise TypeError(
-            f"{owner}.{function.__name__} of diffusers {diffusers.__version__} takes no argument "
-            f"{', '.join(f'`{name}`' for name in unknown)}, which the page of its family passes. The pipeline's "
-            f"signature has changed; it takes {', '.join(name for name in parameters if name != 'self')}. Install "
-            "another version of diffusers, or correct the page."
-        )
 
 
 def replay(
@@ -410,24 +350,22 @@ def replay(
     detach_unconditional: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Scores a recorded step with the model as it is now.
-
-    One forward for each call of the recorded step: one for a guidance-distilled model.
+    Score a recorded step with the current model: one forward for each call of the step.
 
     Args:
         model (`nn.Module`):
-            The model, wrapped as training wraps it.
+            Model, wrapped for training.
         record ([`RecordedStep`]):
             Recorded step.
         family ([`Family`]):
-            Page of the family, for its guidance rule.
+            Family of the pipeline.
         guidance_scale (`float`):
             Guidance scale of the rollout.
         sde ([`SDESettings`]):
             Settings of the rollout.
         detach_unconditional (`bool`, *optional*, defaults to `False`):
-            Whether no gradient flows through the unconditional prediction of true guidance. Where it has a call of its
-            own, nothing is kept for its backward.
+            Whether no gradient flows through the unconditional prediction of true guidance. A call of its own then
+            keeps nothing for the backward pass.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
@@ -456,15 +394,15 @@ def predict(
     detach_unconditional: bool = False,
 ) -> torch.Tensor:
     """
-    Velocity that a model predicts in the calls of one step.
+    Compute the velocity that a model predicts in the calls of one step.
 
     Args:
         model (`nn.Module`):
-            The model, wrapped as training wraps it.
+            Model, wrapped for training.
         calls (`list[dict]`):
             Arguments, by name, of each call of the step.
         family ([`Family`]):
-            Page of the family, for its guidance rule.
+            Family of the pipeline.
         guidance_scale (`float`):
             Guidance scale of the rollout.
         sample (`torch.Tensor` of shape `(B, ...)`):
@@ -485,13 +423,13 @@ def predict(
 
 def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: torch.Tensor) -> list[dict[str, Any]]:
     """
-    The calls of a recorded step, for another sample and time.
+    Return the calls of a recorded step for another sample and time.
 
     Args:
         record ([`RecordedStep`]):
             Recorded step.
         family ([`Family`]):
-            Page of the family, which says where sample and time stand in a call.
+            Family of the pipeline, with `call_at`.
         sample (`torch.Tensor` of shape `(B, ...)`):
             Sample.
         sigma (`torch.Tensor` of shape `(B,)`):
@@ -501,7 +439,7 @@ def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: 
         `list[dict]`.
 
     Raises:
-        RuntimeError: the family's page does not give the recorded calls back for the recorded sample and time.
+        RuntimeError: `call_at` does not reproduce the recorded calls for the recorded sample and time.
     """
     own = torch.full_like(sigma, record.sigma)
     for call in record.calls:
@@ -511,13 +449,13 @@ def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: 
             raise RuntimeError(
                 f"At step {record.index} the pipeline called its transformer with other arguments than "
                 f"{type(family).__name__}.call_at makes of the same sample and time: {', '.join(wrong)} differ. The "
-                "images would be trained at other times than they say; correct the family's page."
+                "images would be trained at wrong times; correct the family class."
             )
     return [family.call_at(call, sample, sigma) for call in record.calls]
 
 
 def _check_pixels(module: nn.Module, args: tuple, pixels: Any) -> None:
-    # The pipeline would make black of NaN and white of infinity, and the image would be scored
+    # The pipeline would turn NaN into black and infinity into white, and the image would be scored
     if torch.is_tensor(pixels) and not torch.isfinite(pixels).all():
         raise RuntimeError(
             "The decoded images are not finite, although their latents are: the VAE overflows in its dtype, "
@@ -531,8 +469,8 @@ def _check_latents(latents: torch.Tensor) -> None:
         raise RuntimeError(
             f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(latents)} are not "
             "finite after the last denoising step; their pixels would be black, and scored like any others. The weights "
-            "are not finite any more, or overflow in their dtype: look at `grad_norm` and the learning rate, and go on "
-            "from an earlier checkpoint."
+            "are not finite, or overflow in their dtype: check `grad_norm` and the learning rate, and resume from an "
+            "earlier checkpoint."
         )
 
 
@@ -546,10 +484,10 @@ def _is_same(first: Any, second: Any) -> bool:
 
 def cast_floating_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """
-    Lets a low-precision module take the float32 tensors that the pipeline computes with.
+    Cast floating-point inputs of a low-precision module, because the pipeline computes in float32.
 
-    Registered once, it acts on the rollout's calls and the replay's alike, so that both see the same numbers. What has
-    one number for each image stays as it is: times and guidance scales, which some transformers read in float32.
+    The hook acts on the calls of rollout and replay alike, so that both see the same numbers. Tensors with one number
+    for each image are unchanged: times and guidance scales, which some transformers read in float32.
 
     Args:
         module (`nn.Module`):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each distinct prompt and source image is encoded once in a run; then the text encoders leave the accelerator."""
+"""Encode each distinct prompt and source image once in a run, then move the text encoders off the accelerator."""
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,17 +21,15 @@ logger = get_logger(__name__)
 
 
 @dataclass
-class Encoded:
+class PromptEmbeddings:
     """
-    What a row's images are drawn from, encoded. Rows that have something in common hold the same tensors.
+    Embeddings of a row's prompts and latents of its source images. Rows with something in common share the tensors.
 
     Attributes:
-        prompt (`dict[str, torch.Tensor]`):
-            Arguments of the pipeline's call that stand for the prompt, batch dimension 1.
-        negative_prompt (`dict[str, torch.Tensor]`):
-            Those that stand for the negative prompt; none without true guidance.
+        prompt (`dict[str, torch.Tensor]`), negative_prompt (`dict[str, torch.Tensor]`):
+            Arguments of the pipeline's call, batch dimension 1; no negative prompt without true guidance.
         image_latents (`list[torch.Tensor]`):
-            What the VAE makes of each source image, float32, batch dimension 1.
+            Latents of each source image, float32, batch dimension 1.
     """
 
     prompt: dict[str, torch.Tensor]
@@ -39,16 +38,10 @@ class Encoded:
 
     def place(self, device: torch.device | str) -> dict[str, torch.Tensor]:
         """
-        Moves what is encoded to a device, for all rows that share it.
+        Move the embeddings to a device, for all rows that share them, and return them as arguments of the pipeline's
+        call.
 
-        Floating-point numbers become float32, which makes the pipeline keep its latents in float32.
-
-        Args:
-            device (`torch.device` or `str`):
-                Device.
-
-        Returns:
-            `dict[str, torch.Tensor]`: arguments of the pipeline's call, those of the negative prompt among them.
+        Floating-point numbers become float32, so that the pipeline keeps its latents in float32.
         """
         for arguments in (self.prompt, self.negative_prompt):
             for name, tensor in arguments.items():
@@ -61,19 +54,9 @@ class PromptEncoder:
     """
     Encodes prompts and source images and keeps the results in CPU memory, each on one process only.
 
-    A FLUX.1-dev prompt takes 4 MB in bf16, so a run over many prompts fills memory quickly if every process keeps them
-    all: each process encodes and keeps its share, and a round's are exchanged when they are needed. They are encoded
-    one at a time, so that an embedding does not depend on its neighbours.
-
-    Args:
-        pipeline ([`~diffusers.DiffusionPipeline`]):
-            Pipeline with its text encoders, on the CPU.
-        family ([`Family`]):
-            Page of the pipeline's family.
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the run.
-        negative_prompt (`str`, *optional*):
-            Negative prompt of true guidance, from [`Family.resolve_negative_prompt`].
+    A FLUX.1-dev prompt takes 4 MB in bf16, so each process encodes and keeps a part, and those of a round are
+    exchanged when they are needed. Prompts are encoded one at a time, so that an embedding does not depend on its
+    neighbors.
     """
 
     def __init__(self, pipeline, family: Family, accelerator: Accelerator, negative_prompt: str | None = None):
@@ -87,60 +70,39 @@ class PromptEncoder:
 
     @torch.no_grad()
     def encode(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> None:
-        """
-        Encodes what is new in some rows. Every process calls it with the same numbers.
-
-        Args:
-            rows ([`PromptRows`]):
-                Rows.
-            numbers (`list[int]`):
-                Numbers of the rows, repetitions allowed.
-            scale (`float`, *optional*, defaults to `1.0`):
-                Factor per side at which source images are read.
-        """
+        """Encode what is new in some rows. Every process calls it with the same numbers."""
         self._read_digests(rows, numbers)
-        prompts: dict[Condition, int] = {}  # with a row that has its source images
-        images: dict[tuple[str, float], tuple[int, int]] = {}  # with a row and the place in it
+        prompts: dict[Condition, int] = {}  # -> a row with its source images
+        images: dict[tuple[str, float], tuple[int, int]] = {}  # -> a row and the place in it
         for number in dict.fromkeys(numbers):
             condition = rows.condition(number, scale)
-            for distinct in (self._seen(condition), self._negative(condition)):
-                if distinct is not None and distinct not in self._known:
+            for distinct in self._text_conditions(condition):
+                if distinct not in self._known:
                     prompts.setdefault(distinct, number)
             for place, digest in enumerate(condition.images):
                 if (digest, scale) not in self._known:
                     images.setdefault((digest, scale), (number, place))
-        self._encode_images(rows, images)  # first: a damaged file is found here
+        self._encode_images(rows, images)  # first, since it finds damaged files
         self._encode_prompts(rows, prompts)
 
-    def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, Encoded]:
-        """
-        What was encoded for some rows. Every process calls it with the same numbers.
-
-        Args:
-            rows ([`PromptRows`]), numbers (`list[int]`), scale (`float`, *optional*, defaults to `1.0`):
-                As in [`PromptEncoder.encode`], before.
-
-        Returns:
-            `dict[int, Encoded]`: by number, on the CPU.
-        """
+    def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, PromptEmbeddings]:
+        """Return the embeddings of some rows, on the CPU, by number. Every process calls it with the same numbers."""
         conditions = {number: rows.condition(number, scale) for number in numbers}
         distinct = dict.fromkeys(
-            each for condition in conditions.values() for each in (self._seen(condition), self._negative(condition))
+            each for condition in conditions.values() for each in self._text_conditions(condition)
         )
         digests = dict.fromkeys((digest, scale) for condition in conditions.values() for digest in condition.images)
         prompts = self._exchange([(key, dict(self._prompts[key])) for key in distinct if key in self._prompts])
         images = self._exchange([(key, self._images[key]) for key in digests if key in self._images])
-        return {
-            number: Encoded(
-                prompts[self._seen(condition)],
-                prompts.get(self._negative(condition), {}),
-                [images[digest, scale] for digest in condition.images],
-            )
-            for number, condition in conditions.items()
-        }
+        embeddings = {}
+        for number, condition in conditions.items():
+            prompt, *negative = [prompts[each] for each in self._text_conditions(condition)]
+            latents = [images[digest, scale] for digest in condition.images]
+            embeddings[number] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
+        return embeddings
 
     def _read_digests(self, rows: PromptRows, numbers: list[int]) -> None:
-        """Reads the files of source images, each on one process."""
+        """Read the files of source images, each on one process."""
         if rows.sources is None:
             return
         new = [number for number in dict.fromkeys(numbers) if not rows.sources.is_read(number)]
@@ -151,46 +113,39 @@ class PromptEncoder:
         read = [(number, rows.sources.digests(number)) for number in tqdm(mine, "Reading images", disable=is_hidden)]
         rows.sources.remember(self._exchange(read))
 
-    def _seen(self, condition: Condition) -> Condition:
-        """What of a condition the text encoders see."""
-        return condition if self.family.prompt_sees_images else Condition(condition.prompt)
-
-    def _negative(self, condition: Condition) -> Condition | None:
-        # Text encoders that see the source image see it with the negative prompt too
-        if self.negative_prompt is None:
-            return None
-        return self._seen(replace(condition, prompt=self.negative_prompt))
+    def _text_conditions(self, condition: Condition) -> list[Condition]:
+        """Return what the text encoders see: of the prompt and, with true guidance, of the negative prompt."""
+        seen = condition if self.family.prompt_sees_images else Condition(condition.prompt)
+        return [seen] if self.negative_prompt is None else [seen, replace(seen, prompt=self.negative_prompt)]
 
     def _exchange(self, mine: list[tuple]) -> dict:
         return dict(gather_object(mine) if self.accelerator.num_processes > 1 else mine)
 
-    def _share(self, new: dict) -> list[tuple]:
-        return list(new.items())[self.accelerator.process_index :: self.accelerator.num_processes]
+    def _local_part(self, new: dict, progress: str) -> Iterable[tuple]:
+        mine = list(new.items())[self.accelerator.process_index :: self.accelerator.num_processes]
+        return tqdm(mine, progress, disable=not self.accelerator.is_main_process)
 
     def _encode_prompts(self, rows: PromptRows, new: dict[Condition, int]) -> None:
         if not new:
             return
         device, count = self.accelerator.device, sum(each.prompt != self.negative_prompt for each in new)
-        with self._on_accelerator(self.family.text_encoders), self._truncations_counted(count) as truncations:
-            for condition, number in tqdm(
-                self._share(new), desc="Encoding prompts", disable=not self.accelerator.is_main_process
-            ):
+        with self._on_accelerator(self.family.text_encoders), self._count_truncations(count) as truncations:
+            for condition, number in self._local_part(new, "Encoding prompts"):
                 images = rows.images(number) if condition.images else []
-                with rows.named(number):
+                with rows.row_named_in_errors(number):
                     encoded = self.family.encode_prompt(
                         self.pipeline, condition.prompt, device, images, condition.scale
                     )
                 self._prompts[condition] = send_to_device(encoded, "cpu")
                 if self.family.is_truncated(self.pipeline, condition.prompt):
                     name = type(self.pipeline).__name__
-                    truncations[f"the end of the text was truncated, because {name} reads no more of it"] += 1
+                    truncations[f"the end of the text was truncated, because it is longer than {name} reads"] += 1
         self._known.update(new)
         if self._prompts:
             size = sum(tensor.nbytes for tensor in next(iter(self._prompts.values())).values())
             logger.info(
                 f"{sum(isinstance(known, Condition) for known in self._known)} distinct prompts are encoded, "
-                f"{size / 2**20:.1f} MiB each, kept in the memory of "
-                f"{self.accelerator.num_processes} process(es)."
+                f"{size / 2**20:.1f} MiB each, in the CPU memory of {self.accelerator.num_processes} process(es)."
             )
 
     def _encode_images(self, rows: PromptRows, new: dict[tuple[str, float], tuple[int, int]]) -> None:
@@ -198,10 +153,8 @@ class PromptEncoder:
             return
         vae, device = self.pipeline.vae, self.accelerator.device
         with self._on_accelerator(("vae",)), _untiled(vae):
-            for (digest, scale), (number, place) in tqdm(
-                self._share(new), desc="Encoding source images", disable=not self.accelerator.is_main_process
-            ):
-                with rows.named(number):
+            for (digest, scale), (number, place) in self._local_part(new, "Encoding source images"):
+                with rows.row_named_in_errors(number):
                     image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
                     pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
                     self._images[digest, scale] = vae.encode(pixels).latent_dist.mode().float().cpu()
@@ -219,10 +172,9 @@ class PromptEncoder:
                 module.to("cpu")
 
     @contextmanager
-    def _truncations_counted(self, count: int):
-        """Warns of truncated prompts with their number on all processes, once for each kind. Every process enters it."""
-        # Prompts of image sets are longer than CLIP reads, always. The pipeline says so for each prompt, with the whole
-        # text; a line for each kind says as much.
+    def _count_truncations(self, count: int):
+        """Log the number of truncated prompts of all processes, for each kind. Every process enters it."""
+        # Prompts of image sets are always longer than CLIP reads, and the pipeline logs each prompt with its full text
         truncations = Counter()
 
         def count_truncations(record: logging.LogRecord) -> bool:
@@ -245,7 +197,7 @@ class PromptEncoder:
 
 @contextmanager
 def _untiled(vae):
-    """`vae_tiling` is for images that are drawn: a pipeline encodes its source images whole."""
+    """Switch off `vae_tiling`, which is for generated images: a pipeline encodes source images without it."""
     is_tiled = getattr(vae, "use_tiling", False)
     if is_tiled:
         vae.disable_tiling()

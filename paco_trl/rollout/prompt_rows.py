@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a dataset as a trainer draws them: layout, sizes, source images."""
+"""The rows of a dataset, prepared for generation: layout, sizes, source images."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from .resolution import check_inference_size, training_size
 
 
 class Sizes(Protocol):
-    """What rows without a size of their own take from the settings."""
+    """Settings for rows without a size of their own."""
 
     height: int
     width: int
@@ -25,17 +25,7 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Condition:
-    """
-    What an image is drawn from. Rows with the same condition are encoded once.
-
-    Attributes:
-        prompt (`str`):
-            Prompt, or negative prompt.
-        images (`tuple[str, ...]`):
-            Digests of the source images.
-        scale (`float`):
-            Factor per side at which source images are read; 1 without any.
-    """
+    """What an image is generated from, `images` as digests. Rows with the same condition are encoded once."""
 
     prompt: str
     images: tuple[str, ...] = ()
@@ -44,21 +34,9 @@ class Condition:
 
 class PromptRows:
     """
-    Rows of image-set or editing prompts.
+    Rows of image-set prompts, or of editing prompts with source images in the column `image` or `images`.
 
-    Everything that can be checked without the model is checked when it is made; sizes come with
-    [`PromptRows.measure`].
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Image-set prompts, or editing prompts with source images in the column `image` or `images`.
-        args ([`~paco_trl.PaCoGRPOConfig`]):
-            Settings, for rows without a size of their own.
-        where (`str`):
-            What the dataset is, for messages ("the dataset").
-
-    Raises:
-        ValueError: a row that cannot be drawn, by number.
+    The constructor checks everything that does not depend on the pipeline. `where` names the dataset in messages.
     """
 
     def __init__(self, dataset: Dataset, args: Sizes, where: str):
@@ -74,7 +52,7 @@ class PromptRows:
         self.own_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
         for number, ((rows, cols), (height, width)) in enumerate(zip(self.layouts, self.own_sizes, strict=True)):
             if self.sources is not None and (height is None or width is None):
-                continue  # it follows from the source image
+                continue  # the source image decides
             try:
                 panel_size(height or args.height, width or args.width, rows, cols)
             except ValueError as error:
@@ -90,23 +68,11 @@ class PromptRows:
 
     def measure(self, pipeline, family: Family) -> "PromptRows":
         """
-        Finds the size of each row, and checks it against the pipeline's needs.
+        Compute `inference_sizes` and `training_sizes`, height and width of each row, and check them against the
+        pipeline.
 
         A row's own `height` and `width` are its inference size. Without them an edited image has the aspect ratio of
         its source, and any other the size of the settings.
-
-        Args:
-            pipeline ([`~diffusers.DiffusionPipeline`]):
-                Pipeline.
-            family ([`Family`]):
-                Page of its family.
-
-        Returns:
-            [`PromptRows`]: itself, with `inference_sizes` and `training_sizes`: height and width of each row.
-
-        Raises:
-            ValueError: with the row: a size that does not work and the nearest ones that do, or source images that the
-                pipeline does not take, or cannot do without.
         """
         self._check_source_images(pipeline, family)
         args, multiple = self.args, family.size_multiple(pipeline)
@@ -114,7 +80,7 @@ class PromptRows:
         for number, ((rows, cols), (height, width)) in enumerate(zip(self.layouts, self.own_sizes, strict=True)):
             if self.sources is not None and (height is None or width is None):
                 edited = family.edited_size(pipeline, self.sources.sizes(number), args.height * args.width)
-                # To what the panels of an edited set need too
+                # The panels of an edited set must divide evenly too
                 height, width = (
                     max(1, round(size / step)) * step
                     for size, step in zip(edited, (math.lcm(multiple, rows), math.lcm(multiple, cols)), strict=True)
@@ -129,7 +95,7 @@ class PromptRows:
         return self
 
     def row(self, number: int) -> dict[str, Any]:
-        """A row as rewards get it: with a layout, and with its source images decoded, in RGB."""
+        """Return a row for rewards: with a layout, and with its source images decoded, in RGB."""
         row = dict(self._without_images[number])
         rows, cols = self.layouts[number]
         row |= {"rows": rows, "cols": cols}
@@ -139,41 +105,30 @@ class PromptRows:
         return row
 
     def images_in(self, row: dict[str, Any]) -> list[Image.Image]:
-        """Source images of a row from [`PromptRows.row`]; none where the dataset has none."""
+        """Return the source images of a row from [`PromptRows.row`]."""
         if self.sources is None:
             return []
         return [row["image"]] if self.sources.column == "image" else row["images"]
 
     def images(self, number: int) -> list[Image.Image]:
-        """Source images of a row, decoded, in RGB; none where the dataset has none."""
+        """Return the source images of a row, decoded, in RGB."""
         return [] if self.sources is None else self.sources.load(number)
 
     def first_images(self, numbers: list[int], count: int) -> dict[int, list[Image.Image]] | None:
-        """Source images of the first of some rows, by place; `None` where the dataset has none."""
+        """Return the source images of the first `count` rows by place; `None` where the dataset has none."""
         if self.sources is None:
             return None
         return {place: self.sources.load(number) for place, number in enumerate(numbers[:count])}
 
     def condition(self, number: int, scale: float) -> Condition:
-        """
-        What a row's images are drawn from.
-
-        Args:
-            number (`int`):
-                Number of the row.
-            scale (`float`):
-                Factor per side at which its source images are read.
-
-        Returns:
-            [`Condition`].
-        """
+        """Return what a row's images are generated from, its source images read at `scale` per side."""
         if self.sources is None:
             return Condition(self.prompts[number])
         return Condition(self.prompts[number], self.sources.digests(number), scale)
 
     @contextmanager
-    def named(self, number: int) -> Iterator[None]:
-        """Errors of what is done with a row say which it is."""
+    def row_named_in_errors(self, number: int) -> Iterator[None]:
+        """Name the row in a `ValueError` that is raised within the context."""
         try:
             yield
         except ValueError as error:
@@ -183,7 +138,7 @@ class PromptRows:
             raise ValueError(f"{name}: {error}") from error
 
     def content(self, number: int) -> dict[str, Any]:
-        """A row for a digest: pictures as digests of their files."""
+        """Return a row for a digest: images as digests of their files."""
         row = dict(self._without_images[number])
         return row if self.sources is None else row | {self.sources.column: self.sources.digests(number)}
 
@@ -197,17 +152,17 @@ class PromptRows:
             if family.needs_images:
                 raise ValueError(
                     f"{name} edits images, but {self.where} has no source images. Add them in a column `image` (or "
-                    "`images`, for several), or choose a pipeline that draws from text."
+                    "`images`, for several), or choose a text-to-image pipeline."
                 )
             return
         if self.sources.max_count > family.max_images:
             taken = f"at most {family.max_images}" if family.max_images else "none"
             raise ValueError(
                 f"Row {self.sources.row_with_most} of {self.where} has {self.sources.max_count} source image(s), but "
-                f"{name} takes {taken}. Leave images out, or choose another pipeline. Pictures that are for a reward "
-                "alone need another column name."
+                f"{name} takes {taken}. Leave images out, or choose another pipeline. Images for a reward alone "
+                "need another column name."
             )
         for number in range(len(self)):
-            with self.named(number):
+            with self.row_named_in_errors(number):
                 for width, height in self.sources.sizes(number):
                     family.check_image_size(width, height)

@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolution-decoupled training: the size an image is trained at, from the size it is made for."""
+"""Compute training sizes from inference sizes (resolution-decoupled training)."""
 
 import math
 
 
 def check_inference_size(height: int, width: int, rows: int, cols: int, multiple: int, where: str) -> None:
-    """
-    Refuses a size that the pipeline or the panels would have to crop or resize.
-
-    Args:
-        height (`int`), width (`int`):
-            Inference size in pixels.
-        rows (`int`), cols (`int`):
-            Layout of the panels.
-        multiple (`int`):
-            What the pipeline needs sizes to be a multiple of.
-        where (`str`):
-            What the size belongs to, for the message ("row 3 of the dataset").
-
-    Raises:
-        ValueError: with the nearest sizes that work.
-    """
+    """Raise a `ValueError` for a size that the pipeline or the panels would have to crop or resize."""
     for name, size, count, unit in (("height", height, rows, "rows"), ("width", width, cols, "columns")):
         step = math.lcm(multiple, count)
         if size <= 0 or size % step != 0:
             below = max(size // step, 1) * step
             raise ValueError(
-                f"The {name} of {where} is {size}: it must be a multiple of {multiple} (the pipeline's need) and of "
+                f"The {name} of {where} is {size}: it must be a multiple of {multiple} (required by the pipeline) and of "
                 f"{count} ({unit} of panels), so of {step}. Nearest values that work: {below} or {below + step}."
             )
 
@@ -35,23 +20,9 @@ def training_size(
     height: int, width: int, rows: int, cols: int, resolution_scale: float, multiple: int
 ) -> tuple[int, int]:
     """
-    Size at which an image is drawn, scored and trained (resolution-decoupled training, Part 3).
+    Return height and width for training: the inference size times `resolution_scale` (paper, Part 3).
 
-    The inference size times `resolution_scale`, each side rounded to the nearest multiple of what the pipeline and the
-    panels need.
-
-    Args:
-        height (`int`), width (`int`):
-            Inference size in pixels.
-        rows (`int`), cols (`int`):
-            Layout of the panels.
-        resolution_scale (`float`):
-            Factor per side.
-        multiple (`int`):
-            What the pipeline needs sizes to be a multiple of.
-
-    Returns:
-        `tuple[int, int]`: height and width in pixels.
+    Each side is rounded to the nearest multiple that the pipeline and the panels require.
     """
 
     def scale(size: int, count: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline's own flow-matching scheduler, with stochastic steps where they are asked for."""
+"""The pipeline's own flow-matching scheduler with stochastic steps at chosen indices."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .sde import SDEStep, sde_step
 @dataclass(frozen=True)
 class SDESettings:
     """
-    Which steps of the sampler are stochastic, and how.
+    Stochastic steps of the sampler.
 
     Args:
         steps (`tuple[int, ...]`):
@@ -33,7 +33,7 @@ class SDESettings:
 
 def check_flow_matching(scheduler_class: type) -> None:
     """
-    Refuses schedulers for which the policy's step is not defined.
+    Raise an error for schedulers for which the policy's step is not defined.
 
     Args:
         scheduler_class (`type`):
@@ -52,10 +52,10 @@ def check_flow_matching(scheduler_class: type) -> None:
 
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """
-    [`~diffusers.FlowMatchEulerDiscreteScheduler`] that draws an SDE step at chosen indices.
+    [`~diffusers.FlowMatchEulerDiscreteScheduler`] that samples an SDE step at chosen indices.
 
-    Without `sde`, or with noise level 0, it is its parent. Samples keep the dtype that the pipeline gives them: with
-    float32 latents the whole trajectory is float32, whatever the dtype of the model.
+    Without `sde`, or with noise level 0, it acts as its parent. Samples keep the dtype of the pipeline's latents: with
+    float32 latents the full trajectory is float32, whatever the dtype of the model.
 
     Build it with [`FlowMatchSDEScheduler.from_scheduler`].
     """
@@ -71,14 +71,14 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     @classmethod
     def from_scheduler(cls, scheduler) -> "FlowMatchSDEScheduler":
         """
-        Takes over the settings of a pipeline's scheduler.
+        Build the scheduler with the settings of a pipeline's scheduler.
 
         Args:
             scheduler ([`~diffusers.FlowMatchEulerDiscreteScheduler`]):
                 Scheduler of the pipeline.
 
         Raises:
-            ValueError: the scheduler is not the flow-matching Euler scheduler, or does not step as it does.
+            ValueError: the scheduler is not the flow-matching Euler scheduler, or has another step.
         """
         name = type(scheduler).__name__
         check_flow_matching(type(scheduler))
@@ -91,8 +91,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         for option in ("stochastic_sampling", "invert_sigmas"):
             if scheduler.config.get(option):
                 raise ValueError(
-                    f"The pipeline's scheduler has `{option}=True`, with which it does not take the Euler step from "
-                    f"noise to image that the SDE step replaces. Load it with `{option}=False`."
+                    f"The pipeline's scheduler has `{option}=True`, so its steps are not the Euler steps from "
+                    f"noise to image that SDE steps replace. Load it with `{option}=False`."
                 )
         new = cls.from_config(scheduler.config)
         new.set_shift(scheduler.shift)  # may have been set after construction
@@ -100,23 +100,23 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
     @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)  # pipelines look for `sigmas` in its signature
     def set_timesteps(self, *args, **kwargs) -> None:
-        """As in the parent; keeps the sigmas as Python floats too, so that a step needs no device synchronisation."""
+        """Set the timesteps, and store the sigmas as floats so that a step needs no device sync."""
         super().set_timesteps(*args, **kwargs)
         self._sigma_values: list[float] = self.sigmas.tolist()
 
     @property
     def next_step_index(self) -> int:
-        """Index of the step that comes next: the one for which the transformer is being called."""
+        """Return the index of the next step, for which the transformer is being called."""
         if self.step_index is not None:
             return self.step_index
         return self.begin_index or 0
 
     def sigmas_of(self, index: int) -> tuple[float, float, float]:
-        """`(sigma, sigma_next, sigma_max)` of a step; `sigma_max` is the second sigma of the schedule."""
+        """Return `(sigma, sigma_next, sigma_max)` of a step; `sigma_max` is the second sigma of the schedule."""
         return self._sigma_values[index], self._sigma_values[index + 1], self._sigma_values[1]
 
     def step(self, model_output, timestep, sample, *, return_dict=True, **kwargs):
-        """One step: stochastic at `sde.steps`, the parent's elsewhere. Returns what the parent does."""
+        """Make one step: stochastic at `sde.steps`, the parent's elsewhere. Return what the parent does."""
         if self.step_index is None:
             self._init_step_index(timestep)
         index = self.step_index
@@ -142,13 +142,13 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             self.sde.sde_type,
             sigma_max=sigma_max,
         )
-        drawn = step(generator=self.step_generators(index) if self.step_generators else kwargs.get("generator"))
-        prev_sample = drawn.prev_sample.to(sample.dtype)
+        sampled = step(generator=self.step_generators(index) if self.step_generators else kwargs.get("generator"))
+        prev_sample = sampled.prev_sample.to(sample.dtype)
         if sample.dtype != torch.float32:
-            # What is stored is what is scored: the density is that of the sample after its round trip
-            drawn = step(prev_sample=prev_sample)
+            # The stored sample is scored, after its round trip through the dtype
+            sampled = step(prev_sample=prev_sample)
         if self.on_sde_step is not None:
-            self.on_sde_step(index, model_output, sample, drawn)
+            self.on_sde_step(index, model_output, sample, sampled)
         self._step_index += 1
         if not return_dict:
             return (prev_sample,)

@@ -20,10 +20,10 @@ class SDEStep(NamedTuple):
 
     Attributes:
         prev_sample (`torch.Tensor` of shape `(B, ...)`):
-            Sample after the step, float32: the one drawn, or the `prev_sample` that was passed.
+            Sample after the step, float32: newly sampled, or the `prev_sample` that was passed.
         log_prob (`torch.Tensor` of shape `(B,)` or `None`):
-            Log-density of `prev_sample`, averaged over all non-batch dimensions. `None` when the step is free of
-            noise: a deterministic step has no density.
+            Log-density of `prev_sample`, averaged over all non-batch dimensions. `None` for a step
+            without noise, which has no density.
         mean (`torch.Tensor` of shape `(B, ...)`):
             Mean of the Gaussian, float32.
         std (`torch.Tensor`, broadcastable to `mean`):
@@ -39,7 +39,7 @@ class SDEStep(NamedTuple):
 
 
 def _as_scale(value: float | torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-    """A float, a 0-d tensor or a `(B,)` tensor as float32 that broadcasts against `sample`."""
+    """Convert a float, a 0-d tensor or a `(B,)` tensor to float32 that broadcasts against `sample`."""
     value = torch.as_tensor(value, dtype=torch.float32)
     if value.ndim == 0:
         return value  # a 0-d CPU tensor combines with tensors of any device
@@ -50,7 +50,7 @@ def step_std(
     std: torch.Tensor, sigma: float | torch.Tensor, sigma_next: float | torch.Tensor, sde_type: str
 ) -> torch.Tensor:
     """
-    Standard deviation of the Gaussian of one step, from the noise scale that [`sde_step`] returns.
+    Compute the standard deviation of the Gaussian of one step from the noise scale that [`sde_step`] returns.
 
     Args:
         std (`torch.Tensor`):
@@ -71,11 +71,11 @@ def step_std(
 
 def gaussian_log_prob(value: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
     """
-    Log-density of a Gaussian, averaged over the non-batch dimensions (PaCo-RL, Part 3; Flow-GRPO).
+    Compute the log-density of a Gaussian, averaged over the non-batch dimensions (PaCo-RL, Part 3; Flow-GRPO).
 
     log p = mean[ -(x' - mean)^2 / (2 std^2) - log std - log sqrt(2 pi) ]
 
-    The mean instead of the sum keeps ratios close to 1 whatever the resolution; clip ranges of 1e-4 are made for it.
+    The mean instead of the sum keeps ratios close to 1 at every resolution; clip ranges of 1e-4 rely on it.
 
     Args:
         value (`torch.Tensor` of shape `(B, ...)`), mean (`torch.Tensor` of shape `(B, ...)`):
@@ -102,7 +102,7 @@ def sde_step(
     generator: torch.Generator | list[torch.Generator] | None = None,
 ) -> SDEStep:
     """
-    Draws one stochastic step of a flow-matching sampler, or scores a given one. All arithmetic is float32.
+    Sample one stochastic step of a flow-matching sampler, or score a given one. All arithmetic is float32.
 
     With dt = t_next - t, `a` the noise level, x the sample and v the model output:
 
@@ -130,9 +130,9 @@ def sde_step(
         noise_level (`float`):
             The paper's `a` (0.7 for FLUX.1-dev). 0 makes the step deterministic.
         sde_type (`str`, *optional*, defaults to `"flow_sde"`):
-            Kind of step, see above.
+            Type of step, see above.
         prev_sample (`torch.Tensor` of shape `(B, ...)`, *optional*):
-            Sample after the step to score. Without it one is drawn.
+            Sample after the step to score. If `None`, one is sampled.
         sigma_max (`float` or `torch.Tensor`, *optional*):
             The second sigma of the schedule; needed by `"flow_sde"` at `sigma` = 1 only.
         generator (`torch.Generator` or `list[torch.Generator]`, *optional*):
@@ -149,7 +149,7 @@ def sde_step(
     if noise_level < 0:
         raise ValueError(f"`noise_level` is {noise_level}: it scales a standard deviation and cannot be negative.")
 
-    # bf16 would lose the small difference between x' and the mean, which is all that the ratio is made of
+    # bf16 would lose the small difference between x' and the mean, on which the ratio depends
     x, v = sample.float(), model_output.float()
     t, t_next = _as_scale(sigma, x), _as_scale(sigma_next, x)
     dt = t_next - t
@@ -186,7 +186,7 @@ def sde_step(
 
 
 def _noise_like(mean: torch.Tensor, generator: torch.Generator | list[torch.Generator] | None) -> torch.Tensor:
-    # Same generators, same noise, on any device and in any batch: drawn for each image alone, where the generator is
+    # Sampled for each image on the generator's device: the same noise for any device and batch
     if not isinstance(generator, list):
         device = mean.device if generator is None else generator.device
         return torch.randn(mean.shape, generator=generator, device=device, dtype=torch.float32).to(mean.device)

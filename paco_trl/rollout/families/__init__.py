@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between model families: a page for each."""
+"""What differs between model families: a class for each."""
 
 from .base import Family
 from .flux import FluxFamily, FluxKontextFamily
@@ -10,7 +10,7 @@ from .unlisted import UnlistedFamily
 from .z_image import ZImageFamily
 
 
-# Pipeline class -> its page
+# Name of the pipeline class -> family class
 FAMILIES = {
     "FluxPipeline": FluxFamily,
     "FluxKontextPipeline": FluxKontextFamily,
@@ -26,36 +26,19 @@ FAMILIES = {
 
 def family_of(pipeline) -> Family:
     """
-    The page of a pipeline's family.
+    Return the family of a pipeline.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`] or `str`):
             Pipeline to train, or the name of its class.
 
     Returns:
-        [`Family`]: an [`UnlistedFamily`], with a warning, where there is no page for the pipeline's class.
+        [`Family`]: an [`UnlistedFamily`], with a warning, where the pipeline's class is not in `FAMILIES`.
 
     Raises:
-        ValueError: the pipeline needs a page and has none.
+        ValueError: the pipeline cannot be trained without a family class of its own.
     """
     name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
     if name in FAMILIES:
         return FAMILIES[name]()
     return UnlistedFamily(pipeline, listed=FAMILIES)
-
-
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "Flux2Family",
-    "Flux2KleinFamily",
-    "FluxFamily",
-    "FluxKontextFamily",
-    "QwenImageEditFamily",
-    "QwenImageEditPlusFamily",
-    "QwenImageFamily",
-    "StableDiffusion3Family",
-    "UnlistedFamily",
-    "ZImageFamily",
-    "family_of",
-]

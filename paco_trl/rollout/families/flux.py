@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLUX.1: guidance is distilled into the model, so a step is one call, and the scheduler gets its output."""
-
-from typing import Any
+"""FLUX.1: guidance is distilled into the model, so a step is one call whose output the scheduler receives."""
 
 import torch
 from PIL import Image
 
-from .base import Family, packed_call_at
+from .base import DUAL_STREAM_ATTENTION, Family, packed_call_at
 
 
 class FluxFamily(Family):
@@ -14,20 +12,14 @@ class FluxFamily(Family):
 
     # The paper's targets: attention projections of both streams, feed-forward layers of the double-stream blocks
     lora_target_modules = [
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *DUAL_STREAM_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",
         "ff_context.net.2",
     ]
     text_encoders = ("text_encoder", "text_encoder_2")
+    call_at = staticmethod(packed_call_at)
 
     def encode_prompt(
         self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
@@ -43,15 +35,6 @@ class FluxFamily(Family):
             "pooled_prompt_embeds": pooled_prompt_embeds,  # (1, 768)
         }
 
-    def size_multiple(self, pipeline) -> int:
-        return pipeline.vae_scale_factor * 2  # latents are packed in 2 x 2 patches
-
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
-        return {"height": height, "width": width, "guidance_scale": guidance_scale}
-
-    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
-        return packed_call_at(call, sample, sigma)
-
 
 class FluxKontextFamily(FluxFamily):
     """[`~diffusers.FluxKontextPipeline`]: the tokens of a source image follow those of the image."""
@@ -60,7 +43,7 @@ class FluxKontextFamily(FluxFamily):
 
     def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
         arguments = super().call_arguments(height, width, guidance_scale, images)
-        # The pipeline makes its own size of an area, by default of 1024 x 1024, whatever height and width say
+        # The pipeline computes its own size from an area, by default 1024 x 1024, whatever height and width say
         arguments["max_area"] = height * width
         if images:
             arguments |= {"image": images[0], "_auto_resize": False}
@@ -81,11 +64,10 @@ class FluxKontextFamily(FluxFamily):
 
 
 def _preferred_resolution(width: int, height: int, step: int) -> tuple[int, int]:
-    """Width and height that Kontext was trained with whose aspect ratio is closest, as its pipeline chooses them."""
-    # Here, since only this pipeline needs it
+    """Return the width and height among Kontext's training sizes with the closest aspect ratio, as its pipeline does."""
     from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 
-    # It compares with the aspect ratio of the source rounded down, which can be another neighbour's
+    # The pipeline rounds the source down first, which can change the closest size
     ratio = max(1, width // step) / max(1, height // step)
     _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
     return width, height

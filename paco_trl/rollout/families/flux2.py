@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLUX.2: dev, with guidance distilled into it, and klein, with true guidance of two calls. Both edit as well."""
-
-from typing import Any
+"""FLUX.2: dev, with distilled guidance, and klein, with true guidance of two calls. Both also edit images."""
 
 import torch
 from PIL import Image
 
-from .base import Family, packed_call_at, true_guidance_prompt
+from .base import DUAL_STREAM_ATTENTION, Family, packed_call_at, true_guidance_prompt
 
 
-# Tokens that the pipelines read, and pad to, unless their call says otherwise
+# Default length to which the pipelines truncate and pad prompts
 MAX_TOKENS = 512
 
 # Larger source images are shrunk to this area, in pixels
@@ -23,19 +21,10 @@ MAX_RATIO = 8
 class Flux2Family(Family):
     """[`~diffusers.Flux2Pipeline`]: FLUX.2-dev."""
 
-    # Attention projections of both streams and feed-forward layers of the double-stream blocks, as the paper's targets
-    # for FLUX.1; and of the single-stream blocks, where most of the depth is, the layer of queries, keys and values,
-    # which is that of the feed-forward too. Their `attn.to_out` cannot be named without the container of the same name
-    # in the other blocks; the paper's targets leave it out for FLUX.1 as well.
+    # As the paper's targets for FLUX.1, and the fused projections of the single-stream blocks, where most of the depth
+    # is. Their `attn.to_out` would also match a container of the other blocks; the paper leaves it out for FLUX.1 too.
     lora_target_modules = [
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *DUAL_STREAM_ATTENTION,
         "ff.linear_in",
         "ff.linear_out",
         "ff_context.linear_in",
@@ -43,7 +32,8 @@ class Flux2Family(Family):
         "attn.to_qkv_mlp_proj",
     ]
     text_encoders = ("text_encoder",)
-    max_images = 6  # what its makers recommend as most
+    max_images = 6  # recommended maximum
+    call_at = staticmethod(packed_call_at)
 
     def encode_prompt(
         self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
@@ -59,19 +49,15 @@ class Flux2Family(Family):
         tokens = pipeline.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
         return torch.as_tensor(tokens).numel() > MAX_TOKENS
 
-    def size_multiple(self, pipeline) -> int:
-        return pipeline.vae_scale_factor * 2  # latents are packed in 2 x 2 patches
-
     def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
-        arguments = {"height": height, "width": width, "guidance_scale": guidance_scale}
+        arguments = super().call_arguments(height, width, guidance_scale, images)
         return arguments | {"image": images} if images else arguments
 
     def check_image_size(self, width: int, height: int) -> None:
         if min(width, height) < MIN_SIDE or max(width, height) > MAX_RATIO * min(width, height):
             raise ValueError(
                 f"its source image has {width} x {height} pixels (width x height), but FLUX.2 takes none with a side "
-                f"under {MIN_SIDE} pixels or more than {MAX_RATIO} times as long as high. Replace it, or leave the row "
-                "out."
+                f"under {MIN_SIDE} pixels or an aspect ratio above {MAX_RATIO}. Replace it, or leave the row out."
             )
 
     def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
@@ -81,18 +67,15 @@ class Flux2Family(Family):
         if scale != 1.0:
             factor = max(scale, MIN_SIDE / min(image.size))
             image = image.resize([round(side * factor) for side in image.size], Image.Resampling.LANCZOS)
-        # Cropped, not resized, to what the pipeline needs
+        # As in the pipeline: cropped, not resized, to the multiple
         return processor.resize(image, image.height // step * step, image.width // step * step, resize_mode="crop")
-
-    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
-        return packed_call_at(call, sample, sigma)
 
 
 class Flux2KleinFamily(Flux2Family):
     """[`~diffusers.Flux2KleinPipeline`]: FLUX.2-klein, base or distilled."""
 
     max_calls = 2
-    max_images = 4  # what its makers name as most
+    max_images = 4  # documented maximum
 
     def is_truncated(self, pipeline, prompt: str) -> bool:
         messages = [{"role": "user", "content": prompt}]

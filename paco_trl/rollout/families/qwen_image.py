@@ -11,14 +11,13 @@ import diffusers
 import torch
 from PIL import Image
 
-from .base import Family, packed_call_at, true_guidance_prompt
+from .base import DUAL_STREAM_ATTENTION, Family, packed_call_at, true_guidance_prompt
 
 
-# Tokens of a prompt that the pipeline reads unless its call says otherwise
+# Default length to which the pipeline truncates prompts
 MAX_TOKENS = 512
 
-# Areas in pixels at which the editing pipelines read source images: for the VAE, and for the text encoder of the plus
-# version, which sees a smaller picture
+# Areas in pixels at which source images are read: by the VAE, and by the text encoder of the plus version
 IMAGE_AREA = 1024 * 1024
 PLUS_CONDITION_AREA = 384 * 384
 
@@ -26,16 +25,9 @@ PLUS_CONDITION_AREA = 384 * 384
 class QwenImageFamily(Family):
     """[`~diffusers.QwenImagePipeline`]."""
 
-    # Attention projections and feed-forward layers of both streams, as the paper's targets for FLUX.1
+    # As the paper's targets for FLUX.1
     lora_target_modules = [
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *DUAL_STREAM_ATTENTION,
         "img_mlp.net.0.proj",
         "img_mlp.net.2",
         "txt_mlp.net.0.proj",
@@ -44,6 +36,7 @@ class QwenImageFamily(Family):
     text_encoders = ("text_encoder",)
     max_calls = 2
     has_fixed_length = False
+    call_at = staticmethod(packed_call_at)
 
     def encode_prompt(
         self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
@@ -58,17 +51,14 @@ class QwenImageFamily(Family):
         if pipeline.transformer.config.guidance_embeds:
             raise ValueError(
                 f"The transformer of this {type(pipeline).__name__} has guidance distilled into it "
-                "(`guidance_embeds=True`), which this family's page does not know: it is for models with true guidance."
+                "(`guidance_embeds=True`), but this family class supports only models with true guidance."
             )
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default=None)
 
     def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
-        # The text that leaves the last block is read by nothing; its keys and values are, by the image
+        # The text output of the last block is unused; its keys and values are not: the image attends to them
         layers = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
         return [f"transformer_blocks.{transformer.config.num_layers - 1}.{layer}" for layer in layers]
-
-    def size_multiple(self, pipeline) -> int:
-        return pipeline.vae_scale_factor * 2  # latents are packed in 2 x 2 patches
 
     def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
         return {"height": height, "width": width, "true_cfg_scale": guidance_scale}
@@ -77,9 +67,6 @@ class QwenImageFamily(Family):
         combined = super().guide(conditional, unconditional, guidance_scale)  # (B, tokens, channels)
         norm = torch.norm(conditional, dim=-1, keepdim=True)
         return combined * (norm / torch.norm(combined, dim=-1, keepdim=True))
-
-    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
-        return packed_call_at(call, sample, sigma)
 
 
 class QwenImageEditFamily(QwenImageFamily):
@@ -113,12 +100,12 @@ class QwenImageEditFamily(QwenImageFamily):
         return super().image_pixels(pipeline, image).unsqueeze(2)  # (1, 3, 1, H, W): a video of one frame
 
     @contextmanager
-    def drawing(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
-        # The area of the source image is written into the pipeline's call. What it makes of an area and an aspect ratio
-        # is a function of its module, which is told here that the images have their size already.
+    def generation_context(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
+        # The area is hard-coded in the pipeline's call (diffusers 0.42). The function of its module that computes a size
+        # from area and aspect ratio returns here the size that each image has already.
         module = _module_of(pipeline)
         own = module.calculate_dimensions
-        extra = own(IMAGE_AREA, 1.0)[2:]  # one of the two pipelines gets a third value, which it does not use
+        extra = own(IMAGE_AREA, 1.0)[2:]  # a third value in one of the two pipelines
         sizes = {image.width / image.height: image.size for image in images}
         module.calculate_dimensions = lambda area, ratio: (*sizes[ratio], *extra)
         try:
@@ -130,48 +117,48 @@ class QwenImageEditFamily(QwenImageFamily):
 class QwenImageEditPlusFamily(QwenImageEditFamily):
     """[`~diffusers.QwenImageEditPlusPipeline`] (2509 and later): up to three source images."""
 
-    max_images = 3  # what the models were trained with, as their cards say
+    max_images = 3  # number in training, according to the model cards
 
     def encode_prompt(
         self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        seen = []  # always at its own size, which is small
+        seen = []  # always at its own small size
         for image in images:
             width, height = _dimensions(pipeline, PLUS_CONDITION_AREA, image.width / image.height)
             seen.append(pipeline.image_processor.resize(image, height, width))
         return _embeddings(pipeline.encode_prompt(prompt, image=seen, device=device))
 
     def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
-        return super().edited_size(pipeline, sizes[-1:], area)  # the pipeline takes that of the last source
+        return super().edited_size(pipeline, sizes[-1:], area)  # the pipeline uses the last source
 
     def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
         return super().call_arguments(height, width, guidance_scale, images) | {"image": images}
 
     def batch_arguments(self, arguments: dict[str, torch.Tensor]) -> dict[str, Any]:
-        # It refuses several prompts in a call, but not several images of one
+        # The pipeline refuses several prompts in a call, but not several images of one
         batch_size = len(arguments["prompt_embeds"])
         return {name: tensor[:1] for name, tensor in arguments.items()} | {"num_images_per_prompt": batch_size}
 
 
 def _module_of(pipeline) -> ModuleType:
-    """Module of an editing pipeline, in which it finds the sizes of images."""
+    """Return the module of an editing pipeline, which has the function for sizes of images."""
     module = sys.modules[type(pipeline).__module__]
     if not hasattr(module, "calculate_dimensions"):
         raise RuntimeError(
-            f"{module.__name__} of diffusers {diffusers.__version__} has no `calculate_dimensions`, by which this "
-            "family's page controls the size of source images. Install another version of diffusers, or correct the page."
+            f"{module.__name__} of diffusers {diffusers.__version__} has no `calculate_dimensions`, with which this "
+            "family class controls the size of source images. Install another version of diffusers, or correct the class."
         )
     return module
 
 
 def _dimensions(pipeline, area: float, ratio: float) -> tuple[int, int]:
-    """Width and height of an area and an aspect ratio as the pipeline chooses them, multiples of 32, and at least that."""
+    """Return width and height for an area and an aspect ratio as the pipeline does: multiples of 32, at least 32."""
     width, height, *_ = _module_of(pipeline).calculate_dimensions(area, ratio)
     return max(width, 32), max(height, 32)
 
 
 def _embeddings(encoded: tuple[torch.Tensor, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     prompt_embeds, mask = encoded
-    if mask is None:  # all tokens are valid; without a mask the pipeline warns at each call
+    if mask is None:  # all tokens are valid; without a mask the pipeline warns
         mask = torch.ones(prompt_embeds.shape[:2], dtype=torch.long, device=prompt_embeds.device)
     return {"prompt_embeds": prompt_embeds, "prompt_embeds_mask": mask}  # (1, L, D), (1, L)

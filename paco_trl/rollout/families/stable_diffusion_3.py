@@ -9,15 +9,14 @@ from PIL import Image
 from .base import Family, true_guidance_prompt
 
 
-# Tokens of T5 that the pipeline reads unless its call says otherwise
+# Default length to which the pipeline truncates the prompt of T5
 MAX_TOKENS = 256
 
 
 class StableDiffusion3Family(Family):
     """[`~diffusers.StableDiffusion3Pipeline`]."""
 
-    # Attention projections and feed-forward layers of both streams, as the paper's targets for FLUX.1. Those of the
-    # second attention that some layers of 3.5-medium have (`attn2`) end in the same names.
+    # As the paper's targets for FLUX.1. The second attention of some layers of 3.5-medium (`attn2`) matches too.
     lora_target_modules = [
         "to_q",
         "to_k",
@@ -54,14 +53,11 @@ class StableDiffusion3Family(Family):
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")
 
     def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
-        # The last block has no layers for the text behind its attention, but still makes queries of it
+        # The last block has no text layers after its attention, but still computes text queries
         return [f"transformer_blocks.{transformer.config.num_layers - 1}.attn.add_q_proj"]
 
     def size_multiple(self, pipeline) -> int:
         return pipeline.vae_scale_factor * pipeline.patch_size
-
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
-        return {"height": height, "width": width, "guidance_scale": guidance_scale}
 
     def branches(self, outputs: list[Any], sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         (output,) = outputs  # (B or 2 B, channels, height, width)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline without a page, whose transformer predicts the velocity in one call: what a page says is assumed."""
+"""Defaults for pipelines without a family class whose transformer predicts the velocity in one call."""
 
 import inspect
 import json
@@ -16,49 +16,49 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from .base import Family
 
 
-PAGE = "docs/add_a_family.md"
+GUIDE = "docs/add_a_family.md"
 
-# What a rollout needs of the pipeline: components, and arguments of its call
+# Components of the pipeline, and arguments of its call, that a rollout requires
 COMPONENTS = ("transformer", "vae")
-NEEDED_ARGUMENTS = ("prompt", "height", "width", "num_inference_steps", "generator")
+REQUIRED_ARGUMENTS = ("prompt", "height", "width", "num_inference_steps", "generator")
 
-# Arguments that only a pipeline has which does something else than draw an image of the asked size from text
-TELLING_ARGUMENTS = {
+# Arguments of pipelines that do something else than generate an image of the given size from text
+REFUSED_ARGUMENTS = {
     "strength": "it changes a given image",
     "mask_image": "it fills a mask of a given image",
     "control_image": "it follows a given image",
-    "num_frames": "it draws videos",
-    "use_resolution_binning": "it draws at sizes of its own and resizes to what was asked",
+    "num_frames": "it generates videos",
+    "use_resolution_binning": "it generates at sizes of its own and resizes the result",
 }
 
-# Of these, the layers that the transformer has get an adapter
+# Those of these layers that the transformer has get an adapter
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 
-# Name of the tensor that holds the prompt and what `encode_prompt` returned for it, but for the tensors
+# Name of the tensor that holds the prompt and what `encode_prompt` returned for it, except the tensors
 STRUCTURE = "structure"
 
 
 class _TransformerReachedError(Exception):
-    """Ends the pipeline's call where drawing would begin."""
+    """End the pipeline's call where generation would begin."""
 
 
 class UnlistedFamily(Family):
     """
-    What a family's page says, assumed for a pipeline that has none. A warning names what is assumed.
+    Defaults for a pipeline without a family class, stated in a warning.
 
-    A prompt is encoded by the pipeline's own call, which is left where it calls its transformer; what its
-    `encode_prompt` returned on the way is kept, and given back while it draws. Its form may be any, so a micro-batch
-    holds one image.
+    A prompt is encoded by the pipeline's own call, which is interrupted at its first call of the transformer. What its
+    `encode_prompt` returned until then is stored, and returned again during generation. It may have any form, so a
+    micro-batch holds one image.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`] or `str`):
-            Pipeline, or the name of its class. Of a name that diffusers knows no more is made than the checks that
-            need no weights, and of another one nothing.
+            Pipeline, or the name of its class: then only the checks that need no weights are made, for a class that
+            diffusers has.
         listed (`Iterable[str]`):
-            Names of the pipelines that have a page, for the errors.
+            Names of the pipelines that have a family class, for the errors.
 
     Raises:
-        ValueError: the pipeline cannot be trained without a page; all that is missing is named.
+        ValueError: the pipeline cannot be trained without a family class; everything that is missing is named.
     """
 
     max_batch_size = 1
@@ -75,8 +75,8 @@ class UnlistedFamily(Family):
             reasons += _object_reasons(pipeline)
         if reasons:
             raise ValueError(
-                f"There is no family page for {self.name}, and without one it cannot be trained: "
-                f"{'; '.join(dict.fromkeys(reasons))}. Write a page: {PAGE}. Pipelines that have one: "
+                f"There is no family class for {self.name}, and without one it cannot be trained: "
+                f"{'; '.join(dict.fromkeys(reasons))}. Write one: {GUIDE}. Pipelines that have one: "
                 f"{', '.join(sorted(listed))}."
             )
         if is_name:
@@ -94,31 +94,31 @@ class UnlistedFamily(Family):
     def _warn(self, pipeline) -> None:
         guidance = "`guidance_scale` is passed to its call" if self.takes_guidance else "its call takes no guidance"
         warnings.warn(
-            f"There is no family page for {self.name}. Assumed is: a step is one call of its transformer, whose only "
-            "output is the velocity (compared with what the scheduler receives, at every rollout); "
-            f"only `encode_prompt` needs {', '.join(self.text_encoders)}; {guidance}; heights and widths are multiples of "
-            f"{self.size_multiple(pipeline)} pixels; unless `target_modules` says otherwise, "
-            f"adapters are on {', '.join(self._targets) or 'no layer'}. Micro-batches hold one image. If something of "
-            f"this is wrong, write a page: {PAGE}.",
+            f"There is no family class for {self.name}. These defaults are used: a step is one call of its transformer, "
+            "whose only output is the velocity (every rollout compares it with what the scheduler receives); only "
+            f"`encode_prompt` uses {', '.join(self.text_encoders)}; {guidance}; heights and widths are multiples of "
+            f"{self.size_multiple(pipeline)} pixels; unless `target_modules` is set, adapters are on "
+            f"{', '.join(self._targets) or 'no layer'}; micro-batches hold one image. If one of them is wrong, write a "
+            f"family class: {GUIDE}.",
             stacklevel=4,  # where `family_of` is called
         )
 
     @property
     def lora_target_modules(self) -> list[str]:
-        """Attention projections, by the names that most transformers of diffusers have for them."""
+        """Return the attention projections, by the names that most transformers of diffusers have for them."""
         if not self._targets:
             raise ValueError(
-                f"There is no family page for {self.name}, and its transformer has none of the layers that get an "
+                f"There is no family class for {self.name}, and its transformer has none of the layers that get an "
                 f"adapter by default ({', '.join(LORA_TARGETS)}). Set `target_modules` of the `LoraConfig`."
             )
         return self._targets
 
     @property
     def advice(self) -> str:
-        """What to do when the scheduler received something else than the output."""
+        """Return what to do when the scheduler received something else than the output."""
         return (
-            f"There is no family page for {self.name}, so the output itself was taken for the velocity. Write a page "
-            f"whose `branches` says what sign, factor and shape the pipeline gives it: {PAGE}."
+            f"There is no family class for {self.name}, so the output itself was used as the velocity. Write a "
+            f"family class whose `branches` applies the pipeline's sign, factor and shape: {GUIDE}."
         )
 
     # ---- Prompts ----
@@ -126,8 +126,8 @@ class UnlistedFamily(Family):
     def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
         if negative_prompt is not None:
             raise ValueError(
-                f"`negative_prompt` is {negative_prompt!r}, but there is no family page for {self.name} that would say "
-                f"what becomes of it. Leave it out, or write a page: {PAGE}."
+                f"`negative_prompt` is {negative_prompt!r}, but there is no family class for {self.name} that "
+                f"defines its effect. Leave it out, or write a family class: {GUIDE}."
             )
         if guidance_scale > 1 and not self.takes_guidance:
             raise ValueError(
@@ -156,14 +156,14 @@ class UnlistedFamily(Family):
                 pipeline(
                     prompt=prompt,
                     num_inference_steps=2,
-                    generator=torch.Generator().manual_seed(0),  # leaves torch's random state as it is
+                    generator=torch.Generator().manual_seed(0),  # leaves torch's random state unchanged
                     **self.call_arguments(size, size, self._guidance_scale, []),
                 )
             raise self._no_encoding("its call ended without calling its transformer")
         except _TransformerReachedError:
             pass
         except (AttributeError, TypeError) as error:
-            # What a pipeline without its image fails with
+            # Errors of a pipeline that requires an image
             raise self._no_encoding(
                 f"called with a prompt alone, it fails ({type(error).__name__}: {error})"
             ) from error
@@ -182,7 +182,7 @@ class UnlistedFamily(Family):
             {"is_batch": bool(leaf.ndim) and len(leaf) == 1} if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ]
-        # Among the tensors, as they may be drawn from on another process than this one
+        # As a tensor too, because another process may generate from it
         try:
             structure = json.dumps([prompt, others, treespec_dumps(form)]).encode()
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -191,18 +191,17 @@ class UnlistedFamily(Family):
 
     def _no_encoding(self, reason: str) -> ValueError:
         return ValueError(
-            f"There is no family page for {self.name}, and prompts cannot be encoded without one: {reason}. Write a "
-            f"page with `encode_prompt`: {PAGE}."
+            f"There is no family class for {self.name}, and prompts cannot be encoded without one: {reason}. Write a "
+            f"family class with `encode_prompt`: {GUIDE}."
         )
 
     def batch_arguments(self, arguments: dict[str, torch.Tensor]) -> dict[str, Any]:
         structure = arguments[STRUCTURE]
         if len(structure) != 1:
             raise ValueError(
-                f"{len(structure)} images are to be drawn in one call, but without a family page {self.name} draws one "
-                "at a time."
+                f"{len(structure)} images were requested in one call, but without a family class {self.name} generates "
+                "one at a time."
             )
-
         prompt, leaves, form = json.loads(structure.cpu().numpy().tobytes())
         for place, leaf in enumerate(leaves):
             if str(place) in arguments:
@@ -212,13 +211,13 @@ class UnlistedFamily(Family):
         return {"prompt": prompt}
 
     @contextmanager
-    def drawing(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
-        """As in the parent: the pipeline's `encode_prompt` gives what it returned when the prompt was encoded."""
+    def generation_context(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
+        """Let the pipeline's `encode_prompt` return what it returned when the prompt was encoded."""
 
         def recall(*args, **kwargs) -> Any:
             if not self._waiting:
                 raise RuntimeError(
-                    f"{self.name} calls its `encode_prompt` more often while it draws than before. {self.advice}"
+                    f"{self.name} calls its `encode_prompt` more often during generation than before. {self.advice}"
                 )
             return self._waiting.pop(0)
 
@@ -227,12 +226,9 @@ class UnlistedFamily(Family):
 
     # ---- Sizes and calls ----
 
-    def size_multiple(self, pipeline) -> int:
-        return pipeline.vae_scale_factor * 2  # patches of 2 x 2, in most
-
     def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
-        arguments = {"height": height, "width": width}
-        return {**arguments, "guidance_scale": guidance_scale} if self.takes_guidance else arguments
+        arguments = super().call_arguments(height, width, guidance_scale, images)
+        return arguments if self.takes_guidance else {"height": height, "width": width}
 
     # ---- Guidance ----
 
@@ -256,24 +252,24 @@ class UnlistedFamily(Family):
             shapes = f"{tuple(output.shape)} for a sample of {tuple(sample.shape)}"
             seen, part = f"has a transformer whose output has the shape {shapes}", "`branches`"
         raise ValueError(
-            f"{self.name} {seen}. There is no family page for it, so only a single prediction of the sample's shape is "
-            f"understood. Write a page ({PAGE}) with {part}."
+            f"{self.name} {seen}. There is no family class for it, so only a single prediction of the sample's shape is "
+            f"supported. Write a family class ({GUIDE}) with {part}."
         )
 
 
 def _class_reasons(pipeline_class: type) -> list[str]:
-    # Why the pipelines of a class need a page
+    """Return why the pipelines of a class cannot be trained without a family class."""
     reasons = _missing_components(inspect.signature(pipeline_class.__init__).parameters)
     for name in ("encode_prompt", "save_lora_weights"):
         if not hasattr(pipeline_class, name):
             reasons.append(f"it has no method `{name}`")
     parameters = inspect.signature(pipeline_class.__call__).parameters
-    reasons += [f"its call takes no `{name}`" for name in NEEDED_ARGUMENTS if name not in parameters]
-    reasons += [f"{what} (its call takes `{name}`)" for name, what in TELLING_ARGUMENTS.items() if name in parameters]
+    reasons += [f"its call takes no `{name}`" for name in REQUIRED_ARGUMENTS if name not in parameters]
+    reasons += [f"{what} (its call takes `{name}`)" for name, what in REFUSED_ARGUMENTS.items() if name in parameters]
     for name, parameter in parameters.items():
         is_required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        if is_required and name not in ("self", *NEEDED_ARGUMENTS):
-            reasons.append(f"it cannot draw from a prompt alone (its call needs `{name}`)")
+        if is_required and name not in ("self", *REQUIRED_ARGUMENTS):
+            reasons.append(f"it cannot generate from a prompt alone (its call needs `{name}`)")
     return reasons
 
 
@@ -290,7 +286,7 @@ def _missing_components(present: Iterable[str]) -> list[str]:
 
 @contextmanager
 def _encoding_by(pipeline, encode: Callable) -> Iterator[None]:
-    """Calls of the pipeline's `encode_prompt` go to another function."""
+    """Replace the pipeline's `encode_prompt` within the context."""
     pipeline.encode_prompt = encode
     try:
         yield

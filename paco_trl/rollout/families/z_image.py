@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Z-Image: true guidance in one call of a doubled list; the model predicts the velocity with the other sign."""
+"""Z-Image: true guidance in one call of a doubled list; the model predicts the negative velocity."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from PIL import Image
 from .base import Family, true_guidance_prompt
 
 
-# Tokens that the pipeline reads unless its call says otherwise
+# Default length to which the pipeline truncates prompts
 MAX_TOKENS = 512
 
 
 class ZImageFamily(Family):
     """[`~diffusers.ZImagePipeline`]. Z-Image-Turbo is trained with `guidance_scale=0.0`."""
 
-    # Attention projections and feed-forward layers, as the paper's targets for FLUX.1
+    # As the paper's targets for FLUX.1
     lora_target_modules = [
         "attention.to_q",
         "attention.to_k",
@@ -46,12 +46,6 @@ class ZImageFamily(Family):
 
     def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="", off_at=0.0)
-
-    def size_multiple(self, pipeline) -> int:
-        return pipeline.vae_scale_factor * 2  # patches of 2 x 2
-
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
-        return {"height": height, "width": width, "guidance_scale": guidance_scale}
 
     def batch_arguments(self, arguments: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {name: list(tensor) for name, tensor in arguments.items()}  # a tensor for each image
