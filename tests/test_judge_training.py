@@ -48,19 +48,19 @@ def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
 
 def trainer_images(trainer) -> list[Image.Image]:
     """Images of another round, drawn with the trained weights."""
-    drawn, draw = [], trainer.policy.draw
+    drawn, draw = [], trainer.policy.generate
 
     def keep(*args, **kwargs):
         images, records = draw(*args, **kwargs)
         drawn.extend(images)
         return images, records
 
-    trainer.policy.draw = keep
+    trainer.policy.generate = keep
     trainer.scorer.add = lambda *args: None  # nothing is scored
     fetched = trainer.sampler.fetch(trainer.train_rows, range(6), trainer.args.resolution_scale)
     micro_batches = np.arange(48).reshape(6, 8)
     trainer._generate_round(99, micro_batches, list(range(6)), fetched, trainer.schedule.sde(99))
-    trainer.policy.draw = draw
+    trainer.policy.generate = draw
     return drawn
 
 
@@ -158,7 +158,7 @@ class TestLearning:
 class TestOverlap:
     def test_images_are_scored_as_soon_as_they_are_generated(self, make_trainer, server):
         trainer = make_trainer(reward_funcs=consistency(server, max_pairs=1), **{**SETTINGS, "max_steps": 1})
-        seen_while_drawing, draw = [], trainer.policy.draw
+        seen_while_drawing, draw = [], trainer.policy.generate
 
         def watch(*args, **kwargs):
             until = time.monotonic() + 10
@@ -168,7 +168,7 @@ class TestOverlap:
             seen_while_drawing.append(len(server.requests) - 1)
             return draw(*args, **kwargs)
 
-        trainer.policy.draw = watch
+        trainer.policy.generate = watch
         trainer.train()
         assert seen_while_drawing == [0, 4, 8, 12]
         assert len(server.requests) - 1 == 16

@@ -54,7 +54,7 @@ def wait_until(condition) -> None:
 
 def watch_drawing(trainer, wait_before=None) -> list[tuple[float, float, list]]:
     """A list that grows with each micro-batch: begin, end, images. `wait_before` is told its number, and may wait."""
-    drawn, draw = [], trainer.policy.draw
+    drawn, draw = [], trainer.policy.generate
 
     def timed(*args, **kwargs):
         begin = time.perf_counter()
@@ -64,7 +64,7 @@ def watch_drawing(trainer, wait_before=None) -> list[tuple[float, float, list]]:
         drawn.append((begin, time.perf_counter(), images))
         return images, records
 
-    trainer.policy.draw = timed
+    trainer.policy.generate = timed
     return drawn
 
 

@@ -3,7 +3,9 @@
 
 import copy
 import inspect
+import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,6 +159,7 @@ def build_policy(pipeline, guidance_scale=1.0, has_adapter=True):
     model = pipeline.transformer
     if has_adapter:
         model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
+        assert model.peft_config["default"].base_model_name_or_path is None  # it has none, not one called 'None'
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -423,8 +426,12 @@ class TestTraining:
     # With activation checkpointing diffusers loses the mask of Chroma's single-stream blocks, and the ratio is not 1
     @pytest.mark.parametrize(("name", "gradient_checkpointing"), [("chroma", False), ("aura_flow", True)])
     def test_it_trains_and_exports(self, make_trainer, folders, prompts, tmp_path, name, gradient_checkpointing):
+        model = folders[name]
+        if name == "aura_flow":
+            model = DiffusionPipeline.from_pretrained(Path(model))
+            assert isinstance(model.name_or_path, Path)  # which JSON cannot hold
         trainer = make_trainer(
-            model=folders[name],
+            model=model,
             gradient_checkpointing=gradient_checkpointing,
             train_dataset=prompts.select(range(2)),
             peft_config=LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian"),
@@ -448,6 +455,8 @@ class TestTraining:
         assert history[0]["grad_norm"] > 0
 
         trainer.save_model(str(tmp_path / "adapter"))
+        saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert saved["base_model_name_or_path"] == str(folders[name])
         base, by_diffusers, by_peft = (DiffusionPipeline.from_pretrained(folders[name]) for _ in range(3))
         by_diffusers.load_lora_weights(tmp_path / "adapter")
         by_peft.transformer = PeftModel.from_pretrained(by_peft.transformer, tmp_path / "adapter")

@@ -91,6 +91,8 @@ def load_pipeline(
             )
     elif isinstance(model, DiffusionPipeline):
         pipeline = model
+        if isinstance(pipeline.name_or_path, Path):  # names in JSON and on cards are strings
+            pipeline.register_to_config(_name_or_path=str(pipeline.name_or_path))
     else:
         raise TypeError(
             f"`model` must be a Hub id, a directory or a `DiffusionPipeline`, got {type(model).__name__}. To train a "
@@ -136,7 +138,7 @@ def _check_config(model: str, model_init_kwargs: dict) -> None:
 
 def base_model_name(model: "str | DiffusionPipeline") -> str:
     """Return the base model's Hub id, the last part of its directory, or the class of an unnamed pipeline."""
-    name = model if isinstance(model, str) else (getattr(model, "name_or_path", None) or type(model).__name__)
+    name = model if isinstance(model, str) else str(getattr(model, "name_or_path", None) or type(model).__name__)
     return Path(os.path.normpath(name)).name if os.path.isdir(name) else name
 
 
@@ -256,7 +258,7 @@ def prepare_transformer(
             model = get_peft_model(transformer, peft_config, autocast_adapter_dtype=autocast_adapter_dtype)
         model.config = config
         # PEFT leaves the base model's name empty for diffusers models
-        model.peft_config[model.active_adapter].base_model_name_or_path = str(pipeline.name_or_path)
+        model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
 
     def enable_checkpointing(**kwargs) -> None:
         transformer.enable_gradient_checkpointing()
