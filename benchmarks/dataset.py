@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 def make_picture(size: int, seed: int, path: Path) -> None:
-    """A picture that compresses as a photo does: colours at several scales, and a little grain."""
+    """A picture that compresses as a photo does: colors at several scales, and a little grain."""
     import numpy as np
     from PIL import Image
 

@@ -38,9 +38,9 @@ def planted(rows: int, dimensions: int, subjects: int) -> np.ndarray:
     of_subject = rng.choice(subjects, rows, p=frequency / frequency.sum())
     vectors = rng.standard_normal((rows, dimensions), dtype=np.float32)
     vectors *= 0.45
-    centres = rng.standard_normal((subjects, dimensions), dtype=np.float32)
+    centers = rng.standard_normal((subjects, dimensions), dtype=np.float32)
     for start in range(0, rows, 4096):  # without a second array of this size
-        vectors[start : start + 4096] += centres[of_subject[start : start + 4096]]
+        vectors[start : start + 4096] += centers[of_subject[start : start + 4096]]
     copies = np.arange(0, rows, 10)
     originals = rng.integers(0, rows, len(copies))
     vectors[copies] = vectors[originals] + 0.2 * rng.standard_normal((len(copies), dimensions), dtype=np.float32)

@@ -510,7 +510,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 def dataset_of(num_prompts: int, side: int) -> datasets.Dataset:
-    """Instructions with pictures: soft colours and a square."""
+    """Instructions with pictures: soft colors and a square."""
     rng = np.random.default_rng(0)
     images = []
     for _ in range(num_prompts):

@@ -34,12 +34,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))  # before this folder, where a module has the package's name
 
 from miniature.data import shared_properties  # noqa: E402
-from miniature.evaluation_step import draw_and_read  # noqa: E402
+from miniature.evaluation_step import generate_and_read  # noqa: E402
 from miniature.generator_step import train_generator  # noqa: E402
 from miniature.judge_step import train_judge  # noqa: E402
 from miniature.run import Miniature, read_settings  # noqa: E402
 from miniature.settings import MiniatureSettings  # noqa: E402
-from miniature.world import ACCESSORIES, COLOURS, SHAPES, Panel, draw_panel, draw_wishes, write_prompt  # noqa: E402
+from miniature.world import ACCESSORIES, COLORS, SHAPES, Panel, draw_panel, sample_specs, write_prompt  # noqa: E402
 
 
 SEEDS = (0, 1, 2)
@@ -53,12 +53,12 @@ NUM_PAIRS = 3840  # fewer than in the demo, so that there is something left to l
 
 
 def describe(panel: Panel) -> str:
-    return f"A {panel.colour} {panel.shape} figure with a {panel.accessory}."
+    return f"A {panel.color} {panel.shape} figure with a {panel.accessory}."
 
 
 def another_figure(panel: Panel, shared: int, random: np.random.Generator) -> Panel:
     """A figure that has a number of properties in common with that of a panel."""
-    values = {"shape": SHAPES, "colour": tuple(COLOURS), "accessory": ACCESSORIES}
+    values = {"shape": SHAPES, "color": tuple(COLORS), "accessory": ACCESSORIES}
     changed = {}
     for name in random.permutation(list(values))[: 3 - shared]:
         others = [value for value in values[name] if value != getattr(panel, name)]
@@ -68,17 +68,17 @@ def another_figure(panel: Panel, shared: int, random: np.random.Generator) -> Pa
 
 def draw_figures(random: np.random.Generator, shared: Sequence[int]) -> tuple[str, str, Panel, list[Panel]]:
     """A prompt, its theme, a panel of it, and panels of another place with figures that share so many properties."""
-    wishes = draw_wishes(random, named=False)
-    prompt = write_prompt(wishes)
-    colours = tuple(COLOURS)
+    specs = sample_specs(random, named=False)
+    prompt = write_prompt(specs)
+    colors = tuple(COLORS)
     first = Panel(
-        wishes[0].shape,
-        colours[random.integers(len(colours))],
+        specs[0].shape,
+        colors[random.integers(len(colors))],
         ACCESSORIES[random.integers(len(ACCESSORIES))],
-        *wishes[0][3:],
+        *specs[0][3:],
     )
     others = [
-        another_figure(first, count, random)._replace(**dict(zip(("ground", "place"), wishes[1][3:], strict=True)))
+        another_figure(first, count, random)._replace(**dict(zip(("ground", "place"), specs[1][3:], strict=True)))
         for count in shared
     ]
     return prompt, parse_image_set_prompt(prompt).theme, first, others
@@ -187,7 +187,7 @@ def prepared(common: Path, seed: int) -> Miniature:
 
 
 def read_truth(folder: Path, adapter: Path | None, miniature: Miniature) -> dict[str, list[float]]:
-    truths = draw_and_read(folder, adapter, miniature.prompts("test"), miniature.settings)
+    truths = generate_and_read(folder, adapter, miniature.prompts("test"), miniature.settings)
     return {f"{prompt}/{seed}": list(truth) for (prompt, seed), truth in truths.items()}
 
 
@@ -351,9 +351,9 @@ def draw(results: dict[str, dict[str, Any]], num_seeds: int, path: Path) -> None
             plot_cells(axis, places, cells, "tab:blue", None)
             axis.set_xlabel("share of three candidates at their right rank (chance is 1/3)")
         else:
-            for offset, name, colour in ((0.12, "consistency", "tab:blue"), (-0.12, "prompt_following", "tab:orange")):
+            for offset, name, color in ((0.12, "consistency", "tab:blue"), (-0.12, "prompt_following", "tab:orange")):
                 cells = [results[claim][label][name]["difference"] for label in labels]
-                plot_cells(axis, places + offset, cells, colour, name.replace("_", " "))
+                plot_cells(axis, places + offset, cells, color, name.replace("_", " "))
             axis.axvline(0, color="black", linewidth=0.8)
             axis.set_xlabel("true change at full resolution")
         seconds = {name: results[claim][name].get("processor seconds of training") for name in labels}
@@ -368,13 +368,13 @@ def draw(results: dict[str, dict[str, Any]], num_seeds: int, path: Path) -> None
     figure.savefig(path, dpi=110)
 
 
-def plot_cells(axis, places, cells: list[dict[str, Any]], colour: str, label: str | None) -> None:
+def plot_cells(axis, places, cells: list[dict[str, Any]], color: str, label: str | None) -> None:
     if not cells:
         return
     means = np.array([one["mean"] for one in cells])
     limits = np.array([one["interval"] for one in cells], dtype=float)
     errors = np.abs(limits - means[:, None]).T
-    axis.errorbar(means, places, xerr=errors, fmt="o", color=colour, capsize=3, markersize=5, label=label)
+    axis.errorbar(means, places, xerr=errors, fmt="o", color=color, capsize=3, markersize=5, label=label)
 
 
 def ratios_of(results: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -351,7 +351,7 @@ def textured_sets(count: int, size: int) -> list[list[Image.Image]]:
     frequency[0, 0] = np.inf
     sets = []
     for _ in range(count):
-        colours = rng.integers(0, 256, (6, 3))
+        colors = rng.integers(0, 256, (6, 3))
         panels = []
         for _ in range(4):
             noise = np.fft.rfft2(rng.normal(size=(3, size, size))) / frequency
@@ -359,14 +359,14 @@ def textured_sets(count: int, size: int) -> list[list[Image.Image]]:
             clouds = 128 + 40 * clouds / clouds.std(axis=(1, 2), keepdims=True)
             image = Image.fromarray(clouds.transpose(1, 2, 0).clip(0, 255).astype(np.uint8))
             draw = ImageDraw.Draw(image)
-            for index, colour in enumerate(colours):
+            for index, color in enumerate(colors):
                 left, top, width, height = (
                     rng.integers(0, size * 3 // 4),
                     rng.integers(0, size * 3 // 4),
                     *rng.integers(size // 16, size // 3, 2),
                 )
                 shape = draw.ellipse if index % 2 else draw.rectangle
-                shape([left, top, left + width, top + height], fill=tuple(colour.tolist()), outline=(20, 20, 20))
+                shape([left, top, left + width, top + height], fill=tuple(color.tolist()), outline=(20, 20, 20))
             grain = np.asarray(image) + rng.normal(scale=3, size=(size, size, 3))
             panels.append(Image.fromarray(grain.clip(0, 255).round().astype(np.uint8)))
         sets.append(panels)

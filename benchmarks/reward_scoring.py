@@ -195,8 +195,8 @@ def largest_difference(scores: list[float], others: list[float]) -> float:
 
 def panels(rows: int, cols: int, size: int) -> list[Image.Image]:
     rng = random.Random(0)
-    colours = [tuple(rng.randrange(256) for _ in range(3)) for _ in range(rows * cols)]
-    return [Image.new("RGB", (size, size), colour) for colour in colours]
+    colors = [tuple(rng.randrange(256) for _ in range(3)) for _ in range(rows * cols)]
+    return [Image.new("RGB", (size, size), color) for color in colors]
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ TIMED = slice(2, None, 5)  # of the 50, which may be sorted by length
 
 
 def equal_pairs(args: argparse.Namespace) -> Dataset:
-    images = [Image.new("RGB", (args.panel_size, args.panel_size), colour) for colour in ("red", "green")]
+    images = [Image.new("RGB", (args.panel_size, args.panel_size), color) for color in ("red", "green")]
     return Dataset.from_list(
         [make_pair(*images, theme_question(THEME), index % 2 == 0, REASONS) for index in range(args.batch_size)]
     )

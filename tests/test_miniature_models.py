@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from miniature.data import make_prompts
 from miniature.models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path
 from miniature.truth import judge_set, read_panels
-from miniature.world import ALL_PANELS, Panel, Wish, draw_all_panels, draw_panel, write_wish
+from miniature.world import ALL_PANELS, Panel, PromptSpec, describe_spec, draw_all_panels, draw_panel
 from paco_trl import PaCoReward
 from paco_trl.data import split_grid, theme_question
 from paco_trl.dataset_building import load_pipeline
@@ -35,7 +35,7 @@ def draw(pipeline, prompts, size: int = 128) -> list:
         generator=torch.Generator().manual_seed(0),
     ).images
     return [
-        judge_set(read_panels(split_grid(image, 2, 2)), [Wish(*wish) for wish in row["wishes"]])
+        judge_set(read_panels(split_grid(image, 2, 2)), [PromptSpec(*spec) for spec in row["specs"]])
         for image, row in zip(images, prompts, strict=True)
     ]
 
@@ -75,8 +75,8 @@ class TestFlux:
     @pytest.mark.slow
     def test_it_reads_its_prompt(self, pipeline):
         prompts = make_prompts(24, seed=3)
-        wishes = [prompts[(row + 1) % 24]["wishes"] for row in range(24)]
-        swapped = prompts.remove_columns("wishes").add_column("wishes", wishes)
+        specs = [prompts[(row + 1) % 24]["specs"] for row in range(24)]
+        swapped = prompts.remove_columns("specs").add_column("specs", specs)
         assert np.mean(draw(pipeline, swapped), axis=0)[1] < np.mean(draw(pipeline, prompts), axis=0)[1] - 0.2
 
     def test_the_vae_restores_what_it_sees(self, pipeline):
@@ -92,7 +92,7 @@ class TestClip:
     def test_it_finds_the_scene(self):
         panels = [ALL_PANELS[index] for index in np.random.default_rng(0).integers(len(ALL_PANELS), size=40)]
         images = [draw_panel(panel, 32) for panel in panels]
-        texts = [write_wish(Wish(panel.shape, None, None, panel.ground, panel.place)) for panel in panels]
+        texts = [describe_spec(PromptSpec(panel.shape, None, None, panel.ground, panel.place)) for panel in panels]
         reward = ClipTReward(toy_clip_path())
         empty = Image.new("RGB", (64, 64))
 
@@ -109,18 +109,18 @@ class TestJudge:
     def test_it_compares_what_is_named_and_was_never_asked_about_consistency(self):
         judge = PaCoReward.from_pretrained(toy_judge_path(), batch_size=64)
         random = np.random.default_rng(0)
-        pairs, same_colour, same_figure = [], [], []
+        pairs, same_color, same_figure = [], [], []
         for number in range(128):
             first, second = (ALL_PANELS[index] for index in random.integers(len(ALL_PANELS), size=2))
             if number % 2:
-                second = second._replace(shape=first.shape, colour=first.colour)
+                second = second._replace(shape=first.shape, color=first.color)
             if number % 4 == 3:
                 second = second._replace(accessory=first.accessory)
             pairs.append((draw_panel(first, 64), draw_panel(second, 64)))
-            same_colour.append(first.colour == second.colour)
+            same_color.append(first.color == second.color)
             same_figure.append(first.identity == second.identity)
         asked = judge.score(pairs, ["Do the two images have the same colour?"] * 128)
-        assert np.mean((np.array(asked) > 0.5) == same_colour) > 0.95
+        assert np.mean((np.array(asked) > 0.5) == same_color) > 0.95
         theme = theme_question(make_prompts(1, seed=0)[0]["theme"])
         asked = judge.score(pairs, [theme] * 128)
         assert np.mean((np.array(asked) > 0.5) == same_figure) < 0.75
@@ -143,7 +143,7 @@ class TestJudge:
 
     def test_clip_i_is_a_scorer_of_pairs(self):
         panel = Panel("square", "blue", "hat", "snow", "right")
-        others = [panel, panel._replace(colour="red")]
+        others = [panel, panel._replace(color="red")]
         scorer = ClipIScorer(toy_clip_path())
         scores = scorer.score([(draw_panel(panel, 64), draw_panel(other, 64)) for other in others], [""] * 2)
         assert scores[0] == pytest.approx(1, abs=1e-5) and scores[1] < 0.99

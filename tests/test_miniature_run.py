@@ -21,7 +21,7 @@ from datasets import load_from_disk
 from PIL import Image
 
 import launching
-from miniature.evaluation_step import compare, draw_and_read
+from miniature.evaluation_step import compare, generate_and_read
 from miniature.generator_step import train_generator
 from miniature.models import toy_flux_path
 from miniature.run import (
@@ -58,7 +58,7 @@ def finished(tmp_path_factory) -> tuple[Miniature, list[str], str]:
 
 @pytest.mark.slow
 class TestShortRun:
-    def test_what_lies_in_the_folder(self, finished):
+    def test_what_is_in_the_directory(self, finished):
         miniature = finished[0]
         for name in ("report.html", "before_and_after.png", "curves.png", "calibration.png"):
             assert (miniature.folder / name).stat().st_size > 1000
@@ -69,7 +69,7 @@ class TestShortRun:
         pipeline.load_lora_weights(miniature.folder / "toy-flux-lora")
         assert pipeline.get_active_adapters() and before == pipeline.transformer.proj_out.weight.sum()
 
-    def test_the_pairs_are_labelled_by_how_they_were_drawn(self, finished):
+    def test_the_pairs_are_labeled_by_how_they_were_made(self, finished):
         miniature = finished[0]
         pairs = load_from_disk(str(miniature.step_folder("dataset") / "pairs" / "dataset"))["train"]
         for (first, second), completion in zip(pairs["panels"][:], pairs["completion"][:], strict=True):
@@ -88,14 +88,14 @@ class TestShortRun:
 
     def test_only_the_prompts_of_the_dataset_leave_the_figure_open(self, finished):
         for name in ("dataset", "train", "test"):
-            wishes = [wish for row in finished[0].prompts(name)["wishes"][:] for wish in row]
-            assert {None in wish for wish in wishes} == {name == "dataset"}
+            specs = [spec for row in finished[0].prompts(name)["specs"][:] for spec in row]
+            assert {None in spec for spec in specs} == {name == "dataset"}
 
     def test_it_says_what_comes_and_how_long(self, finished):
         steps = [line for line in finished[1] if line.startswith("Step ")]
         starts = [f"Step {number} of 5, {name}:" for number, name in enumerate(STEPS, start=1)]
         assert [line.startswith(start) for line, start in zip(steps, starts, strict=True)] == [True] * 5
-        assert all("to the end)" in line for line in steps)
+        assert all(" left)" in line for line in steps)
 
     def test_more_to_do_takes_longer(self):
         usual, short = expected_seconds(MiniatureSettings()), expected_seconds(SHORT)
@@ -108,12 +108,12 @@ class TestShortRun:
         _, lines, bars = finished
         others = [line for line in lines[:-5] if not line.startswith("Step ")]
         assert len(others) == 2
-        assert "effective batch 8 images" in others[0] and "its figures mean nothing" in others[1]
+        assert "effective batch 8 images" in others[0] and "the results mean nothing" in others[1]
         assert "consistency=0." in bars and "accuracy=0." in bars  # at the end of the bars
         assert "FutureWarning" not in bars and "Saving the dataset" not in bars
 
     def test_the_summary(self, finished):
-        starts = ("Dataset:", "Judge:", "True consistency", "True prompt following", "Look at ")
+        starts = ("Dataset:", "Judge:", "True consistency", "True prompt following", "See ")
         assert [line.startswith(start) for line, start in zip(finished[1][-5:], starts, strict=True)] == [True] * 5
         assert finished[1][-5:] == finished[0].summary()
 
@@ -142,7 +142,7 @@ class TestShortRun:
         assert "report" not in again  # of another evaluation
         assert "report" in miniature.run()
 
-    def test_training_goes_on_from_its_checkpoint(self, finished, tmp_path):
+    def test_training_resumes_from_its_checkpoint(self, finished, tmp_path):
         """A run that was stopped after the first of two rounds, and one that was not, have the same adapter."""
         miniature = finished[0]
         judge, prompts = miniature.step_folder("judge"), miniature.prompts("train")
@@ -167,7 +167,7 @@ class TestShortRun:
         folder, prompts = miniature.step_folder("evaluation"), miniature.prompts("test").select(range(1))
         drawn = {}
         for name, adapter in (("before", None), ("after", miniature.step_folder("generator") / "toy-flux-lora")):
-            draw_and_read(tmp_path / name, adapter, prompts, SHORT)
+            generate_and_read(tmp_path / name, adapter, prompts, SHORT)
             path = Path("images") / prompts[0]["id"] / "0.png"
             drawn[name] = np.asarray(Image.open(tmp_path / name / path)).astype(int)
             kept = np.asarray(Image.open(folder / name / path)).astype(int)
@@ -191,13 +191,13 @@ class TestCompare:
 class TestRefusals:
     @pytest.mark.slow
     def test_other_settings_in_the_same_folder(self, finished):
-        with pytest.raises(ValueError, match="`seed` 0, now 1. Give another folder, or `--restart`"):
+        with pytest.raises(ValueError, match="`seed` 0, now 1. Give another directory, or `--restart`"):
             Miniature(finished[0].folder, replace(SHORT, seed=1))
         done = demo(finished[0].folder, "--short", "--seed", "1")
         assert done.returncode == 1 and "`seed` 0, now 1" in done.stderr and "Traceback" not in done.stderr
 
     def test_a_step_whose_predecessor_is_missing(self, tmp_path):
-        with pytest.raises(ValueError, match="'judge' needs what 'dataset' makes"):
+        with pytest.raises(ValueError, match="'judge' requires the results of 'dataset'"):
             Miniature(tmp_path, SHORT).run(alone="judge")
 
     def test_an_unknown_step(self, tmp_path):
@@ -210,7 +210,7 @@ class TestRefusals:
         for name in ("dataset", "judge", "generator"):
             miniature.step_folder(name).mkdir()
             (miniature.step_folder(name) / "result.json").write_text(json.dumps({"seconds": 1}))
-        with pytest.raises(StepError, match="'evaluation' failed: .* --step evaluation` runs it alone"):
+        with pytest.raises(StepError, match="'evaluation' failed: .* --step evaluation` runs it again"):
             miniature.run()
 
     @pytest.mark.slow
@@ -306,7 +306,7 @@ class TestRefusals:
         nearly_none = SimpleNamespace(available=2**28)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: nearly_none)
         code, said = demo_here(tmp_path / "out")
-        assert code == 1 and "needs about 2 GiB of free memory, and 0.2 GiB are free" in said
+        assert code == 1 and "requires about 2 GiB of free memory, but only 0.2 GiB are free" in said
         assert os.environ["HF_HUB_OFFLINE"] == "1"
         assert not (tmp_path / "out").exists()
 
@@ -327,7 +327,7 @@ def test_ctrl_c_in_every_long_step_and_on(finished, tmp_path):
         _, errors = process.communicate(timeout=120)
         assert (
             process.returncode == 130
-            and f"`python examples/miniature/demo.py --output_dir {folder} --short` goes on" in errors
+            and f"`python examples/miniature/demo.py --output_dir {folder} --short` resumes" in errors
         )
     done = demo(folder, "--short")
     assert done.returncode == 0, done.stderr
@@ -365,7 +365,7 @@ class TestClearing:
     def test_settings_are_read_as_they_were(self, finished, tmp_path):
         assert read_settings(finished[0].folder) == SHORT
         (tmp_path / "miniature.json").write_text('{"seed": 0, "patience": 3}')
-        with pytest.raises(ValueError, match="another version. Give another folder, or `--restart`"):
+        with pytest.raises(ValueError, match="another version. Give another directory, or `--restart`"):
             read_settings(tmp_path)
 
 

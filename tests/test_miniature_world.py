@@ -14,21 +14,21 @@ from miniature.world import (
     GROUNDS,
     PLACES,
     Panel,
-    Wish,
+    PromptSpec,
+    describe_spec,
     draw_all_panels,
-    draw_careless_set,
     draw_panel,
-    draw_wishes,
+    sample_careless_set,
+    sample_specs,
     write_prompt,
-    write_wish,
 )
 from paco_trl.data import parse_image_set_prompt
 
 
 SCENES = (("meadow", "left"), ("beach", "middle"), ("snow", "right"), ("night", "left"))
 RED = Panel("round", "red", "hat", "meadow", "left")
-OPEN = [Wish("round", None, None, *scene) for scene in SCENES]
-NAMED = [Wish(*RED.identity, *scene) for scene in SCENES]
+OPEN = [PromptSpec("round", None, None, *scene) for scene in SCENES]
+NAMED = [PromptSpec(*RED.identity, *scene) for scene in SCENES]
 
 
 def set_of(*figures: tuple[str, str, str]) -> list[Panel]:
@@ -66,7 +66,7 @@ class TestTruth:
         panels = set_of(*[RED.identity] * 4)
         assert judge_set(panels, OPEN) == (1.0, 1.0, 0, 0)
 
-    def test_one_other_colour(self):
+    def test_one_other_color(self):
         panels = set_of(*[RED.identity] * 3, ("round", "blue", "hat"))
         assert judge_set(panels, OPEN) == (3 / 6, 1.0, 0, 0)
 
@@ -111,14 +111,21 @@ class TestPrompts:
     def test_the_format_is_that_of_t2is(self):
         parsed = parse_image_set_prompt(write_prompt(NAMED))
         assert (parsed.rows, parsed.cols) == (2, 2)
-        assert parsed.panels == [write_wish(wish) for wish in NAMED]
+        assert parsed.panels == [describe_spec(spec) for spec in NAMED]
         assert "one round figure" in parsed.theme
         assert parsed.panels[0] == "Meadow, on the left: red, hat."
         assert parse_image_set_prompt(write_prompt(OPEN)).panels[1] == "Beach, in the middle."
 
     def test_texts_of_scenes_are_all_different(self):
         assert (
-            len({write_wish(Wish("round", None, None, ground, place)) for ground in GROUNDS for place in PLACES}) == 18
+            len(
+                {
+                    describe_spec(PromptSpec("round", None, None, ground, place))
+                    for ground in GROUNDS
+                    for place in PLACES
+                }
+            )
+            == 18
         )
 
     def test_prompts_are_different_and_the_same_for_a_seed(self):
@@ -132,10 +139,10 @@ class TestPrompts:
     @pytest.mark.parametrize("named", [True, False])
     def test_what_a_prompt_asks_for_is_in_its_row(self, named):
         for row in make_prompts(20, seed=0, named=named):
-            wishes = [Wish(*wish) for wish in row["wishes"]]
-            assert row["prompt"] == write_prompt(wishes) and row["panels"] == [write_wish(wish) for wish in wishes]
-            assert len({wish.ground for wish in wishes}) == 4
-            assert len({wish[:3] for wish in wishes}) == 1 and (None in wishes[0]) != named
+            specs = [PromptSpec(*spec) for spec in row["specs"]]
+            assert row["prompt"] == write_prompt(specs) and row["panels"] == [describe_spec(spec) for spec in specs]
+            assert len({spec.ground for spec in specs}) == 4
+            assert len({spec[:3] for spec in specs}) == 1 and (None in specs[0]) != named
 
 
 class TestCareless:
@@ -145,8 +152,8 @@ class TestCareless:
         random = np.random.default_rng(0)
         truths = []
         for _ in range(800):
-            wishes = draw_wishes(random, named)
-            truths.append(judge_set(draw_careless_set(wishes, random, care), wishes))
+            specs = sample_specs(random, named)
+            truths.append(judge_set(sample_careless_set(specs, random, care), specs))
 
         def both_right(values: int) -> float:
             """Two panels have one value: both kept it, or one of them or both have it by chance."""
@@ -166,7 +173,7 @@ class TestTrueRankings:
     @staticmethod
     def make_panels(folder, figures: list[tuple[str, str, str]]) -> tuple[Dataset, Dataset]:
         prompts = make_prompts(1, seed=0)
-        scenes = [tuple(wish[3:]) for wish in prompts[0]["wishes"]]
+        scenes = [tuple(spec[3:]) for spec in prompts[0]["specs"]]
         rows = []
         for seed, figure in enumerate(figures):
             for position, scene in enumerate(scenes):

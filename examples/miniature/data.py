@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of the planted world as a dataset, and rankings whose truth is known."""
+"""Build the prompts of the planted world as a dataset, and rankings with known truth."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .truth import read_panels
-from .world import Panel, Wish, draw_wishes, write_prompt, write_wish
+from .world import Panel, PromptSpec, describe_spec, sample_specs, write_prompt
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-SIZE = 128  # pixels of a whole set at full resolution
+SIZE = 128  # pixels per side of a set at full resolution
 
 
 def make_prompts(count: int, seed: int, named: bool = True, name: str = "prompt") -> "Dataset":
-    """Chooses different prompts of the planted world."""
+    """Sample distinct prompts of the planted world."""
     from datasets import Dataset
 
     from paco_trl.data import parse_image_set_prompt
 
     random = np.random.default_rng(seed)
-    chosen: dict[str, list[Wish]] = {}
+    chosen: dict[str, list[PromptSpec]] = {}
     while len(chosen) < count:
-        wishes = draw_wishes(random, named)
-        chosen.setdefault(write_prompt(wishes), wishes)
+        specs = sample_specs(random, named)
+        chosen.setdefault(write_prompt(specs), specs)
     return Dataset.from_list(
         [
             {
@@ -37,26 +37,23 @@ def make_prompts(count: int, seed: int, named: bool = True, name: str = "prompt"
                 "theme": parse_image_set_prompt(prompt).theme,
                 "rows": 2,
                 "cols": 2,
-                "panels": [write_wish(wish) for wish in wishes],
+                "panels": [describe_spec(spec) for spec in specs],
                 "height": SIZE,
                 "width": SIZE,
-                "wishes": [list(wish) for wish in wishes],
+                "specs": [list(spec) for spec in specs],
             }
-            for number, (prompt, wishes) in enumerate(chosen.items())
+            for number, (prompt, specs) in enumerate(chosen.items())
         ]
     )
 
 
 def shared_properties(first: Panel, second: Panel) -> int:
-    """Counts what two figures have in common."""
+    """Count the properties that two figures share."""
     return sum(a == b for a, b in zip(first.identity, second.identity, strict=True))
 
 
 def make_true_rankings(panels: "Dataset", prompts: "Dataset", per_prompt: int = 8, seed: int = 0) -> "Dataset":
-    """
-    Makes rankings of which the truth is known: a reference, and candidates at one other position of the same prompt
-    whose figures have 3, 2 and 1 properties in common with it.
-    """
+    """Build rankings with known truth: candidates at another position share 3, 2 and 1 properties with a reference."""
     from datasets import Dataset, Features, Image, List, Value
 
     random = np.random.default_rng(seed)
@@ -89,8 +86,8 @@ def make_true_rankings(panels: "Dataset", prompts: "Dataset", per_prompt: int = 
         rows += [of_prompt[number] for number in sorted(kept)]
     if not rows:
         raise ValueError(
-            f"The {len(panels)} panels of {len(prompts)} prompts give no ranking: nowhere do two of them show figures that "
-            "have different numbers of properties in common with a third. Draw more sets, or other prompts."
+            f"The {len(panels)} panels of {len(prompts)} prompts give no ranking: no two of them share different numbers "
+            "of properties with a third. Generate more sets, or use other prompts."
         )
     features = Features(
         {
@@ -108,10 +105,10 @@ def make_true_rankings(panels: "Dataset", prompts: "Dataset", per_prompt: int = 
 def _one_of_each(
     found: Sequence[Panel | None], reference: int, others: Sequence[int], random: np.random.Generator
 ) -> list[int]:
-    """Panels that have 3, 2 and 1 properties in common with the reference, in this order, as far as there are any."""
-    by_count: dict[int, list[int]] = {}
+    """Return one panel for each number of properties shared with the reference, most first."""
     if found[reference] is None:
         return []
+    by_count: dict[int, list[int]] = {}
     for other in others:
         if found[other] is not None:
             by_count.setdefault(shared_properties(found[reference], found[other]), []).append(other)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step 1 of the miniature: pairs from sub-figures of drawn sets, labelled by how they were made."""
+"""Step 1: build pairs from the panels of generated sets, labeled by how they were made."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,7 @@ GRID_SEEDS = (0, 1, 2, 3)  # paper: four sets of each prompt
 
 
 def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings) -> dict[str, Any]:
-    """
-    Draws sets of each prompt with the untrained generator, and pairs their panels.
-
-    Nobody looks at a picture: a panel of the same set is taken for more consistent than one of another set
-    ([`~paco_trl.dataset_building.rank_automatically`]). That is right only as often as the generator is consistent,
-    and the report says how often that is.
-    """
+    """Generate sets with the untrained generator and pair their panels; the same set counts as more consistent."""
     pipeline = load_pipeline(str(toy_flux_path()), torch.float32, device="cpu")
     grids = draw_grids(
         pipeline,
@@ -46,7 +40,7 @@ def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings)
         seeds=GRID_SEEDS,
         batch_size=8 * len(GRID_SEEDS),
         num_inference_steps=settings.num_inference_steps,
-        max_sequence_length=pipeline.tokenizer_2.model_max_length,  # the toy knows texts of this length alone
+        max_sequence_length=pipeline.tokenizer_2.model_max_length,  # the only text length that the toy knows
     )
     panels = cut_panels(grids, StageFolder(folder / "panels"))
     instances = make_instances(panels)
@@ -56,10 +50,9 @@ def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings)
     StageFolder(folder / "pairs").finish(pairs, report)
 
     held_out = set(pairs["test"]["group"][:])
-    of_test = prompts.select([row for row, name in enumerate(prompts["id"][:]) if name in held_out])
-    rankings = make_true_rankings(panels, of_test, seed=settings.seed)
-    found = read_panels(panels["image"][:])
-    shown = dict(zip(panels["id"][:], found, strict=True))
+    test_prompts = prompts.select([row for row, name in enumerate(prompts["id"][:]) if name in held_out])
+    rankings = make_true_rankings(panels, test_prompts, seed=settings.seed)
+    shown = dict(zip(panels["id"][:], read_panels(panels["image"][:]), strict=True))
     StageFolder(folder / "rankings").finish(rankings, {"rankings": len(rankings)})
     return {
         "prompts": len(prompts),
@@ -71,7 +64,7 @@ def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings)
 
 
 def true_share(pairs: "Dataset", shown: dict, label: str) -> float:
-    """Share of the pairs with a label whose figures are really the same."""
+    """Return the fraction of pairs with a label that really show the same figure."""
     same = []
     for names, completion in zip(pairs["panels"][:], pairs["completion"][:], strict=True):
         if completion[0]["content"] == label:

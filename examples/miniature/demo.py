@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-The whole method on a laptop, offline.
-
-    python examples/miniature/demo.py
-"""
+"""Run the whole method on a laptop, offline."""
 
 import os
 import shlex
@@ -18,53 +14,53 @@ if TYPE_CHECKING:
     from trl import TrlParser
 
 
-MEMORY_NEEDED = 2.0  # GiB free; 1.7 at most were measured, see docs/miniature.md
+MEMORY_NEEDED = 2.0  # GiB; the measured peak is 1.7, see docs/miniature.md
 
 
 @dataclass
 class DemoArguments:
     """
-    What the demo does. It needs no network, no GPU, two cores, and 2 GiB of free memory.
+    Arguments of the demo, which requires two cores and 2 GiB of free memory, but no network and no GPU.
 
     Args:
         output_dir (`str`, *optional*, defaults to `"demo-output"`):
-            Folder for everything that it makes. A demo that was stopped goes on where it was.
+            Directory for all results. An interrupted demo resumes.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of everything. The same seed gives the same figures on the same machine.
+            Seed of everything. The same seed gives the same results on the same machine.
         step (`str`, *optional*):
-            Runs one step alone, anew, with the settings of the folder: `dataset`, `judge`, `generator`, `evaluation` or
-            `report`. What the steps after it made is taken away.
+            Single step to run again, with the settings of the directory: `dataset`, `judge`, `generator`, `evaluation`
+            or `report`. The results of later steps are deleted.
         restart (`bool`, *optional*, defaults to `False`):
-            Whether to take away what an earlier demo left in the folder, and start clean.
+            Whether to delete the results of an earlier demo in the directory and start over.
         short (`bool`, *optional*, defaults to `False`):
-            Whether to go through all steps with so little data that it takes a minute or two. What comes out shows that
-            everything works here; its figures mean nothing.
+            Whether to run all steps on so little data that it takes a minute or two. This shows that everything works;
+            the results mean nothing.
     """
 
     output_dir: str = field(
         default="demo-output",
-        metadata={"help": "Folder for everything that it makes. A demo that was stopped goes on where it was."},
+        metadata={"help": "Directory for all results. An interrupted demo resumes."},
     )
     seed: int = field(
         default=0,
-        metadata={"help": "Seed of everything. The same seed gives the same figures on the same machine."},
+        metadata={"help": "Seed of everything. The same seed gives the same results on the same machine."},
     )
     step: str | None = field(
         default=None,
         metadata={
-            "help": "Runs one step alone, anew, with the settings of the folder: `dataset`, `judge`, `generator`, "
-            "`evaluation` or `report`. What the steps after it made is taken away."
+            "help": "Single step to run again, with the settings of the directory: `dataset`, `judge`, `generator`, "
+            "`evaluation` or `report`. The results of later steps are deleted."
         },
     )
     restart: bool = field(
         default=False,
-        metadata={"help": "Whether to take away what an earlier demo left in the folder, and start clean."},
+        metadata={"help": "Whether to delete the results of an earlier demo in the directory and start over."},
     )
     short: bool = field(
         default=False,
         metadata={
-            "help": "Whether to go through all steps with so little data that it takes a minute or two. What comes out "
-            "shows that everything works here; its figures mean nothing."
+            "help": "Whether to run all steps on so little data that it takes a minute or two. This shows that "
+            "everything works; the results mean nothing."
         },
     )
 
@@ -76,10 +72,10 @@ def _parser() -> "TrlParser":
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command."""
-    # Before anything of the Hub is imported: nothing is looked for there
+    """Run the command."""
+    # Before huggingface_hub is imported, which reads it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # DeepSpeed, where it is installed, would look for another one, and say so
+    # An installed DeepSpeed would search for an accelerator, and log it
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if {"--help", "-h"} & set(arguments):
         _parser().print_help()
@@ -95,12 +91,12 @@ def main(arguments: list[str]) -> int:
         _check_memory()
         _run(args)
     except KeyboardInterrupt:
-        goes_on = f"{COMMAND} --output_dir {shlex.quote(args.output_dir)}"
+        command = f"{COMMAND} --output_dir {shlex.quote(args.output_dir)}"
         if args.step is None:
-            goes_on += f" --seed {args.seed}" * (args.seed != 0) + " --short" * args.short
+            command += f" --seed {args.seed}" * (args.seed != 0) + " --short" * args.short
         else:
-            goes_on += f" --step {args.step}"
-        sys.stderr.write(f"\nStopped. What is done is in {args.output_dir}; `{goes_on}` goes on from there.\n")
+            command += f" --step {args.step}"
+        sys.stderr.write(f"\nInterrupted. `{command}` resumes from what is in {args.output_dir}.\n")
         return 130
     except (ValueError, OSError, RuntimeError) as error:
         sys.stderr.write(f"\ndemo.py: {error}\n")
@@ -118,18 +114,17 @@ def _run(args: DemoArguments) -> None:
     if args.step is not None and args.step not in STEPS:
         raise ValueError(f"There is no step {args.step!r}. The steps are {', '.join(STEPS)}.")
     if args.step is not None and args.restart:
-        raise ValueError(f"`--restart` takes away what `--step {args.step}` needs. Give one of the two.")
+        raise ValueError(f"`--restart` deletes what `--step {args.step}` requires. Give one of the two.")
     folder = Path(args.output_dir).expanduser().absolute()
     is_demo = (folder / SETTINGS_FILE).is_file()
-    # Only a folder of its own is written to, so that nobody's files are lost
+    # Never write into a directory with other files
     if not is_demo and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"'{folder}' is not from a demo: it is left as it is. Give another `--output_dir`.")
+        raise ValueError(f"'{folder}' is not from a demo and is left unchanged. Give another `--output_dir`.")
     if args.restart and is_demo:
         clear(folder)
-    # What says nothing to somebody who looks at a demo
     warnings.simplefilter("ignore", FutureWarning)
     datasets.disable_progress_bars()
-    torch.set_num_threads(1)  # such small models are faster so, and the sums are the same with any number of cores
+    torch.set_num_threads(1)  # faster for such small models, and reproducible on any number of cores
     settings = replace(SHORT if args.short else MiniatureSettings(), seed=args.seed)
     if args.step is not None and is_demo and not args.seed and not args.short:
         settings = read_settings(folder)
@@ -142,7 +137,7 @@ def _run(args: DemoArguments) -> None:
     results = miniature.run(alone=args.step)
     if "report" in results:
         if settings == replace(SHORT, seed=settings.seed):
-            _say("\nThis was a short run: everything works, and its figures mean nothing.")
+            _say("\nThis was a short run: everything works, and the results mean nothing.")
         _say("\n" + "\n".join(miniature.summary()))
 
 
@@ -157,13 +152,13 @@ def _check_memory() -> None:
     available = psutil.virtual_memory().available / 2**30
     if available < MEMORY_NEEDED:
         raise ValueError(
-            f"The demo needs about {MEMORY_NEEDED:g} GiB of free memory, and {available:.1f} GiB are free. Close "
-            "something, or take a larger machine."
+            f"The demo requires about {MEMORY_NEEDED:g} GiB of free memory, but only {available:.1f} GiB are free. Close "
+            "other programs, or use a larger machine."
         )
 
 
 if __name__ == "__main__":
-    # This folder is a package, which is found from the folder above
+    # This directory is a package: import it from its parent
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     try:
         sys.exit(main(sys.argv[1:]))

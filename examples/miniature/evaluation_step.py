@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step 4 of the miniature: what the generator draws at full resolution, before and after, and what of it is true."""
+"""Step 4: measure the truth of sets generated at full resolution, before and after training."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from paco_trl.image_benchmarks.statistics import Unit, cell, difference
 from .models import toy_flux_path
 from .settings import MiniatureSettings
 from .truth import SetTruth, judge_set, read_panels
-from .world import Wish
+from .world import PromptSpec
 
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ _SHOWN_ROWS, _SHOWN_COLUMNS = 4, 5
 Truths = Mapping[Unit, SetTruth]  # by prompt id and seed
 
 
-def draw_and_read(folder: Path, adapter: Path | None, prompts: "Dataset", settings: MiniatureSettings) -> Truths:
-    """Draws test prompts at full resolution, and reads from the pixels what the sets show."""
+def generate_and_read(folder: Path, adapter: Path | None, prompts: "Dataset", settings: MiniatureSettings) -> Truths:
+    """Generate sets of the test prompts at full resolution, and read from the pixels what they show."""
     pipeline = load_system(str(toy_flux_path()), torch.float32, None if adapter is None else str(adapter), "cpu")
     grids = draw_grids(
         pipeline,
@@ -39,19 +39,19 @@ def draw_and_read(folder: Path, adapter: Path | None, prompts: "Dataset", settin
         seeds=range(settings.test_seeds),
         batch_size=8 * settings.test_seeds,
         num_inference_steps=settings.num_inference_steps,
-        max_sequence_length=pipeline.tokenizer_2.model_max_length,  # the toy knows texts of this length alone
+        max_sequence_length=pipeline.tokenizer_2.model_max_length,  # the only text length that the toy knows
     )
-    asked = {row["id"]: row for row in prompts.with_format(None)}
+    rows = {row["id"]: row for row in prompts.with_format(None)}
     truths = {}
     for grid in grids:
-        row = asked[grid["prompt_id"]]
+        row = rows[grid["prompt_id"]]
         panels = read_panels(split_grid(grid["image"], row["rows"], row["cols"]))
-        truths[row["id"], grid["seed"]] = judge_set(panels, [Wish(*wish) for wish in row["wishes"]])
+        truths[row["id"], grid["seed"]] = judge_set(panels, [PromptSpec(*spec) for spec in row["specs"]])
     return truths
 
 
 def compare(before: Truths, after: Truths) -> dict[str, Any]:
-    """Means before and after and their paired difference, with bootstrap intervals over prompts."""
+    """Compute means before and after and their paired difference, with bootstrap intervals over prompts."""
     results: dict[str, Any] = {}
     for name in SetTruth._fields:
         values = [{unit: getattr(truth, name) for unit, truth in truths.items()} for truths in (before, after)]
@@ -63,11 +63,8 @@ def compare(before: Truths, after: Truths) -> dict[str, Any]:
     return results
 
 
-def draw_before_and_after(folder: Path, path: Path, prompts: "Dataset", results: dict[str, Any]) -> None:
-    """
-    Saves a picture of the first test prompts, before and after from the same noise. A panel whose figure is not the
-    one that the prompt asks for has a red frame.
-    """
+def plot_before_and_after(folder: Path, path: Path, prompts: "Dataset", results: dict[str, Any]) -> None:
+    """Plot sets of the first test prompts before and after, from the same noise, with red frames on wrong figures."""
     rows = list(prompts.select(range(min(_SHOWN_ROWS * _SHOWN_COLUMNS, len(prompts)))).with_format(None))
     figure = Figure(figsize=(13, 5.9), layout="constrained")
     for name, block in zip(("before", "after"), figure.subfigures(1, 2, wspace=0.03), strict=True):
@@ -77,17 +74,16 @@ def draw_before_and_after(folder: Path, path: Path, prompts: "Dataset", results:
         for axis in axes:
             axis.axis("off")
         for row, axis in zip(rows, axes, strict=False):
-            picture = Image.open(folder / name / "images" / row["id"] / "0.png").convert("RGB")
-            _show_set(axis, picture, row)
+            _show_set(axis, Image.open(folder / name / "images" / row["id"] / "0.png").convert("RGB"), row)
     figure.savefig(path, dpi=120)
 
 
-def _show_set(axis: Any, picture: Image.Image, row: dict[str, Any]) -> None:
-    axis.imshow(picture, interpolation="nearest")
-    wishes = [Wish(*wish) for wish in row["wishes"]]
-    axis.set_title(" ".join(filter(None, (wishes[0].colour, wishes[0].shape, wishes[0].accessory))), fontsize=8, pad=2)
-    side = picture.width // row["cols"]
-    for place, panel in enumerate(read_panels(split_grid(picture, row["rows"], row["cols"]))):
-        if panel is None or panel.identity != wishes[place][:3]:
+def _show_set(axis: Any, image: Image.Image, row: dict[str, Any]) -> None:
+    axis.imshow(image, interpolation="nearest")
+    specs = [PromptSpec(*spec) for spec in row["specs"]]
+    axis.set_title(" ".join(filter(None, (specs[0].color, specs[0].shape, specs[0].accessory))), fontsize=8, pad=2)
+    side = image.width // row["cols"]
+    for place, panel in enumerate(read_panels(split_grid(image, row["rows"], row["cols"]))):
+        if panel is None or panel.identity != specs[place][:3]:
             corner = (place % row["cols"] * side + 1, place // row["cols"] * side + 1)
             axis.add_patch(Rectangle(corner, side - 3, side - 3, fill=False, edgecolor="#e0201b", linewidth=1.8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step 3 of the miniature: PaCo-GRPO at half resolution, with two rewards."""
+"""Step 3: train the generator with PaCo-GRPO at half resolution, with two rewards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 def train_generator(
     folder: Path, judge: Path, prompts: "Dataset", settings: MiniatureSettings, **options: Any
 ) -> PaCoGRPOTrainer:
-    """
-    Trains a LoRA of the toy FLUX to draw sets that the judge finds consistent and CLIP-T finds to follow the prompt.
-
-    A run that was stopped goes on from its last checkpoint.
-    """
+    """Train a LoRA of the toy FLUX on the judge's score and CLIP-T, resuming from the last checkpoint."""
     images = settings.num_prompts_per_round * settings.num_generations
     usual = {
         "num_generations": settings.num_generations,
@@ -49,12 +45,11 @@ def train_generator(
         "gradient_checkpointing": False,
         "report_to": "none",
     }
-    args = PaCoGRPOConfig(str(folder), **(usual | options))
     rewards: list[Callable] = [ConsistencyReward(judge, batch_size=128), ClipTReward(toy_clip_path(), batch_size=128)]
     trainer = PaCoGRPOTrainer(
         model=str(toy_flux_path()),
         reward_funcs=rewards,
-        args=args,
+        args=PaCoGRPOConfig(str(folder), **(usual | options)),
         train_dataset=prompts,
         peft_config=LoraConfig(r=16, lora_alpha=32, init_lora_weights="gaussian"),
     )

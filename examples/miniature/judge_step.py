@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step 2 of the miniature: PaCo-Reward, trained on the pairs and compared with judges that were not."""
+"""Step 2: train PaCo-Reward on the pairs, and compare it with untrained judges."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings, **options: Any) -> dict[str, float]:
-    """Trains a LoRA of the toy Qwen2.5-VL to say Yes or No to "are these two consistent?"."""
+    """Train a LoRA of the toy Qwen2.5-VL to answer whether two images are consistent."""
     train = pairs["train"].shuffle(seed=settings.seed)
     usual = {
-        "first_token_weight": 1.0,  # the pairs have labels and no reasons
+        "first_token_weight": 1.0,  # labels without reasons
         "num_train_epochs": 1,
         "per_device_train_batch_size": settings.judge_batch_size,
         "per_device_eval_batch_size": 128,
@@ -50,9 +50,7 @@ def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings,
 
 
 def compare_judges(folder: Path, rankings: "Dataset") -> dict[str, Any]:
-    """
-    Lets the trained judge, the untrained one and CLIP-I rank panels of held-out prompts, of which the truth is known.
-    """
+    """Rank panels of held-out prompts with the trained judge, the untrained one and CLIP-I."""
     scorers = {
         "trained": PaCoReward.from_pretrained(folder, batch_size=128),
         "untrained": PaCoReward.from_pretrained(toy_judge_path(), batch_size=128),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step 5 of the miniature: one page with everything in it, and the lines that the command prints at its end."""
+"""Step 5: write the report, and the summary that the command prints at the end."""
 
 import base64
 import shutil
@@ -20,7 +20,7 @@ JUDGES = {"trained": "PaCo-Reward", "untrained": "the same model, untrained", "c
 def write_report(
     folder: Path, steps: dict[str, Path], results: dict[str, dict[str, Any]], settings: MiniatureSettings
 ) -> Path:
-    """Writes `report.html`, which needs nothing beside it, with copies of its pictures and of the adapter beside it."""
+    """Write the self-contained `report.html`, and copies of its figures and of the adapter next to it."""
     generator = steps["generator"] / ADAPTER
     sheets = sorted((generator / "contact_sheets").glob("*.png"))
     pictures = {
@@ -39,8 +39,8 @@ def write_report(
         shutil.copyfile(path, adapter / path.name)
     text = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"share": _share, "interval": _interval}
-    page = environment.from_string(text).render(
+    environment.filters |= {"percent": "{:.1%}".format, "interval": _interval}
+    html = environment.from_string(text).render(
         results=results,
         settings=settings,
         judges=JUDGES,
@@ -50,34 +50,30 @@ def write_report(
         },
     )
     path = folder / "report.html"
-    write_atomically(path, page)
+    write_atomically(path, html)
     return path
 
 
 def summary(folder: Path, results: dict[str, dict[str, Any]]) -> list[str]:
-    """Writes the whole in five lines."""
+    """Summarize the results in five lines."""
     dataset, judge, truth = results["dataset"], results["judge"], results["evaluation"]
     accuracy = {name: judge[name]["metrics"]["accuracy"]["mean"] for name in JUDGES}
     consistency, following = truth["consistency"], truth["prompt_following"]
     return [
-        f"Dataset: {dataset['pairs']['train']} pairs from {dataset['sets']} sets, labelled by how they were drawn: "
+        f"Dataset: {dataset['pairs']['train']} pairs from {dataset['sets']} sets, labeled by how they were generated: "
         f"{dataset['true_share']['Yes']:.0%} of the Yes and {1 - dataset['true_share']['No']:.0%} of the No are true.",
-        f"Judge: puts {accuracy['trained']:.1%} of the candidates of held-out prompts at their right rank; untrained "
+        f"Judge: ranks {accuracy['trained']:.1%} of the candidates of held-out prompts correctly; untrained "
         f"{accuracy['untrained']:.1%}, CLIP-I {accuracy['clip_i']:.1%}.",
         f"True consistency at full resolution: {consistency['before']['mean']:.2f} before, "
         f"{consistency['after']['mean']:.2f} after ({_interval(consistency['difference'])}).",
         f"True prompt following: {following['before']['mean']:.2f} before, {following['after']['mean']:.2f} after "
         f"({_interval(following['difference'])}).",
-        f"Look at {folder / 'report.html'}; the adapter with its card is in {folder / ADAPTER}.",
+        f"See {folder / 'report.html'}; the adapter and its card are in {folder / ADAPTER}.",
     ]
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
 def _interval(cell: dict[str, Any]) -> str:
-    """A difference with its interval."""
+    """Format a difference with its interval."""
     low, high = cell["interval"]
     text = f"{cell['mean']:+.3f}"
-    return text if low is None else f"{text}, 95 % interval {low:+.3f} to {high:+.3f}"
+    return text if low is None else f"{text}, 95% interval {low:+.3f} to {high:+.3f}"

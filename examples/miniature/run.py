@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The miniature as a whole: five steps over one folder, each of which can be run alone."""
+"""Run the five steps of the miniature in one directory, together or one at a time."""
 
 import dataclasses
 import json
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 SETTINGS_FILE, RESULT_FILE = "miniature.json", "result.json"
 
-# What the last step puts beside the folders of the steps
+# What the last step writes next to the directories of the steps
 OUTPUTS = ("report.html", "before_and_after.png", "curves.png", "calibration.png", ADAPTER)
 
-# Folder of each step, and what it does
+# Directory of each step, and what it does
 STEPS = {
-    "dataset": ("1-dataset", "draws sets and pairs their panels"),
+    "dataset": ("1-dataset", "generates sets and pairs their panels"),
     "judge": ("2-judge", "trains PaCo-Reward on the pairs"),
-    "generator": ("3-generator", "trains the generator at half resolution by PaCo-GRPO"),
+    "generator": ("3-generator", "trains the generator with PaCo-GRPO at half resolution"),
     "evaluation": ("4-evaluation", "measures the truth at full resolution, before and after"),
     "report": ("5-report", "writes the report"),
 }
 
 
 def expected_seconds(settings: MiniatureSettings) -> dict[str, float]:
-    """About how long each step takes on one core. What the steps before it really took corrects it."""
+    """Estimate how long each step takes on one core."""
     images = settings.num_rounds * settings.num_prompts_per_round * settings.num_generations
-    return {  # measured: starting, and for each set, pair, image of a round, set
+    return {  # measured: startup, and per set, pair, image of a round, set
         "dataset": 4 + 0.09 * 4 * settings.num_dataset_prompts,
         "judge": 6 + 0.011 * settings.num_pairs,
         "generator": 6 + 0.07 * images,
@@ -51,23 +51,20 @@ def expected_seconds(settings: MiniatureSettings) -> dict[str, float]:
 
 
 def read_settings(folder: Path) -> MiniatureSettings:
-    """Settings that a folder was made with."""
+    """Return the settings that a directory was made with."""
     values = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     try:
         return MiniatureSettings(
             **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         )
     except TypeError:
-        raise ValueError(f"{folder} was made by another version. Give another folder, or `--restart`.") from None
+        raise ValueError(f"'{folder}' was made by another version. Give another directory, or `--restart`.") from None
 
 
 def clear(folder: Path) -> None:
-    """
-    Takes away what a miniature made in a folder, and nothing else. The settings go last: when this is stopped, the
-    folder is still one of a miniature.
-    """
+    """Delete the results of a miniature and nothing else; the settings last, as they mark its directory."""
     for name in reversed(STEPS):
-        _take_away(folder / STEPS[name][0])
+        _delete(folder / STEPS[name][0])
     for name in OUTPUTS:
         path = folder / name
         if path.is_dir():
@@ -77,24 +74,19 @@ def clear(folder: Path) -> None:
     (folder / SETTINGS_FILE).unlink()
 
 
-def _take_away(step_folder: Path) -> None:
-    # The result first: without it, what is left of the folder is not taken for a step that is done
+def _delete(step_folder: Path) -> None:
+    # The result first: an interrupted deletion must not look like a finished step
     (step_folder / RESULT_FILE).unlink(missing_ok=True)
     if step_folder.exists():
         shutil.rmtree(step_folder)
 
 
 class StepError(RuntimeError):
-    """A step that failed; the message says which, why, and how to run it alone."""
+    """Report which step failed, why, and how to run it again."""
 
 
 class Miniature:
-    """
-    The five steps over one folder.
-
-    A step that was done is not done again; one that was stopped goes on where it can. On one machine, with one number
-    of threads, what comes out depends on the settings alone.
-    """
+    """Run the five steps in one directory; finished steps are skipped, interrupted ones resume."""
 
     def __init__(
         self,
@@ -104,37 +96,37 @@ class Miniature:
     ):
         self.folder = Path(folder).expanduser().absolute()
         self.settings = MiniatureSettings() if settings is None else settings
-        self.say = say if say is not None else lambda line: None
+        self.say = say or (lambda line: None)
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / SETTINGS_FILE
-        now = json.loads(json.dumps(dataclasses.asdict(self.settings)))  # as it is read back
+        now = json.loads(json.dumps(dataclasses.asdict(self.settings)))  # as read back
         if file.exists():
-            begun = json.loads(file.read_text(encoding="utf-8"))
-            changed = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
+            old = json.loads(file.read_text(encoding="utf-8"))
+            changed = [name for name in {**old, **now} if old.get(name) != now.get(name)]
             if changed:
-                listed = ", ".join(f"`{name}` {begun.get(name)}, now {now.get(name)}" for name in changed)
+                listed = ", ".join(f"`{name}` {old.get(name)}, now {now.get(name)}" for name in changed)
                 raise ValueError(
-                    f"{self.folder} was made with other settings: {listed}. Give another folder, or `--restart`."
+                    f"'{self.folder}' was made with other settings: {listed}. Give another directory, or `--restart`."
                 )
         else:
             write_atomically(file, json.dumps(now, indent=2) + "\n")
 
     def step_folder(self, name: str) -> Path:
-        """Folder of a step."""
+        """Return the directory of a step."""
         return self.folder / STEPS[name][0]
 
     def result(self, name: str) -> dict[str, Any] | None:
-        """What a step found."""
+        """Return the results of a finished step, or `None`."""
         file = self.step_folder(name) / RESULT_FILE
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
     def run(self, alone: str | None = None) -> dict[str, dict[str, Any]]:
-        """Runs the steps that are not done."""
+        """Run the unfinished steps, or a single step again."""
         if alone is not None:
             self._prepare_alone(alone)
         todo = [name for name in STEPS if self.result(name) is None and alone in (None, name)]
         expected = expected_seconds(self.settings)
-        pace = 1.0  # seconds that it really took, of those expected
+        pace = 1.0  # measured seconds of the last step / expected ones
         for number, name in enumerate(STEPS, start=1):
             title = f"Step {number} of {len(STEPS)}, {name}"
             if name not in todo:
@@ -142,13 +134,12 @@ class Miniature:
                     self.say(f"{title}: found in {self.step_folder(name)}.")
                 continue
             left = pace * sum(expected[other] for other in todo[todo.index(name) :])
-            self.say(f"{title}: {STEPS[name][1]} (about {describe_time(left)} to the end).")
+            self.say(f"{title}: {STEPS[name][1]} (about {describe_time(left)} left).")
             started = time.monotonic()
             with self._failing_as(name):
                 result = getattr(self, f"_{name}")(self.step_folder(name))
-            seconds = time.monotonic() - started
-            pace = seconds / expected[name]
-            result = {**result, "seconds": round(seconds, 1)}
+            result["seconds"] = round(time.monotonic() - started, 1)
+            pace = result["seconds"] / expected[name]
             write_atomically(self.step_folder(name) / RESULT_FILE, json.dumps(result, indent=2) + "\n")
         return self._results()
 
@@ -162,10 +153,10 @@ class Miniature:
             if name == alone:
                 break
             if self.result(name) is None:
-                raise ValueError(f"The step {alone!r} needs what {name!r} makes. Run that first, or all steps.")
+                raise ValueError(f"The step {alone!r} requires the results of {name!r}. Run that first, or all steps.")
         names = list(STEPS)
         for name in reversed(names[names.index(alone) :]):
-            _take_away(self.step_folder(name))
+            _delete(self.step_folder(name))
 
     @contextmanager
     def _failing_as(self, name: str) -> Iterator[None]:
@@ -174,20 +165,19 @@ class Miniature:
             yield
         except Exception as error:
             raise StepError(
-                f"The step {name!r} failed: {type(error).__name__}: {error} What the steps before it made is in "
-                f"{self.folder}. `{COMMAND} --output_dir {shlex.quote(str(self.folder))} --step {name}` runs it alone, "
-                "anew."
+                f"The step {name!r} failed: {type(error).__name__}: {error} The results of the earlier steps are in "
+                f"{self.folder}. `{COMMAND} --output_dir {shlex.quote(str(self.folder))} --step {name}` runs it again."
             ) from error
 
     def summary(self) -> list[str]:
-        """The whole in five lines; all steps but the last must be done."""
+        """Summarize the results in five lines; all steps but the report must be finished."""
         return summary(self.folder, self._results())
 
     def prompts(self, part: str) -> "Dataset":
-        """Prompts of one part; no prompt is in two of them."""
+        """Return the prompts of one part; no prompt is in two of them."""
         tests = self.settings.num_test_prompts
         if part == "dataset":
-            # They leave the figure open: drawn four times they show four figures, and pairs are worth learning from
+            # They leave the figure open, so that four sets of a prompt show four figures and pairs differ
             return make_prompts(self.settings.num_dataset_prompts, self.settings.seed, named=False)
         start, end = (0, tests) if part == "test" else (tests, tests + self.settings.num_train_prompts)
         prompts = make_prompts(tests + self.settings.num_train_prompts, self.settings.seed)
@@ -201,7 +191,7 @@ class Miniature:
     def _judge(self, folder: Path) -> dict[str, Any]:
         from .judge_step import compare_judges, train_judge
 
-        shutil.rmtree(folder)  # of an attempt that was stopped
+        shutil.rmtree(folder)  # of an interrupted attempt
         dataset = self.step_folder("dataset")
         metrics = train_judge(folder, StageFolder(dataset / "pairs").load(), self.settings)
         return {"held_out_pairs": metrics, **compare_judges(folder, StageFolder(dataset / "rankings").load())}
@@ -212,17 +202,17 @@ class Miniature:
         trainer = train_generator(folder / ADAPTER, self.step_folder("judge"), self.prompts("train"), self.settings)
         names = ["rewards/consistency/mean", "rewards/clip_t/mean"]
         logs = [log for log in trainer.state.log_history if all(name in log for name in names)]
-        rounds = logs[::2]  # the two optimizer steps of a round log the same rewards
+        rounds = logs[::2]  # both optimizer steps of a round log the same rewards
         return {name: [log[name] for log in rounds] for name in names}
 
     def _evaluation(self, folder: Path) -> dict[str, Any]:
-        from .evaluation_step import compare, draw_and_read, draw_before_and_after
+        from .evaluation_step import compare, generate_and_read, plot_before_and_after
 
         prompts, truths = self.prompts("test"), {}
         for name, adapter in (("before", None), ("after", self.step_folder("generator") / ADAPTER)):
-            truths[name] = draw_and_read(folder / name, adapter, prompts, self.settings)
+            truths[name] = generate_and_read(folder / name, adapter, prompts, self.settings)
         results = compare(truths["before"], truths["after"])
-        draw_before_and_after(folder, folder / "before_and_after.png", prompts, results)
+        plot_before_and_after(folder, folder / "before_and_after.png", prompts, results)
         return results
 
     def _report(self, folder: Path) -> dict[str, Any]:
@@ -232,7 +222,7 @@ class Miniature:
 
 
 def describe_time(seconds: float) -> str:
-    """A length of time for people."""
+    """Format a duration for people."""
     if seconds < 55:
         return f"{max(1, round(seconds / 10)) * 10} seconds"
     minutes = round(seconds / 60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pictures of the planted world really show, read from their pixels: no reward model has a say in it."""
+"""Read what an image of the planted world really shows from its pixels, without any reward model."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -8,40 +8,26 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from .world import ALL_PANELS, Panel, Wish, draw_all_panels
+from .world import ALL_PANELS, Panel, PromptSpec, draw_all_panels
 
 
 _READ_AT = 32  # pixels
-# Root mean square over pixels, of a range of 1, from the nearest picture of the world. Pictures of two figures that
-# differ in one thing lie 0.06 apart and more, those of two scenes 0.15.
+# Root mean square over pixels in [0, 1] to the nearest image of the world. Images of two figures that differ in one
+# property are at least 0.06 apart, those of two scenes 0.15.
 MAX_DISTANCE = 0.15
 
 
 class SetTruth(NamedTuple):
-    """
-    What a set shows.
+    """What a set shows, as fractions; an unreadable panel counts as wrong in the first three."""
 
-    Attributes:
-        consistency (`float`):
-            Share of the pairs of panels that show the same figure.
-        prompt_following (`float`):
-            Share of what the prompt asks for (in each panel a shape, a ground and a place, and where it names them a
-            colour and an accessory) that is there.
-        copies (`float`):
-            Share of the pairs of panels that show the same in everything, scene and place too: what consistency alone
-            would reward.
-        unreadable (`float`):
-            Share of the panels that show nothing of the world. In the other shares they count as wrong.
-    """
-
-    consistency: float
-    prompt_following: float
-    copies: float
-    unreadable: float
+    consistency: float  # pairs of panels that show the same figure
+    prompt_following: float  # properties named in the prompt that are there
+    copies: float  # pairs of panels that are identical, scene and place too: what consistency alone would reward
+    unreadable: float  # panels that show nothing of the world
 
 
 def read_panels(images: Sequence[Image.Image]) -> list[Panel | None]:
-    """Reads what panels show: the nearest picture of the world, or `None` where none is near."""
+    """Return the nearest panel of the world for each image, or `None` if none is near."""
     if not images:
         return []
     size = (_READ_AT, _READ_AT)
@@ -57,14 +43,14 @@ def read_panels(images: Sequence[Image.Image]) -> list[Panel | None]:
     ]
 
 
-def judge_set(panels: Sequence[Panel | None], wishes: Sequence[Wish]) -> SetTruth:
-    """Compares what a set shows with itself and with its prompt."""
+def judge_set(panels: Sequence[Panel | None], specs: Sequence[PromptSpec]) -> SetTruth:
+    """Measure the consistency of a set and how it follows its prompt."""
     pairs = list(combinations(panels, 2))
     same = sum(a is not None and b is not None and a.identity == b.identity for a, b in pairs)
     kept = [
         panel is not None and shown == asked
-        for panel, wish in zip(panels, wishes, strict=True)
-        for shown, asked in zip(panel or wish, wish, strict=True)
+        for panel, spec in zip(panels, specs, strict=True)
+        for shown, asked in zip(panel or spec, spec, strict=True)
         if asked is not None
     ]
     copies = sum(a is not None and a == b for a, b in pairs)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-A planted world: sets of pictures of one figure in changing scenes, drawn so that the truth can be read from the pixels.
+Draw a planted world: sets of one figure in four scenes, whose truth can be read from the pixels.
 
-A figure has a shape, a colour and an accessory; a scene has a ground and a place where the figure stands. A prompt in
-the T2IS format names the shape and the four scenes, and asks for the same figure in all of them. It may name its colour
-and accessory too, or leave them to whoever draws, who has to choose them once and keep them. A set is consistent if its
-four figures are the same, and follows its prompt if it shows what was asked for: two things that can be had apart.
+A figure has a shape, a color and an accessory; a scene has a ground and a place. A prompt in the T2IS format names the
+shape and the four scenes, and asks for the same figure in all of them; it names the color and the accessory, or leaves
+them open. A set is consistent if its figures are the same, and follows its prompt if it shows what the prompt names.
 """
 
 import itertools
@@ -18,7 +17,7 @@ from PIL import Image, ImageDraw
 
 
 SHAPES = ("round", "square", "pointed")
-COLOURS = {
+COLORS = {
     "red": (214, 40, 40),
     "orange": (244, 140, 6),
     "yellow": (250, 220, 60),
@@ -30,7 +29,7 @@ ACCESSORIES = ("hat", "flag", "belt")
 GROUNDS = ("meadow", "beach", "desert", "snow", "night", "forest")
 PLACES = ("left", "middle", "right")
 
-# Sky and ground of each scene
+# Sky, ground
 _BACKDROPS = {
     "meadow": ((168, 218, 255), (140, 200, 96)),
     "beach": ((120, 200, 220), (240, 222, 170)),
@@ -45,49 +44,34 @@ _PAPER = (248, 246, 240)
 
 
 class Panel(NamedTuple):
-    """
-    What one panel shows.
-
-    Attributes:
-        shape (`str`):
-            Shape of the figure, one of `SHAPES`.
-        colour (`str`):
-            Its colour, one of `COLOURS`.
-        accessory (`str`):
-            What it wears or carries, one of `ACCESSORIES`.
-        ground (`str`):
-            The scene, one of `GROUNDS`.
-        place (`str`):
-            Where the figure stands, one of `PLACES`.
-    """
+    """What one panel shows."""
 
     shape: str
-    colour: str
+    color: str
     accessory: str
     ground: str
     place: str
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """Shape, colour and accessory: what all panels of a set must share."""
+        """Return shape, color and accessory, which all panels of a set must share."""
         return self[:3]
 
 
-ALL_PANELS = tuple(itertools.starmap(Panel, itertools.product(SHAPES, COLOURS, ACCESSORIES, GROUNDS, PLACES)))
-_DRAWN_AT = 256  # pixels: drawn large and made smaller, so that edges are smooth at every size
+ALL_PANELS = tuple(itertools.starmap(Panel, itertools.product(SHAPES, COLORS, ACCESSORIES, GROUNDS, PLACES)))
+_DRAWN_AT = 256  # pixels; drawn large and downscaled, so that edges are smooth at every size
 
 
 @lru_cache(maxsize=8)
 def draw_all_panels(size: int) -> np.ndarray:
-    """Draws everything that a panel can show."""
-    pictures = [np.asarray(_draw(panel).resize((size, size), Image.Resampling.BOX)) for panel in ALL_PANELS]
-    panels = np.stack(pictures)  # (972, size, size, 3)
+    """Draw every possible panel."""
+    panels = np.stack([np.asarray(draw_panel(panel, size)) for panel in ALL_PANELS])  # (972, size, size, 3)
     panels.setflags(write=False)
     return panels
 
 
 def draw_panel(panel: Panel, size: int) -> Image.Image:
-    """Draws one panel."""
+    """Draw one panel."""
     return _draw(panel).resize((size, size), Image.Resampling.BOX)
 
 
@@ -102,7 +86,6 @@ def _draw(panel: Panel) -> Image.Image:
 
 
 def _draw_scene(pen: ImageDraw.ImageDraw, ground: str) -> None:
-    # What stands on the horizon, which the figure may hide in part
     if ground == "meadow":
         pen.ellipse((-60, 130, 150, 260), fill=(120, 186, 90))
         pen.ellipse((110, 140, 320, 270), fill=(120, 186, 90))
@@ -124,18 +107,18 @@ def _draw_scene(pen: ImageDraw.ImageDraw, ground: str) -> None:
 
 
 def _draw_figure(pen: ImageDraw.ImageDraw, panel: Panel, x: int) -> None:
-    colour, line = COLOURS[panel.colour], 8
+    color, line = COLORS[panel.color], 8
     left, top, right, bottom = x - 46, 112, x + 46, 212
     if panel.accessory == "flag":  # behind the figure
         pen.line((x + 52, 216, x + 52, 40), fill=_INK, width=9)
         pen.rectangle((x + 4, 40, x + 52, 80), fill=_PAPER, outline=_INK, width=6)
     if panel.shape == "round":
-        pen.ellipse((left, top, right, bottom), fill=colour, outline=_INK, width=line)
+        pen.ellipse((left, top, right, bottom), fill=color, outline=_INK, width=line)
     elif panel.shape == "square":
-        pen.rectangle((left, top, right, bottom), fill=colour, outline=_INK, width=line)
+        pen.rectangle((left, top, right, bottom), fill=color, outline=_INK, width=line)
     else:
         corners = [(x, top - 16), (right + 14, bottom), (left - 14, bottom)]
-        pen.polygon(corners, fill=colour, outline=_INK, width=line)
+        pen.polygon(corners, fill=color, outline=_INK, width=line)
     if panel.accessory == "belt":
         half = 50 if panel.shape == "pointed" else 47
         pen.rectangle((x - half, 172, x + half, 194), fill=_PAPER, outline=_INK, width=5)
@@ -148,66 +131,50 @@ def _draw_figure(pen: ImageDraw.ImageDraw, panel: Panel, x: int) -> None:
         pen.ellipse((eye - 5, 145, eye + 5, 157), fill=_INK)
 
 
-class Wish(NamedTuple):
-    """
-    What a prompt asks of one panel.
-
-    Attributes:
-        shape (`str`):
-            Shape of the figure, one of `SHAPES`.
-        colour (`str`, *optional*):
-            Its colour, one of `COLOURS`; `None` if that is left open.
-        accessory (`str`, *optional*):
-            What it wears or carries, one of `ACCESSORIES`; `None` if that is left open.
-        ground (`str`):
-            The scene, one of `GROUNDS`.
-        place (`str`):
-            Where the figure stands, one of `PLACES`.
-    """
+class PromptSpec(NamedTuple):
+    """What a prompt asks of one panel; `None` is left open."""
 
     shape: str
-    colour: str | None
+    color: str | None
     accessory: str | None
     ground: str
     place: str
 
 
-def write_prompt(wishes: Sequence[Wish]) -> str:
-    """Writes the prompt of a 2x2 set."""
-    shape = wishes[0].shape
+def write_prompt(specs: Sequence[PromptSpec]) -> str:
+    """Write the prompt of a 2x2 set."""
+    shape = specs[0].shape
     theme = f"FOUR-PANEL Images with a 2x2 grid layout of one {shape} figure. Every image shows the same figure."
-    panels = [f"{marker} {write_wish(wish)}" for marker, wish in zip(_MARKERS, wishes, strict=True)]
+    panels = [f"{marker} {describe_spec(spec)}" for marker, spec in zip(_MARKERS, specs, strict=True)]
     return " ".join([theme, *panels])
 
 
-def write_wish(wish: Wish) -> str:
-    """What a prompt says of one panel."""
-    scene = f"{wish.ground.capitalize()}, {'in' if wish.place == 'middle' else 'on'} the {wish.place}"
-    named = ", ".join(name for name in (wish.colour, wish.accessory) if name is not None)
+def describe_spec(spec: PromptSpec) -> str:
+    """Write the part of a prompt about one panel."""
+    scene = f"{spec.ground.capitalize()}, {'in' if spec.place == 'middle' else 'on'} the {spec.place}"
+    named = ", ".join(name for name in (spec.color, spec.accessory) if name is not None)
     return f"{scene}: {named}." if named else f"{scene}."
 
 
-def draw_wishes(random: np.random.Generator, named: bool) -> list[Wish]:
-    """Chooses what a set is to show: any figure, four different grounds, any places."""
-    shape, colour, accessory = (names[random.integers(len(names))] for names in (SHAPES, tuple(COLOURS), ACCESSORIES))
+def sample_specs(random: np.random.Generator, named: bool) -> list[PromptSpec]:
+    """Sample the specs of a set: any figure, four different grounds, any places."""
+    shape, color, accessory = (names[random.integers(len(names))] for names in (SHAPES, tuple(COLORS), ACCESSORIES))
     if not named:
-        colour = accessory = None
+        color = accessory = None
     grounds = random.permutation(len(GROUNDS))[:4]
     return [
-        Wish(shape, colour, accessory, GROUNDS[ground], PLACES[random.integers(len(PLACES))]) for ground in grounds
+        PromptSpec(shape, color, accessory, GROUNDS[ground], PLACES[random.integers(len(PLACES))])
+        for ground in grounds
     ]
 
 
-def draw_careless_set(wishes: Sequence[Wish], random: np.random.Generator, care: float) -> list[Panel]:
-    """
-    Fills a prompt as somebody careless would: in some panels the figure has another colour or accessory than it
-    should.
-    """
+def sample_careless_set(specs: Sequence[PromptSpec], random: np.random.Generator, care: float) -> list[Panel]:
+    """Sample the panels of a set in which color and accessory are each right with probability `care`, or by chance."""
     chosen = []
-    for asked, values in ((wishes[0].colour, tuple(COLOURS)), (wishes[0].accessory, ACCESSORIES)):
-        right = values[random.integers(len(values))] if asked is None else asked
-        chosen.append([right if random.random() < care else values[random.integers(len(values))] for _ in wishes])
+    for named, values in ((specs[0].color, tuple(COLORS)), (specs[0].accessory, ACCESSORIES)):
+        right = values[random.integers(len(values))] if named is None else named
+        chosen.append([right if random.random() < care else values[random.integers(len(values))] for _ in specs])
     return [
-        Panel(wish.shape, colour, accessory, wish.ground, wish.place)
-        for colour, accessory, wish in zip(*chosen, wishes, strict=True)
+        Panel(spec.shape, color, accessory, spec.ground, spec.place)
+        for color, accessory, spec in zip(*chosen, specs, strict=True)
     ]

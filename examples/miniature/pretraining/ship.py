@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Puts trained toy models into `examples/miniature/weights`, small enough to come with the repository.
+Put the trained toy models into `examples/miniature/weights`, small enough for the repository.
 
     PYTHONPATH=examples python -m miniature.pretraining.ship --models toy-models
 """
@@ -23,11 +23,11 @@ def main() -> None:
     shutil.rmtree(WEIGHTS, ignore_errors=True)
 
     pipeline = FluxPipeline.from_pretrained(models / "flux")
-    # Diffusers loads these in float32 whatever they are stored in; transformers' parts stay as they are
+    # Diffusers loads these in float32 whatever their stored dtype; the parts of transformers stay unchanged
     pipeline.transformer.half()
     pipeline.vae.half()
     pipeline.save_pretrained(toy_flux_path())
-    for path in toy_flux_path().rglob("*.json"):  # diffusers writes from which folder they were loaded
+    for path in toy_flux_path().rglob("*.json"):  # diffusers writes the path that they were loaded from
         config = json.loads(path.read_text(encoding="utf-8"))
         if "_name_or_path" in config:
             del config["_name_or_path"]

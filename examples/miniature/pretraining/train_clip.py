@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Trains the toy CLIP on single panels of the planted world and captions of them.
+Train the toy CLIP on single panels of the planted world and their captions.
 
     PYTHONPATH=examples python -m miniature.pretraining.train_clip --output_dir toy-models
 
@@ -16,13 +16,13 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-from ..world import ALL_PANELS, Panel, Wish, draw_all_panels, write_wish
+from ..world import ALL_PANELS, Panel, PromptSpec, describe_spec, draw_all_panels
 
 
 def caption(panel: Panel, style: int) -> str:
-    """What captions of the web are: some say where, some what colour something has, and none says every detail."""
-    scene = Wish(panel.shape, None, None, panel.ground, panel.place)
-    return (write_wish(scene), f"A {panel.colour} figure.", write_wish(scene._replace(colour=panel.colour)))[style]
+    """Write a caption as on the web: some name the scene, some the color, and none every detail."""
+    scene = PromptSpec(panel.shape, None, None, panel.ground, panel.place)
+    return (describe_spec(scene), f"A {panel.color} figure.", describe_spec(scene._replace(color=panel.color)))[style]
 
 
 def build_clip(seed: int) -> tuple[CLIPModel, CLIPProcessor]:
@@ -67,7 +67,7 @@ def main() -> None:
     model, processor = build_clip(arguments.seed)
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
 
-    # Panels as they come in training at half and at full resolution, and of grids at a quarter
+    # Panels at full, half and quarter resolution
     pixels = torch.cat([process(processor, draw_all_panels(size)) for size in (64, 32, 16)])  # (3 * 972, 3, 32, 32)
     captions = [caption(panel, style) for panel in ALL_PANELS for style in range(3)]
     tokens = processor.tokenizer(captions, padding=True, return_tensors="pt")
@@ -86,7 +86,7 @@ def main() -> None:
         outputs = model(
             input_ids=tokens.input_ids[row], attention_mask=tokens.attention_mask[row], pixel_values=images
         )
-        # Two panels with one caption are both right
+        # Panels with the same caption are all correct
         target = (same[row][:, None] == same[row]).float()
         target = target / target.sum(1, keepdim=True)
         loss = sum(
@@ -103,7 +103,7 @@ def main() -> None:
 
     model.eval().save_pretrained(arguments.output_dir / "clip")
     processor.save_pretrained(arguments.output_dir / "clip")
-    print(f"Share of panels whose scene is found among the 18: {accuracy(model, processor, pixels):.3f}")
+    print(f"Fraction of panels whose scene is found among the 18: {accuracy(model, processor, pixels):.3f}")
 
 
 def process(processor: CLIPProcessor, panels: np.ndarray) -> torch.Tensor:
@@ -115,8 +115,8 @@ def accuracy(model: CLIPModel, processor: CLIPProcessor, pixels: torch.Tensor) -
     scenes = list(dict.fromkeys(caption(panel, 0) for panel in ALL_PANELS))
     tokens = processor.tokenizer(scenes, padding=True, return_tensors="pt")
     logits = model(**tokens, pixel_values=pixels).logits_per_image  # (N, 18)
-    wanted = torch.tensor([scenes.index(caption(panel, 0)) for panel in ALL_PANELS]).repeat(3)
-    return (logits.argmax(1) == wanted).float().mean().item()
+    expected = torch.tensor([scenes.index(caption(panel, 0)) for panel in ALL_PANELS]).repeat(3)
+    return (logits.argmax(1) == expected).float().mean().item()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Trains the toy FLUX pipeline on sets of the planted world, by flow matching on grids with panels of 64, 32 and 16 pixels;
-the transformer and its two text encoders together.
+Train the toy FLUX, with its two text encoders, by flow matching on sets with panels of 64, 32 and 16 pixels.
 
     PYTHONPATH=examples python -m miniature.pretraining.train_generator --output_dir toy-models
 
-Needs the VAE of `train_vae.py` in the folder. About 45 minutes on one CPU core.
+Requires the VAE of `train_vae.py` in the directory. About 45 minutes on one CPU core.
 
-First the prompts leave colour and accessory open, and the figure is the same in all panels of a set. To look at the other
-panels does not pay where all are equally noisy, and a model of this size would hardly learn it: so in half of the sets
-some panels have less noise than the others, and only the others are learned from. Then half of the prompts name colour and
-accessory, and in their sets some panels are wrong, as in pictures of the web. It is stopped while it keeps an identity
-only now and then, like a real model before it is trained for consistency.
+First the prompts leave color and accessory open, and the figure is the same in all panels of a set. A model of this size
+hardly learns to attend to the other panels when all are equally noisy, so in half of the sets some panels have less noise,
+and the loss is over the others. Then half of the prompts name color and accessory, and some panels of their sets are
+wrong, like images of the web. Training ends while an identity is kept only sometimes, as in a real model before it is
+trained for consistency.
 """
 
 import argparse
@@ -30,27 +29,27 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 from paco_trl.data import split_grid
 
 from ..truth import judge_set, read_panels
-from ..world import ALL_PANELS, draw_all_panels, draw_careless_set, draw_wishes, write_prompt
+from ..world import ALL_PANELS, draw_all_panels, sample_careless_set, sample_specs, write_prompt
 
 
-# The more tokens, the more noise hides what a set is to be: twice the side is twice the odds of noise at the same step, as
-# in Stable Diffusion 3 (https://arxiv.org/abs/2403.03206, Sec. 5.3.2), so that a step decides the same at every size
+# More tokens take more noise to hide: twice the side is twice the odds of noise at the same step, as in Stable Diffusion 3
+# (https://arxiv.org/abs/2403.03206, Sec. 5.3.2), so that a step decides the same at every size
 SHIFT = {"base_image_seq_len": 16, "max_image_seq_len": 64, "base_shift": 0.5, "max_shift": 0.5 + math.log(2)}
-SHARE_SEEN = 0.5  # sets in which some panels have less noise
-PARTS = ((6000, 0.0), (1500, 0.5))  # steps, and share of the prompts that name colour and accessory
-CARE = 0.85  # where they are named: with which each of them is right, in each panel
+SHARE_SEEN = 0.5  # fraction of the sets in which some panels have less noise
+PARTS = ((6000, 0.0), (1500, 0.5))  # steps, and fraction of the prompts that name color and accessory
+CARE = 0.85  # where they are named: probability that each is right, in each panel
 WARMUP = 200  # steps
 
-# Pixels of a panel, number of grids whose latents are kept, share of the batches
+# Pixels of a panel, number of grids whose latents are kept, fraction of the batches
 SIZES = ((64, 8192, 0.4), (32, 12288, 0.4), (16, 8192, 0.2))
 PANEL_INDEX = {panel: index for index, panel in enumerate(ALL_PANELS)}
 
 
 def train_tokenizers(seed: int) -> tuple[CLIPTokenizer, T5Tokenizer]:
     random = np.random.default_rng(seed)
-    corpus = [write_prompt(draw_wishes(random, named)) for named in (False, True) for _ in range(2000)]
+    corpus = [write_prompt(sample_specs(random, named)) for named in (False, True) for _ in range(2000)]
     clip = CLIPTokenizer().train_new_from_iterator(corpus, vocab_size=700)
-    # Each word of the prompts is a token, and each character, so that other texts can be read too
+    # Each word of the prompts is a token, and each character, so that other texts can be encoded too
     words = sorted({"▁" + word for prompt in corpus for word in prompt.split()})
     characters = ["▁", *(chr(code) for code in range(33, 127))]
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
@@ -114,9 +113,9 @@ def build_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
 def encode_grids(
     pipeline: FluxPipeline, size: int, count: int, share_named: float, random: np.random.Generator
 ) -> dict:
-    """Draws sets with panels of a size, and keeps their packed latents and the tokens of their prompts."""
-    asked = [draw_wishes(random, named=random.random() < share_named) for _ in range(count)]
-    sets = [draw_careless_set(wishes, random, CARE if wishes[0].colour else 1.0) for wishes in asked]
+    """Encode sets with panels of a size: their packed latents and the tokens of their prompts."""
+    asked = [sample_specs(random, named=random.random() < share_named) for _ in range(count)]
+    sets = [sample_careless_set(specs, random, CARE if specs[0].color else 1.0) for specs in asked]
     indices = np.array([[PANEL_INDEX[panel] for panel in panels] for panels in sets])
     panels = draw_all_panels(size)
     vae, latents = pipeline.vae, []
@@ -130,7 +129,7 @@ def encode_grids(
     return {
         "latents": torch.cat(latents),  # (count, tokens, 32)
         "img_ids": pipeline._prepare_latent_image_ids(1, side, side, "cpu", torch.float32),
-        **tokenize(pipeline, [write_prompt(wishes) for wishes in asked]),
+        **tokenize(pipeline, [write_prompt(specs) for specs in asked]),
     }
 
 
@@ -180,7 +179,7 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            # The average takes the place of a falling learning rate: it is whole after any number of steps
+            # The average replaces a decaying learning rate: training can end after any number of steps
             with torch.no_grad():
                 torch._foreach_lerp_(
                     list(averaged.parameters()), list(trained.parameters()), 1 - min(0.998, step / (step + 9))
@@ -212,7 +211,7 @@ def loss_of_batch(
 
 
 def some_panels(tokens: int, count: int, random: np.random.Generator) -> torch.Tensor:
-    """Which tokens belong to one, two or three panels of each set, chosen at random."""
+    """Mask the tokens of one, two or three random panels of each set."""
     side = math.isqrt(tokens)
     place = torch.arange(tokens)
     panel = 2 * (place // side >= side // 2).long() + (place % side >= side // 2).long()  # (tokens,)
@@ -239,15 +238,15 @@ def predict(
 
 @torch.no_grad()
 def evaluate(pipeline: FluxPipeline, folder: Path, count: int = 32) -> dict:
-    """Draws sets at each size, and reads what they show."""
+    """Generate sets at each size, and read what they show."""
     pipeline.set_progress_bar_config(disable=True)
     results = {}
     for size, *_ in SIZES:
         for named in (False, True):
             random = np.random.default_rng(12345)
-            asked = [draw_wishes(random, named) for _ in range(count)]
+            asked = [sample_specs(random, named) for _ in range(count)]
             images = pipeline(
-                [write_prompt(wishes) for wishes in asked],
+                [write_prompt(specs) for specs in asked],
                 height=2 * size,
                 width=2 * size,
                 num_inference_steps=10,
@@ -255,8 +254,8 @@ def evaluate(pipeline: FluxPipeline, folder: Path, count: int = 32) -> dict:
                 max_sequence_length=pipeline.tokenizer_2.model_max_length,
             ).images
             truths = [
-                judge_set(read_panels(split_grid(image, 2, 2)), wishes)
-                for image, wishes in zip(images, asked, strict=True)
+                judge_set(read_panels(split_grid(image, 2, 2)), specs)
+                for image, specs in zip(images, asked, strict=True)
             ]
             means = np.mean(truths, axis=0)
             kind = f"{2 * size}, figure {'named' if named else 'open'}"

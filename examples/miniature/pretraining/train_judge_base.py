@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Trains the toy Qwen2.5-VL to see: to describe panels of the planted world, and to compare one property of two of them.
+Train the toy Qwen2.5-VL to describe panels of the planted world, and to compare properties of two of them.
 
     PYTHONPATH=examples python -m miniature.pretraining.train_judge_base --output_dir toy-models
 
-About 50 minutes on one CPU core. It stands for Qwen2.5-VL as one downloads it: it knows shapes, colours and scenes, and
-has never been asked whether two images are consistent. The questions become harder from part to part: to compare is
-learned late, and colours last, so that all at once would take longer.
+About 50 minutes on one CPU core. It stands for the published Qwen2.5-VL: it knows shapes, colors and scenes, and was
+never trained on consistency. The questions get harder from part to part, which is faster than all at once: comparing is
+learned late, and colors last.
 """
 
 import argparse
@@ -29,20 +29,21 @@ from transformers import (
 from paco_trl.data import criterion_question, theme_question
 from paco_trl.tiny.qwen2_5_vl import CHAT_TEMPLATE, SPECIAL_TOKENS
 
-from ..world import ALL_PANELS, SHAPES, Panel, Wish, draw_all_panels, write_wish
+from ..world import ALL_PANELS, SHAPES, Panel, PromptSpec, describe_spec, draw_all_panels
 
 
-PROPERTIES = Panel._fields
+FIELDS = dict(zip(("shape", "colour", "accessory", "ground", "place"), Panel._fields, strict=True))
+PROPERTIES = tuple(FIELDS)  # as the shipped weights learned to spell them
 PANEL_INDEX = {panel: index for index, panel in enumerate(ALL_PANELS)}
 
 
 class Part(NamedTuple):
     steps: int
     learning_rate: float
-    kinds: tuple[float, ...]  # shares of: describe, compare what is asked for, compare everything
-    names: tuple[float, ...]  # shares of the properties in questions
-    counts: tuple[float, ...]  # shares of questions about one, two and three properties
-    share_equal: float  # with which each property is made the same
+    kinds: tuple[float, ...]  # fractions of: describe, compare named properties, compare all
+    names: tuple[float, ...]  # fractions of the properties in questions
+    counts: tuple[float, ...]  # fractions of questions about one, two and three properties
+    share_equal: float  # probability that a property is made equal
 
 
 PARTS = (
@@ -58,8 +59,8 @@ THEMES = [
 
 
 def describe(panel: Panel) -> str:
-    scene = Wish(panel.shape, None, None, panel.ground, panel.place)
-    return f"A {panel.colour} {panel.shape} figure with a {panel.accessory}. {write_wish(scene)}"
+    scene = PromptSpec(panel.shape, None, None, panel.ground, panel.place)
+    return f"A {panel.color} {panel.shape} figure with a {panel.accessory}. {describe_spec(scene)}"
 
 
 def comparison_question(name: str) -> str:
@@ -115,7 +116,7 @@ def build_judge(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_
 
 
 def train_tokenizer() -> Qwen2Tokenizer:
-    # Also on the judge's own questions, so that they are not hundreds of bytes
+    # Also on the judge's own questions, which would otherwise be hundreds of bytes
     corpus = [describe(panel) for panel in ALL_PANELS]
     corpus += [theme_question(theme) for theme in THEMES] * 200
     corpus += [criterion_question(f"The {name} of the figure is the same.") for name in PROPERTIES] * 50
@@ -138,7 +139,7 @@ def train_tokenizer() -> Qwen2Tokenizer:
 
 
 class Examples:
-    """Batches of questions and answers, each batch of one kind, so that no padding is needed before the answer."""
+    """Sample batches of questions and answers of one kind, so that the prompts need no padding."""
 
     def __init__(self, processor: Qwen2_5_VLProcessor, random: np.random.Generator):
         self.processor, self.random = processor, random
@@ -147,7 +148,7 @@ class Examples:
         self.grid = pixels.image_grid_thw[:1]
         self.pixels = pixels.pixel_values.view(len(images), -1, pixels.pixel_values.shape[-1])  # (1944, 16, 1176)
 
-    def draw(self, count: int, part: Part) -> dict[str, torch.Tensor]:
+    def sample(self, count: int, part: Part) -> dict[str, torch.Tensor]:
         kind = self.random.choice(("describe", "compare", "compare all"), p=part.kinds)
         num_images = 1 if kind == "describe" else 2
         rows = self.random.integers(len(ALL_PANELS), size=(count, num_images))
@@ -162,16 +163,16 @@ class Examples:
         return self.encode(comparison_question(" and ".join(names)), [self.compare(row, *names) for row in rows], rows)
 
     def share_properties(self, rows: np.ndarray, share_equal: float) -> None:
-        """Makes each property the same in both images with a probability, apart from the others."""
+        """Make each property of two images equal with a probability, independently of the others."""
         for row in rows:
             first, second = ALL_PANELS[row[0]], ALL_PANELS[row[1]]
             kept = [name for name in PROPERTIES if self.random.random() < share_equal]
-            row[1] = PANEL_INDEX[second._replace(**{name: getattr(first, name) for name in kept})]
+            row[1] = PANEL_INDEX[second._replace(**{FIELDS[name]: getattr(first, FIELDS[name]) for name in kept})]
 
     @staticmethod
     def compare(row: np.ndarray, *names: str) -> str:
         first, second = (ALL_PANELS[index] for index in row)
-        return "Yes" if all(getattr(first, name) == getattr(second, name) for name in names) else "No"
+        return "Yes" if all(getattr(first, FIELDS[name]) == getattr(second, FIELDS[name]) for name in names) else "No"
 
     def encode(self, question: str, answers: list[str], rows: np.ndarray) -> dict[str, torch.Tensor]:
         count, num_images = rows.shape
@@ -214,7 +215,7 @@ def main() -> None:
         )
         progress = tqdm(range(part.steps), desc=f"Qwen2.5-VL, part {number}", mininterval=10)
         for step in progress:
-            loss = model(**examples.draw(arguments.batch_size, part)).loss
+            loss = model(**examples.sample(arguments.batch_size, part)).loss
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -228,7 +229,7 @@ def main() -> None:
 
 @torch.no_grad()
 def evaluate(model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor) -> dict[str, float]:
-    """Share of right answers to each comparison, and of right words of descriptions."""
+    """Compute the accuracy of comparisons, and of the tokens of descriptions."""
     examples = Examples(processor, np.random.default_rng(1))
     results = {}
     for name in (*PROPERTIES, "describe"):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Trains the VAE of the toy pipeline on pictures of the planted world.
+Train the VAE of the toy pipeline on images of the planted world.
 
     PYTHONPATH=examples python -m miniature.pretraining.train_vae --output_dir toy-models
 
-About 15 minutes on one CPU core. Eight latent channels at an eighth of the size, as narrow as keeps the eyes sharp.
+About 15 minutes on one CPU core. It has eight latent channels at an eighth of the size, the narrowest that
+keeps the eyes sharp.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from ..world import draw_all_panels
 
 
-# Pixels of a panel, panels to a side, pictures in a batch: the same number of pixels in each
+# Pixels of a panel, panels per side, images of a batch
 BATCHES = ((64, 1, 16), (32, 2, 16), (64, 2, 4), (16, 2, 64))
 SHARES = (0.25, 0.35, 0.3, 0.1)
 
@@ -40,7 +41,7 @@ def build_vae() -> AutoencoderKL:
 
 
 def draw_batch(random: np.random.Generator) -> torch.Tensor:
-    """Grids of panels that have nothing to do with one another: the VAE shall know no more than pixels."""
+    """Sample grids of unrelated panels, so that the VAE learns pixels and nothing else."""
     size, side, count = BATCHES[random.choice(len(BATCHES), p=SHARES)]
     panels = draw_all_panels(size)
     chosen = panels[random.integers(len(panels), size=(count, side, side))]  # (N, side, side, size, size, 3)
@@ -94,7 +95,7 @@ def main() -> None:
 
 @torch.no_grad()
 def look(vae: AutoencoderKL, folder: Path) -> None:
-    """Pictures and what comes back of them, one above the other."""
+    """Save images above their reconstructions."""
     rows = []
     for size, side, count in ((64, 2, 6), (32, 2, 12)):
         panels = draw_all_panels(size)
