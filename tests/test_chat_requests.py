@@ -69,7 +69,7 @@ class TestTopLogprobs:
         server.refuse = top_logprobs_refused(TOO_MANY_LOGPROBS["vLLM"], 2)
         assert judge.score([PAIR], QUESTION) == [None]
         with pytest.raises(
-            JudgeUnavailableError, match=r"not among .*\. This one allows `top_logprobs` of 2 at most\."
+            JudgeUnavailableError, match=r"not among .*\. This one allows `top_logprobs` of at most 2\."
         ):
             judge.check()
 
@@ -77,7 +77,7 @@ class TestTopLogprobs:
         assert judge.top_logprobs([PAIR], QUESTION)[0]
         server.refuse = top_logprobs_refused(TOO_MANY_LOGPROBS["vLLM"], 5)
         with pytest.raises(
-            JudgeUnavailableError, match="of 5 at most, but the published protocol reads the 20 likeliest"
+            JudgeUnavailableError, match="of at most 5, but the published protocol reads the 20 likeliest"
         ):
             judge.top_logprobs([PAIR], QUESTION)
 

@@ -216,7 +216,7 @@ class TestBatches:
         together = draw(pipeline, prompts, tmp_path / "together", seeds=[0, 1], batch_size=4, num_inference_steps=3)
         assert max(distance(pixels(alone), pixels(together))) <= 2
         assert distance(pixels(alone)[:1], pixels(alone)[1:2])[0] > 20
-        with pytest.raises(ValueError, match="must be a multiple of 2 .the pipeline's need. and of 3"):
+        with pytest.raises(ValueError, match="must be a multiple of 2 .required by the pipeline. and of 3"):
             draw(pipeline, make_prompts([(33, 32)], (3, 1)), tmp_path / "odd")
 
 

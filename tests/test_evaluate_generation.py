@@ -187,7 +187,14 @@ class TestT2IS:
         script.main(["score", *options["score"], "--output_dir", str(workspace / "base")])
         with pytest.raises(AssertionError, match="asked again"):  # the guard works
             script.main(
-                ["score", *options["score"], "--output_dir", str(workspace / "tuned"), "--judges", *anew(workspace)]
+                [
+                    "score",
+                    *options["score"],
+                    "--output_dir",
+                    str(workspace / "tuned"),
+                    "--judges",
+                    *anew(workspace, options),
+                ]
             )
 
     def test_the_wrong_way_around(self, script, evaluated, workspace, options, tmp_path):
@@ -198,7 +205,7 @@ class TestT2IS:
     def test_a_later_judge_that_cannot_be_used_is_found_first(self, script, workspace, options, evaluated, tmp_path):
         words = ["score", *options["score"], "--output_dir", str(workspace / "base"), "--judges"]
         with pytest.raises(Exception, match="nowhere"):
-            script.main([*words, *anew(workspace), str(tmp_path / "nowhere")])
+            script.main([*words, *anew(workspace, options), str(tmp_path / "nowhere")])
         assert not list((workspace / "base" / "scores").glob("*other-judge*"))
 
     def test_nothing_is_made_where_there_is_nothing(self, script, options, tmp_path):
@@ -276,11 +283,11 @@ class TestT2IS:
         assert [entry["scores"][0]["consistency"] for entry in one_seed] == pytest.approx(before, abs=1e-5)
 
 
-def anew(workspace: Path) -> list[str]:
+def anew(workspace: Path, options: dict) -> list[str]:
     """The judge under another name, so that it has no scores yet."""
     link = workspace / "other-judge"
     if not link.exists():
-        link.symlink_to(next(workspace.parent.parent.rglob("tiny-qwen2.5-vl")))
+        link.symlink_to(options["score"][options["score"].index("--judges") + 1])
     return [str(link)]
 
 

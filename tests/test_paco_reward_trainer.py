@@ -233,7 +233,7 @@ def make(model, folder: Path, train_dataset: Dataset, pictures: bool = False, **
     model = model if isinstance(model, torch.nn.Module) else str(model)
     trainer = PaCoRewardTrainer(model, PaCoRewardConfig(**settings), train_dataset, **trainer_arguments)
     if not pictures:
-        trainer._draw = lambda *args: None
+        trainer._save_figures = lambda *args: None
     return trainer
 
 
@@ -310,13 +310,13 @@ def logs_with(trainer, key: str) -> list:
 def spy_on_decisions(trainer) -> list[tuple[np.ndarray, torch.Tensor]]:
     """A list that grows with each evaluation, by the numbers of the rows and their P(Yes)."""
     seen = []
-    draw = trainer._draw
+    save_figures = trainer._save_figures
 
     def watching(rows, decisions, *args):
         seen.append((rows, decisions.p_yes))
-        draw(rows, decisions, *args)
+        save_figures(rows, decisions, *args)
 
-    trainer._draw = watching
+    trainer._save_figures = watching
     return seen
 
 
@@ -720,7 +720,9 @@ class TestGroupByLength:
     def test_a_processor_that_does_not_know_lengths(self, make_reward_trainer, tiny_qwen, monkeypatch):
         monkeypatch.delattr("transformers.Qwen2_5_VLProcessor._get_num_multimodal_tokens")
         processor = processor_of(tiny_qwen)
-        with pytest.raises(ValueError, match="a Qwen2_5_VLProcessor cannot report how many tokens.*`length_column_name`"):
+        with pytest.raises(
+            ValueError, match="a Qwen2_5_VLProcessor cannot report how many tokens.*`length_column_name`"
+        ):
             make_reward_trainer(NOWHERE, processing_class=processor, **self.SETTINGS)
         with pytest.raises(OSError, match="nowhere"):
             dataset = mixed().add_column("length", [*range(11)])
@@ -1520,7 +1522,9 @@ class TestBadInput:
         expected = closed_form(rows, 0.3, "paper").item()
         assert abs(expected - as_reasons) > 0.01
         trainer = make_reward_trainer(train_dataset=dataset, eval_dataset=dataset, first_token_weight=0.3, max_steps=1)
-        assert "2 of 4 completions are a label without reasoning, the first in row 2: their loss is -log" in caplog.text
+        assert (
+            "2 of 4 completions are a label without reasoning, the first in row 2: their loss is -log" in caplog.text
+        )
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -201,7 +201,9 @@ class TestJudge:
         assert judge.score([pair], QUESTION)[0] == pytest.approx(scores["language"], abs=1e-5)
 
         change(folder, with_unknown, "model.safetensors")
-        with pytest.raises(ValueError, match=r"do not fit.*have no place in it \(model.language_model.layers.7"):
+        with pytest.raises(
+            ValueError, match=r"do not match its config.json: 1 weights are unexpected \(model.language_model.layers.7"
+        ):
             PaCoReward.from_pretrained(folder, device="cpu")
 
     def test_merged_model_with_a_weight_missing(self, tiny_qwen, tmp_path):
@@ -214,7 +216,10 @@ class TestJudge:
             "model.safetensors",
         )
         AutoModelForImageTextToText.from_pretrained(folder)  # without the judge it would load
-        with pytest.raises(ValueError, match=r"are not among its files \(model.language_model.layers.1.mlp.up_proj"):
+        with pytest.raises(
+            ValueError,
+            match=r"do not match its config.json: 1 weights are missing \(model.language_model.layers.1.mlp.up_proj",
+        ):
             PaCoReward.from_pretrained(folder, device="cpu")
 
 

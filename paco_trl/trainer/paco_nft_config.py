@@ -46,7 +46,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
             Growth of the old policy's decay with each optimizer step (paper). With 0 the old policy is the model at
             the end of the last round.
         old_policy_max_decay (`float`, *optional*, defaults to `0.5`):
-            Largest decay of the old policy, below 1 (paper).
+            Upper limit of this decay, below 1 (paper).
     """
 
     # Parameters that control the training
@@ -67,7 +67,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
     old_policy_decay_rate: float = field(
         default=1e-3, metadata={"help": "Growth of the old policy's decay with each optimizer step."}
     )
-    old_policy_max_decay: float = field(default=0.5, metadata={"help": "Largest decay of the old policy, below 1."})
+    old_policy_max_decay: float = field(default=0.5, metadata={"help": "Upper limit of this decay, below 1."})
 
     def __post_init__(self):
         super().__post_init__()
