@@ -82,7 +82,7 @@ class TestStageFolder:
     def test_a_result_replaces_the_one_before(self, tmp_path):
         folder = StageFolder(tmp_path / "stage")
         assert not folder.is_done
-        with pytest.raises(FileNotFoundError, match="'stage' was not run, or not to its end"):
+        with pytest.raises(FileNotFoundError, match="'stage' is not finished"):
             folder.load()
         for number in (1, 2):
             folder.finish(Dataset.from_dict({"number": [number]}), {"count": number})

@@ -109,7 +109,7 @@ class TestLength:
         for one in (server, writer):
             assert ["max_tokens" in body for body in one.requests] == [True, False, False]
             assert ["max_completion_tokens" in body for body in one.requests] == [False, True, True]
-        assert caplog.text.count("takes `max_completion_tokens` and no `max_tokens`") == 2
+        assert caplog.text.count("takes `max_completion_tokens` instead of `max_tokens`") == 2
 
     @pytest.mark.parametrize(
         "message",

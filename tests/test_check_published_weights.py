@@ -223,7 +223,9 @@ def test_the_trainer_reads_the_same(hub, repositories, tmp_path):
     hub.add_repo("someone/pickled", pickled)
     with hub.connected(tmp_path / "cache"):
         check_peft_config(kontext, base)
-        made_for = "^The adapter 'someone/of-flux' was made for 'black-forest-labs/FLUX.1-dev', but is to be put on "
+        made_for = (
+            "^The adapter 'someone/of-flux' was made for 'black-forest-labs/FLUX.1-dev', but is to be loaded on "
+        )
         with pytest.raises(ValueError, match=f"{made_for}'{base}'"):
             check_peft_config("someone/of-flux", base)
         with pytest.raises(ValueError, match="^`peft_config` is 'someone/pickled', a repository without"):

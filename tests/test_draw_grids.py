@@ -342,7 +342,7 @@ class TestBadInput:
 
         unet = UNet2DModel(8, block_out_channels=(8, 8), down_block_types=("DownBlock2D",) * 2,
                            up_block_types=("UpBlock2D",) * 2, norm_num_groups=4)  # fmt: skip
-        with pytest.raises(ValueError, match="DDIMPipeline takes no `prompt`, `height`"):
+        with pytest.raises(ValueError, match="DDIMPipeline has no `prompt`, `height`"):
             draw(DDIMPipeline(unet, DDIMScheduler()), FOUR, tmp_path)
 
     def test_image_of_another_size(self, flux, tmp_path):
@@ -382,13 +382,14 @@ class TestFlatImages:
         flat = ["0/red fox in the snow/8", "1/grey lighthouse by night/8"]
         assert StageFolder(tmp_path).report["flat grids"] == flat
         assert (
-            "2 of 4 grids are one flat colour, as a safety checker" in caplog.text and ", ".join(flat) in caplog.text
+            "2 of 4 grids are one flat color, the result of a safety checker" in caplog.text
+            and ", ".join(flat) in caplog.text
         )
         caplog.clear()
         with caplog.at_level(logging.WARNING):  # nothing is drawn, and they are still named
             draw(flux, prompts, tmp_path, seeds=[4, 8], batch_size=2)
         assert StageFolder(tmp_path).report["flat grids"] == flat
-        assert "2 of 4 grids are one flat colour" in caplog.text
+        assert "2 of 4 grids are one flat color" in caplog.text
 
     def test_one_grey_value_more_is_not_flat(self):
         from paco_trl.utils.generation import is_flat

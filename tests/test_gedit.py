@@ -247,7 +247,7 @@ class TestDrawing:
         finally:
             handle.remove()
         assert StageFolder(tmp_path).report["flat edits"] == ["en/b"]
-        assert "1 of 1 edits are one flat colour" in caplog.text
+        assert "1 of 1 edits are one flat color" in caplog.text
 
     def test_what_is_refused_before_anything_is_drawn(self, pipeline, tiny_flux, tmp_path):
         def refused(message, rows=DRAWN, with_pipeline=pipeline, **arguments):
@@ -256,7 +256,7 @@ class TestDrawing:
                 draw_edits(with_pipeline, prompts, StageFolder(tmp_path), **{**STEPS, **arguments})
             assert calls.count == 0 and files(tmp_path) == {}
 
-        refused("FluxPipeline takes no `image`, so", with_pipeline=load_pipeline(str(tiny_flux), torch.float32, "cpu"))
+        refused("FluxPipeline has no `image`, so", with_pipeline=load_pipeline(str(tiny_flux), torch.float32, "cpu"))
         refused("`strength` cannot be given", strength=0.5)
         refused("`generator` cannot be given", generator=torch.Generator())
         refused("`height` is 64 and `width` None", height=64)

@@ -1672,5 +1672,5 @@ def test_symmetric_scoring_lets_go_of_images(tiny_qwen, monkeypatch):
 @pytest.mark.parametrize("token", ["<|im_end|>", "<|vision_start|>", "<|endoftext|>"])
 def test_a_question_with_a_control_token(tiny_qwen, token):
     judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
-    with pytest.raises(ValueError, match=r"`prompts\[0\]` has '<\|\w+\|>', which the model reads as a command"):
+    with pytest.raises(ValueError, match=r"`prompts\[0\]` has '<\|\w+\|>', which the model reads as a control token"):
         judge.score([(noise(0), noise(1))], f"Alike?{token}")

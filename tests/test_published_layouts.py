@@ -420,7 +420,7 @@ class TestBase:
     )
     def test_another_base_is_refused(self, make_trainer, named, base):
         # There is no such folder: had the pipeline been looked for first, the error would be another
-        with pytest.raises(ValueError, match="was made for '.*', but is to be put on") as error:
+        with pytest.raises(ValueError, match="was made for '.*', but is to be loaded on") as error:
             make_trainer(model=NOWHERE, peft_config=named(base))
         assert base in str(error.value) and NOWHERE in str(error.value)
 

@@ -511,7 +511,7 @@ class TestUnavailable:
     def test_wrong_model(self, make_judge):
         with JudgeServer(log_odds, models=["paco-reward", "base"]) as server:
             judge = make_judge(server, "paco")
-            message = f"^{server.url} has no model 'paco'. It has: paco-reward, base. Take one of them as `model`.$"
+            message = f"^{server.url} has no model 'paco'. It has: paco-reward, base. Use one of them as `model`.$"
             with pytest.raises(JudgeUnavailableError, match=message):
                 judge.check()
             assert server.requests == []
@@ -736,7 +736,7 @@ class TestConnections:
         assert judge.score([PAIR], QUESTION) == [RIGHT]
         client = judge._client
         monkeypatch.setattr(client, "process", client.process + 1)  # as after a fork
-        with pytest.raises(RuntimeError, match="was made in another process.*Make it anew"):
+        with pytest.raises(RuntimeError, match="was made in another process.*Create it again"):
             judge.score([PAIR], QUESTION)
         client.process -= 1
 
@@ -793,7 +793,7 @@ class TestConnections:
         judge.close()
         assert wait_until(lambda: server.open_connections == 0)
         for ask in (judge.check, lambda: judge.score([PAIR], QUESTION)):
-            with pytest.raises(RuntimeError, match="was closed, and cannot be asked any more"):
+            with pytest.raises(RuntimeError, match="was closed and cannot be used any more"):
                 ask()
         assert len(server.requests) == 8
 

@@ -217,7 +217,7 @@ def test_what_may_pass_is_tried_again(server, fault, monkeypatch):
 
 def test_a_server_that_wants_to_be_left_alone_for_an_hour_is_given_up(server):
     server.retry_after, server.fault = "3600", lambda number: "429"
-    with pytest.raises(EndpointUnavailableError, match="asked again after 3600 seconds, tried 1 times"):
+    with pytest.raises(EndpointUnavailableError, match="retry after 3600 seconds, tried 1 times"):
         endpoint_of(server, max_retries=3).ask(HELLO, 0, 9, 1.0)
     assert len(server.requests) == 1
 

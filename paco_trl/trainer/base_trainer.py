@@ -42,7 +42,7 @@ from ..rewards.reward_calls import RewardError
 from ..rollout import RecordedStep
 from ..rollout.loading import base_model_name
 from ..utils.deepspeed import partition
-from ..utils.random_state import kept_random_state
+from ..utils.random_state import preserve_rng_state
 from .evaluator import Evaluator
 from .model_cards import evaluation_rows, image_settings, latest_pictures, lora_of, pipeline_call, reward_rows
 from .paco_grpo_config import PaCoGRPOConfig
@@ -193,7 +193,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
                 self._baseline(self.evaluator.rows_of(dataset), f"eval_{name}" if name else "eval")
             self.model.train()
         if checkpoint is not None and self._is_evaluation_due():
-            with kept_random_state(self.accelerator.device):
+            with preserve_rng_state(self.accelerator.device):
                 self._determine_best_metric(self._evaluate(None, None), None)
 
     def _average_decays(self) -> dict[str, float]:

@@ -28,7 +28,7 @@ from ..rewards.scorer import RewardScorer
 from ..rollout.noise import STREAMS
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import RolloutSampler
-from ..utils.random_state import kept_random_state
+from ..utils.random_state import preserve_rng_state
 from .paco_grpo_config import PaCoGRPOConfig
 
 
@@ -144,7 +144,7 @@ class Evaluator:
             if weights is None:
                 return None, False
             # A resumed run, which loads the baseline instead, must have the same random state
-            with weights, kept_random_state(self.sampler.accelerator.device):
+            with weights, preserve_rng_state(self.sampler.accelerator.device):
                 baseline = self.evaluate(rows, "Generating the baseline", state)
             if self.sampler.accelerator.is_main_process:
                 save_baseline(folder, key, baseline)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, by an address that no other machine reaches."""
+    """Tell whether a host is this machine, by an address that no other machine reaches."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -15,13 +15,13 @@ def is_loopback(host: str) -> bool:
 
 
 def check_base_url(base_url: str, key_argument: str) -> str:
-    """Checks the address of an OpenAI-compatible server, and gives its host."""
+    """Check the address of an OpenAI-compatible server; return its host."""
     if not isinstance(base_url, str) or re.search(r"[\s,;]", base_url):
         raise ValueError(
-            f"`base_url` is {base_url!r}, but a model is asked at one address. To use several GPUs, serve it on all of "
-            "them behind one (`paco-trl serve-reward ... -- --data-parallel-size 4`, an option of `vllm serve`), or "
-            "put a load balancer in front of several servers. With several nodes, start a server on each and give "
-            "'http://127.0.0.1:8000/v1': the processes of a node then ask their own."
+            f"`base_url` is {base_url!r}, but must be a single address. To use several GPUs, serve the model on all "
+            "of them behind one address (`paco-trl serve-reward ... -- --data-parallel-size 4`, an option of `vllm "
+            "serve`), or put a load balancer in front of several servers. With several nodes, start a server on each and "
+            "give 'http://127.0.0.1:8000/v1': each process then queries the server of its node."
         )
     address = urlsplit(base_url)
     if address.scheme not in ("http", "https") or not address.hostname:

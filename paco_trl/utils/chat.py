@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model, or one that sees images, behind an OpenAI-compatible server."""
+"""Chat models on OpenAI-compatible servers."""
 
 import os
 import queue
@@ -17,27 +17,25 @@ if TYPE_CHECKING:
     from .chat_client import ChatClient
 
 
-# Refused for what the request is, not for the state of the server: too long, an image that it does not take, ...
+# Refused because of the request, not of the state of the server: too long, an unsupported image, ...
 _REFUSALS = (400, 413, 415, 422)
 
 
 class EndpointUnavailableError(RuntimeError):
-    """An endpoint cannot be asked at all: it is down, refuses the key, or does not have the model. It stops a stage."""
+    """An endpoint cannot be used at all: it is down, refuses the key, or does not have the model. It stops a stage."""
 
 
 class ChatRequest(NamedTuple):
     """
-    What a model is asked.
+    Query of a chat model.
 
     Attributes:
         messages (`list[dict]`):
             Turns, as the interface takes them.
-        seed (`int`, *optional*):
-            Seed of the answer. If `None`, the server's.
+        seed (`int`, *optional*), temperature (`float`, *optional*):
+            Settings of the sampling. If `None`, the server's.
         max_tokens (`int`):
-            Length at which the answer is cut.
-        temperature (`float`, *optional*):
-            Temperature of the sampling. If `None`, the server's.
+            Maximum length of the answer.
     """
 
     messages: list[dict[str, Any]]
@@ -48,11 +46,11 @@ class ChatRequest(NamedTuple):
 
 class Reply(NamedTuple):
     """
-    What came back.
+    Answer of a chat model.
 
     Attributes:
         text (`str`, *optional*):
-            The whole answer; `None` if there is none that can be used.
+            Full answer; `None` if there is none that can be used.
         problem (`str`, *optional*):
             Why there is none: the server refused this one request, or the answer is empty, cut or cannot be read.
     """
@@ -65,23 +63,23 @@ class ChatEndpoint:
     """
     Model behind an OpenAI-compatible server: vLLM, or a service.
 
-    What may pass (no connection, a timeout, HTTP 408, 409, 429 and 5xx) is tried again, not before the server wants to
-    be asked (`Retry-After`, up to 2 minutes). When that does not help, the endpoint is taken to be down.
+    Temporary failures (no connection, a timeout, HTTP 408, 409, 429 and 5xx) are retried, after `Retry-After` of up to
+    2 minutes. When that does not help, the endpoint is considered down.
 
     Args:
         base_url (`str`):
             Address of the interface, for example `"http://127.0.0.1:8000/v1"`.
         model (`str`):
-            Name under which the server has the model.
+            Name of the model on the server.
         api_key_variable (`str`, *optional*):
             Name of the environment variable that holds the key. If `None`, no key is sent; `OPENAI_API_KEY` goes to a
             server only if it is named here.
         max_concurrency (`int`, *optional*, defaults to `8`):
-            Requests under way at the same time.
+            Number of concurrent requests.
         timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds that the server may stay silent during one request.
+            Maximum number of seconds without data during one request.
         max_retries (`int`, *optional*, defaults to `5`):
-            How often a request that failed is tried again, after random waits of at most 0.5, 1, 2, ... up to 10 seconds.
+            Maximum number of retries of a request, after random waits of at most 0.5, 1, 2, ... up to 10 seconds.
 
     Raises:
         ValueError: If an argument is out of its range, or the variable holds no key.
@@ -108,7 +106,7 @@ class ChatEndpoint:
     ):
         check_base_url(base_url, "api_key_variable")
         if not model:
-            raise ValueError("`model` is empty, but must be the name under which the server has the model.")
+            raise ValueError("`model` is empty, but must be the name of the model on the server.")
         for name, value, smallest in (("max_concurrency", max_concurrency, 1), ("max_retries", max_retries, 0)):
             if value < smallest:
                 raise ValueError(f"`{name}` is {value}, but must be at least {smallest}.")
@@ -122,13 +120,13 @@ class ChatEndpoint:
         self.timeout = timeout
         self.max_retries = max_retries
         self._key = None if api_key_variable is None else _read_key(api_key_variable)
-        self._limits = ServerLimits(self.name)  # of all connections
+        self._limits = ServerLimits(self.name)  # shared by all connections
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
 
     def check(self) -> None:
-        """Checks that the server is there and has the model; an `EndpointUnavailableError` has those that it has."""
+        """Check that the server is there and has the model; an `EndpointUnavailableError` lists those that it has."""
         client = self._connect()
         try:
             client.run(client.check())
@@ -139,11 +137,11 @@ class ChatEndpoint:
 
     def ask(self, messages: list[dict[str, Any]], seed: int, max_tokens: int, temperature: float) -> str:
         """
-        Asks one question and gives the answer. Arguments are those of [`ChatRequest`].
+        Send one query and return the answer. Arguments are those of [`ChatRequest`].
 
         Raises:
-            ValueError: If the server refuses this request, or its answer cannot be used.
-            EndpointUnavailableError: If the endpoint cannot be asked at all.
+            ValueError: If the server refuses this query, or its answer cannot be used.
+            EndpointUnavailableError: If the endpoint cannot be used at all.
         """
         ((_, reply),) = self.ask_all([ChatRequest(messages, seed, max_tokens, temperature)])
         if reply.text is None:
@@ -152,18 +150,17 @@ class ChatEndpoint:
 
     def ask_all(self, requests: Iterable[ChatRequest]) -> Iterator[tuple[int, Reply]]:
         """
-        Asks many questions, `max_concurrency` at a time. What is under way is cancelled when an error, Ctrl-C or the
-        caller ends the iteration.
+        Send many queries, `max_concurrency` at a time. Those in flight are canceled when the iteration ends early.
 
         Args:
             requests (`Iterable[ChatRequest]`):
-                Questions. They are taken one by one, each when there is room for it.
+                Queries, consumed one by one as there is room.
 
         Yields:
-            `tuple[int, Reply]`: number of a request and what came back, in the order in which they came back.
+            `tuple[int, Reply]`: number of a query and its reply, in the order of the replies.
 
         Raises:
-            EndpointUnavailableError: If the endpoint cannot be asked at all.
+            EndpointUnavailableError: If the endpoint cannot be used at all.
         """
         waiting = enumerate(requests)
         with self.asking() as asking:
@@ -175,7 +172,7 @@ class ChatEndpoint:
                 yield asking.next()
 
     def asking(self) -> "Asking":
-        """Opens connections, for questions that depend on earlier answers, as a context manager ([`Asking`])."""
+        """Open connections, for queries that depend on earlier answers, as a context manager ([`Asking`])."""
         return Asking(self._connect())
 
     def _connect(self) -> "ChatClient":
@@ -198,10 +195,10 @@ class ChatEndpoint:
 
 
 class Asking:
-    """Questions under way at an endpoint. A context manager: what is still under way at its end is cancelled."""
+    """Queries in flight at an endpoint. A context manager: those still in flight at its end are canceled."""
 
     def __init__(self, client: "ChatClient"):
-        # Questions whose replies were not taken yet, and their keys
+        # Queries whose replies were not taken yet, and their keys
         self.under_way: dict[Future[Reply], Hashable] = {}
         self._client = client
         self._done: queue.SimpleQueue[Future[Reply]] = queue.SimpleQueue()
@@ -210,25 +207,25 @@ class Asking:
         return self
 
     def __exit__(self, *_) -> None:
-        for question in self.under_way:
-            question.cancel()
+        for query in self.under_way:
+            query.cancel()
         self._client.close()
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer than `max_concurrency` questions are under way."""
+        """Tell whether fewer than `max_concurrency` queries are in flight."""
         return len(self.under_way) < self._client.max_concurrency
 
     def start(self, key: Hashable, request: ChatRequest) -> None:
-        """Send a question; [`~Asking.next`] gives its key back with the reply."""
-        question = self._client.start(_reply(self._client, request))
-        self.under_way[question] = key
-        question.add_done_callback(self._done.put)
+        """Send a query; [`~Asking.next`] returns its key with the reply."""
+        query = self._client.start(_reply(self._client, request))
+        self.under_way[query] = key
+        query.add_done_callback(self._done.put)
 
     def next(self) -> tuple[Any, Reply]:
-        """Wait for the next reply; raises `EndpointUnavailableError` if the endpoint cannot be asked at all."""
-        question = self._done.get()
-        return self.under_way.pop(question), question.result()
+        """Wait for the next reply; raise `EndpointUnavailableError` if the endpoint cannot be used at all."""
+        query = self._done.get()
+        return self.under_way.pop(query), query.result()
 
 
 async def _reply(client: "ChatClient", request: ChatRequest) -> Reply:
@@ -238,15 +235,15 @@ async def _reply(client: "ChatClient", request: ChatRequest) -> Reply:
     except NoAnswerError as failure:
         if failure.status in _REFUSALS:
             return Reply(None, f"refused by the server ({failure})")
-        if failure.reason == UNREADABLE:  # 200, and then no JSON
+        if failure.reason == UNREADABLE:  # 200 without JSON
             return Reply(None, "an answer that cannot be read")
         raise _unavailable(client, failure) from None
 
 
 def _unavailable(client: "ChatClient", failure: NoAnswerError) -> EndpointUnavailableError:
     return EndpointUnavailableError(
-        f"{client.name} does not answer ({failure}, tried {failure.tries} times). Start the server, wait until "
-        "it is less busy, or correct `base_url`; then run the same again: it goes on where it was."
+        f"{client.name} does not answer ({failure}, tried {failure.tries} times). Start the server, wait until it is "
+        "less busy, or correct `base_url`; then rerun the same command to resume."
     )
 
 
@@ -254,8 +251,8 @@ def _read_key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(
-            f"The environment variable {variable!r} (`api_key_variable`) is not set or empty. Set it to the key; it is "
-            "the name of a variable and not the key itself."
+            f"The environment variable {variable!r} (`api_key_variable`) is not set or empty. Set it to the key; the "
+            "argument is the name of the variable, not the key itself."
         )
     if not key.isascii() or not key.isprintable():
         raise ValueError(f"The key in the environment variable {variable!r} has characters that no header can hold.")
@@ -272,5 +269,5 @@ def _read(completion: "ChatCompletion", max_tokens: int) -> Reply:
         return Reply(None, f"an answer cut after {max_tokens} tokens")
     if not isinstance(text, str) or not text.strip():
         return Reply(None, "an empty answer")
-    # Half of a pair of code units, which JSON can hold and no file
+    # JSON can hold half of a surrogate pair, and no file can
     return Reply(text.encode("utf-8", "replace").decode())

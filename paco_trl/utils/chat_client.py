@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of OpenAI-compatible servers: connections, retries, and what a failure is called."""
+"""Client of OpenAI-compatible servers: connections, retries and failures."""
 
 import asyncio
 import functools
@@ -26,26 +26,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds: a server that restarts is found soon, and one that is overloaded is not asked by all at once
+# Seconds: a restarted server is found soon, and an overloaded one is not queried by all at once
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
-# Before the end of a budget it is not worth to try again: the last error would be a timeout
+# Near the end of a budget a retry is not worthwhile: the last error would be a timeout
 _LAST_WAIT = 1.0
-# The longest `Retry-After` that is followed where there is no budget
+# Longest `Retry-After` to respect where there is no budget
 _LONGEST_RETRY_AFTER = 120.0
-# Placeholder for servers that want no key
+# Placeholder for servers that require no key
 _NO_KEY = "EMPTY"
-# Not the global generator: waiting must not change what a run draws
+# Not the global generator: waiting must not change what a run samples
 _random = random.Random()
 
 
 class ChatClient:
-    """
-    Open connections to a model on an OpenAI-compatible server. They are used on an event loop of their own, so that any
-    thread and any other loop may ask.
+    """Connections to a model on an OpenAI-compatible server, on their own event loop, for any thread or loop."""
 
-    What may pass is tried again, `max_retries` times or until a request has used up its budget; then a
-    [`NoAnswerError`] says why. A server that cannot be asked at all raises an `unavailable` at once.
-    """
+    # Temporary failures are retried, `max_retries` times or until the budget of a request is used up; then it raises a
+    # `NoAnswerError`. A server that cannot be used at all raises an `unavailable` at once.
 
     def __init__(
         self,
@@ -69,16 +66,16 @@ class ChatClient:
         self.timeout = timeout
         self.max_retries = max_retries
         self.limits = limits or ServerLimits(self.name)
-        self.slots = asyncio.Semaphore(max_concurrency)  # for those who start more requests than that
+        self.slots = asyncio.Semaphore(max_concurrency)  # for callers that start more requests than that
         self.first_wait = _FIRST_WAIT
         self.process = os.getpid()
         self._key = key or _NO_KEY
         self._openai = openai.AsyncOpenAI(
             base_url=base_url,
             api_key=self._key,
-            # Here it stands above one in OPENAI_CUSTOM_HEADERS
+            # Takes precedence over one in OPENAI_CUSTOM_HEADERS
             default_headers={"Authorization": f"Bearer {self._key}"},
-            max_retries=0,  # they would know nothing of a budget
+            max_retries=0,  # they ignore the budget
             http_client=openai.DefaultAsyncHttpxClient(
                 # A proxy that the environment names does not know this machine's own addresses
                 trust_env=not is_loopback(host),
@@ -86,18 +83,18 @@ class ChatClient:
                 verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if base_url.startswith("http://") else True,
             ),
         )
-        # OPENAI_ORG_ID and OPENAI_PROJECT_ID: whose they are is nothing for other servers
+        # OPENAI_ORG_ID and OPENAI_PROJECT_ID are not for other servers
         self._openai.organization = self._openai.project = None
         self._is_outage_reported = False
 
     # ---- From any thread ----
 
     def run(self, coroutine: Coroutine) -> Any:
-        """Run a coroutine on the client's event loop and wait for what it gives."""
+        """Run a coroutine on the client's event loop and wait for its result."""
         future = self.start(coroutine)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C: what is under way is not for anyone
+        except BaseException:  # Ctrl-C
             future.cancel()
             raise
 
@@ -106,7 +103,7 @@ class ChatClient:
         if os.getpid() != self.process:
             coroutine.close()
             raise RuntimeError(
-                f"{self.name} was made in another process, whose connections cannot be used in this one. Make it anew "
+                f"{self.name} was made in another process, whose connections cannot be used in this one. Create it again "
                 "after the fork."
             )
         return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
@@ -132,14 +129,14 @@ class ChatClient:
             ) from None
         if self.model not in names:
             raise self.unavailable(
-                f"{self.base_url} has no model {self.model!r}. It has: {', '.join(names) or 'none'}. Take one of them "
+                f"{self.base_url} has no model {self.model!r}. It has: {', '.join(names) or 'none'}. Use one of them "
                 "as `model`."
             )
 
     async def complete(
         self, body: dict[str, Any], budget: float = math.inf, max_retries: float | None = None
     ) -> "ChatCompletion":
-        """Ask a question; `budget` are seconds for all requests and waits."""
+        """Send a query; `budget` is in seconds, for all requests and waits."""
         body["model"] = self.model
         max_retries = self.max_retries if max_retries is None else max_retries
         try:
@@ -149,8 +146,8 @@ class ChatClient:
                 raise
             await self.check(budget)
             raise self.unavailable(
-                f"{self.base_url} has the model {self.model!r}, but does not answer questions with it ({failure}). It "
-                "needs the interface for chat, /chat/completions."
+                f"{self.base_url} has the model {self.model!r}, but does not answer queries with it ({failure}). It "
+                "requires the interface for chat, /chat/completions."
             ) from None
 
     async def _create(self, body: dict[str, Any], timeout: float) -> "ChatCompletion":
@@ -163,15 +160,15 @@ class ChatClient:
                     raise
 
     async def _until_answered(self, call: Callable, budget: float, max_retries: float) -> Any:
-        """Call until there is an answer, or a failure that will not pass, or no try is left."""
+        """Call until there is an answer, a permanent failure, or no try is left."""
         clock = asyncio.get_running_loop().time
         deadline, backoff, failure = clock() + budget, self.first_wait, None
         for tries in itertools.count(1):
             if self._openai.is_closed():
-                raise RuntimeError(f"{self.name} was closed, and cannot be asked any more. Make another.")
+                raise RuntimeError(f"{self.name} was closed and cannot be used any more. Create another.")
             limit = max(min(self.timeout, deadline - clock()), 0.01)
             try:
-                # openai's own timeout is of silence: an answer that trickles would outlast any budget
+                # openai's own timeout is of silence: a trickling answer would outlast any budget
                 async with asyncio.timeout(None if math.isinf(budget) else limit):
                     answer = await call(timeout=limit)
                 self._is_outage_reported = False
@@ -182,17 +179,17 @@ class ChatClient:
                 ) from None
             except (TimeoutError, openai.APIError, ValueError) as error:
                 latest = self._no_answer(error)
-            # A try that the budget cut short says nothing of the server; the failure before it does
+            # A try that the budget cut short says nothing about the server; the failure before it does
             if failure is None or limit == self.timeout or latest.reason != TIMEOUT:
                 failure = latest
             failure.tries, left = tries, deadline - clock()
-            # A long wait is shortened near the end, or a question would be given up before its time
+            # A long wait is shortened near the end, or a query would be given up too early
             longest = max(left / 2, min(_LAST_WAIT, budget / 10))
             wait = max(min(_random.uniform(backoff / 2, backoff), longest), failure.retry_after)
             patience = _LONGEST_RETRY_AFTER if math.isinf(budget) else left
             if not failure.may_pass or tries > max_retries or wait >= patience:
                 raise failure
-            if tries >= 4 and not self._is_outage_reported:  # by one question for all that are under way
+            if tries >= 4 and not self._is_outage_reported:  # by one query for all in flight
                 self._is_outage_reported = True
                 limit = "" if math.isinf(budget) else f" for up to {left:.0f} seconds"
                 logger.warning(f"{self.name} does not answer: {failure}. Trying again{limit}.")
@@ -200,7 +197,7 @@ class ChatClient:
             await asyncio.sleep(wait)
 
     def _no_answer(self, error: Exception) -> NoAnswerError:
-        """A failure with what the server, or the network, says of it; without what is not for a log."""
+        """Build a failure with what the server or the network reports, without secrets and images."""
         # openai's timeout is one of its connection errors
         said = str(error.__cause__ or "") if isinstance(error, openai.APIConnectionError) else str(error)
         said = re.sub(r"data:image/\S+", "data:image/...", said)  # some servers send the request back
@@ -216,14 +213,14 @@ _event_loop_lock = threading.Lock()
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all clients of the process."""
+    """Return the event loop of all clients of the process."""
     with _event_loop_lock:  # several threads may be the first
         return _started_event_loop(os.getpid())
 
 
 @functools.cache
 def _started_event_loop(process: int) -> asyncio.AbstractEventLoop:
-    # A forked process has none of the threads of the one it comes from
+    # A forked process has none of its parent's threads
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="paco-trl-chat", daemon=True).start()
     return loop

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for chat completions, in the way that a server takes them, and why they got no answer."""
+"""Requests for chat completions within the limits of a server, and their failures."""
 
 import logging
 import math
@@ -11,13 +11,13 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Why a request got no answer, where it is no status of HTTP
+# Reasons for no answer other than an HTTP status
 TIMEOUT = "timeout"
 NO_CONNECTION = "no connection"
 UNREADABLE = "the answer cannot be read"
 
 _AT_MOST = r"(?:max allowed:|less than or equal to|at most|<=|between \d+ and|\[\d+,)\s*(\d+)"
-# What servers say of an option that is larger than they allow
+# Refusals of an option that is larger than the server allows
 _REFUSALS = {
     # vLLM: "Requested sample logprobs of 20, which is greater than max allowed: 5" (`--max-logprobs`), see
     # https://github.com/vllm-project/vllm/pull/5312. Azure and the newer models of OpenAI: "Invalid value for
@@ -44,7 +44,7 @@ _OTHER_NAME = re.compile(r"use \W{0,2}max_completion_tokens", re.IGNORECASE)
 
 
 class NoAnswerError(Exception):
-    """A request that got no answer after some `tries`: the `reason` in few words, and whether it `may_pass`."""
+    """Request without an answer after some `tries`: its `reason`, and whether a retry may help (`may_pass`)."""
 
     def __init__(self, reason: str, said: str = "", status: int = 0, headers: Mapping[str, str] | None = None):
         self.reason = reason
@@ -52,7 +52,7 @@ class NoAnswerError(Exception):
         self.tries = 1
         self.may_pass = reason in (TIMEOUT, NO_CONNECTION) or status in (408, 409, 429) or status >= 500
         self.retry_after = _seconds((headers or {}).get("retry-after"))
-        wait = f"; it is to be asked again after {self.retry_after:g} seconds" if self.retry_after > 0 else ""
+        wait = f"; retry after {self.retry_after:g} seconds" if self.retry_after > 0 else ""
         super().__init__(f"{reason}{f' ({said})' if said else ''}{wait}")
 
 
@@ -66,14 +66,14 @@ def _seconds(retry_after: str | None) -> float:
 
 @dataclass
 class ServerLimits:
-    """What a server takes, as far as its refusals have said; `name` is for the log."""
+    """Limits of a server, as far as its refusals reported them; `name` is for the log."""
 
     name: str
     largest: dict[str, int] = field(default_factory=dict)  # of `top_logprobs` and `max_tokens`
     length_option: str = "max_tokens"
 
     def request(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Make a request from a body, which has `max_tokens`; what is too large is lowered in both."""
+        """Build a request from a body, which has `max_tokens`; what is too large is lowered in both."""
         for option in self.largest.keys() & body.keys():
             body[option] = min(body[option], self.largest[option])
         request = dict(body)
@@ -81,25 +81,23 @@ class ServerLimits:
         return request
 
     def learn(self, refusal: str, request: dict[str, Any], body: dict[str, Any]) -> bool:
-        """Learn from a refusal, and tell whether the server may take another request of the same body."""
-        # Others that are under way may be refused for what is known by now. Each round asks for less, or ends.
+        """Learn from a refusal; tell whether the server may accept another request of the same body."""
+        # Requests in flight may be refused for a known limit. Each round lowers an option, or ends.
         if "max_tokens" in request and _OTHER_NAME.search(refusal):
             if self.length_option == "max_tokens":
                 self.length_option = "max_completion_tokens"
-                logger.info(f"{self.name} takes `max_completion_tokens` and no `max_tokens`.")
+                logger.info(f"{self.name} takes `max_completion_tokens` instead of `max_tokens`.")
             return True
         found = _CONTEXT.search(refusal)
-        # SGLang wants the sum to stay below its limit
+        # SGLang requires the sum to stay below its limit
         if found and 0 < (room := int(found[1]) - int(found[2]) - 1) < body["max_tokens"]:
-            body["max_tokens"] = room  # for this question alone
+            body["max_tokens"] = room  # for this query alone
             return True
         for option, pattern in _REFUSALS.items():
             found = pattern.search(refusal)
             if found and 0 < (largest := int(found[1])) < body.get(option, 0):
                 if largest < self.largest.get(option, math.inf):
                     self.largest[option] = largest
-                    logger.warning(
-                        f"{self.name} allows `{option}` of {largest} at most, and is asked for no more from now on."
-                    )
+                    logger.warning(f"{self.name} allows `{option}` of {largest} at most, which is used from now on.")
                 return True
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models outside DeepSpeed ZeRO-3, their partitioning, and a check of its configuration."""
+"""Models outside of DeepSpeed ZeRO-3, their partitioning, and a check of the configuration."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +12,10 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 @contextmanager
 def without_zero3_init() -> Iterator[None]:
-    """Load models whole, even while a ZeRO-3 configuration is live."""
-    # From when `TrainingArguments` with ZeRO-3 exist, `from_pretrained` partitions all weights, also those of a frozen
-    # model, which DeepSpeed never wraps: it would keep parameters of shape (0,)
-    # transformers keeps a weak reference (None, or dead, without a live configuration) and has no getter for the
-    # object itself: `deepspeed_config()` gives the dictionary inside. `config` keeps the object alive meanwhile.
+    """Load models unpartitioned, even while a ZeRO-3 configuration is live."""
+    # Once `TrainingArguments` with ZeRO-3 exist, `from_pretrained` partitions all weights, also those of a frozen model,
+    # which DeepSpeed never wraps: it would keep parameters of shape (0,). transformers has no getter for the object (only
+    # `deepspeed_config()` for the dictionary inside), and keeps a weak reference: `config` keeps it alive meanwhile.
     reference = hf_deepspeed._hf_deepspeed_config_weak_ref
     config = reference() if reference is not None else None
     if config is None:
@@ -43,14 +42,14 @@ def check_gradient_accumulation(args: TrainingArguments) -> None:
 
 
 def partition(model: nn.Module, device: torch.device, dtype: torch.dtype, config: dict) -> None:
-    """Partition a model in CPU memory for ZeRO-3, weight by weight; DeepSpeed's engine moves all of it to the device first."""
+    """Partition a model in CPU memory for ZeRO-3; DeepSpeed's engine would move all of it to the device first."""
     import deepspeed
 
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # by an earlier `train()`
         return
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # the engine casts weights only before they are partitioned
-    deepspeed.init_distributed()  # without it the configuration is taken for that of one process
+    deepspeed.init_distributed()  # or the configuration is taken as that of one process
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
@@ -58,7 +57,7 @@ def partition(model: nn.Module, device: torch.device, dtype: torch.dtype, config
 
 @contextmanager
 def gathered_weights(model: nn.Module, engine: nn.Module) -> Iterator[None]:
-    """Gather a model's weights for many forwards, and keep its ZeRO-3 engine from dividing them meanwhile."""
+    """Gather a model's weights for many forwards, and keep its ZeRO-3 engine from partitioning them meanwhile."""
     if engine is model:  # before training there is no engine
         yield
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are never half written, their names, digests of what they depend on, and who may write them."""
+"""Atomic file writes, safe file names, digests and locks."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 
 def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) -> None:
-    """Write a file whole or not at all, and onto the disk; `durable=False` for what is written often."""
+    """Write a file whole or not at all, and synced to the disk unless `durable=False`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:60]}.", suffix=".part", dir=path.parent)
@@ -25,7 +25,7 @@ def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) 
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # what `open` gives; `mkstemp` makes files that only their owner reads
+        os.chmod(temporary, 0o644)  # that of `open`; `mkstemp` allows only the owner
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -34,13 +34,13 @@ def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) 
 
 
 def file_name(name: str) -> str:
-    """Give a name that is safe for a file, different for each id."""
-    return quote(name, safe="").replace(".", "%2E")  # so that `..` is no folder
+    """Return a safe and unique file name for an id."""
+    return quote(name, safe="").replace(".", "%2E")  # `..` is not a name
 
 
 def digest(value: Any) -> str:
     """
-    Give a digest of values that JSON can hold, to tell whether a stage still has the same inputs.
+    Compute the digest of a JSON value, for example to tell whether a stage still has the same inputs.
 
     Args:
         value (`Any`):
@@ -56,11 +56,11 @@ def digest(value: Any) -> str:
 @contextlib.contextmanager
 def sole_writer(folder: str | Path, what: str) -> Iterator[None]:
     """
-    Hold a folder against other runs; all processes of a run call it. The lock ends with the process.
+    Lock a directory against other runs. All processes of a run call it; the lock ends with the process.
 
     Args:
         folder (`str` or `Path`):
-            The folder; it is made.
+            The directory; it is created.
         what (`str`):
             What is written, for the error.
 
@@ -70,7 +70,7 @@ def sole_writer(folder: str | Path, what: str) -> Iterator[None]:
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
-    # Beside the folder: what is in it says whether anything was begun
+    # Next to the directory: its contents tell whether anything was begun
     folder = Path(folder).expanduser().absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     is_main, lock = PartialState().is_main_process, FileLock(folder.parent / f".{folder.name}.lock")
@@ -85,11 +85,9 @@ def sole_writer(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def take_lock(lock: FileLock, what: str, folder: str | Path) -> str | None:
-    """Take a lock, or say that another run has it."""
+    """Acquire a lock, or return the error that another run holds it."""
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        return (
-            f"Another run is writing {what} in {folder} at this moment. Wait for it, stop it, or give another folder."
-        )
+        return f"Another run is writing {what} in {folder}. Wait for it, stop it, or give another directory."
     return None

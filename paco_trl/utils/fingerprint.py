@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Telling the weights of a model from others that have its name."""
+"""Fingerprints of weights, to tell apart models of the same name."""
 
 import hashlib
 from typing import TYPE_CHECKING
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-# Values of each weight that are looked at. Training changes nearly all of them
+# Number of values per weight. Training changes nearly all of them
 _SAMPLE = 1024
 
 
 def weights_fingerprint(*modules: "nn.Module") -> str:
-    """Digest of a sample of each weight, with its name, shape and dtype: the same on every device."""
+    """Compute a digest of a sample of each weight, with its name, shape and dtype: the same on every device."""
     digest = hashlib.sha256()
     for module in modules:
         for name, weight in sorted(module.named_parameters()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files that a pipeline as it is makes: what is there stays, the rest is dealt out to the processes."""
+"""Image files of an unmodified pipeline: existing ones stay, the rest is divided among the processes."""
 
 import inspect
 import io
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 def load_pipeline(model: str, dtype: "torch.dtype", device: "torch.device | str | None" = None) -> "DiffusionPipeline":
     """
-    Load any diffusers pipeline, to draw with it. Weights are read from safetensors, and no code of the model is run.
+    Load a diffusers pipeline to generate images. Weights are read from safetensors, and no code of the model is run.
 
     Args:
         model (`str`):
-            Hub id or folder.
+            Hub id or directory.
         dtype (`torch.dtype`):
             Compute dtype.
         device (`torch.device` or `str`, *optional*):
-            Device. The one of this process when left out (see [`~accelerate.PartialState`]).
+            Device. If `None`, that of this process (see [`~accelerate.PartialState`]).
 
     Returns:
-        [`~diffusers.DiffusionPipeline`]: with its progress bar switched off.
+        [`~diffusers.DiffusionPipeline`]: with its progress bar disabled.
     """
     from accelerate import PartialState
     from diffusers import DiffusionPipeline
@@ -53,17 +53,15 @@ def check_call(pipeline: "DiffusionPipeline", names: Sequence[str], purpose: str
     parameters = inspect.signature(type(pipeline).__call__).parameters
     missing = [f"`{name}`" for name in names if name not in parameters]
     if missing:
-        raise ValueError(
-            f"The call of {type(pipeline).__name__} takes no {', '.join(missing)}, so it cannot {purpose}"
-        )
+        raise ValueError(f"The call of {type(pipeline).__name__} has no {', '.join(missing)}, so it cannot {purpose}")
 
 
 def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)) -> list[str]:
-    """Name prompts by their `id` and what else of `columns` they have, with slashes. `what` is named so, in errors."""
+    """Name prompts by their `id` and their other `columns`, joined by slashes; `what` is their name in errors."""
     if "id" not in prompts.column_names:
         raise ValueError(
             f"The prompts have no column `id`, only {prompts.column_names}. {what.capitalize()} are named by the ids of "
-            "their prompts: add one that is different for each."
+            "their prompts: add a unique one for each."
         )
     rows: dict[str, int] = {}
     columns = [name for name in columns if name in prompts.column_names]
@@ -71,14 +69,14 @@ def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)
         for name, value in values.items():
             if not isinstance(value, str) or not value:
                 raise ValueError(
-                    f"The `{name}` of row {row} of the prompts is {value!r}. It must be a text that is not empty."
+                    f"The `{name}` of row {row} of the prompts is {value!r}, but must be a non-empty text."
                 )
         key = "/".join(values[name] for name in columns)
         if key in rows:
             raise ValueError(
                 f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}"
                 f"{' in the same `language`' if len(columns) == 2 else ''}, so that the {what} of one would overwrite "
-                "those of the other. Give each prompt an id of its own."
+                "those of the other. Give each prompt a unique id."
             )
         rows[key] = row
     return list(rows)
@@ -87,14 +85,14 @@ def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)
 def generate_missing(
     calls: Sequence[Mapping[Any, Path]],
     read: Callable[[int, Any], "Image | None"],
-    draw: Callable[[int], Mapping[Any, "Image"]],
+    generate: Callable[[int], Mapping[Any, "Image"]],
     description: str,
 ) -> list[Any]:
-    """Make the calls of a pipeline whose pictures are not all on the disk, dealt out to the processes in turn."""
+    """Make the calls of a pipeline whose images are not all on the disk; return the places of flat images."""
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
-    # Each process reads its share of what is there. All of them then deal out the same list of calls
+    # Each process reads a part of the existing files; then all of them divide the same list of calls
     state = PartialState()
     flat, missing = [], []
     for number in range(state.process_index, len(calls), state.num_processes):
@@ -114,12 +112,12 @@ def generate_missing(
     is_quiet = not state.is_main_process
     with tqdm(total=total, initial=total - len(waiting), desc=description, unit="image", disable=is_quiet) as bar:
         for number in list(places_of)[state.process_index :: state.num_processes]:
-            images = draw(number)
+            images = generate(number)
             for place in places_of[number]:
                 write_atomically(calls[number][place], to_png(images[place]))
                 if is_flat(images[place]):
                     flat.append(place)
-            if not is_quiet:  # what other processes drew counts too
+            if not is_quiet:  # images of other processes count too
                 still = [path for path in waiting if not path.exists()]
                 bar.update(len(waiting) - len(still))
                 waiting = still
@@ -129,17 +127,17 @@ def generate_missing(
 
 
 def warn_of_flat(names: list[str], total: int, what: str) -> None:
-    """Warn of pictures that are one flat colour, if there are any."""
+    """Warn of images of one flat color, if there are any."""
     if names:
         logger.warning(
-            f"{len(names)} of {total} {what} are one flat colour, as a safety checker or numbers that are not finite "
-            f"(try another `dtype`) leave them: {', '.join(names[:20])}{', ...' * (len(names) > 20)}. Leave their "
-            "prompts out, or draw them with another seed."
+            f"{len(names)} of {total} {what} are one flat color, the result of a safety checker or of non-finite numbers "
+            f"(try another `dtype`): {', '.join(names[:20])}{', ...' * (len(names) > 20)}. Leave their "
+            "prompts out, or generate them with another seed."
         )
 
 
 def read_image(path: Path, size: tuple[int, int] | None = None) -> "Image | None":
-    """Read a picture if it is there and whole. A file that is something else is removed, so that it is drawn again."""
+    """Read an image if it is complete. Any other file is removed, so that the image is generated again."""
     from PIL import Image
 
     try:
@@ -152,21 +150,21 @@ def read_image(path: Path, size: tuple[int, int] | None = None) -> "Image | None
     except FileNotFoundError:
         return None
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises the first two
-        logger.warning(f"{path} cannot be used ({error}): it is drawn again.")
+        logger.warning(f"{path} cannot be used ({error}): it is generated again.")
         path.unlink()
         return None
 
 
 def to_png(image: "Image") -> bytes:
-    """Encode a picture."""
+    """Encode an image."""
     buffer = io.BytesIO()
-    # For pictures of this kind three times as fast as the default, and as small
+    # Three times as fast as the default for such images, and as small
     image.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
     return buffer.getvalue()
 
 
 def is_flat(image: "Image") -> bool:
-    """Tell whether a picture is one flat colour."""
+    """Tell whether an image has one flat color."""
     extrema = image.getextrema()
     bands = extrema if isinstance(extrema[0], tuple) else [extrema]
     return all(low == high for low, high in bands)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images on their way into a vision-language model: one way for training and scoring."""
+"""Loading of images for a vision-language model, the same for training and scoring."""
 
 from base64 import b64decode
 from io import BytesIO
@@ -26,11 +26,11 @@ def to_rgb(image: Image.Image, where: str) -> Image.Image:
     # Pillow's own conversion drops transparency and cuts off what is above 255
     if image.width == 0 or image.height == 0:
         raise ValueError(
-            f"{where} has {image.width} x {image.height} pixels (width x height), so there is nothing to see. Check "
-            "how it was cut or resized, or leave it out."
+            f"{where} has {image.width} x {image.height} pixels (width x height), so it is empty. Check how it was cut "
+            "or resized, or leave it out."
         )
     if image.mode == "F" or image.mode.startswith("I"):
-        return _grey_16_to_rgb(image, where)
+        return _gray_16_to_rgb(image, where)
     try:
         if image.has_transparency_data:
             white = Image.new("RGB", image.size, (255, 255, 255))
@@ -44,22 +44,22 @@ def to_rgb(image: Image.Image, where: str) -> Image.Image:
         ) from error
 
 
-def _grey_16_to_rgb(image: Image.Image, where: str) -> Image.Image:
+def _gray_16_to_rgb(image: Image.Image, where: str) -> Image.Image:
     values = np.asarray(image)  # (height, width)
     if image.mode == "F" or values.min() < 0 or values.max() > _MAX_16_BITS:
         raise ValueError(
-            f"{where} has the mode {image.mode!r} with values from {values.min()} to {values.max()}, and nothing says "
+            f"{where} has the mode {image.mode!r} with values from {values.min()} to {values.max()}, and it is unknown "
             "which of them are black and white. Scale it to 0..255 and convert it to 'L' or 'RGB'."
         )
-    transparent = image.info.get("transparency")  # PNG names one grey value
+    transparent = image.info.get("transparency")  # PNG names one gray value
     if transparent is not None:
         values = np.where(values == transparent, _MAX_16_BITS, values)
-    grey = np.rint(values / (_MAX_16_BITS / 255)).astype(np.uint8)
-    return Image.fromarray(grey).convert("RGB")
+    gray = np.rint(values / (_MAX_16_BITS / 255)).astype(np.uint8)
+    return Image.fromarray(gray).convert("RGB")
 
 
 def patch_size_of(processor: "ProcessorMixin") -> int:
-    """Side in pixels of the patches that the processor cuts."""
+    """Return the side in pixels of the processor's patches."""
     # Not every image processor cuts patches; 14 is the default of qwen_vl_utils
     patch_size = getattr(processor.image_processor, "patch_size", None) or 14
     return patch_size if isinstance(patch_size, int) else patch_size["height"]
@@ -78,7 +78,7 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
     if isinstance(source, str):
         name = source if len(source) < 300 else source[:40] + "…"  # a data URL is the whole image
     try:
-        # Not opened by the library, which would convert it in its own way
+        # Not opened by the library, which would convert it differently
         opened = to_rgb(open_image(source), "The image")
         message = {"role": "user", "content": [{"type": "image", "image": opened}]}
         images, _ = process_vision_info([message], image_patch_size=patch_size)
@@ -91,13 +91,13 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
 
 
 def open_image(source) -> Image.Image:
-    """Opens what [`load_image`] takes; the rules for a `str` are those of `qwen_vl_utils.fetch_image`."""
+    """Open what [`load_image`] takes; the rules for a `str` are those of `qwen_vl_utils.fetch_image`."""
     if isinstance(source, Image.Image):
         return source
     if isinstance(source, (bytes, bytearray)):
         return Image.open(BytesIO(source))
     if not isinstance(source, str):
-        raise TypeError(f"an image, a path, a URL or bytes are needed, not {type(source).__name__}")
+        raise TypeError(f"an image, a path, a URL or bytes are required, not {type(source).__name__}")
     if source.startswith(("http://", "https://")):
         # The library would wait forever for a server that does not answer
         response = requests.get(source, timeout=_TIMEOUT)
@@ -109,13 +109,13 @@ def open_image(source) -> Image.Image:
 
 
 def pixel_limit(processor: "ProcessorMixin") -> int | None:
-    """Pixels to which the processor scales down a larger image, or `None` if it does it in another way."""
+    """Return the pixels to which the processor scales down a larger image, or `None` if it has no such limit."""
     size = getattr(processor.image_processor, "size", None)
     return size["longest_edge"] if size is not None and "shortest_edge" in size and "longest_edge" in size else None
 
 
 def limit_pixels(processor: "ProcessorMixin", max_pixels: int) -> None:
-    """Lowers the pixels to which the processor scales down a larger image. A lower limit of its own stays."""
+    """Lower the pixels to which the processor scales down a larger image; a lower limit of its own stays."""
     from transformers.image_utils import SizeDict
 
     limit = pixel_limit(processor)
@@ -125,14 +125,14 @@ def limit_pixels(processor: "ProcessorMixin", max_pixels: int) -> None:
 
 
 def find_control_tokens(processor: "ProcessorMixin") -> list[str]:
-    """Tokens that are no text: turns, images, the end."""
+    """Return the tokens that are not text: turns, images, the end."""
     tokens = {str(token) for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
     tokens.update(getattr(processor, name, None) for name in ("image_token", "video_token"))
     return sorted(token for token in tokens if token)
 
 
 def check_text(text: str, control_tokens: list[str], where: str) -> None:
-    """Checks that a text has no control token, which would be read as an image, or as the end of the turn."""
+    """Check that a text has no control token, which would be read as an image or as the end of the turn."""
     token = next((token for token in control_tokens if token in text), None)
     if token is not None:
-        raise ValueError(f"{where} has {token!r}, which the model reads as a command and not as text. Take it out.")
+        raise ValueError(f"{where} has {token!r}, which the model reads as a control token, not as text. Remove it.")

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of models and datasets as others may see them: never a path of this machine."""
+"""Public names of models and datasets, without paths of this machine."""
 
 import os
 import re
 
 
-# What the Hub's clients make of a repository in their cache: .../models--user--name/snapshots/<commit>
+# A repository in the Hub's cache: .../models--user--name/snapshots/<commit>
 _IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is a folder or file of this machine, and not a Hub id."""
+    """Tell whether a name is a directory or file of this machine, not a Hub id."""
     is_path = name.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", name) is not None
     return is_path or os.path.exists(name)
 
 
 def public_name(name: str) -> str:
-    """Gives the name of a model or dataset as others may see it."""
+    """Return the name of a model or dataset without a path of this machine."""
     if not is_local(name):
         return name
     cached = _IN_CACHE.search(name)
@@ -24,8 +24,8 @@ def public_name(name: str) -> str:
 
 
 def is_same_model(first: str, second: str) -> bool:
-    """Whether two names can be those of the same model."""
-    # A path says nothing of its owner, also one of another machine: only the last parts are compared then
+    """Tell whether two names can be those of the same model."""
+    # A path, also one of another machine, does not name an owner: then only the last parts are compared
     names = [_comparable(first), _comparable(second)]
     if not all(_is_hub_id(name) for name in names):
         names = [re.split(r"[\\/]", name.rstrip("\\/"))[-1] for name in names]
@@ -37,9 +37,9 @@ def check_adapter_base(adapter: str, named: str | None, base: str | None) -> Non
     if not named or not base or is_same_model(named, base):
         return
     raise ValueError(
-        f"The adapter '{adapter}' was made for '{named}', but is to be put on '{base}', where it would change the wrong "
-        f"weights, also if the shapes fit. Put it on '{named}', or take an adapter of '{base}'. If the two are one "
-        "model under two names, write the second name as `base_model_name_or_path` into the `adapter_config.json` of a "
+        f"The adapter '{adapter}' was made for '{named}', but is to be loaded on '{base}', where it would change the "
+        f"wrong weights, even if the shapes fit. Load it on '{named}', or use an adapter of '{base}'. If the two are "
+        "one model under two names, write the second name as `base_model_name_or_path` into the `adapter_config.json` of a "
         "copy of the adapter."
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cards say of the paper."""
+"""The paper, for cards."""
 
 import textwrap
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The global random number generators."""
+"""State of the global random number generators."""
 
 import random
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ import torch
 
 
 @contextmanager
-def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Afterwards the generators of Python, NumPy and torch are where they were before."""
+def preserve_rng_state(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, NumPy and torch at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages that build a dataset share: a folder that a killed stage goes on in, and that is never half written."""
+"""Directories of stages: a killed stage resumes there, and its result is never half written."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def save_with_paths(dataset: "Dataset | DatasetDict", path: str | Path) -> None:
 
 
 def _put_in_place(staged: Path, target: Path) -> None:
-    """Put a whole folder in the place of another."""
+    """Replace a directory by another."""
     replaced = target.with_name(target.name + ".replaced")
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -57,20 +57,20 @@ def _put_in_place(staged: Path, target: Path) -> None:
 
 class StageFolder:
     """
-    Folder of one stage.
+    Directory of one stage.
 
-    It holds `settings.json` (what the stage was started with), what the stage writes as it goes (images, journals), and
-    at the end `dataset/` (for [`~datasets.load_from_disk`]) and `report.json`.
+    It holds `settings.json` (the settings that the stage was started with), the stage's images and journals, and at the
+    end `dataset/` (for [`~datasets.load_from_disk`]) and `report.json`.
 
     Args:
         path (`str` or `Path`):
-            The folder; it is made.
+            The directory; it is created.
         settings (`dict`, *optional*):
-            What the result depends on: options, and digests of the inputs (see [`digest`]). A stage that was stopped
-            goes on only with the same ones. `None` for a stage that is done anew each time.
+            What the result depends on: options, and digests of the inputs (see [`digest`]). A stopped stage resumes only
+            with the same ones. If `None`, the stage starts from scratch each time.
 
     Raises:
-        ValueError: If the folder was begun with other settings.
+        ValueError: If the directory was begun with other settings.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any] | None = None):
@@ -81,14 +81,14 @@ class StageFolder:
         if settings is None:
             return
         file = self.path / _SETTINGS
-        # As JSON gives them back, so that a tuple is equal to itself
+        # Round trip through JSON, so that tuples compare equal
         settings = json.loads(json.dumps(settings))
         if not file.exists():
             write_atomically(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
             return
         begun = json.loads(file.read_text(encoding="utf-8"))
         if begun != settings and not any(path.is_file() and path != file for path in self.path.rglob("*")):
-            # Nothing came of it yet: its first attempt ended in an error
+            # The first attempt ended in an error, without a result
             write_atomically(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
             return
         changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
@@ -97,8 +97,8 @@ class StageFolder:
                 f"`{name}` was {shorten(begun.get(name))} and is now {shorten(settings.get(name))}" for name in changed
             )
             raise ValueError(
-                f"{self.path} was begun with other settings: {listed}. What is there would be mixed with what is new. "
-                "Go on with the settings of before, or give another folder (or delete this one)."
+                f"{self.path} was begun with other settings: {listed}. Old and new results would be mixed. Resume "
+                "with the earlier settings, give another directory, or delete this one."
             )
 
     @property
@@ -111,37 +111,28 @@ class StageFolder:
 
     @property
     def images(self) -> Path:
-        """Folder for image files."""
+        """Return the directory of image files."""
         return self.path / "images"
 
     @property
     def is_done(self) -> bool:
-        """Whether the stage came to its end."""
+        """Tell whether the stage is finished."""
         return any((self._dataset / marker).is_file() for marker in _MARKERS)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the stage was started with; empty for one that has no settings."""
+        """Return the settings that the stage was started with; empty without settings."""
         file = self.path / _SETTINGS
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     @property
     def report(self) -> dict[str, Any]:
-        """What the stage reported at its end; empty before."""
+        """Return the report of a finished stage; empty before."""
         file = self.path / _REPORT
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     def journal(self, name: str) -> Journal:
-        """
-        Open a journal of this stage.
-
-        Args:
-            name (`str`):
-                Its name, without `.jsonl`.
-
-        Returns:
-            [`Journal`].
-        """
+        """Open the journal `name`.jsonl of this stage."""
         return Journal(self.path / f"{name}.jsonl")
 
     def finish(self, dataset: "Dataset | DatasetDict", report: Mapping[str, Any]) -> None:
@@ -152,7 +143,7 @@ class StageFolder:
             dataset ([`~datasets.Dataset`] or [`~datasets.DatasetDict`]):
                 The result. Images given by path stay paths.
             report (`Mapping`):
-                Counts and figures for people, as JSON.
+                Counts and figures, as JSON.
         """
         staged = self.path / f"{_DATASET}.saving"
         shutil.rmtree(staged, ignore_errors=True)
@@ -161,25 +152,17 @@ class StageFolder:
         _put_in_place(staged, self._dataset)
 
     def clear(self) -> None:
-        """Take away the result of an earlier run, where this one has none."""
+        """Remove the result of an earlier run, where this one has none."""
         shutil.rmtree(self._dataset, ignore_errors=True)
         (self.path / _REPORT).unlink(missing_ok=True)
 
     def load(self) -> "Dataset | DatasetDict":
-        """
-        Load the result.
-
-        Returns:
-            [`~datasets.Dataset`] or [`~datasets.DatasetDict`].
-
-        Raises:
-            FileNotFoundError: If the stage has not come to its end.
-        """
+        """Load the result; raise a `FileNotFoundError` if the stage is not finished."""
         from datasets import load_from_disk
 
         if not self.is_done:
             raise FileNotFoundError(
-                f"There is no result in {self.path}: the stage {self.path.name!r} was not run, or not to its end. Run "
-                "it, or run it again, and it goes on where it was."
+                f"There is no result in {self.path}: the stage {self.path.name!r} is not finished. Run it "
+                "again to resume."
             )
         return load_from_disk(str(self._dataset))

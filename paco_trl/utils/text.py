@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values in messages."""
+"""Formatting of values in messages."""
 
 import textwrap
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def shorten(value: Any) -> str:
-    """The representation of a value, cut off after 100 characters."""
+    """Return the representation of a value, cut off after 100 characters."""
     return textwrap.shorten(repr(value), width=100, placeholder="...")
 
 
 def some_of(names: Sequence[str]) -> str:
-    """A list of ten names at most."""
+    """Join at most ten names."""
     return f"{', '.join(names[:10])}{', ...' * (len(names) > 10)}"
