@@ -2,7 +2,6 @@
 """`paco-trl doctor` on the tiny FLUX: a healthy run has only "ok", and each planted fault is found in its row."""
 
 import configparser
-import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -22,11 +21,9 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 import launching
-from docstrings import docstring
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import COMMANDS, main
 from paco_trl.commands.memory import estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
-from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import demo_prompts_path
 from paco_trl.rollout import FlowMatchSDEScheduler, FluxFamily
 
@@ -114,9 +111,9 @@ def examine(make_arguments, monkeypatch):
     return run
 
 
-def studio_of(trainer) -> doctor.Studio:
+def generator_of(trainer) -> doctor.SampleGenerator:
     is_new_adapter = isinstance(trainer.model, PeftModel) and trainer.trained_from is None
-    return doctor.Studio(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter)
+    return doctor.SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter)
 
 
 def healthy(last: str) -> dict[str, str]:
@@ -188,20 +185,6 @@ class TestCommandLine:
         rows = doctor.examine(make_arguments(no_such_option=1), Console(quiet=True))
         assert rows[1].verdict == "failed"
         assert "no_such_option" in rows[1].finding
-
-    def test_docstring_and_help_of_the_arguments_agree(self):
-        documented = re.findall(
-            r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):",
-            docstring(ScriptArguments),
-            flags=re.M,
-        )
-        fields = {item.name: item for item in dataclasses.fields(ScriptArguments)}
-        assert [name for name, _, _ in documented] == list(fields)
-        for name, _, default in documented:
-            value = getattr(ScriptArguments(), name)
-            shown = repr(value) if isinstance(value, bool) else json.dumps(value)
-            assert default == ("" if value is None else shown), name
-            assert fields[name].metadata["help"]
 
 
 class TestHealthy:
@@ -365,11 +348,11 @@ class TestFaults:
         assert rows["saved files"].finding == "needs: model and adapter"
 
     def test_an_outdated_version(self, monkeypatch):
-        patient = doctor.Patient(parse=None, temporary_dir="")
-        assert doctor.check_versions(patient).verdict == "ok"
+        state = doctor.DoctorState(parse=None, temporary_dir="")
+        assert doctor.check_versions(state).verdict == "ok"
         version = importlib.metadata.version
         monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.20.9" if name == "peft" else version(name))
-        row = doctor.check_versions(patient)
+        row = doctor.check_versions(state)
         assert row.verdict == "warning"
         assert row.finding.startswith("peft is 0.20.9, needed is >=0.21")
         assert "`pip install -U peft`" in row.advice
@@ -382,7 +365,7 @@ class TestFaults:
             return [*requires(name), "no-such-package>=1.0", *extras]
 
         monkeypatch.setattr(importlib.metadata, "requires", with_another)
-        row = doctor.check_versions(doctor.Patient(parse=None, temporary_dir=""))
+        row = doctor.check_versions(doctor.DoctorState(parse=None, temporary_dir=""))
         assert row.verdict == "warning"
         assert "no-such-package is missing" in row.finding
         assert "no-such-extra" not in row.finding
@@ -421,19 +404,19 @@ class TestAllWeights:
     def test_weights_are_as_they_were_after_it(self, make_trainer, monkeypatch):
         trainer = make_trainer(peft_config=None, gradient_checkpointing=False)
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        patient = doctor.Patient(parse=None, temporary_dir="", args=trainer.args, trainer=trainer)
-        patient.studio = studio_of(trainer)
-        patient.studio.prepare()
+        state = doctor.DoctorState(parse=None, temporary_dir="", args=trainer.args, trainer=trainer)
+        state.generator = generator_of(trainer)
+        state.generator.prepare()
 
         def check_they_are_restored():
             after = trainer.model.state_dict()
             assert all(torch.equal(value, after[name]) for name, value in before.items())
 
-        assert doctor.check_round_trip(patient).verdict == "ok"
+        assert doctor.check_round_trip(state).verdict == "ok"
         check_they_are_restored()
         monkeypatch.setattr(doctor, "save_transformer", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            doctor.check_round_trip(patient)
+            doctor.check_round_trip(state)
         check_they_are_restored()
 
 
@@ -521,10 +504,10 @@ class TestOutputFolder:
 
         def run(**changes) -> doctor.Row:
             parse = doctor._parser().parse_args_and_config
-            patient = doctor.Patient(lambda: parse(make_arguments(**changes)), "elsewhere")
-            assert doctor.check_configuration(patient).verdict == "ok"
-            rows = doctor._make(doctor.Check("output folder", doctor.check_output_folder, ("args",)), patient)
-            assert (patient.args.output_dir, patient.args.resume_from_checkpoint) == ("elsewhere", None)
+            state = doctor.DoctorState(lambda: parse(make_arguments(**changes)), "elsewhere")
+            assert doctor.check_configuration(state).verdict == "ok"
+            rows = doctor._make(doctor.Check("output folder", doctor.check_output_folder, ("args",)), state)
+            assert (state.args.output_dir, state.args.resume_from_checkpoint) == ("elsewhere", None)
             return rows[0]
 
         return run
@@ -572,7 +555,7 @@ class TestMemory:
         assert (estimate.transformer, estimate.trained, estimate.reference, estimate.autocast) == (8, 4000, 2008, 2000)
         always = 8 + 4000 + 2008 + 8000 + 4000 + 70
         assert estimate.training == always + 4000 + 2000
-        assert estimate.drawing == always + 2000 + 200
+        assert estimate.generation == always + 2000 + 200
         assert estimate.encoding == always + 500
         # bf16 with float32 masters
         divided = estimate_memory(
@@ -613,12 +596,12 @@ class TestMemory:
         estimate = estimate_memory(1000, 10, 500, 200, 70)
         assert (estimate.transformer, estimate.trained, estimate.gradients, estimate.optimizer) == (1000, 40, 40, 80)
         assert estimate.training == 1000 + 40 + 40 + 80 + 70
-        assert estimate.drawing == 1000 + 40 + 80 + 70 + 200
+        assert estimate.generation == 1000 + 40 + 80 + 70 + 200
         assert estimate.encoding == 1000 + 40 + 80 + 70 + 500
         assert estimate.peak == estimate.encoding
         averaged = estimate_memory(1000, 10, 500, 200, 70, has_ema=True)
         assert averaged.ema == 40
-        for phase in ("training", "drawing", "encoding", "peak"):
+        for phase in ("training", "generation", "encoding", "peak"):
             assert getattr(averaged, phase) == getattr(estimate, phase) + 40
         # Every process of DDP has all of it
         assert estimate_memory(1000, 10, 500, 200, 70, num_processes=4) == estimate
@@ -646,30 +629,30 @@ class TestMemory:
     )
     def test_verdict(self, total, verdict):
         estimate = estimate_memory(1000, 10, 500, 200, 70)
-        assert (estimate.drawing, estimate.training, estimate.encoding) == (1390, 1230, 1690)
+        assert (estimate.generation, estimate.training, estimate.encoding) == (1390, 1230, 1690)
         found, advice = doctor._fits(estimate, total)
         assert found == verdict
         assert bool(advice) == (verdict != "ok")
 
     def test_the_buffer_is_what_the_policy_records(self, make_trainer):
         trainer = make_trainer(sde_steps=[0, 2])
-        studio = studio_of(trainer)
-        studio.prepare()
-        drawing = studio.draw(count=4, sde=studio.sde_settings(0.7))
-        assert len(drawing.records) == 2
-        embeddings = studio.fetch().encoded[studio.number].place("cpu")
+        generator = generator_of(trainer)
+        generator.prepare()
+        generated = generator.generate(count=4, sde=generator.sde_settings(0.7))
+        assert len(generated.records) == 2
+        embeddings = generator.fetch().encoded[generator.number].place("cpu")
         latent = latent_elements(
             32, 32, trainer.pipeline.vae_scale_factor, trainer.pipeline.vae.config.latent_channels
         )
-        assert drawing.latents[0].numel() == latent
+        assert generated.latents[0].numel() == latent
         prompt = sum(tensor.numel() for tensor in embeddings.values())
         expected = rollout_buffer_bytes(4, 2, latent, 1, prompt)
         assert expected == 4 * (2 * 4 * 2 * latent + prompt)
         assert rollout_buffer_bytes(4, 2, latent, 1, prompt, latents_per_step=3) == expected + 4 * 4 * 2 * latent
         tensors = [
-            t for r in drawing.records for call in r.calls for t in call.values() if isinstance(t, torch.Tensor)
+            t for r in generated.records for call in r.calls for t in call.values() if isinstance(t, torch.Tensor)
         ]
-        tensors += [tensor for r in drawing.records for tensor in (r.sample, r.prev_sample)]
+        tensors += [tensor for r in generated.records for tensor in (r.sample, r.prev_sample)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         # Beside them only what is small: positions, timesteps, guidance
         assert expected <= sum(storages.values()) < 1.3 * expected

@@ -24,7 +24,7 @@ from PIL import Image
 from hub_server import HubServer
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.checkpointing.weights import swapped
-from paco_trl.commands.doctor import Patient, check_hub
+from paco_trl.commands.doctor import DoctorState, check_hub
 from paco_trl.commands.main import main
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, make_pair, theme_question
@@ -174,9 +174,9 @@ def pull_judge(folder: str) -> None:
 def doctor(folder: Path) -> list[list[str]]:
     def check(model: str, **settings) -> list[str]:
         args = PaCoGRPOConfig(f"{folder}/out", use_cpu=True, bf16=False, hub_token=TOKEN, **settings)
-        patient = Patient(lambda: None, folder, True, f"{folder}/out", script_args=ScriptArguments(model), args=args)
+        state = DoctorState(lambda: None, folder, True, f"{folder}/out", script_args=ScriptArguments(model), args=args)
         try:
-            row = check_hub(patient)
+            row = check_hub(state)
         except Exception as error:
             return ["failed", str(error)]
         return [row.verdict, row.finding]
@@ -368,7 +368,7 @@ def test_doctor(hub, tmp_path):
     hub.add_repo("makers/with-terms", {"README.md": b""})
     hub.gated.add("makers/with-terms")
     (new, taken, gated), _ = run(hub, tmp_path / "cache", doctor, tmp_path)
-    assert new == ["ok", f"The repository tester/not-there at {hub.url} will be made."]
+    assert new == ["ok", f"The repository tester/not-there at {hub.url} will be created."]
     assert ("model", "tester/not-there") not in hub.repos
     assert taken[0] == "failed" and "files of something else" in taken[1]
     assert gated[0] == "failed" and "makers/with-terms is gated" in gated[1]

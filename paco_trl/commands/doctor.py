@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl doctor`: what would go wrong in a training run, found out in minutes and without training."""
+"""`paco-trl doctor`: checks of a training run, in minutes and without training."""
 
 import asyncio
 import importlib.metadata
@@ -35,7 +35,8 @@ from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..rewards.reward_calls import check_required, check_reward_functions, check_reward_weights
 from ..rollout.prompt_rows import PromptRows
 from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
-from .report import COLOURS, FAILED, OK, SKIPPED, WARNING, Row, coloured, report
+from .report import COLORS, FAILED, OK, SKIPPED, WARNING, Row, colored, report
+from .sample_generator import Generation, SampleGenerator
 from .script_arguments import (
     ScriptArguments,
     get_peft_config,
@@ -44,20 +45,19 @@ from .script_arguments import (
     load_rewards,
     load_train_prompts,
 )
-from .studio import Drawing, Studio
 
 
-# Standard deviation that the round trip gives to the adapter's B matrices, which are 0 in a new adapter
+# Standard deviation of the adapter's B matrices in the round trip; they are 0 in a new adapter
 _ADAPTER_STD = 0.02
-# Noise that the round trip adds to weights that are trained themselves, as a part of each one's root mean square
+# Noise that the round trip adds to trained weights, as a fraction of each one's root mean square
 _WEIGHT_NOISE = 0.02
-# How far two ways of loading an adapter may be apart, as a part of what the adapter changes. A wrong `lora_alpha`
+# Largest difference between two ways of loading an adapter, as a fraction of the adapter's effect. A wrong `lora_alpha`
 # changes the adapter by a factor, so by about 1 on this scale.
 _ROUND_TRIP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-# How far the noise-free images may be apart, as a part of the largest number in the latent. In bf16 the pipeline's own
-# scheduler rounds the latent after each step, half a unit in the last place (2^-9), and the model makes more of it.
+# Largest difference of the noise-free images, as a fraction of the largest number in the latent. In bf16 the pipeline's
+# own scheduler rounds the latent after each step, by half a unit in the last place (2^-9), which the model amplifies.
 _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
-# Part of the device's memory from which on activations hardly fit beside what is estimated
+# Fraction of the device's memory above which activations hardly fit next to what is estimated
 _MEMORY_LIMIT = 0.9
 
 _PACKAGE = "paco_trl"
@@ -65,22 +65,12 @@ _VERSIONS = ("trl", "transformers", "diffusers", "peft", "accelerate", "datasets
 
 
 @dataclass
-class Patient:
-    """
-    What is examined, as far as it is known: each check adds what later ones need.
-
-    Attributes:
-        parse (`Callable`):
-            Makes the arguments, or raises what is wrong with them.
-        temporary_dir (`str`):
-            Folder that stands in for the run's output folder.
-        push_to_hub (`bool`), output_dir (`str`), resume_from_checkpoint (`str` or `bool`, *optional*):
-            Whether the run will push, where it will write, and what it will continue. Not in `args`: the doctor does
-            none of it.
-    """
+class DoctorState:
+    """State of the checks: each adds what later ones need."""
 
     parse: Callable[[], tuple[ScriptArguments, PaCoGRPOConfig]]
-    temporary_dir: str
+    temporary_dir: str  # stands in for the output directory of the run
+    # Of the run; `args` has other values, so that the doctor leaves nothing behind
     push_to_hub: bool = False
     output_dir: str | None = None
     resume_from_checkpoint: str | bool | None = None
@@ -92,15 +82,15 @@ class Patient:
     eval_reward_funcs: list[Callable] | None = None
     rewards: dict[str, Callable] = field(default_factory=dict)
     trainer: PaCoGRPOTrainer | None = None
-    studio: Studio | None = None
+    generator: SampleGenerator | None = None
     images: list[Image.Image] = field(default_factory=list)
 
 
 # ---- Checks ----
 
 
-def check_versions(patient: Patient) -> Row:
-    """Versions of the packages against the lower bounds of this one, and what the device can do."""
+def check_versions(state: DoctorState) -> Row:
+    """Compare installed versions with the package's lower bounds, and describe the device."""
     versions = {}
     for name in (_PACKAGE, *_VERSIONS):
         try:
@@ -118,7 +108,7 @@ def check_versions(patient: Patient) -> Row:
     try:
         requirements = map(Requirement, importlib.metadata.requires(_PACKAGE) or [])
     except importlib.metadata.PackageNotFoundError:
-        return Row("", WARNING, finding, f"{_PACKAGE} is not installed, so its requirements are unknown: install it.")
+        return Row(WARNING, finding, f"{_PACKAGE} is not installed, so its requirements are unknown: install it.")
     unmet = {}
     for requirement in requirements:
         is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
@@ -134,83 +124,80 @@ def check_versions(patient: Patient) -> Row:
             unmet[requirement.name] = f"{requirement.name} is {version}, needed is {requirement.specifier}"
     if unmet:
         return Row(
-            "",
             WARNING,
             f"{'; '.join(unmet.values())}. ({finding})",
             f"Install them: `pip install -U {' '.join(unmet)}`.",
         )
-    return Row("", OK, finding)
+    return Row(OK, finding)
 
 
-def check_configuration(patient: Patient) -> Row:
-    """The settings, and how a round divides."""
+def check_configuration(state: DoctorState) -> Row:
+    """Check the settings, and how a round divides."""
     with _warnings_of(_PACKAGE) as warned:
-        patient.script_args, args = patient.parse()
-    patient.output_dir, patient.resume_from_checkpoint = args.output_dir, args.resume_from_checkpoint
-    patient.push_to_hub = args.push_to_hub
-    # Nothing of the examination is left behind, here or on the Hub
-    args.output_dir, args.push_to_hub = patient.temporary_dir, False
+        state.script_args, args = state.parse()
+    state.output_dir, state.resume_from_checkpoint = args.output_dir, args.resume_from_checkpoint
+    state.push_to_hub = args.push_to_hub
+    args.output_dir, args.push_to_hub = state.temporary_dir, False
     args.resume_from_checkpoint = None
     layout = args.round_layout
     finding = layout.describe()
     if args.num_iterations > 1:
         steps = layout.num_optimizer_steps * args.num_iterations
         finding += f" With `num_iterations` = {args.num_iterations}: {steps} optimizer steps a round."
-    patient.args = args
+    state.args = args
     if warned:
-        return Row("", WARNING, finding, " ".join(warned))
-    return Row("", OK, finding)
+        return Row(WARNING, finding, " ".join(warned))
+    return Row(OK, finding)
 
 
-def check_output_folder(patient: Patient) -> Row:
-    """What is in the real output folder: the checkpoint to continue from, or what is in the way."""
+def check_output_folder(state: DoctorState) -> Row:
+    """Check the real output directory for a checkpoint to resume from, or for other checkpoints."""
     with _warnings_of(_PACKAGE) as warned:
-        checkpoint = find_checkpoint(patient.output_dir, patient.resume_from_checkpoint)
+        checkpoint = find_checkpoint(state.output_dir, state.resume_from_checkpoint)
     if checkpoint is not None:
-        return Row("", WARNING if warned else OK, f"The run continues from '{checkpoint}'.", " ".join(warned))
-    found = checkpoints_of(patient.output_dir)
+        return Row(WARNING if warned else OK, f"The run continues from '{checkpoint}'.", " ".join(warned))
+    found = checkpoints_of(state.output_dir)
     if found:
         return Row(
-            "",
             WARNING,
-            f"'{patient.output_dir}' has {len(found)} checkpoint(s), the latest '{found[0].name}', and the run starts "
+            f"'{state.output_dir}' has {len(found)} checkpoint(s), the latest '{found[0].name}', and the run starts "
             "from the beginning.",
-            "To continue, set `resume_from_checkpoint` to true. Otherwise choose another folder: the run refuses one "
+            "To resume, set `resume_from_checkpoint` to true. Otherwise choose another directory: the run refuses one "
             "with checkpoints of other settings, and replaces those of its own.",
         )
-    return Row("", OK, f"'{patient.output_dir}' has no checkpoints; the run starts from the beginning.")
+    return Row(OK, f"'{state.output_dir}' has no checkpoints; the run starts from the beginning.")
 
 
-def check_hub(patient: Patient) -> Row:
-    """Whether the token, the repository and the base model will do, without making anything."""
-    args, script_args = patient.args, patient.script_args
-    if not patient.push_to_hub:
-        return Row("", OK, "Nothing is pushed: `push_to_hub` is off.")
+def check_hub(state: DoctorState) -> Row:
+    """Check the token, the repository and the base model, without creating anything."""
+    args, script_args = state.args, state.script_args
+    if not state.push_to_hub:
+        return Row(OK, "Nothing is pushed: `push_to_hub` is off.")
     api = HfApi(token=args.hub_token, library_name=_PACKAGE)
     base_model = script_args.model_name_or_path
     check_base_model(api, base_model)
     repo_id, is_there = check_repository(
         api,
-        args.hub_model_id or Path(patient.output_dir).absolute().name,
+        args.hub_model_id or Path(state.output_dir).absolute().name,
         private=args.hub_private_repo,
         revision=args.hub_revision,
         published_files=PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER,
         base_model=base_model,
     )
-    state = "is there and can be written to" if is_there else "will be made"
-    return Row("", OK, f"The repository {repo_id} at {api.endpoint} {state}.")
+    plan = "exists and can be written to" if is_there else "will be created"
+    return Row(OK, f"The repository {repo_id} at {api.endpoint} {plan}.")
 
 
-def check_data(patient: Patient) -> Row:
-    """The prompts, their sizes, and whether there are enough of them."""
-    script_args, args = patient.script_args, patient.args
+def check_data(state: DoctorState) -> Row:
+    """Check the prompts, their sizes, and whether there are enough of them."""
+    script_args, args = state.script_args, state.args
     dataset = load_train_prompts(script_args)
     findings = [_examine_prompts(dataset, args, "the dataset")]
-    patient.eval_dataset = load_eval_prompts(script_args)
-    if patient.eval_dataset is not None:
-        findings.append("Evaluation: " + _examine_prompts(patient.eval_dataset, args, "the evaluation dataset"))
+    state.eval_dataset = load_eval_prompts(script_args)
+    if state.eval_dataset is not None:
+        findings.append("Evaluation: " + _examine_prompts(state.eval_dataset, args, "the evaluation dataset"))
     faults, remedies = [], []
-    if patient.eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+    if state.eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
         faults.append(
             f"`eval_strategy` is '{args.eval_strategy.value}' and `eval_on_start` {args.eval_on_start}, but there are "
             "no prompts to evaluate on."
@@ -219,7 +206,7 @@ def check_data(patient: Patient) -> Row:
             "Name a split of the dataset with `--eval_split`, or set `eval_strategy` to 'no' and `eval_on_start` to "
             "false."
         )
-        # The checks that follow do not evaluate: they can be made all the same
+        # The later checks do not evaluate, so they can still run
         args.eval_strategy, args.eval_on_start, args.load_best_model_at_end = IntervalStrategy.NO, False, False
 
     layout = args.round_layout
@@ -227,11 +214,11 @@ def check_data(patient: Patient) -> Row:
     if rounds == 0:
         faults.append(f"A round takes {layout.num_prompts} different prompts.")
         remedies.append(f"Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts.")
-        # The checks that follow draw a single prompt: they can be made all the same
+        # The later checks use a single prompt, so they can still run
         dataset = dataset.select([index % len(dataset) for index in range(layout.num_prompts)])
-    patient.train_dataset = dataset
+    state.train_dataset = dataset
     if faults:
-        return Row("", FAILED, " ".join([*findings, *faults]), " ".join(remedies))
+        return Row(FAILED, " ".join([*findings, *faults]), " ".join(remedies))
     steps_per_round = layout.num_optimizer_steps * args.num_iterations
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rounds * steps_per_round)
     findings.append(
@@ -244,9 +231,11 @@ def check_data(patient: Patient) -> Row:
         prompt, count = repeated.most_common(1)[0]
         findings.append(f"{surplus} row(s) repeat a prompt; {prompt[:40]!r}... is there {count} times.")
         return Row(
-            "", WARNING, " ".join(findings), "They are drawn more often than the others: take them out if not meant."
+            WARNING,
+            " ".join(findings),
+            "They are used more often than the others: remove them if that is not intended.",
         )
-    return Row("", OK, " ".join(findings))
+    return Row(OK, " ".join(findings))
 
 
 def _examine_prompts(dataset: Dataset, args: PaCoGRPOConfig, where: str) -> str:
@@ -262,55 +251,55 @@ def _examine_prompts(dataset: Dataset, args: PaCoGRPOConfig, where: str) -> str:
     sources = "" if rows.sources is None else f"; up to {rows.sources.max_count} source image(s) each"
     return (
         f"{len(dataset)} prompts (columns: {', '.join(dataset.column_names)}){sources}; panels "
-        f"{_listed(Counter(rows.layouts), with_counts=True)}; sizes {', '.join(described)}, drawn in training at "
+        f"{_listed(Counter(rows.layouts), with_counts=True)}; sizes {', '.join(described)}, generated in training at "
         f"{args.resolution_scale:g} of it."
     )
 
 
-def check_rewards_load(patient: Patient) -> Row:
-    """The rewards and their weights, before a model is loaded."""
-    script_args, args = patient.script_args, patient.args
+def check_rewards_load(state: DoctorState) -> Row:
+    """Check the rewards and their weights, before a model is loaded."""
+    script_args, args = state.script_args, state.args
     functions = load_rewards(script_args)
     checked, names = check_reward_functions(functions)
     weights = check_reward_weights(args.reward_weights, names, args.multi_objective_aggregation)
     check_required(args.reward_required, names, weights)
-    patient.reward_funcs = functions
-    patient.rewards = {f"reward {name}": function for name, function in zip(names, checked, strict=True)}
+    state.reward_funcs = functions
+    state.rewards = {f"reward {name}": function for name, function in zip(names, checked, strict=True)}
     described = [f"{name} (weight {weight:g})" for name, weight in zip(names, weights.tolist(), strict=True)]
     finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
     eval_functions = load_eval_rewards(script_args, functions)
     if eval_functions is not None:
         checked, names = check_reward_functions(eval_functions)
-        patient.eval_reward_funcs = eval_functions
+        state.eval_reward_funcs = eval_functions
         for name, function, check in zip(names, eval_functions, checked, strict=True):
-            if not any(function is other for other in functions):  # one that is in both is examined once
-                patient.rewards[f"evaluation reward {name}"] = check
+            if not any(function is other for other in functions):  # shared ones are checked once
+                state.rewards[f"evaluation reward {name}"] = check
         finding += f" Evaluation: {', '.join(names)}."
-    return Row("", OK, finding)
+    return Row(OK, finding)
 
 
-def check_model(patient: Patient) -> Row:
-    """The model loads, its adapter fits, and every named layer is there."""
-    args, script_args = patient.args, patient.script_args
-    reward_funcs = patient.reward_funcs
+def check_model(state: DoctorState) -> Row:
+    """Check that the model loads, that its adapter fits, and that every named layer exists."""
+    args, script_args = state.args, state.script_args
+    reward_funcs = state.reward_funcs
     if reward_funcs is None:
-        # That row has failed; the model can be examined without
+        # That check has failed; the model can be checked without
         reward_funcs, args.reward_weights, args.reward_required = [_no_reward], None, None
     trainer = PaCoGRPOTrainer(
         model=script_args.model_name_or_path,
         reward_funcs=reward_funcs,
         args=args,
-        train_dataset=patient.train_dataset,
-        eval_dataset=patient.eval_dataset,
-        eval_reward_funcs=patient.eval_reward_funcs,
+        train_dataset=state.train_dataset,
+        eval_dataset=state.eval_dataset,
+        eval_reward_funcs=state.eval_reward_funcs,
         peft_config=get_peft_config(script_args),
     )
     is_new_adapter = isinstance(trainer.model, PeftModel) and trainer.trained_from is None
-    studio = Studio(trainer.sampler, trainer.train_rows, args, is_new_adapter)
+    generator = SampleGenerator(trainer.sampler, trainer.train_rows, args, is_new_adapter)
     if args.deepspeed_plugin is None:
-        studio.prepare()
-    patient.trainer = trainer
-    patient.studio = studio
+        generator.prepare()
+    state.trainer = trainer
+    state.generator = generator
     parameters = list(trainer.model.parameters())
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     num_frozen = sum(p.numel() for p in parameters if not p.requires_grad)
@@ -331,23 +320,22 @@ def check_model(patient: Patient) -> Row:
         missing = []
     finding = (
         f"{type(trainer.pipeline).__name__} ({type(trainer.family).__name__}) on {trainer.accelerator.device}, "
-        f"{trainer.compute_dtype}; {trained} Trained at {_listed(studio.sizes)} (multiples of "
+        f"{trainer.compute_dtype}; {trained} Trained at {_listed(generator.sizes)} (multiples of "
         f"{trainer.size_multiple} pixels)."
     )
     if missing:
         return Row(
-            "",
             FAILED,
             f"No layer of the transformer is named {', '.join(missing)}. {finding}",
             "Correct `lora_target_modules`, or leave it out for the family's default: "
             f"{', '.join(trainer.family.lora_target_modules)}.",
         )
-    return Row("", OK, finding)
+    return Row(OK, finding)
 
 
 def _missing_targets(target_modules: list[str] | set[str] | str, layers: list[str]) -> list[str]:
-    """Names of `target_modules` that no layer has. A pattern names none, and PEFT refuses one that fits nothing."""
-    if isinstance(target_modules, str):
+    """Return the names in `target_modules` that no layer has."""
+    if isinstance(target_modules, str):  # a pattern; PEFT refuses one without a match
         return []
     return [
         target
@@ -357,17 +345,17 @@ def _missing_targets(target_modules: list[str] | set[str] | str, layers: list[st
 
 
 def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:
-    """Stands in for rewards that could not be loaded."""
+    """Stand in for rewards that could not be loaded."""
     return [None] * len(completions)
 
 
-def check_memory(patient: Patient) -> Row:
-    """Memory that a process needs, by arithmetic, against what its device has."""
-    trainer, args, layout = patient.trainer, patient.args, patient.args.round_layout
+def check_memory(state: DoctorState) -> Row:
+    """Compare the estimated memory of a process with that of its device."""
+    trainer, args, layout = state.trainer, state.args, state.args.round_layout
     pipeline = trainer.pipeline
-    embeddings = patient.studio.fetch().encoded[patient.studio.number].place("cpu")
+    embeddings = state.generator.fetch().encoded[state.generator.number].place("cpu")
     images = layout.micro_batches_per_process * layout.batch_size
-    # A prompt's embeddings are shared by its images, unless micro-batches cross prompts; or they wait in CPU memory
+    # Images share their prompt's embeddings unless micro-batches cross prompts; offloaded ones are in CPU memory
     crosses_prompts = layout.num_generations % layout.batch_size != 0
     num_embeddings = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
     buffer = rollout_buffer_bytes(
@@ -375,7 +363,7 @@ def check_memory(patient: Patient) -> Row:
         layout.num_trained_steps,
         max(
             latent_elements(*size, pipeline.vae_scale_factor, _latent_channels(pipeline.vae))
-            for size in patient.studio.sizes
+            for size in state.generator.sizes
         ),
         0 if getattr(args, "offload_embeddings", False) else num_embeddings,
         sum(tensor.numel() for tensor in embeddings.values()),
@@ -417,7 +405,7 @@ def check_memory(patient: Patient) -> Row:
         f"{_size(estimate.peak)} on the device of each process, without activations and the models of rewards:",
         f"training {_size(estimate.training)}: "
         + ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size),
-        f"drawing {_size(estimate.drawing)}: without gradients, with the VAE {_size(estimate.vae)}"
+        f"generation {_size(estimate.generation)}: without gradients, with the VAE {_size(estimate.vae)}"
         + (f", gathered weights {_size(estimate.gathered)}" if estimate.gathered else ""),
         f"encoding {_size(estimate.encoding)}: without gradients, with "
         + ", ".join(f"{name} {_size(size)}" for name, size in encoders.items()),
@@ -426,16 +414,16 @@ def check_memory(patient: Patient) -> Row:
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     lines.append("No CUDA device to compare with." if total is None else f"The device has {_size(total)}.")
     verdict, advice = _fits(estimate, total, is_full)
-    return Row("", verdict, "\n".join(lines), advice)
+    return Row(verdict, "\n".join(lines), advice)
 
 
 def _latent_channels(vae) -> int:
-    """Channels of a latent pixel, under the names that VAEs have for them."""
+    """Return the number of latent channels of a VAE."""
     return vae.config.get("latent_channels") or vae.config.z_dim
 
 
 def _describe_optimizer(optim: str) -> str:
-    """Whose states are counted: those of AdamW in float32, whatever `optim` is."""
+    """Describe the optimizer, whose states are counted as those of AdamW in float32."""
     name = getattr(optim, "value", optim)
     if "8bit" in name:
         return f"optimizer (`{name}`, counted as AdamW in float32; 8-bit: a quarter of the states)"
@@ -447,59 +435,58 @@ def _describe_optimizer(optim: str) -> str:
 
 
 def _fits(estimate: MemoryEstimate, total: int | None, is_full: bool = False) -> tuple[str, str]:
-    """Verdict and advice for a device with so many bytes."""
+    """Return the verdict and the advice for a device with `total` bytes."""
     smaller = "an adapter instead of all weights (`--use_peft True`)" if is_full else "a smaller `lora_r`"
     remedy = (
-        "Use DeepSpeed ZeRO-3 on several GPUs (`examples/accelerate_configs/zero3.yaml`; where drawing does not fit, with "
+        "Use DeepSpeed ZeRO-3 on several GPUs (`examples/accelerate_configs/zero3.yaml`; where generation does not fit, with "
         f"`--ds3_gather_for_generation False`), {smaller}, or fewer images a round."
     )
     if total is None:
         return OK, ""
-    # In the encoding of the first round there are no averages yet, so that phase alone is not certain to fail
-    if max(estimate.training, estimate.drawing) > total:
+    # Encoding alone may still fit: in the first round there are no averages yet
+    if max(estimate.training, estimate.generation) > total:
         return FAILED, f"It does not fit, even without activations. {remedy}"
     if estimate.peak > _MEMORY_LIMIT * total:
         return WARNING, f"Little is left for activations. {remedy}"
     return OK, ""
 
 
-def check_noise_free(patient: Patient) -> Row:
-    """Without noise the policy draws what the pipeline itself draws."""
-    studio, trainer = patient.studio, patient.trainer
-    untouched = studio.draw_untouched()
-    policy = studio.draw(sde=studio.sde_settings(noise_level=0.0))
-    patient.images.extend(policy.images)
+def check_noise_free(state: DoctorState) -> Row:
+    """Check that without noise the policy generates what the pipeline itself generates."""
+    generator, trainer = state.generator, state.trainer
+    untouched = generator.generate_untouched()
+    policy = generator.generate(sde=generator.sde_settings(noise_level=0.0))
+    state.images.extend(policy.images)
     difference = (policy.latents - untouched.latents).abs().max().item()
     scale = untouched.latents.abs().max().item()
     tolerance = _NOISE_FREE_TOLERANCE[trainer.compute_dtype]
     finding = (
-        f"{studio.height} x {studio.width} pixels, {patient.args.num_inference_steps} steps: the last latents of the "
+        f"{generator.height} x {generator.width} pixels, {state.args.num_inference_steps} steps: the last latents of the "
         f"untouched pipeline and of the policy at noise level 0 differ by {difference:.3g} (largest number "
         f"{scale:.3g}, accepted {tolerance * scale:.3g})."
     )
     # `not <=` instead of `>`: it finds NaN as well
     if not difference <= tolerance * scale:
         return Row(
-            "",
             FAILED,
             finding,
-            "Images are not drawn as the pipeline draws them. Look for a changed scheduler, or an adapter that is not "
+            "The policy does not generate what the pipeline generates. Look for a changed scheduler, or an adapter that is not "
             "the identity when it is new.",
         )
-    return Row("", OK, finding)
+    return Row(OK, finding)
 
 
-def check_ratio(patient: Patient) -> Row:
-    """The replay gives the log-probabilities of the rollout, and a gradient."""
-    studio, trainer, args = patient.studio, patient.trainer, patient.args
+def check_ratio(state: DoctorState) -> Row:
+    """Check that the replay gives the log-probabilities of the rollout, and a gradient."""
+    generator, trainer, args = state.generator, state.trainer, state.args
     device = trainer.accelerator.device
-    drawing = studio.draw(args.per_device_train_batch_size, studio.sde_settings(args.noise_level))
-    patient.images.extend(drawing.images)
+    generated = generator.generate(args.per_device_train_batch_size, generator.sde_settings(args.noise_level))
+    state.images.extend(generated.images)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     deviations = {}
-    for record in drawing.records:
-        log_prob = studio.replay(record)
+    for record in generated.records:
+        log_prob = generator.replay(record)
         deviations[record.index] = (torch.exp(log_prob.detach() - record.log_prob) - 1).abs().max().item()
         log_prob.mean().backward()
     gradients = [p.grad.abs().max().item() for p in trainer.model.parameters() if p.grad is not None]
@@ -515,87 +502,85 @@ def check_ratio(patient: Patient) -> Row:
         finding += f" Forward and backward took {_size(peak)} on the device, without the optimizer's states."
     if not worst <= args.ratio_tolerance:
         return Row(
-            "",
             FAILED,
             finding,
-            "The model draws with other numbers than it is trained with: look for dropout, for layers that behave "
+            "Rollout and training compute different numbers: look for dropout, for layers that behave "
             "differently with gradients, for a compiled replay. In bf16 a deviation below `epsilon` "
             f"({args.epsilon:g}) can be rounding: then set `ratio_tolerance` above it.",
         )
     if not any(gradients):
         return Row(
-            "",
             FAILED,
             f"{finding} What is trained gets no gradient.",
-            "Look at what cuts the graph in the transformer.",
+            "Find out what cuts the graph in the transformer.",
         )
-    return Row("", OK, finding)
+    return Row(OK, finding)
 
 
-def check_round_trip(patient: Patient) -> Row:
-    """What is saved draws the same image again: an adapter in both formats, or the transformer."""
-    trip = _adapter_round_trip if isinstance(patient.trainer.model, PeftModel) else _transformer_round_trip
-    return trip(patient)
+def check_round_trip(state: DoctorState) -> Row:
+    """Check that what is saved generates the same image again: an adapter in both formats, or the transformer."""
+    is_adapter = isinstance(state.trainer.model, PeftModel)
+    return _adapter_round_trip(state) if is_adapter else _transformer_round_trip(state)
 
 
-def _adapter_round_trip(patient: Patient) -> Row:
-    studio, trainer = patient.studio, patient.trainer
+def _adapter_round_trip(state: DoctorState) -> Row:
+    generator, trainer = state.generator, state.trainer
     model, pipeline = trainer.model, trainer.pipeline
-    generator = torch.Generator().manual_seed(patient.args.seed)
+    rng = torch.Generator().manual_seed(state.args.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                noise = torch.randn(parameter.shape, generator=generator) * _ADAPTER_STD
+                noise = torch.randn(parameter.shape, generator=rng) * _ADAPTER_STD
                 parameter.copy_(noise.to(parameter.device, parameter.dtype))
     with model.disable_adapter():
-        base = studio.draw()
-    drawn = studio.draw()
+        base = generator.generate()
+    tuned = generator.generate()
 
-    # The same weights serve all three ways, as a second copy of a large model may not fit: the adapter's layers are
-    # taken out of the transformer, and read back in from the files
+    # A second copy of a large model may not fit: the adapter's layers are removed from the transformer, and loaded again
+    # from the files
     with tempfile.TemporaryDirectory() as folder:
         trained = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
         save_adapter(model, pipeline, trained, folder)
         transformer = model.unload()
         loaded = PeftModel.from_pretrained(transformer, folder)
-        with_peft = studio.draw_with(loaded)
+        with_peft = generator.generate_with(loaded)
         transformer = loaded.unload()
         object.__setattr__(pipeline, "transformer", transformer)  # `load_lora_weights` changes it in place
         pipeline.load_lora_weights(folder)
-        with_diffusers = studio.draw()
+        with_diffusers = generator.generate()
     return _compare_loaded(
         trainer.compute_dtype,
         base,
-        drawn,
+        tuned,
         {"PeftModel.from_pretrained": with_peft, "pipe.load_lora_weights": with_diffusers},
         "Random weights in the adapter",
-        "The adapter has no effect on the image: look at `lora_target_modules`.",
-        "The saved files do not hold the adapter that was trained: checkpoints of this run would draw something else. "
+        "The adapter has no effect on the image: check `lora_target_modules`.",
+        "The saved files do not hold the adapter that was trained: checkpoints of this run would generate something else. "
         "Check the versions of peft and diffusers (first row), and the scale `lora_alpha / r` in the files.",
     )
 
 
-def _transformer_round_trip(patient: Patient) -> Row:
-    studio, trainer = patient.studio, patient.trainer
+def _transformer_round_trip(state: DoctorState) -> Row:
+    generator, trainer = state.generator, state.trainer
     model, device = trainer.model, trainer.accelerator.device
-    generator = torch.Generator().manual_seed(patient.args.seed)
-    base = studio.draw()
+    rng = torch.Generator().manual_seed(state.args.seed)
+    base = generator.generate()
     originals = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
     try:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in originals:
                     scale = _WEIGHT_NOISE * parameter.float().square().mean().sqrt().item()
-                    noise = torch.randn(parameter.shape, generator=generator) * scale
+                    noise = torch.randn(parameter.shape, generator=rng) * scale
                     parameter.add_(noise.to(parameter.device, parameter.dtype))
-        drawn = studio.draw()
+        tuned = generator.generate()
         with tempfile.TemporaryDirectory() as folder:
             trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
             save_transformer(model, trained, folder)
             loaded = type(model).from_pretrained(folder, subfolder="transformer")
-            # A second copy of a large model may not fit on the device: the one that is trained makes room
+            # A second copy of a large model may not fit on the device
             model.to("cpu")
-            reloaded = studio.draw_with(loaded.to(device).train(model.training))
+            reloaded = generator.generate_with(loaded.to(device).train(model.training))
     finally:
         loaded = None
         model.to(device)
@@ -606,28 +591,28 @@ def _transformer_round_trip(patient: Patient) -> Row:
     return _compare_loaded(
         trainer.compute_dtype,
         base,
-        drawn,
+        tuned,
         {f"{type(model).__name__}.from_pretrained": reloaded},
         "Noise in the transformer's weights",
-        "The weights have no effect on the image: look at what the pipeline draws with.",
-        "The saved files do not hold the transformer that was trained: checkpoints of this run would draw something "
-        "else. Check the version of diffusers (first row), and that the transformer's config and weights can be "
+        "The weights have no effect on the image: find out which weights the pipeline uses.",
+        "The saved files do not hold the transformer that was trained: checkpoints of this run would generate "
+        "something else. Check the version of diffusers (first row), and that the transformer's config and weights can be "
         "saved.",
     )
 
 
 def _compare_loaded(
     dtype: torch.dtype,
-    base: Drawing,
-    drawn: Drawing,
-    loaded: dict[str, Drawing],
+    base: Generation,
+    tuned: Generation,
+    loaded: dict[str, Generation],
     change: str,
     without_effect: str,
     with_difference: str,
 ) -> Row:
-    """The verdict on what was loaded again, by the function that loaded it; and the advice for both faults."""
-    effect = (drawn.latents - base.latents).abs().max().item()
-    differences = {name: (other.latents - drawn.latents).abs().max().item() for name, other in loaded.items()}
+    """Compare what was loaded again, by the name of the loading function, with what was saved."""
+    effect = (tuned.latents - base.latents).abs().max().item()
+    differences = {name: (other.latents - tuned.latents).abs().max().item() for name, other in loaded.items()}
     tolerance = _ROUND_TRIP_TOLERANCE[dtype]
     finding = (
         f"{change} change the last latents by {effect:.3g}. Saved and loaded again they differ by "
@@ -635,15 +620,15 @@ def _compare_loaded(
         + f" (accepted {tolerance * effect:.3g})."
     )
     if not (math.isfinite(effect) and effect > 0):
-        return Row("", FAILED, finding, without_effect)
+        return Row(FAILED, finding, without_effect)
     if not all(value <= tolerance * effect for value in differences.values()):
-        return Row("", FAILED, finding, with_difference)
-    return Row("", OK, finding)
+        return Row(FAILED, finding, with_difference)
+    return Row(OK, finding)
 
 
-def check_reward_values(patient: Patient) -> list[Row]:
-    """Each reward on the images that were drawn."""
-    row, images = patient.studio.row, patient.images
+def check_reward_values(state: DoctorState) -> list[Row]:
+    """Check each reward on the generated images."""
+    row, images = state.generator.row, state.images
     # As in training: the columns of the dataset, the panels, and TRL's hooks
     arguments = {name: [value] * len(images) for name, value in row.items() if name != "prompt"}
     arguments |= {
@@ -651,34 +636,34 @@ def check_reward_values(patient: Patient) -> list[Row]:
         "completions": images,
         "completion_ids": None,
         "panel_images": [split_grid(image, row["rows"], row["cols"]) for image in images],
-        "trainer_state": patient.trainer.state,
+        "trainer_state": state.trainer.state,
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
     }
     rows = []
-    for title, function in patient.rewards.items():
+    for title, function in state.rewards.items():
         try:
             values = function(**arguments)
             if inspect.isawaitable(values):
                 values = asyncio.run(_awaited(values))
         except Exception as error:
-            rows.append(Row(title, FAILED, _message(error), "Correct the reward: in training this stops the run."))
+            rows.append(Row(FAILED, _message(error), "Correct the reward: in training this stops the run.", title))
             continue
         scored = [value for value in values if value is not None]
         shown = ", ".join("None" if value is None else f"{value:.4g}" for value in values)
         finding = f"{len(images)} images of one prompt: {shown}; {len(values) - len(scored)} None."
         if not scored:
-            rows.append(Row(title, FAILED, finding, "No image could be scored: look at why the reward returns None."))
+            rows.append(Row(FAILED, finding, "No image could be scored: find out why the reward returns None.", title))
         elif len(scored) > 1 and len(set(scored)) == 1:
             advice = (
-                "A group whose values are all equal teaches nothing. If it is like that for most prompts, use a finer "
+                "A group whose values are all equal teaches nothing. If most prompts are like that, use a finer "
                 "reward or another prompt; watch `frac_reward_zero_std`."
             )
-            rows.append(Row(title, WARNING, finding, advice))
+            rows.append(Row(WARNING, finding, advice, title))
         elif len(scored) < len(values):
-            rows.append(Row(title, WARNING, finding, "Images that get None are left out: look at why."))
+            rows.append(Row(WARNING, finding, "Images that get None are left out: find out why.", title))
         else:
-            rows.append(Row(title, OK, finding))
+            rows.append(Row(OK, finding, check=title))
     return rows
 
 
@@ -687,10 +672,10 @@ async def _awaited(values: Awaitable) -> list[float | None]:
 
 
 class Check(NamedTuple):
-    """A check: its name, its function, and the attributes of [`Patient`] that it needs."""
+    """Check, with the attributes of [`DoctorState`] that it requires."""
 
     name: str
-    examine: Callable[[Patient], Row | list[Row]]
+    examine: Callable[[DoctorState], Row | list[Row]]
     needs: tuple[str, ...] = ()
 
 
@@ -702,65 +687,54 @@ CHECKS = (
     Check("data", check_data, ("args",)),
     Check("rewards", check_rewards_load, ("args",)),
     Check("model and adapter", check_model, ("args", "train_dataset")),
-    Check("memory", check_memory, ("studio",)),
-    Check("noise-free image", check_noise_free, ("studio",)),
-    Check("ratio", check_ratio, ("studio",)),
-    Check("saved files", check_round_trip, ("studio",)),
-    Check("reward values", check_reward_values, ("studio", "images", "rewards")),
+    Check("memory", check_memory, ("generator",)),
+    Check("noise-free image", check_noise_free, ("generator",)),
+    Check("ratio", check_ratio, ("generator",)),
+    Check("saved files", check_round_trip, ("generator",)),
+    Check("reward values", check_reward_values, ("generator", "images", "rewards")),
 )
-# The check that an attribute comes from
+# Attribute -> the check that sets it
 _FOUND_BY = {
     "args": "configuration",
     "train_dataset": "data",
     "rewards": "rewards",
-    "studio": "model and adapter",
+    "generator": "model and adapter",
     "images": "noise-free image",
 }
-# These draw, and DeepSpeed places the model on its device only when training begins
-_DRAWING = (check_noise_free, check_ratio, check_round_trip, check_reward_values)
+# These generate images, and DeepSpeed places the model on its device only when training begins
+_GENERATING = (check_noise_free, check_ratio, check_round_trip, check_reward_values)
 
 
 def examine(arguments: list[str], console: Console) -> list[Row]:
-    """
-    Makes all checks that can be made.
-
-    Args:
-        arguments (`list[str]`):
-            Options, as on the command line.
-        console ([`~rich.console.Console`]):
-            Where progress is shown.
-
-    Returns:
-        `list[Row]`.
-    """
+    """Run all checks that can run, with the options of the command line."""
     rows = []
     with tempfile.TemporaryDirectory() as temporary_dir:
-        patient = Patient(lambda: _parser().parse_args_and_config(arguments), temporary_dir)
+        state = DoctorState(lambda: _parser().parse_args_and_config(arguments), temporary_dir)
         for number, check in enumerate(CHECKS, start=1):
             console.print(f"\\[{number}/{len(CHECKS)}] {check.name} ...", highlight=False)
             started = time.perf_counter()
-            found = _make(check, patient)
+            found = _make(check, state)
             for row in found:
                 row.check = row.check or check.name
                 seconds = time.perf_counter() - started
-                console.print(f"      {row.check}: {coloured(row.verdict)}, {seconds:.1f} s", highlight=False)
+                console.print(f"      {row.check}: {colored(row.verdict)}, {seconds:.1f} s", highlight=False)
             rows.extend(found)
-        if patient.trainer is not None:
-            patient.trainer.accelerator.end_training()
+        if state.trainer is not None:
+            state.trainer.accelerator.end_training()
     return rows
 
 
-def _make(check: Check, patient: Patient) -> list[Row]:
-    missing = [name for name in check.needs if not getattr(patient, name)]
+def _make(check: Check, state: DoctorState) -> list[Row]:
+    missing = [name for name in check.needs if not getattr(state, name)]
     if missing:
-        return [Row("", SKIPPED, f"needs: {', '.join(_FOUND_BY[name] for name in missing)}")]
-    if check.examine in _DRAWING and patient.args.deepspeed_plugin is not None:
+        return [Row(SKIPPED, f"needs: {', '.join(_FOUND_BY[name] for name in missing)}")]
+    if check.examine in _GENERATING and state.args.deepspeed_plugin is not None:
         finding = "DeepSpeed places the model on its device only when training begins."
-        return [Row("", SKIPPED, finding, "Run the doctor without it, on one GPU, to make this check.")]
+        return [Row(SKIPPED, finding, "Run the doctor without it, on one GPU, to make this check.")]
     try:
-        found = check.examine(patient)
+        found = check.examine(state)
     except Exception as error:
-        return [Row("", FAILED, _message(error))]
+        return [Row(FAILED, _message(error))]
     return found if isinstance(found, list) else [found]
 
 
@@ -775,7 +749,7 @@ def _parser() -> TrlParser:
 
 @contextmanager
 def _warnings_of(name: str) -> Iterator[list[str]]:
-    """Collects what a logger warns of, instead of showing it."""
+    """Collect the warnings of a logger."""
     messages = []
 
     class Collector(logging.Handler):
@@ -791,13 +765,13 @@ def _warnings_of(name: str) -> Iterator[list[str]]:
 
 
 def _message(error: Exception) -> str:
-    # The package's own errors say all themselves; of others the kind is worth knowing
+    # Errors of the package are self-explanatory; of others the type helps
     text = str(error) or "no message"
     return text if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 def _listed(counter: Counter, with_counts: bool = False) -> str:
-    """`Counter({(2, 2): 12})` as "2 x 2 (12)", the most frequent first."""
+    """Format `Counter({(2, 2): 12})` as "2 x 2 (12)", the most frequent first."""
     shown = [f"{a} x {b}" + f" ({count})" * with_counts for (a, b), count in counter.most_common(4)]
     return ", ".join(shown) + (f" and {len(counter) - 4} more" if len(counter) > 4 else "")
 
@@ -810,23 +784,14 @@ def _size(num_bytes: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """
-    Runs the command.
-
-    Args:
-        arguments (`list[str]`):
-            Options of the command.
-
-    Returns:
-        `int`: 0 when no check failed, else 1.
-    """
+    """Run the command; return 0 if no check failed, else 1."""
     if {"--help", "-h"} & set(arguments):
         _parser().print_help()
         return 0
-    # Under `accelerate launch` every process makes the checks, and one of them speaks
+    # Under `accelerate launch` every process runs the checks, and one of them prints
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     rows = examine(arguments, console)
     console.print(report(rows))
     verdicts = Counter(row.verdict for row in rows)
-    console.print(", ".join(f"{verdicts[name]} {coloured(name)}" for name in COLOURS if verdicts[name]))
+    console.print(", ".join(f"{verdicts[name]} {colored(name)}" for name in COLORS if verdicts[name]))
     return 1 if verdicts[FAILED] else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks of `paco-trl doctor` find, and the table of it."""
+"""Findings of `paco-trl doctor`, and their table."""
 
 from dataclasses import dataclass
 
@@ -8,61 +8,31 @@ from rich.table import Table
 
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
-COLOURS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
+COLORS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
 
 
 @dataclass
 class Row:
-    """
-    What a check found.
+    """Finding of a check, and what to do about it."""
 
-    Attributes:
-        check (`str`):
-            Name of the check.
-        verdict (`str`):
-            `"ok"`, `"warning"`, `"failed"` or `"skipped"`.
-        finding (`str`):
-            What was found, with its numbers.
-        advice (`str`):
-            What to do about it; empty if nothing is to be done.
-    """
-
-    check: str
     verdict: str
     finding: str
     advice: str = ""
+    check: str = ""
 
 
-def coloured(verdict: str) -> str:
-    """
-    A verdict in its colour, as rich's markup.
-
-    Args:
-        verdict (`str`):
-            Verdict.
-
-    Returns:
-        `str`.
-    """
-    return f"[{COLOURS[verdict]}]{verdict}[/]"
+def colored(verdict: str) -> str:
+    """Format a verdict in its color, as rich's markup."""
+    return f"[{COLORS[verdict]}]{verdict}[/]"
 
 
 def report(rows: list[Row]) -> Table:
-    """
-    The table of what was found.
-
-    Args:
-        rows (`list[Row]`):
-            What the checks found.
-
-    Returns:
-        [`~rich.table.Table`].
-    """
+    """Build the table of the findings."""
     table = Table(title="paco-trl doctor", show_lines=True)
     table.add_column("check", max_width=16, overflow="fold")
     table.add_column("verdict", no_wrap=True)
     table.add_column("finding, and what to do", overflow="fold")
     for row in rows:
         text = escape(row.finding) + (f"\n[bold]->[/] {escape(row.advice)}" if row.advice else "")
-        table.add_row(escape(row.check), coloured(row.verdict), text)
+        table.add_row(escape(row.check), colored(row.verdict), text)
     return table

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images that `paco-trl doctor` draws, as training draws them."""
+"""Images that `paco-trl doctor` generates, as training generates them."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import FetchedRows, RolloutSampler
 
 
-class Drawing(NamedTuple):
+class Generation(NamedTuple):
     """Images of one prompt, their last latents (B, ...), and the recorded stochastic steps."""
 
     images: list[Image.Image]
@@ -27,22 +27,8 @@ class Drawing(NamedTuple):
     records: list[RecordedStep]
 
 
-class Studio:
-    """
-    A sampler, ready to generate one of its prompts as in training.
-
-    The prompt is the first one of the smallest training size.
-
-    Args:
-        sampler ([`~paco_trl.rollout.sampler.RolloutSampler`]):
-            Sampler of a trainer, before training.
-        rows ([`~paco_trl.rollout.prompt_rows.PromptRows`]):
-            Training prompts.
-        args ([`PaCoGRPOConfig`]):
-            Settings.
-        is_new_adapter (`bool`):
-            Whether an adapter is trained that changes nothing yet.
-    """
+class SampleGenerator:
+    """Generator of the first prompt of the smallest training size, as in training."""
 
     def __init__(self, sampler: RolloutSampler, rows: PromptRows, args: PaCoGRPOConfig, is_new_adapter: bool):
         self.sampler, self.rows, self.args = sampler, rows, args
@@ -54,34 +40,30 @@ class Studio:
         self.row = self.rows.row(self.number)
 
     def prepare(self) -> None:
-        """Wraps the model as training does: train mode, checkpointing, autocast, DDP."""
+        """Wrap the model as training does: train mode, checkpointing, autocast, DDP."""
         self.policy.model.train()
         if self.args.activation_checkpointing:
             self.policy.model.activation_checkpointing_enable()
         self.model = self.sampler.accelerator.prepare_model(self.policy.model)
 
     def fetch(self) -> FetchedRows:
-        """Encode the prompt and its source images, the first time."""
+        """Encode the prompt and its source images once."""
         scale = self.args.resolution_scale
         self.sampler.encode(self.rows, [self.number], scale)
         return self.sampler.fetch(self.rows, [self.number], scale)
 
-    def draw(self, count: int = 1, sde: SDESettings | None = None) -> Drawing:
+    def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:
         """Generate images of the prompt with the policy."""
 
         def with_policy(fetched: FetchedRows, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
             size, steps = (self.height, self.width), self.args.num_inference_steps
             return self.sampler.generate(fetched, [self.number] * count, noise_keys, size, steps, sde=sde)
 
-        return self._draw(count, with_policy)
+        return self._generate(count, with_policy)
 
-    def draw_untouched(self) -> Drawing:
-        """
-        Draws the prompt with the pipeline as it was loaded, with its own scheduler.
-
-        A new adapter is switched off, as it must change nothing. One that exists is a part of what is drawn, and so
-        are weights that are trained themselves.
-        """
+    def generate_untouched(self) -> Generation:
+        """Generate the prompt with the pipeline as it was loaded, with its own scheduler."""
+        # A new adapter is switched off, as it must change nothing; an existing one is part of the pipeline
         _, class_name = self.pipeline.config["scheduler"]
         where = {
             name: value
@@ -96,41 +78,41 @@ class Studio:
             arguments, _, sources = self.sampler.inputs(fetched, [self.number])
             images = [source.image for source in sources]
             with self.family.generation_context(self.pipeline, images):
-                drawn = self.pipeline(
+                generated = self.pipeline(
                     **self.family.batch_arguments(arguments),
                     **self.family.call_arguments(self.height, self.width, self.args.guidance_scale, images),
                     num_inference_steps=self.args.num_inference_steps,
                     generator=[keyed_generator(*key, 0) for key in noise_keys],
                 ).images
-            return drawn, []
+            return generated, []
 
         adapter_off = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
         with self._component("scheduler", own), adapter_off:
-            return self._draw(1, with_own_scheduler)
+            return self._generate(1, with_own_scheduler)
 
-    def draw_with(self, transformer: nn.Module) -> Drawing:
-        """Draws the prompt with another transformer."""
+    def generate_with(self, transformer: nn.Module) -> Generation:
+        """Generate the prompt with another transformer."""
         with self._component("transformer", transformer):
-            return self.draw()
+            return self.generate()
 
     def sde_settings(self, noise_level: float) -> SDESettings:
-        """All steps that may be stochastic in a round."""
+        """Return the settings with all steps that may be stochastic in a round."""
         return SDESettings(tuple(sorted(self.args.sde_steps)), noise_level, self.args.sde_type)
 
     def replay(self, record: RecordedStep) -> torch.Tensor:
-        """Log-probability of a recorded step, with gradient, as in the training step."""
+        """Compute the log-probability of a recorded step, with gradient, as in the training step."""
         sde = self.sde_settings(self.args.noise_level)
         record = record.to(self.sampler.accelerator.device)  # its prompts may wait in CPU memory
         log_prob, _, _ = replay(self.model, record, self.family, self.args.guidance_scale, sde)
         return log_prob  # (B,)
 
-    def _draw(self, count: int, call: Callable) -> Drawing:
-        # The same noise in every drawing; generations beyond the first are further images of the group
+    def _generate(self, count: int, call: Callable) -> Generation:
+        # The same noise each time; generations beyond the first are further images of the group
         noise_keys = [(self.args.seed, generation) for generation in range(count)]
         fetched = self.fetch()
         with self.sampler.ready(), _last_sample(self.pipeline.scheduler) as samples:
             images, records = call(fetched, noise_keys)
-        return Drawing(images, samples[0].float(), records)
+        return Generation(images, samples[0].float(), records)
 
     @contextmanager
     def _component(self, name: str, component) -> Iterator[None]:
@@ -145,7 +127,7 @@ class Studio:
 
 @contextmanager
 def _last_sample(scheduler) -> Iterator[list[torch.Tensor]]:
-    """Keeps what the last step of the scheduler returned: a picture has 8 bits a channel, which hide differences."""
+    """Keep what the last step of the scheduler returned: the 8 bits per channel of an image hide differences."""
     samples = []
     step = scheduler.step
 
