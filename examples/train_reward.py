@@ -17,7 +17,7 @@ Several GPUs, DDP (ZeRO-3, `zero3.yaml`, only where a GPU cannot hold the model)
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_reward.py \
         --output_dir paco-reward --gradient_accumulation_steps 4
 
-Own pairs or rankings, from the Hub or a folder:
+Own pairs or rankings, from the Hub or a directory:
 
     python examples/train_reward.py --dataset_name user/pairs --dataset_split train --eval_split test \
         --first_token_weight 1 --output_dir my-judge
@@ -37,47 +37,22 @@ from paco_trl.utils.processes import end_training
 
 @dataclass
 class ScriptArguments:
-    """
-    Arguments of this script.
-
-    Args:
-        model_name_or_path (`str`, *optional*, defaults to `"Qwen/Qwen2.5-VL-7B-Instruct"`):
-            Hub id or folder of the vision-language model (paper).
-        dataset_name (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Dataset"`):
-            Hub id or folder of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or rankings.
-        dataset_files (`list[str]`, *optional*, defaults to `["consistency_reward_cot_train", "sharegpt_editing_cot"]`):
-            Files of PaCo-Dataset to train on (paper).
-        eval_files (`list[str]`, *optional*):
-            Files of PaCo-Dataset to evaluate on, for example `consistency_reward_cot_test`.
-        dataset_split (`str`, *optional*):
-            Split to train on, for data that are not in the layout of PaCo-Dataset.
-        eval_split (`str`, *optional*):
-            Split of the same data to evaluate on.
-        swap (`bool`, *optional*, defaults to `False`):
-            Whether to add every pair whose texts do not depend on the order in the other order.
-        skip_broken (`bool`, *optional*, defaults to `False`):
-            Whether to leave out broken rows, with a list, instead of stopping.
-        lora_r (`int`, *optional*, defaults to `32`):
-            Rank of the adapter (paper).
-        lora_alpha (`int`, *optional*, defaults to `64`):
-            Scale of the adapter (paper).
-        lora_target_modules (`list[str]`, *optional*):
-            Layers that get an adapter. If `None`, all linear layers of the language model (paper).
-    """
+    """Model, data and adapter of a judge."""
 
     model_name_or_path: str = field(
-        default="Qwen/Qwen2.5-VL-7B-Instruct", metadata={"help": "Hub id or folder of the vision-language model."}
+        default="Qwen/Qwen2.5-VL-7B-Instruct",
+        metadata={"help": "Hub id or directory of the vision-language model (paper)."},
     )
     dataset_name: str = field(
         default="X-GenGroup/PaCo-Dataset",
         metadata={
-            "help": "Hub id or folder of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or "
+            "help": "Hub id or directory of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or "
             "rankings."
         },
     )
     dataset_files: list[str] = field(
         default_factory=lambda: ["consistency_reward_cot_train", "sharegpt_editing_cot"],
-        metadata={"help": "Files of PaCo-Dataset to train on."},
+        metadata={"help": "Files of PaCo-Dataset to train on (paper)."},
     )
     eval_files: list[str] | None = field(
         default=None,
@@ -89,16 +64,18 @@ class ScriptArguments:
     eval_split: str | None = field(default=None, metadata={"help": "Split of the same data to evaluate on."})
     swap: bool = field(
         default=False,
-        metadata={"help": "Whether to add every pair whose texts do not depend on the order in the other order."},
+        metadata={
+            "help": "Whether to also add every pair in the other order, where its texts do not depend on the order."
+        },
     )
     skip_broken: bool = field(
         default=False, metadata={"help": "Whether to leave out broken rows, with a list, instead of stopping."}
     )
-    lora_r: int = field(default=32, metadata={"help": "Rank of the adapter."})
-    lora_alpha: int = field(default=64, metadata={"help": "Scale of the adapter."})
+    lora_r: int = field(default=32, metadata={"help": "Rank of the adapter (paper)."})
+    lora_alpha: int = field(default=64, metadata={"help": "Scale of the adapter (paper)."})
     lora_target_modules: list[str] | None = field(
         default=None,
-        metadata={"help": "Layers that get an adapter. If `None`, all linear layers of the language model."},
+        metadata={"help": "Layers that get an adapter. If `None`, all linear layers of the language model (paper)."},
     )
 
 
@@ -154,7 +131,7 @@ def main(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
     if trainer.accelerator.is_main_process:
         print(f"Adapter: {training_args.output_dir}")
         if eval_dataset is not None:
-            print(f"Pictures: {training_args.output_dir}/evaluation")
+            print(f"Images: {training_args.output_dir}/evaluation")
     end_training(trainer.accelerator)
 
 

@@ -2,7 +2,6 @@
 """The script that builds a dataset, stage by stage, with a tiny pipeline, a judge on a server and a server of reasons."""
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -22,9 +21,7 @@ from trl import TrlParser
 
 import launching
 from chat_server import ChatServer
-from docstrings import docstring
 from hub_server import HubServer
-from paco_trl.commands import build_arguments
 from paco_trl.data import (
     check_image_set_columns,
     check_pair_columns,
@@ -355,25 +352,6 @@ class TestRankings:
 
 class TestOptions:
     STAGES = sorted(script.STAGES)
-
-    @pytest.mark.parametrize(
-        "arguments", [thing for thing in vars(build_arguments).values() if dataclasses.is_dataclass(thing)]
-    )
-    def test_docstring_help_and_default_agree(self, arguments):
-        documented = re.findall(
-            r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):\n((?:            .+\n)+)",
-            docstring(arguments),
-            flags=re.M,
-        )
-        fields = {field.name: field for field in dataclasses.fields(arguments)}
-        assert [name for name, *_ in documented] == list(fields)
-        for name, kind, default, text in documented:
-            field = fields[name]
-            assert " ".join(text.split()) == field.metadata["help"]
-            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            assert (json.loads(default.replace("True", "true")) if default else None) == value, name
-            declared = field.type if isinstance(field.type, str) else str(field.type).replace("<class '", "")
-            assert kind in declared.removesuffix("'>"), name
 
     def test_documented_commands_are_understood(self):
         """Each command line in the documentation has a stage and options of this stage."""

@@ -4,7 +4,6 @@
 import dataclasses
 import importlib.util
 import json
-import re
 import shutil
 import sys
 from itertools import combinations
@@ -21,10 +20,8 @@ from safetensors.torch import save_file
 
 import launching
 from chat_server import ChatServer
-from docstrings import docstring
 from judge_server import pictures_of
 from paco_trl import PaCoReward
-from paco_trl.commands import evaluation_arguments
 from paco_trl.data import demo_prompts_path, split_grid, t2is_bench_question
 from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
 from test_gedit import PROMPTS_FILE
@@ -359,27 +356,6 @@ class TestGEdit:
 
 
 class TestOptions:
-    ARGUMENTS = [thing for thing in vars(evaluation_arguments).values() if dataclasses.is_dataclass(thing)]
-
-    @pytest.mark.parametrize("arguments", ARGUMENTS)
-    def test_docstring_help_and_default_agree(self, arguments):
-        documented = re.findall(
-            r"^        (\w+) \(`([^`]+)`, \*optional\*(?:, defaults to `(.+)`)?\):\n((?:            .+\n)+)",
-            "".join(docstring(cls) for cls in arguments.__mro__[-2::-1]),  # inherited fields come first
-            flags=re.M,
-        )
-        fields = {field.name: field for field in dataclasses.fields(arguments)}
-        assert [name for name, *_ in documented] == list(fields)
-        for name, kind, default, text in documented:
-            field = fields[name]
-            assert " ".join(text.split()) == field.metadata["help"]
-            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            known = {"True": True, "False": False}
-            expected = known[default] if default in known else json.loads(default) if default else None
-            assert expected == value, name
-            declared = field.type if isinstance(field.type, str) else str(field.type).replace("<class '", "")
-            assert kind in declared.removesuffix("'>"), name
-
     def test_documented_commands_are_understood(self, script):
         """Each command line in the documentation has a step and options of this step."""
         pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples/README.md"]

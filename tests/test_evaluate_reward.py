@@ -19,7 +19,6 @@ from PIL import Image as PILImage
 import launching
 from docstrings import docstring
 from judge_server import JudgeServer
-from paco_trl.commands.evaluation_arguments import JudgeArguments
 from paco_trl.tiny import build_tiny_clip
 
 
@@ -274,11 +273,11 @@ def test_help_and_docstring_say_the_same(script):
     described = re.findall(
         r"^        (\w+) \(`[^`]+`(?:, \*optional\*(?:, defaults to `(.+?)`)?)?\):\n"
         r"            (.+?)(?=\n        \w|\n    $)",
-        docstring(JudgeArguments) + docstring(script.ScriptArguments),
+        docstring(script.ScriptArguments),
         flags=re.M | re.S,
     )
     fields = {field.name: field for field in dataclasses.fields(script.ScriptArguments)}
-    assert [name for name, _, _ in described] == list(fields)
+    assert [name for name, _, _ in described] == list(script.ScriptArguments.__annotations__)
     for name, default, text in described:
         assert " ".join(text.split()).replace("`", "") == fields[name].metadata["help"].replace("`", ""), name
         value = fields[name].default

@@ -35,8 +35,7 @@ def server():
 def test_every_name_is_documented():
     (field,) = (field for field in dataclasses.fields(ScriptArguments) if field.name == "rewards")
     for name in script_arguments._REWARDS:
-        assert f"`{name}`" in ScriptArguments.__doc__
-        assert name in field.metadata["help"]
+        assert f"`{name}`" in field.metadata["help"]
     assert set(field.default_factory()) <= set(script_arguments._REWARDS)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that the training examples and `paco-trl doctor` share, and what is made of them."""
+"""Arguments that the training examples share with `paco-trl doctor`, and what they load."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset
@@ -10,172 +10,85 @@ from peft import LoraConfig
 
 from .. import rewards
 from ..data import load_edit_prompts, load_image_set_prompts
+from .options import option
 
 
 @dataclass
 class ScriptArguments:
-    """
-    Model, dataset, rewards and adapter of a training run.
+    """Model, dataset, rewards and adapter of a training run."""
 
-    Args:
-        model_name_or_path (`str`, *optional*, defaults to `"black-forest-labs/FLUX.1-dev"`):
-            Hub id or folder of the pipeline.
-        dataset_name (`str`, *optional*):
-            Prompts: Hub id, folder, or JSON-lines file; raw rows of T2IS, GEdit-Bench and ShareGPT-4o-Image are
-            converted.
-        dataset_split (`str`, *optional*, defaults to `"train"`):
-            Split to train on.
-        eval_dataset_name (`str`, *optional*):
-            Prompts to evaluate on, as `dataset_name`. If `None`, those of `dataset_name`.
-        eval_split (`str`, *optional*):
-            Split to evaluate on. If `None`, `train` of `eval_dataset_name`, and nothing is evaluated without one.
-        edits (`bool`, *optional*, defaults to `False`):
-            Whether the prompts are instructions with source images, and not those of image sets.
-        image_folder (`str`, *optional*):
-            Folder that the paths of source images are relative to. If `None`, the folder of the file that names them.
-        max_source_images (`int`, *optional*):
-            Largest number of source images of a row; rows with more are left out. If `None`, all are kept.
-        exclude_dataset_name (`str`, *optional*):
-            Editing prompts that must not be trained on, such as a benchmark's: rows with one of its source images are
-            left out.
-        rewards (`list[str]`, *optional*, defaults to `["consistency", "clip_t"]`):
-            Rewards: `consistency`, `clip_t` (the paper's for image sets), `edit` (the paper's for edits), `clip_i`,
-            `pick_score`, `no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out.
-        judge_model (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
-            Judge of the rewards `consistency` and `edit`: Hub id or folder, or with `judge_url` its name on the server.
-        judge_url (`str`, *optional*):
-            Address of a served judge, for example `http://127.0.0.1:8000/v1`. If `None`, it is loaded into each process.
-        judge_question (`str`, *optional*, defaults to `"theme"`):
-            What the judge is asked: `theme`, or `criteria` for each criterion of the dataset.
-        judge_max_pairs (`int`, *optional*):
-            Largest number of pairs of a set that the judge is asked about. If `None`, all.
-        eval_rewards (`list[str]`, *optional*):
-            Rewards of the evaluation. If `None`, those of `rewards`.
-        eval_judge_model (`str`, *optional*):
-            Judge of the evaluation's `consistency` and `edit`. If `None`, `judge_model`.
-        eval_judge_url (`str`, *optional*):
-            Address of the evaluation's judge. If `None`, `judge_url`, unless `eval_judge_model` is given.
-        clip_model (`str`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
-            CLIP of the rewards `clip_t` and `clip_i`.
-        lora_r (`int`, *optional*, defaults to `64`):
-            Rank of the adapter (paper).
-        lora_alpha (`int`, *optional*, defaults to `128`):
-            Scale of the adapter (paper).
-        lora_target_modules (`list[str]`, *optional*):
-            Layers that get an adapter. If `None`, the family's default.
-        adapter_name_or_path (`str`, *optional*):
-            Hub id or folder of an adapter to go on training, in place of a new one.
-        use_peft (`bool`, *optional*, defaults to `True`):
-            Whether an adapter is trained. Without it, all weights of the transformer are.
-    """
-
-    model_name_or_path: str = field(
-        default="black-forest-labs/FLUX.1-dev", metadata={"help": "Hub id or folder of the pipeline."}
+    model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of the pipeline.")
+    dataset_name: str | None = option(
+        None,
+        "Prompts: Hub id, directory, or JSON-lines file; raw rows of T2IS, GEdit-Bench and ShareGPT-4o-Image are "
+        "converted.",
     )
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Prompts: Hub id, folder, or JSON-lines file; raw rows of T2IS, GEdit-Bench and ShareGPT-4o-Image "
-            "are converted."
-        },
+    dataset_split: str = option("train", "Split to train on.")
+    eval_dataset_name: str | None = option(
+        None, "Prompts to evaluate on, as `dataset_name`. If `None`, those of `dataset_name`."
     )
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    eval_dataset_name: str | None = field(
-        default=None,
-        metadata={"help": "Prompts to evaluate on, as `dataset_name`. If `None`, those of `dataset_name`."},
+    eval_split: str | None = option(
+        None, "Split to evaluate on. If `None`, `train` of `eval_dataset_name`, and nothing is evaluated without one."
     )
-    eval_split: str | None = field(
-        default=None,
-        metadata={
-            "help": "Split to evaluate on. If `None`, `train` of `eval_dataset_name`, and nothing is evaluated without "
-            "one."
-        },
+    edits: bool = option(
+        False, "Whether the prompts are instructions with source images instead of image-set prompts."
     )
-    edits: bool = field(
-        default=False,
-        metadata={"help": "Whether the prompts are instructions with source images, and not those of image sets."},
+    image_folder: str | None = option(
+        None, "Directory that the paths of source images are relative to. If `None`, that of the file that names them."
     )
-    image_folder: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder that the paths of source images are relative to. If `None`, the folder of the file that "
-            "names them."
-        },
+    max_source_images: int | None = option(
+        None, "Maximum number of source images per row; rows with more are left out. If `None`, all are kept."
     )
-    max_source_images: int | None = field(
-        default=None,
-        metadata={
-            "help": "Largest number of source images of a row; rows with more are left out. If `None`, all are kept."
-        },
+    exclude_dataset_name: str | None = option(
+        None,
+        "Editing prompts that must not be trained on, such as a benchmark's: rows with one of its source images are "
+        "left out.",
     )
-    exclude_dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Editing prompts that must not be trained on, such as a benchmark's: rows with one of its source "
-            "images are left out."
-        },
+    rewards: list[str] = option(
+        ["consistency", "clip_t"],
+        "Rewards: `consistency`, `clip_t` (the paper's for image sets), `edit` (the paper's for edits), `clip_i`, "
+        "`pick_score`, `no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things "
+        "out.",
     )
-    rewards: list[str] = field(
-        default_factory=lambda: ["consistency", "clip_t"],
-        metadata={
-            "help": "Rewards: consistency, clip_t (the paper's for image sets), edit (the paper's for edits), clip_i, "
-            "pick_score, no_duplicates, layout, ocr; redness and panel_similarity are for trying things out."
-        },
+    judge_model: str = option(
+        "X-GenGroup/PaCo-Reward-7B",
+        "Judge of the rewards `consistency` and `edit`: Hub id or directory, or with `judge_url` its name on the "
+        "server.",
     )
-    judge_model: str = field(
-        default="X-GenGroup/PaCo-Reward-7B",
-        metadata={
-            "help": "Judge of the rewards `consistency` and `edit`: Hub id or folder, or with `judge_url` its name on "
-            "the server."
-        },
+    judge_url: str | None = option(
+        None,
+        "Address of a served judge, for example http://127.0.0.1:8000/v1. If `None`, it is loaded into each process.",
     )
-    judge_url: str | None = field(
-        default=None,
-        metadata={
-            "help": "Address of a served judge, for example http://127.0.0.1:8000/v1. If `None`, it is loaded into each "
-            "process."
-        },
+    judge_question: str = option(
+        "theme", "Question for the judge: `theme`, or `criteria` for each criterion of the dataset."
     )
-    judge_question: str = field(
-        default="theme",
-        metadata={"help": "What the judge is asked: theme, or criteria for each criterion of the dataset."},
+    judge_max_pairs: int | None = option(
+        None, "Maximum number of pairs per set that the judge scores. If `None`, all."
     )
-    judge_max_pairs: int | None = field(
-        default=None,
-        metadata={"help": "Largest number of pairs of a set that the judge is asked about. If `None`, all."},
+    eval_rewards: list[str] | None = option(None, "Rewards of the evaluation. If `None`, those of `rewards`.")
+    eval_judge_model: str | None = option(
+        None, "Judge of the evaluation's `consistency` and `edit`. If `None`, `judge_model`."
     )
-    eval_rewards: list[str] | None = field(
-        default=None, metadata={"help": "Rewards of the evaluation. If `None`, those of `rewards`."}
+    eval_judge_url: str | None = option(
+        None, "Address of the evaluation's judge. If `None`, `judge_url`, unless `eval_judge_model` is given."
     )
-    eval_judge_model: str | None = field(
-        default=None,
-        metadata={"help": "Judge of the evaluation's `consistency` and `edit`. If `None`, `judge_model`."},
+    clip_model: str = option(
+        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the rewards `clip_t` and `clip_i`."
     )
-    eval_judge_url: str | None = field(
-        default=None,
-        metadata={
-            "help": "Address of the evaluation's judge. If `None`, `judge_url`, unless `eval_judge_model` is given."
-        },
+    lora_r: int = option(64, "Rank of the adapter (paper).")
+    lora_alpha: int = option(128, "Scale of the adapter (paper).")
+    lora_target_modules: list[str] | None = option(
+        None, "Layers that get an adapter. If `None`, the family's default."
     )
-    clip_model: str = field(
-        default="laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        metadata={"help": "CLIP of the rewards `clip_t` and `clip_i`."},
+    adapter_name_or_path: str | None = option(
+        None, "Hub id or directory of an adapter to continue training, instead of a new one."
     )
-    lora_r: int = field(default=64, metadata={"help": "Rank of the adapter."})
-    lora_alpha: int = field(default=128, metadata={"help": "Scale of the adapter."})
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Layers that get an adapter. If `None`, the family's default."}
-    )
-    adapter_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub id or folder of an adapter to go on training, in place of a new one."}
-    )
-    use_peft: bool = field(
-        default=True,
-        metadata={"help": "Whether an adapter is trained. Without it, all weights of the transformer are."},
+    use_peft: bool = option(
+        True, "Whether to train an adapter. If `False`, all weights of the transformer are trained."
     )
 
 
-# Reward -> how it is loaded. The classes bring in their models' packages: only what is asked for is imported.
+# Lazy: the classes import their models' packages
 _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "consistency": lambda args: _consistency(args, args.judge_model, args.judge_url),
     "edit": lambda args: rewards.EditReward(args.judge_model, args.judge_url),
@@ -191,14 +104,14 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
 
 
 def load_train_prompts(script_args: ScriptArguments) -> Dataset:
-    """Loads the prompts to train on."""
+    """Load the prompts to train on."""
     if script_args.dataset_name is None:
-        raise ValueError("`--dataset_name` is missing: a Hub id, a folder or a JSON-lines file of prompts.")
+        raise ValueError("`--dataset_name` is missing: a Hub id, a directory or a JSON-lines file of prompts.")
     return _load_prompts(script_args, script_args.dataset_name, script_args.dataset_split)
 
 
 def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
-    """Loads the prompts to evaluate on."""
+    """Load the prompts to evaluate on."""
     name, split = script_args.eval_dataset_name, script_args.eval_split
     if split is None and name is None:
         return None
@@ -232,20 +145,20 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
-    """Loads a reward by the name it has on the command line."""
+    """Load a reward by its name on the command line."""
     if name not in _REWARDS:
         raise ValueError(f"Unknown reward {name!r}: `--rewards` takes {', '.join(_REWARDS)}.")
     return _REWARDS[name](script_args)
 
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
-    """Loads the rewards of training."""
+    """Load the rewards of training."""
     loaded = {name: load_reward(name, script_args) for name in script_args.rewards}
     return [loaded[name] for name in script_args.rewards]
 
 
 def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]) -> list[Callable] | None:
-    """Loads the rewards of the evaluation. One that training has too is not loaded again."""
+    """Load the rewards of the evaluation; those that training also uses are shared."""
     has_own_judge = script_args.eval_judge_model is not None or script_args.eval_judge_url is not None
     if script_args.eval_rewards is None and not has_own_judge:
         return None
@@ -275,7 +188,7 @@ def _consistency(script_args: ScriptArguments, model: str, url: str | None) -> C
 
 
 def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
-    """The adapter that the arguments describe, as the trainer's `peft_config`."""
+    """Return the adapter that the arguments describe, as the trainer's `peft_config`."""
     if not script_args.use_peft:
         if script_args.adapter_name_or_path is not None:
             raise ValueError(
