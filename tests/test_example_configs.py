@@ -3,7 +3,7 @@
 
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
+from paco_trl.commands import build_arguments, evaluation_arguments, merge, push, serve_reward
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.families.qwen_image import QwenImageFamily
@@ -253,3 +254,20 @@ def test_both_configs_of_the_judge_train_the_same():
     assert lora.pop("output_dir") != merged.pop("output_dir")
     assert lora == merged
     assert "paco-trl merge" in (CONFIGS / "paco-reward-7b.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        thing
+        for module in (build_arguments, evaluation_arguments, merge, push, serve_reward, sys.modules[__name__])
+        for thing in vars(module).values()
+        if is_dataclass(thing) and thing.__name__.endswith("Arguments")
+    ]
+    + [train_reward.ScriptArguments],
+)
+def test_every_option_is_described_once(arguments):
+    """In its help, and not in the docstring as well, where it would grow apart from it."""
+    assert "Args:" not in arguments.__doc__
+    for field in fields(arguments):
+        assert re.fullmatch(r"[A-Z`](?s:.*)\.", field.metadata["help"]), field.name

@@ -207,7 +207,7 @@ class TestPipeline:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             (out / name).unlink(missing_ok=True)
         assert main(["merge", *options(out, tmp_path / "merged")]) == 0
-        assert f"The newest model of '{out}' is merged: '{out / 'checkpoint-2'}'" in capsys.readouterr().err
+        assert f"Merging the newest model of '{out}': '{out / 'checkpoint-2'}'" in capsys.readouterr().err
         pipeline = FluxPipeline.from_pretrained(tiny_flux)
         base = latent(pipeline)
         pipeline.load_lora_weights(out / "checkpoint-2")  # the other format
@@ -443,12 +443,12 @@ class TestErrors:
     def test_no_base(self, capsys, flux_adapter, tiny_flux, tmp_path):
         adapter = edit_config(shutil.copytree(flux_adapter, tmp_path / "adapter"), base_model_name_or_path=None)
         message = self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
-        assert "does not name the model below it" in message and "--model_name_or_path" in message
+        assert "does not name its base model" in message and "--model_name_or_path" in message
 
         (tmp_path / "hollow").mkdir()
         for base, expected in [
             (tmp_path / "hollow", "is neither an image pipeline"),
-            (tmp_path / "gone", f"'{tmp_path / 'gone'}', the model below the adapter, cannot be found or read"),
+            (tmp_path / "gone", f"The base model '{tmp_path / 'gone'}' cannot be found or read"),
         ]:
             edit_config(adapter, base_model_name_or_path=str(base))
             assert expected in self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
@@ -531,7 +531,7 @@ class TestErrors:
         for layers in ({}, {"target_modules": None}, {"target_modules": []}):
             path.write_text(json.dumps({name: whole[name] for name in whole if name != "target_modules"} | layers))
             message = self.refused(capsys, tmp_path / "merged", *options(adapter, tmp_path / "merged"))
-            assert f"'{path}', do not say which layers" in message and "`target_modules` is missing" in message
+            assert f"'{path}', do not name the layers" in message and "`target_modules` is missing" in message
         path.write_text(settings)
         assert main(["merge", *options(adapter, tmp_path / "merged")]) == 0
 

@@ -394,7 +394,7 @@ class TestCommandLine:
         for rank in (0, 513):
             with pytest.raises(ValueError, match=f"has rank {rank}, and vLLM serves .* 1 to 512.*Merge it"):
                 find_adapter(str(save_adapter(tmp_path / f"rank-{rank}", {LANGUAGE: rank})))
-        with pytest.raises(ValueError, match="does not name the model below it"):
+        with pytest.raises(ValueError, match="does not name its base model"):
             find_adapter(str(save_adapter(tmp_path / "nameless", {LANGUAGE: 4}, base_model_name_or_path=None)))
         folder = save_adapter(tmp_path / "pickled", {LANGUAGE: 4})
         (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl merge`: an adapter, merged into the weights of the model below it."""
+"""`paco-trl merge`: an adapter, merged into the weights of its base model."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,63 +33,37 @@ from ..rewards.paco_reward import has_processor, load_judge_adapter, safetensors
 from ..rollout.loading import load_transformer_adapter
 from ..utils.names import check_adapter_base
 from .main import name_first
+from .options import option
 from .push import find_saved_model
 
 
 _PROGRAM = "paco-trl merge"
 _CONFIG = "adapter_config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
-# Weights of a transformer in diffusers' format: in one file, or the list of its parts
 _TRANSFORMER_WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @dataclass
 class MergeArguments:
-    """
-    An adapter, and where the merged weights go.
+    """Adapter to merge, and where the merged weights go."""
 
-    Args:
-        adapter_name_or_path (`str`):
-            Hub id or folder of a LoRA adapter in PEFT's format, or the output folder of a training run, of which the
-            newest model is taken.
-        output_dir (`str`):
-            New folder for the merged weights: a whole model for the adapter of a judge, the folder `transformer` for
-            that of an image pipeline.
-        model_name_or_path (`str`, *optional*):
-            Hub id or folder of the model below the adapter. If `None`, the one that its `adapter_config.json` names.
-        dtype (`str`, *optional*):
-            Dtype of the merged weights: `"float32"`, `"bfloat16"` or `"float16"`. If `None`, that of the model's files.
-
-    Raises:
-        ValueError: An argument is missing, or there is no such dtype.
-    """
-
-    adapter_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Hub id or folder of a LoRA adapter in PEFT's format, or the output folder of a training run."
-        },
+    adapter_name_or_path: str | None = option(
+        None,
+        "Hub id or directory of a LoRA adapter in PEFT's format, or the output directory of a training run, whose "
+        "newest model is used.",
     )
-    output_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "New folder for the merged weights: a whole model for the adapter of a judge, the folder "
-            "`transformer` for that of an image pipeline."
-        },
+    output_dir: str | None = option(
+        None,
+        "New directory for the merged weights: a whole model for the adapter of a judge, the subdirectory "
+        "`transformer` for that of an image pipeline.",
     )
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Hub id or folder of the model below the adapter. If `None`, the one that its adapter_config.json "
-            "names."
-        },
+    model_name_or_path: str | None = option(
+        None,
+        "Hub id or directory of the base model. If `None`, the one that the adapter's `adapter_config.json` names.",
     )
-    dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "Dtype of the merged weights: `float32`, `bfloat16` or `float16`. If `None`, that of the model's "
-            "files."
-        },
+    dtype: str | None = option(
+        None,
+        "Dtype of the merged weights: `float32`, `bfloat16` or `float16`. If `None`, that of the base model's files.",
     )
 
     def __post_init__(self):
@@ -101,47 +75,18 @@ class MergeArguments:
 
 
 class Merged(NamedTuple):
-    """
-    What came of a merge.
+    """Result of a merge."""
 
-    Attributes:
-        is_judge (`bool`):
-            Whether it is a whole model, and not the transformer of a pipeline.
-        adapter (`str`), base (`str`):
-            What was merged into what.
-        dtype (`torch.dtype`):
-            Of the merged weights.
-        change (`float`):
-            Norm of what the adapter adds to the weights.
-        rounding (`float`):
-            Norm of what the dtype's rounding takes from that or adds to it, as a part of it.
-    """
-
-    is_judge: bool
+    is_judge: bool  # a whole model, not the transformer of a pipeline
     adapter: str
     base: str
     dtype: torch.dtype
-    change: float
-    rounding: float
+    change: float  # norm of what the adapter adds to the weights
+    rounding: float  # norm of the rounding of the merged weights, as a fraction of that
 
 
 def merge(args: MergeArguments) -> Merged:
-    """
-    Merges an adapter into its model, and writes the model. What can be found out without reading the model's weights
-    is found out before. The folder appears when everything is in it.
-
-    Args:
-        args ([`MergeArguments`]):
-            Arguments.
-
-    Returns:
-        [`Merged`].
-
-    Raises:
-        ValueError: there is no adapter, or none in safetensors, or its files are damaged; it was made for another
-            model or does not fit it; the output folder is not empty; the merged weights are not finite.
-        OSError: a model cannot be found or read, or the folder cannot be written. Nothing of it is left then.
-    """
+    """Merge an adapter into its base model and write the result, whole or not at all."""
     output_dir = Path(args.output_dir)
     _check_is_free(output_dir)
     adapter = _find_adapter(args.adapter_name_or_path)
@@ -151,7 +96,7 @@ def merge(args: MergeArguments) -> Merged:
         base, revision = config.base_model_name_or_path, config.revision
         if not base:
             raise ValueError(
-                f"The adapter '{adapter}' does not name the model below it: `base_model_name_or_path` in its {_CONFIG} "
+                f"The adapter '{adapter}' does not name its base model: `base_model_name_or_path` in its {_CONFIG} "
                 "is empty. Name it with `--model_name_or_path`."
             )
     check_adapter_base(adapter, config.base_model_name_or_path, base)
@@ -163,10 +108,10 @@ def merge(args: MergeArguments) -> Merged:
                 merged = _merge_judge(adapter, base, revision, args.dtype, folder)
             else:
                 merged = _merge_transformer(adapter, base, revision, args.dtype, folder)
-        except SafetensorError as error:  # the adapter's file has been looked at
+        except SafetensorError as error:  # the adapter's file was checked
             raise ValueError(
-                f"The weights of '{base}', the model below the adapter, cannot be read: {error}. One of its safetensors "
-                "files is damaged, or not whole: copy or download it again."
+                f"The weights of the base model '{base}' cannot be read: {error}. One of its safetensors files is damaged or "
+                "incomplete: copy or download it again."
             ) from error
         _write_card(merged, config, pipeline_class, output_dir.absolute().name, folder)
     return merged
@@ -175,23 +120,23 @@ def merge(args: MergeArguments) -> Merged:
 def _check_is_free(output_dir: Path) -> None:
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(
-            f"`--output_dir` '{output_dir}' exists and is not empty. Nothing is overwritten: name a new folder."
+            f"`--output_dir` '{output_dir}' exists and is not empty. Nothing is overwritten: name a new directory."
         )
 
 
 def _find_adapter(name: str) -> str:
-    """The folder or Hub id that holds the adapter itself."""
+    """Return the directory or Hub id that holds the adapter itself."""
     folder = Path(name)
     if folder.is_dir() and checkpoints_of(folder):
         newest = find_saved_model(folder)
         if newest != folder:
-            _say(f"The newest model of '{name}' is merged: '{newest}'.")
+            _say(f"Merging the newest model of '{name}': '{newest}'.")
             name = str(newest)
     if cached_file(name, _CONFIG, _raise_exceptions_for_missing_entries=False) is None:
         raise ValueError(
-            f"There is no adapter in '{name}': it has no {_CONFIG}. Pass the Hub id or folder of a LoRA adapter in "
-            "PEFT's format, a checkpoint with one, or a run's output folder. A checkpoint with all weights is merged "
-            "already."
+            f"There is no adapter in '{name}': it has no {_CONFIG}. Pass the Hub id or directory of a LoRA adapter in "
+            "PEFT's format, a checkpoint with one, or a run's output directory. A checkpoint with all weights does not "
+            "need merging."
         )
     weights = safetensors_of(name)
     try:
@@ -199,7 +144,7 @@ def _find_adapter(name: str) -> str:
             pass
     except SafetensorError as error:
         raise ValueError(
-            f"The weights of the adapter, '{weights}', cannot be read: {error}. The file is damaged, or not whole: copy "
+            f"The weights of the adapter, '{weights}', cannot be read: {error}. The file is damaged or incomplete: copy "
             "or download it again."
         ) from error
     return name
@@ -209,54 +154,54 @@ def _read_config(adapter: str) -> LoraConfig:
     path = cached_file(adapter, _CONFIG)
     try:
         config = PeftConfig.from_pretrained(adapter)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # no JSON, or not what PEFT writes
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # not JSON, or not what PEFT writes
         raise ValueError(
-            f"The adapter's settings, '{path}', cannot be read: {type(error).__name__}: {error}. The file is damaged, or "
+            f"The adapter's settings, '{path}', cannot be read: {type(error).__name__}: {error}. The file is damaged or "
             "of another version of PEFT: copy or download it again, or save the adapter with `save_pretrained`."
         ) from error
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"The adapter '{adapter}' is of the type {config.peft_type}, but only LoRA adapters can be merged here. Load "
-            "it with PEFT as it is."
+            "it with PEFT instead."
         )
     if not config.target_modules:
         raise ValueError(
-            f"The adapter's settings, '{path}', do not say which layers it changes: `target_modules` is missing or "
+            f"The adapter's settings, '{path}', do not name the layers that it changes: `target_modules` is missing or "
             "empty. Copy or download the file again, or write the names of the layers into it."
         )
     return config
 
 
 def _read_pipeline_class(base: str, revision: str | None) -> str | None:
-    """Class of a pipeline with a transformer; `None` for a model by itself."""
+    """Return the class of a pipeline with a transformer, or `None` for a single model."""
 
     def find(name: str) -> str | None:
         try:
             return cached_file(base, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         except OSError as error:
             raise OSError(
-                f"'{base}', the model below the adapter, cannot be found or read: {error}\nIf it is elsewhere on this "
-                "machine, or has another name, give its Hub id or folder with `--model_name_or_path`."
+                f"The base model '{base}' cannot be found or read: {error}\nIf it is elsewhere on this machine, or has another "
+                "name, give its Hub id or directory with `--model_name_or_path`."
             ) from error
 
     index = find("model_index.json")
     if index is None:
         if find("config.json") is None:
             raise ValueError(
-                f"'{base}', the model below the adapter, is neither an image pipeline (it has no model_index.json) nor "
-                "a vision-language model (no config.json). Name its Hub id or folder with `--model_name_or_path`."
+                f"The base model '{base}' is neither an image pipeline (it has no model_index.json) nor a vision-language "
+                "model (no config.json). Give its Hub id or directory with `--model_name_or_path`."
             )
         return None
     components = json.loads(Path(index).read_text(encoding="utf-8"))
     if "transformer" not in components:
-        raise ValueError(f"The pipeline '{base}' has no transformer, to which adapters of this package belong.")
+        raise ValueError(f"The pipeline '{base}' has no transformer, which the adapters of this package belong to.")
     name = components["_class_name"]
     return name if isinstance(name, str) else name[-1]  # of code in the repository: the module and the class
 
 
 @contextmanager
 def _staged(output_dir: Path) -> Iterator[Path]:
-    """A folder beside the one that is asked for, renamed to it in the end, or deleted."""
+    """Provide a directory next to `output_dir`, renamed to it at the end, or deleted."""
     folder = output_dir.absolute()
     staged = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
     staged.mkdir(parents=True)
@@ -273,11 +218,10 @@ def _writing(folder: Path) -> Iterator[None]:
     _say("Writing the merged weights.")
     try:
         yield
-    # What a full disk is to Python and to safetensors
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:  # a full disk is either
         raise OSError(
-            f"The merged weights could not be written beside '{folder.parent}': {error}. Nothing of them is left. Make "
-            "room there, or name another `--output_dir`."
+            f"The merged weights could not be written to '{folder.parent}': {error}. Nothing of them is left. Free space "
+            "there, or give another `--output_dir`."
         ) from error
 
 
@@ -300,7 +244,7 @@ def _merge_judge(adapter: str, base: str, revision: str | None, dtype: str | Non
 
 def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str | None, folder: Path) -> Merged:
     wanted = _dtype_of_files(base, revision) if dtype is None else getattr(torch, dtype)
-    # Text encoders and VAE are no part of it, and as large
+    # Without the text encoders and the VAE, which are as large
     transformer = diffusers.AutoModel.from_pretrained(
         base, subfolder="transformer", revision=revision, dtype=wanted, use_safetensors=True, trust_remote_code=False
     )
@@ -313,7 +257,7 @@ def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str
 
 
 def _dtype_of_files(base: str, revision: str | None) -> torch.dtype:
-    """Dtype of a pipeline's transformer in its files: diffusers would make float32 of all."""
+    """Return the dtype of a pipeline's transformer in its files; diffusers would load all as float32."""
 
     def find(name: str) -> str | None:
         return cached_file(
@@ -328,7 +272,7 @@ def _dtype_of_files(base: str, revision: str | None) -> torch.dtype:
     if path is None:
         raise ValueError(
             f"The transformer of '{base}' has no {_TRANSFORMER_WEIGHTS}. Other formats are pickles, which can run code; "
-            "convert it, or take a repository with safetensors files."
+            "convert it, or use a repository with safetensors files."
         )
     with safe_open(path, "pt") as file:
         return file.get_tensor(next(iter(file.keys()))).dtype
@@ -336,16 +280,9 @@ def _dtype_of_files(base: str, revision: str | None) -> torch.dtype:
 
 @torch.no_grad()
 def _merge_layers(model: PeftModel, adapter: str) -> tuple[float, float]:
-    """
-    Merges each layer in float32, and casts the sum to the dtype of the model.
-
-    In bf16 the product of the adapter's matrices and the adapter itself would be rounded too, before the sum is: up to
-    1.8 times the error, on a tiny FLUX. The rounding of the sum remains, as long as the files are bf16; of a small
-    update it takes a large part, so that it is measured. Layer by layer, since a whole model in float32 needs twice the
-    memory.
-
-    Returns the norm of what the adapter adds, and that of the rounding as a part of it.
-    """
+    """Merge each layer in float32; return the norm of the change, and that of the rounding as a fraction of it."""
+    # In bf16 the adapter and its product would be rounded too: up to 1.8 times the error, on a tiny FLUX. Layer by layer,
+    # since a whole model in float32 needs twice the memory
     added, lost = 0.0, 0.0
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     for name, layer in tqdm(layers, desc="Merging", unit="layer"):
@@ -369,7 +306,7 @@ def _merge_layers(model: PeftModel, adapter: str) -> tuple[float, float]:
 
 def _unload(model: PeftModel) -> nn.Module:
     with warnings.catch_warnings():
-        # What is not a LoRA layer is merged here. Of each of the others PEFT says that it is merged already.
+        # Other layers are merged here; PEFT warns of each LoRA layer that it is merged already
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         return model.merge_and_unload()
 
@@ -430,35 +367,15 @@ def _say(message: str) -> None:
     sys.stderr.flush()
 
 
-def _parser() -> TrlParser:
-    return TrlParser(
+def main(arguments: list[str]) -> int:
+    """Run the command."""
+    parser = TrlParser(
         MergeArguments,
         prog=_PROGRAM,
-        usage=f"{_PROGRAM} --adapter_name_or_path ADAPTER --output_dir FOLDER [options]",
-        description="Merges a LoRA adapter into the weights of the model below it, on the CPU.",
+        usage=f"{_PROGRAM} --adapter_name_or_path ADAPTER --output_dir DIRECTORY [options]",
+        description="Merges a LoRA adapter into the weights of its base model, on the CPU.",
     )
-
-
-def main(arguments: list[str]) -> int:
-    """
-    Runs the command.
-
-    Args:
-        arguments (`list[str]`):
-            The adapter, and options.
-
-    Returns:
-        `int`: 0 when the merged weights are there, else 1.
-    """
-    if {"--help", "-h"} & set(arguments):
-        _parser().print_help()
-        return 0
     started = time.monotonic()
-    try:
-        (args,) = _parser().parse_args_and_config(name_first(arguments, "--adapter_name_or_path"))
-        merged = merge(args)
-    except (ValueError, OSError) as error:
-        _say(str(error))
-        return 1
-    sys.stdout.write(_describe(merged, args.output_dir, time.monotonic() - started))
+    (args,) = parser.parse_args_and_config(name_first(arguments, "--adapter_name_or_path"))
+    sys.stdout.write(_describe(merge(args), args.output_dir, time.monotonic() - started))
     return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl push`: uploads what a run has saved, and what of it has not arrived."""
+"""`paco-trl push`: uploads what a run has saved, and its pending uploads."""
 
 import json
 import sys
@@ -15,70 +15,43 @@ from ..hub.account import prepare_repository
 from ..hub.files import published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from .main import name_first
+from .options import option
 
 
 @dataclass
 class PushArguments:
-    """
-    What to upload, and where to. The token is that of `hf auth login` or of the environment variable `HF_TOKEN`.
-
-    Args:
-        folder (`str`):
-            Output folder of a run, of which the newest model is uploaded and what waits in it; or the folder of one
-            checkpoint or merged model.
-        hub_model_id (`str`, *optional*):
-            Repository. If `None`, that of the run.
-        hub_private_repo (`bool`, *optional*):
-            Whether a new repository is private. If `None`, what the account's default is.
-        hub_revision (`str`, *optional*):
-            Branch. If `None`, that of the run, or the main one.
-    """
+    """Model to upload, and its repository. The token is that of `hf auth login` or of the variable `HF_TOKEN`."""
 
     folder: str = field(
         metadata={
-            "help": "Output folder of a run, of which the newest model is uploaded and what waits in it; or the folder "
-            "of one checkpoint or merged model."
+            "help": "Output directory of a run, whose newest model and pending uploads are uploaded; or the directory of "
+            "one checkpoint or merged model."
         }
     )
-    hub_model_id: str | None = field(default=None, metadata={"help": "Repository. If `None`, that of the run."})
-    hub_private_repo: bool | None = field(
-        default=None,
-        metadata={"help": "Whether a new repository is private. If `None`, what the account's default is."},
+    hub_model_id: str | None = option(None, "Repository. If `None`, that of the run.")
+    hub_private_repo: bool | None = option(
+        None, "Whether a new repository is private. If `None`, the account's default."
     )
-    hub_revision: str | None = field(
-        default=None, metadata={"help": "Branch. If `None`, that of the run, or the main one."}
-    )
+    hub_revision: str | None = option(None, "Branch. If `None`, that of the run, or the main one.")
 
 
 def find_saved_model(folder: Path) -> Path:
-    """
-    The newest model of an output folder.
-
-    Args:
-        folder (`Path`):
-            Output folder, checkpoint, or folder of a model.
-
-    Returns:
-        `Path`: the folder itself, or the latest complete checkpoint if that was saved later.
-
-    Raises:
-        ValueError: there is no model.
-    """
+    """Find the newest model of an output directory: itself, or its latest complete checkpoint if that is newer."""
     if not folder.is_dir():
-        raise ValueError(f"'{folder}' is no folder. Give the output folder of a run, or a checkpoint.")
+        raise ValueError(f"'{folder}' is not a directory. Give the output directory of a run, or a checkpoint.")
     found = [checkpoint for checkpoint in checkpoints_of(folder) if _is_whole(checkpoint)][:1]
     if _is_whole(folder):
         found.append(folder)
     if not found:
         raise ValueError(
             f"'{folder}' has no saved model, or none that is complete: neither an adapter, nor a transformer or a judge, "
-            "nor a checkpoint with one. Give the output folder of a run, or a checkpoint."
+            "nor a checkpoint with one. Give the output directory of a run, or a checkpoint."
         )
     return max(found, key=_saved_at)
 
 
 def _is_whole(folder: Path) -> bool:
-    # Only of PaCoGRPOTrainer does a checkpoint have the list of its files
+    # Only checkpoints of PaCoGRPOTrainer list their files
     return published_files_of(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
 
 
@@ -88,21 +61,7 @@ def _saved_at(folder: Path) -> float:
 
 
 def push(args: PushArguments) -> str:
-    """
-    Uploads a saved model.
-
-    Args:
-        args ([`PushArguments`]):
-            What, and where to.
-
-    Returns:
-        `str`: address of the repository.
-
-    Raises:
-        ValueError: there is nothing to upload, nowhere to upload it to, or the repository has something else in it.
-        PermissionError: the Hub refuses the token.
-        ConnectionError: the Hub cannot be reached, or an upload did not come to its end.
-    """
+    """Upload a saved model; return the address of the repository."""
     folder = Path(args.folder)
     model = find_saved_model(folder)
     run = folder.parent if folder.name.startswith("checkpoint-") else folder
@@ -112,11 +71,11 @@ def push(args: PushArguments) -> str:
         raise ValueError(
             f"`hub_model_id` is not given, and nothing of '{run}' was ever pushed. Give `--hub_model_id`."
         )
-    # What was asked for the run's own repository does not hold for another one
+    # The settings of the run's own repository do not apply to another one
     own_id = known.get("repo_id", "")
-    asked = known if args.hub_model_id in (None, own_id, own_id.split("/")[-1]) else {}
-    revision = args.hub_revision or asked.get("revision")
-    private = args.hub_private_repo if args.hub_private_repo is not None else asked.get("private")
+    own = known if args.hub_model_id in (None, own_id, own_id.split("/")[-1]) else {}
+    revision = args.hub_revision or own.get("revision")
+    private = args.hub_private_repo if args.hub_private_repo is not None else own.get("private")
     published_files = published_files_of(model)
     api = HfApi(library_name="paco_trl")
     repo_id = retrying(api, repo_id)(
@@ -128,7 +87,7 @@ def push(args: PushArguments) -> str:
         published_files=published_files,
         base_model=_base_model(model),
     )
-    if not known and folder == run:  # for the next time
+    if not known and folder == run:
         remember_repository(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files)
     step = f", {model.name.replace('-', ' ')}" if model != run else ""
@@ -149,28 +108,9 @@ def _base_model(model: Path) -> str | None:
         raise ValueError(f"'{path}' cannot be read ({error}): save the adapter again.") from error
 
 
-def _parser() -> TrlParser:
-    return TrlParser((PushArguments,), prog="paco-trl push")
-
-
 def main(arguments: list[str]) -> int:
-    """
-    Runs the command.
-
-    Args:
-        arguments (`list[str]`):
-            The folder, and options.
-
-    Returns:
-        `int`: 0 when everything is on the Hub, else 1.
-    """
-    if {"--help", "-h"} & set(arguments):
-        _parser().print_help()
-        return 0
-    try:
-        (args,) = _parser().parse_args_and_config(name_first(arguments, "--folder"))
-        sys.stdout.write(f"{push(args)}\n")
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"paco-trl push: {error}\n")
-        return 1
+    """Run the command."""
+    parser = TrlParser(PushArguments, prog="paco-trl push")
+    (args,) = parser.parse_args_and_config(name_first(arguments, "--folder"))
+    sys.stdout.write(f"{push(args)}\n")
     return 0

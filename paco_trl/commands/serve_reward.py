@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl serve-reward`: a judge behind vLLM, checked with a real question before it is called ready."""
+"""`paco-trl serve-reward`: a judge behind vLLM, checked with a real query before it is called ready."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,18 +23,19 @@ from trl import TrlParser
 
 from ..rewards.judge import JudgeUnavailableError
 from ..utils.addresses import is_loopback
+from .options import option
 
 
 # vLLM reads it too. In the environment and nowhere else: a command line can be read by every user of the machine.
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
 # Two images of at most 2,097,152 pixels (the `max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
-# each. Of 8,192 tokens, 2,844 are left for the question and the answer.
+# each. Of 8,192 tokens, 2,844 are left for the query and the answer.
 _MAX_MODEL_LEN = 8192
 # vLLM takes these as `--max-lora-rank` and no others
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # GiB of the machine's memory, in the server's process and in the engine's. A processed image takes 24 bytes a pixel in
-# float32, so this holds the panels of some 680 images of 512 x 512 pixels, and each panel is in several questions.
+# float32, so this holds the panels of some 680 images of 512 x 512 pixels, and each panel is in several queries.
 _IMAGE_CACHE = 4
 # Layers in front of the language model, in the names that transformers gives them
 _VISION_LAYERS = re.compile(r"\.(visual|vision_tower|vision_model|multi_modal_projector|connector)\.")
@@ -57,69 +58,36 @@ _PROGRAM = "paco-trl serve-reward"
 
 @dataclass
 class ServeArguments:
-    """
-    A judge, and the server in front of it.
+    """Judge to serve, and how vLLM serves it."""
 
-    Args:
-        model_name_or_path (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
-            Hub id or folder of a whole vision-language model (a merged judge, or any other), or of a LoRA adapter,
-            whose `adapter_config.json` names the model below it.
-        served_model_name (`str`, *optional*, defaults to `"paco-reward"`):
-            Name under which the judge is asked. With an adapter, the model below it has this name with `-base` behind
-            it.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address to listen at. That of the default is reached from this machine only.
-        port (`int`, *optional*, defaults to `8000`):
-            Port to listen at.
-        dtype (`str`, *optional*, defaults to `"auto"`):
-            Dtype of the model: `"auto"`, `"bfloat16"`, `"float16"` or `"float32"`. With `"auto"`, vLLM takes float16
-            for a model whose files are float32.
-        max_model_len (`int`, *optional*, defaults to `8192`):
-            Tokens of a question with its two images, and its answer.
-        gpu_memory_utilization (`float`, *optional*):
-            Share of the GPU's memory that vLLM takes. If `None`, vLLM's default, which is nearly all of it.
-        vllm (`str`, *optional*, defaults to `"vllm"`):
-            Command that starts vLLM, or the path of one: vLLM needs other versions of its dependencies than this
-            package, so that it usually lives in an environment of its own, as `~/vllm/bin/vllm`.
-        startup_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds after which a server that is not ready is stopped. Downloading the model is part of it.
-        vllm_args (`list[str]`, *optional*, defaults to `[]`):
-            Further arguments for `vllm serve`. On the command line they are written behind `--`.
-
-    Raises:
-        ValueError: An argument is out of its range, or one of `vllm_args` belongs to this command.
-    """
-
-    model_name_or_path: str = field(
-        default="X-GenGroup/PaCo-Reward-7B",
-        metadata={"help": "Hub id or folder of a whole vision-language model, or of a LoRA adapter."},
+    model_name_or_path: str = option(
+        "X-GenGroup/PaCo-Reward-7B",
+        "Hub id or directory of a whole vision-language model (a merged judge, or any other), or of a LoRA adapter, "
+        "whose `adapter_config.json` names its base model.",
     )
-    served_model_name: str = field(default="paco-reward", metadata={"help": "Name under which the judge is asked."})
-    host: str = field(
-        default="127.0.0.1",
-        metadata={"help": "Address to listen at. That of the default is reached from this machine only."},
+    served_model_name: str = option(
+        "paco-reward", "Name of the judge on the server. The base model of an adapter gets the suffix `-base`."
     )
-    port: int = field(default=8000, metadata={"help": "Port to listen at."})
-    dtype: str = field(
-        default="auto", metadata={"help": "Dtype of the model: `auto`, `bfloat16`, `float16` or `float32`."}
+    host: str = option("127.0.0.1", "Address to listen on. The default can be reached from this machine only.")
+    port: int = option(8000, "Port to listen on.")
+    dtype: str = option(
+        "auto",
+        "Dtype of the model: `auto`, `bfloat16`, `float16` or `float32`. With `auto`, vLLM uses float16 for a model "
+        "whose files are float32.",
     )
-    max_model_len: int = field(
-        default=_MAX_MODEL_LEN, metadata={"help": "Tokens of a question with its two images, and its answer."}
+    max_model_len: int = option(_MAX_MODEL_LEN, "Tokens of a query with its two images, and its answer.")
+    gpu_memory_utilization: float | None = option(
+        None, "Fraction of the GPU's memory that vLLM takes. If `None`, vLLM's default, nearly all of it."
     )
-    gpu_memory_utilization: float | None = field(
-        default=None, metadata={"help": "Share of the GPU's memory that vLLM takes. If `None`, vLLM's default."}
+    vllm: str = option(
+        "vllm",
+        "Command that starts vLLM, or its path, such as `~/vllm/bin/vllm`: vLLM requires other versions of its "
+        "dependencies than this package, so it is usually in an environment of its own.",
     )
-    vllm: str = field(
-        default="vllm",
-        metadata={"help": "Command that starts vLLM, or the path of one, such as `~/vllm/bin/vllm`."},
+    startup_timeout: float = option(
+        1800.0, "Seconds after which a server that is not ready is stopped, downloads included."
     )
-    startup_timeout: float = field(
-        default=1800.0, metadata={"help": "Seconds after which a server that is not ready is stopped."}
-    )
-    vllm_args: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Further arguments for `vllm serve`. On the command line they are written behind `--`."},
-    )
+    vllm_args: list[str] = option([], "Further arguments for `vllm serve`. On the command line they follow `--`.")
 
     def __post_init__(self):
         if not 1 <= self.port <= 65535:
@@ -137,45 +105,18 @@ class ServeArguments:
 
 
 class Adapter(NamedTuple):
-    """
-    What vLLM has to be told about a LoRA adapter.
-
-    Attributes:
-        folder (`str`):
-            Its folder.
-        base (`str`), revision (`str`, *optional*):
-            Hub id or folder of the model below it, and the revision that it names.
-        rank (`int`):
-            Largest rank of its layers.
-        has_vision_layers (`bool`):
-            Whether it changes the vision tower or its projector.
-        image_size (`dict`, *optional*):
-            Limits of an image in pixels, from the adapter's own processor if it has one.
-    """
+    """LoRA adapter, as vLLM is told about it."""
 
     folder: str
     base: str
     revision: str | None
-    rank: int
+    rank: int  # the largest of its layers
     has_vision_layers: bool
-    image_size: dict[str, int] | None
+    image_size: dict[str, int] | None  # limits in pixels of the adapter's own processor, if it has one
 
 
 def find_adapter(model: str) -> Adapter | None:
-    """
-    Looks whether a model is a LoRA adapter, and into it.
-
-    Args:
-        model (`str`):
-            Hub id or folder.
-
-    Returns:
-        [`Adapter`], or `None` for a whole model.
-
-    Raises:
-        ValueError: An adapter that vLLM cannot serve: it names no model, has no safetensors file or one that cannot be
-            read, or too large a rank.
-    """
+    """Read the LoRA adapter of a Hub id or directory; `None` for a whole model."""
     # Takes a second to import
     from transformers.utils import cached_file
     from transformers.utils.peft_utils import find_adapter_config_file
@@ -187,8 +128,8 @@ def find_adapter(model: str) -> Adapter | None:
     base = config.get("base_model_name_or_path")
     if not base:
         raise ValueError(
-            f"The adapter {model!r} does not name the model below it: `base_model_name_or_path` in its "
-            "adapter_config.json is empty. Put the model's Hub id or folder there."
+            f"The adapter {model!r} does not name its base model: `base_model_name_or_path` in its "
+            "adapter_config.json is empty. Put the model's Hub id or directory there."
         )
 
     def find(name: str) -> str | None:
@@ -223,7 +164,7 @@ def find_adapter(model: str) -> Adapter | None:
 
 
 def _image_size(processor_file: str | None, image_processor_file: str | None) -> dict[str, int] | None:
-    """The `size` of an image processor whose limits are numbers of pixels."""
+    """Return the `size` of an image processor whose limits are numbers of pixels."""
     config = {}
     if image_processor_file is not None:
         config = json.loads(Path(image_processor_file).read_text(encoding="utf-8"))
@@ -239,31 +180,18 @@ def _image_size(processor_file: str | None, image_processor_file: str | None) ->
 
 
 def serve_command(args: ServeArguments, executable: str, adapter: Adapter | None = None) -> list[str]:
-    """
-    The command that starts vLLM.
-
-    Args:
-        args ([`ServeArguments`]):
-            Arguments.
-        executable (`str`):
-            Path of the command `vllm`.
-        adapter ([`Adapter`], *optional*):
-            Adapter, if the model is one.
-
-    Returns:
-        `list[str]`.
-    """
+    """Build the command that starts vLLM."""
     name = args.served_model_name
     command = [executable, "serve", args.model_name_or_path if adapter is None else adapter.base]
-    # The one name with an adapter must not be the other: vLLM would answer for the model below
+    # With an adapter the two names must differ, or vLLM answers with the base model
     command += ["--served-model-name", name if adapter is None else f"{name}-base"]
     command += ["--host", args.host, "--port", str(args.port)]
     command += ["--dtype", args.dtype, "--max-model-len", str(args.max_model_len)]
-    # A question has two images. Memory is set aside for the largest question that is possible.
+    # A query has two images. Memory is reserved for the largest possible query.
     command += ["--limit-mm-per-prompt", json.dumps({"image": 2, "video": 0})]
-    # A panel is in several questions: processed once, and what two questions begin with is computed once
+    # A panel is in several queries: it is processed once, and the common start of two queries is computed once
     command += ["--mm-processor-cache-gb", str(_IMAGE_CACHE), "--enable-prefix-caching"]
-    # That of a published judge samples and penalises repetitions
+    # That of a published judge samples and penalizes repetitions
     command += ["--generation-config", "vllm"]
     # Other formats are pickles
     command += ["--load-format", "safetensors"]
@@ -281,22 +209,16 @@ def serve_command(args: ServeArguments, executable: str, adapter: Adapter | None
         if adapter.revision is not None:
             command += ["--revision", adapter.revision]
         if adapter.image_size is not None:
-            # vLLM takes the processor of the model below; the judge was trained on images of this size
+            # vLLM uses the processor of the base model; the judge was trained on images of this size
             command += ["--mm-processor-kwargs", json.dumps({"size": adapter.image_size})]
     return command + args.vllm_args
 
 
 class Server:
-    """
-    A server's process, with all that it starts itself.
-
-    Args:
-        command (`list[str]`):
-            Command.
-    """
+    """Process of a server, with all that it starts itself."""
 
     def __init__(self, command: list[str]):
-        # Tools that vLLM calls (ninja) are beside it in its environment, which need not be the active one
+        # Tools that vLLM calls (ninja) are in its environment, which need not be the active one
         path = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)])
         self.process = subprocess.Popen(
             command,
@@ -324,13 +246,13 @@ class Server:
                 continue
 
     def last_lines(self) -> str:
-        """The end of the output."""
+        """Return the end of the output."""
         self._reader.join(timeout=5.0)
         lines = self._tail.decode(errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join(f"    {line}" for line in lines)
 
     def stop(self) -> None:
-        """Ends the process and all that belong to it, by force if they do not end by themselves."""
+        """End the process and its children, by force if they do not end by themselves."""
         for number, seconds in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, 5.0)):
             deadline = time.monotonic() + seconds
             try:
@@ -342,7 +264,7 @@ class Server:
         self._reader.join(timeout=1.0)
 
     def _is_alive(self) -> bool:
-        """Whether a process of the group is alive."""
+        """Tell whether a process of the group is alive."""
         self.process.poll()
         try:
             os.killpg(self.process.pid, 0)
@@ -361,7 +283,7 @@ class Server:
 
 
 class _Failure(RuntimeError):
-    """The command cannot go on: its message, and the exit code."""
+    """Failure of the command, with its exit code."""
 
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)
@@ -372,9 +294,9 @@ def _find_executable(vllm: str) -> str:
     executable = shutil.which(os.path.expanduser(vllm))
     if executable is None:
         raise _Failure(
-            f"There is no command {vllm!r} (`--vllm`): vLLM is not installed, or not on the PATH. It needs other "
-            "versions of its dependencies than this package, so install it in an environment of its own, and say where "
-            "it is:\n"
+            f"There is no command {vllm!r} (`--vllm`): vLLM is not installed, or not on the PATH. It requires other "
+            "versions of its dependencies than this package, so install it in an environment of its own, and give its "
+            "path:\n"
             "    python -m venv ~/vllm && ~/vllm/bin/pip install vllm\n"
             f"    {_PROGRAM} --vllm ~/vllm/bin/vllm"
         )
@@ -382,7 +304,7 @@ def _find_executable(vllm: str) -> str:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Finds out before a model is loaded whether the server will be able to listen."""
+    """Check, before a model is loaded, that the server will be able to listen."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
@@ -398,19 +320,19 @@ def _check_address(host: str, port: int) -> None:
 
 
 def _server_url(host: str, port: int) -> str:
-    """Address of the server as seen from this machine."""
-    # Those that stand for all addresses are none to connect to
+    """Return the address of the server as seen from this machine."""
+    # Wildcard addresses cannot be connected to
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextmanager
 def _stop_signals():
-    """An event that is set when the command shall stop."""
+    """Provide an event that is set when the command should stop."""
     stopped = threading.Event()
     previous = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Those that are ignored (`nohup`) go on being ignored
+        # Those that are ignored (`nohup`) stay ignored
         if signal.getsignal(number) != signal.SIG_IGN:
             previous[number] = signal.signal(number, lambda *_: stopped.set())
     try:
@@ -431,7 +353,7 @@ def _is_healthy(url: str) -> bool:
 
 
 class _Check(threading.Thread):
-    """Waits for the server and asks a real question, while the main thread watches its process and the signals."""
+    """Thread that waits for the server and sends a real query; the main thread watches process and signals."""
 
     def __init__(self, url: str, model: str):
         super().__init__(daemon=True)
@@ -446,7 +368,7 @@ class _Check(threading.Thread):
 
             while not _is_healthy(self.url):
                 time.sleep(_POLL)
-            # A server that calls itself healthy may fail at its first question
+            # A server that calls itself healthy may fail at its first query
             judge = ServedJudge(base_url=f"{self.url}/v1", model=self.model)
             # The first answer of a server that has just started may take longer than later ones
             judge.check(time_budget=judge.timeout)
@@ -456,7 +378,7 @@ class _Check(threading.Thread):
 
 
 def _wait_until_ready(server: Server, check: _Check, stopped: threading.Event, timeout: float) -> bool:
-    """Waits until the judge has answered. `False` if the command shall stop before."""
+    """Wait until the judge has answered; return `False` if the command should stop before."""
     deadline = time.monotonic() + timeout
     check.start()
     while check.is_alive():
@@ -470,7 +392,6 @@ def _wait_until_ready(server: Server, check: _Check, stopped: threading.Event, t
                 f"being downloaded). Its last lines:\n{server.last_lines()}"
             )
     if server.process.poll() is not None:
-        # Maybe by the question. Whatever that has reported, this is the reason.
         raise _ended(server, "before it was ready")
     if check.error is not None:
         kind = "" if isinstance(check.error, JudgeUnavailableError) else f"{type(check.error).__name__}: "
@@ -479,7 +400,7 @@ def _wait_until_ready(server: Server, check: _Check, stopped: threading.Event, t
 
 
 def _ended(server: Server, when: str) -> _Failure:
-    """What is to be said of a server that ended by itself; its exit code is never that of success."""
+    """Build the failure of a server that ended by itself; its exit code is never that of success."""
     code = server.process.returncode
     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
     return _Failure(
@@ -532,7 +453,7 @@ def _announce(args: ServeArguments, url: str, adapter: Adapter | None) -> None:
     if os.environ.get(API_KEY_VARIABLE):
         lines.insert(-1, f"    (with the same {API_KEY_VARIABLE} in the environment)")
     if adapter is not None:
-        lines.insert(2, f"The model below the adapter: {args.served_model_name + '-base'!r}")
+        lines.insert(2, f"The base model: {args.served_model_name + '-base'!r}")
     lines += ["Ctrl-C stops it.", ""]
     sys.stdout.write("\n".join(lines))
     sys.stdout.flush()
@@ -543,41 +464,23 @@ def _say(message: str) -> None:
     sys.stderr.flush()
 
 
-def _parser() -> TrlParser:
-    return TrlParser(
+def main(arguments: list[str]) -> int:
+    """Run the command; return 0 if the server was stopped on request, else 1 or the server's own exit code."""
+    parser = TrlParser(
         ServeArguments,
         prog=_PROGRAM,
         usage=f"{_PROGRAM} [options] [-- options of vllm serve]",
-        description="Starts vLLM for a judge, asks it a question, and stays until it is stopped.",
+        description="Starts vLLM for a judge, checks it with a query, and runs until it is stopped.",
     )
-
-
-def main(arguments: list[str]) -> int:
-    """
-    Runs the command.
-
-    Args:
-        arguments (`list[str]`):
-            Options of the command, and behind `--` those of vLLM.
-
-    Returns:
-        `int`: 0 when the server was stopped as asked, else 1, or the exit code of a server that ended by itself.
-    """
     own, further = arguments, []
     if "--" in arguments:
         place = arguments.index("--")
         own, further = arguments[:place], arguments[place + 1 :]
-    if {"--help", "-h"} & set(own):
-        _parser().print_help()
-        return 0
+    (args,) = parser.parse_args_and_config(own)
     try:
-        (args,) = _parser().parse_args_and_config(own)
-        # Those of a YAML file come first: of an option that is there twice, vLLM takes the second
+        # After those of a YAML file: vLLM uses the last of a repeated option
         _serve(replace(args, vllm_args=args.vllm_args + further))
     except _Failure as failure:
         _say(str(failure))
         return failure.exit_code
-    except (ValueError, OSError) as error:
-        _say(str(error))
-        return 1
     return 0
