@@ -3,7 +3,7 @@
 # dependencies = ["paco_trl[deepspeed,tensorboard]"]
 # ///
 """
-Trains a LoRA on a FLUX pipeline with PaCo-GRPO, to draw sets of images that belong together.
+Trains a LoRA on a FLUX pipeline with PaCo-GRPO, to generate sets of images that belong together.
 
 Every option of `PaCoGRPOConfig` and of `ScriptArguments` (`paco_trl/commands/script_arguments.py`: model, dataset,
 rewards, adapter) can be given on the command line or in a YAML file (`--config file.yaml`); the paper's settings are the
@@ -14,7 +14,7 @@ One GPU, or the CPU:
     python examples/train_flux.py --model_name_or_path black-forest-labs/FLUX.1-dev --dataset_name user/t2is-prompts \
         --output_dir paco-flux
 
-Several GPUs, DDP (`zero3.yaml` where training does not fit beside the model's weights):
+Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's weights):
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux.py ...
 
@@ -73,7 +73,7 @@ def main(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     if trainer.accelerator.is_main_process:
         print(f"Adapter: {training_args.output_dir}")
         if training_args.log_completions:
-            print(f"Pictures: {training_args.output_dir}/contact_sheets")
+            print(f"Images: {training_args.output_dir}/contact_sheets")
     end_training(trainer.accelerator)
 
 

@@ -3,7 +3,7 @@
 # dependencies = ["paco_trl[deepspeed,tensorboard]"]
 # ///
 """
-Trains a LoRA on FLUX.1-Kontext with PaCo-GRPO, to change in a picture what an instruction says and nothing else.
+Trains a LoRA on FLUX.1-Kontext with PaCo-GRPO, to change in an image what an instruction names and nothing else.
 
 The paper's settings for this model are the defaults: 8 steps, noise 0.9, guidance 2.5, trained at 384 pixels for
 images of 1024, rewarded by the judge's edit score. The other options are
@@ -11,13 +11,13 @@ those of `train_flux.py`.
 
     python examples/train_flux_kontext.py --dataset_name user/edit-prompts --max_steps 200 --output_dir paco-kontext
 
-ShareGPT-4o-Image, without the pictures of GEdit-Bench:
+ShareGPT-4o-Image, without the images of GEdit-Bench:
 
     python examples/train_flux_kontext.py --dataset_name ShareGPT-4o-Image/text_and_image_to_image.json \
         --image_folder ShareGPT-4o-Image --exclude_dataset_name stepfun-ai/GEdit-Bench --max_steps 200 \
         --output_dir paco-kontext
 
-Several GPUs, DDP (`zero3.yaml` where training does not fit beside the model's weights):
+Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's weights):
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux_kontext.py ...
 """
@@ -101,7 +101,7 @@ def main(script_args: KontextArguments, training_args: KontextConfig) -> None:
     if trainer.accelerator.is_main_process:
         print(f"Adapter: {training_args.output_dir}")
         if training_args.log_completions:
-            print(f"Pictures: {training_args.output_dir}/contact_sheets")
+            print(f"Images: {training_args.output_dir}/contact_sheets")
     end_training(trainer.accelerator)
 
 

@@ -3,7 +3,7 @@
 # dependencies = ["paco_trl[deepspeed,tensorboard]"]
 # ///
 """
-Trains a LoRA on Qwen-Image-Edit with PaCo-GRPO, to change in a picture what an instruction says and nothing else.
+Trains a LoRA on Qwen-Image-Edit with PaCo-GRPO, to change in an image what an instruction names and nothing else.
 
 The paper's settings for this model are the defaults: 10 steps of which steps 1 to 4 are stochastic, noise 1.0, true
 guidance 4.0, trained at 384 pixels for images of 1024, rewarded by the judge's edit score. The other
@@ -14,7 +14,7 @@ options are those of `train_flux.py`.
 
 `Qwen/Qwen-Image-Edit-2509` and its successors take up to three source images a prompt, in a column `images`.
 
-Several GPUs, DDP (`zero3.yaml` where training does not fit beside the model's weights):
+Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's weights):
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_qwen_image_edit.py ...
 """
@@ -102,7 +102,7 @@ def main(script_args: QwenImageEditArguments, training_args: QwenImageEditConfig
     if trainer.accelerator.is_main_process:
         print(f"Adapter: {training_args.output_dir}")
         if training_args.log_completions:
-            print(f"Pictures: {training_args.output_dir}/contact_sheets")
+            print(f"Images: {training_args.output_dir}/contact_sheets")
     end_training(trainer.accelerator)
 
 

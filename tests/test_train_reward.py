@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/train_reward.py as users start it: alone, under `accelerate launch` with DDP, and with DeepSpeed ZeRO-3."""
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -20,7 +19,6 @@ from safetensors.torch import load_file
 from trl import TrlParser
 
 import launching
-from docstrings import docstring
 from launching import CPU_ZERO3, ROOT
 from paco_trl import PaCoReward, PaCoRewardConfig
 from paco_trl.data import make_pair, rankings_to_pairs
@@ -200,7 +198,7 @@ class TestData:
         assert f"| pairs | {many} |" in card  # trained on
         assert f"| pairs | {few} |" in card  # evaluated on, at the end
         stdout = capsys.readouterr().out
-        assert f"Adapter: {tmp_path / 'out'}" in stdout and f"Pictures: {tmp_path / 'out' / 'evaluation'}" in stdout
+        assert f"Adapter: {tmp_path / 'out'}" in stdout and f"Images: {tmp_path / 'out' / 'evaluation'}" in stdout
         card = self.train(script, workspace, tmp_path, *options, "--swap", "True")
         assert f"| pairs | {2 * many} |" in card
         assert f"| pairs | {few} |" in card  # evaluated on as they are
@@ -329,18 +327,3 @@ def test_zero3_resumes(workspace, zero3):
     assert [entry["loss"] for entry in log if "loss" in entry] == pytest.approx(
         [entry["loss"] for entry in expected if "loss" in entry], abs=1e-4
     )
-
-
-def test_help_and_docstring_say_the_same(script):
-    described = re.findall(
-        r"^        (\w+) \(`[^`]+`(?:, \*optional\*(?:, defaults to `(.+?)`)?)?\):\n            (.+?)(?=\n        \w|\n    $)",
-        docstring(script.ScriptArguments),
-        flags=re.M | re.S,
-    )
-    fields = {field.name: field for field in dataclasses.fields(script.ScriptArguments)}
-    assert [name for name, _, _ in described] == list(fields)
-    for name, default, text in described:
-        said, helped = (" ".join(part.split()).replace("`", "") for part in (text, fields[name].metadata["help"]))
-        assert said.replace(" (paper)", "") == helped, name
-        value = getattr(script.ScriptArguments(), name)
-        assert default == ("" if value is None else str(value) if isinstance(value, bool) else json.dumps(value)), name
