@@ -97,6 +97,10 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         if mode == "exits-when-asked":
             os._exit(7)
+        if mode == "refuses-and-exits":  # the check fails while the process is still alive
+            self.answer({{"error": "broken"}}, 400)
+            time.sleep(1.0)
+            os._exit(7)
         if mode == "hangs-when-asked":
             time.sleep(600)
         if self.refuses():
@@ -546,6 +550,7 @@ class TestProcesses:
             ("exits-with-success", 1, "with exit code 0"),
             ("is-killed", 137, "by signal 9"),
             ("exits-when-asked", 7, "with exit code 7"),
+            ("refuses-and-exits", 7, "with exit code 7"),
         ],
     )
     def test_ends_before_it_is_ready(self, start, mode, code, how):

@@ -49,6 +49,8 @@ _OWN_OPTIONS = {
 
 # Seconds that the server has to stop by itself
 _GRACE = 30.0
+# Seconds for the exit of a server whose check failed
+_EXIT_WAIT = 5.0
 _POLL = 0.2
 # Bytes and lines of the server's output that are kept for an error
 _TAIL_BYTES, _TAIL_LINES = 20_000, 20
@@ -381,16 +383,20 @@ def _wait_until_ready(server: Server, check: _Check, stopped: threading.Event, t
     """Wait until the judge has answered; return `False` if the command should stop before."""
     deadline = time.monotonic() + timeout
     check.start()
-    while check.is_alive():
+    while check.is_alive() and server.process.poll() is None:
         if stopped.wait(_POLL):
             return False
-        if server.process.poll() is not None:
-            break
         if time.monotonic() > deadline:
             raise _Failure(
                 f"vLLM is not ready after {timeout:g} seconds (`--startup_timeout`; set it higher if a large model was "
                 f"being downloaded). Its last lines:\n{server.last_lines()}"
             )
+    if check.error is not None:
+        # The query may have ended the server, whose exit shows only after the broken connection
+        deadline = time.monotonic() + _EXIT_WAIT
+        while server.process.poll() is None and time.monotonic() < deadline:
+            if stopped.wait(_POLL):
+                return False
     if server.process.poll() is not None:
         raise _ended(server, "before it was ready")
     if check.error is not None:
