@@ -7,11 +7,11 @@ belong to are built without memory, and every weight is looked up in them, by na
 
     python model_cards/check_published_weights.py
 
-Other repositories; `--base` is the model below an adapter that does not name it:
+Other repositories; `--base` is the base model of an adapter that does not name it:
 
     python model_cards/check_published_weights.py --repo user/adapter --base black-forest-labs/FLUX.1-dev
 
-The base models of FLUX.1 are gated: accept their licence on the Hub and log in (`hf auth login`). The exit code is 0 if
+The base models of FLUX.1 are gated: accept their license on the Hub and log in (`hf auth login`). The exit code is 0 if
 everything has its place, and 1 if something has not or could not be read.
 """
 
@@ -37,7 +37,7 @@ from paco_trl.rewards.paco_reward import rename_old_layers
 from paco_trl.utils.names import is_same_model
 
 
-# Repository -> the model below it; None for a whole model
+# Repository -> its base model; None for a whole model
 PUBLISHED = {
     "X-GenGroup/PaCo-Reward-7B": None,
     "X-GenGroup/PaCo-Reward-7B-Lora": "Qwen/Qwen2.5-VL-7B-Instruct",
@@ -56,21 +56,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass
 class ScriptArguments:
-    """
-    Arguments of this script.
-
-    Args:
-        repo (`list[str]`, *optional*):
-            Repositories to check. If `None`, the five published ones.
-        base (`str`, *optional*):
-            Model below the adapters of `repo`. If `None`, the one that they name.
-    """
+    """Repositories to check."""
 
     repo: list[str] | None = field(
         default=None, metadata={"help": "Repositories to check. If `None`, the five published ones."}
     )
     base: str | None = field(
-        default=None, metadata={"help": "Model below the adapters of `repo`. If `None`, the one that they name."}
+        default=None, metadata={"help": "Base model of the adapters of `repo`. If `None`, the one that they name."}
     )
 
 
@@ -213,13 +205,13 @@ def _describe(finding: Finding, kind: str, config: LoraConfig, base: str | None)
     named = config.base_model_name_or_path
     finding.base = named or "none"
     if named and base and not is_same_model(named, base):
-        finding.faults.append(f"its config names '{named}' as the model below it, and not '{base}'")
+        finding.faults.append(f"its config names '{named}' as its base model, not '{base}'")
 
 
 def _build_base(base: str | None) -> tuple[nn.Module, bool]:
-    """The model below an adapter, without memory, and whether it is that of a judge."""
+    """Build the base model of an adapter without memory, and tell whether it is that of a judge."""
     if not base:
-        raise ValueError("it does not name the model below it; give it with `--base`")
+        raise ValueError("it does not name its base model; give it with `--base`")
     if HfApi().file_exists(base, "model_index.json"):
         with open(hf_hub_download(base, "transformer/config.json"), encoding="utf-8") as file:
             config = json.load(file)

@@ -165,7 +165,7 @@ def test_what_does_not_fit(hub, run, repositories, tmp_path):
     assert re.search(rf"{flux}: 2 weights have no place in the model \(\w*transformer_blocks.7.attn.to_q", output)
     assert f"{flux}: 2 places of the model have no weight (" in output
     assert f"{judge}: 8 weights have another shape (model.language_model.layers.0.self_attn" in output
-    assert f"{kontext}: its config names 'black-forest-labs/FLUX.1-dev' as the model below it, and not" in output
+    assert f"{kontext}: its config names 'black-forest-labs/FLUX.1-dev' as its base model, not" in output
     assert re.search(f"{qwen}: cannot be checked: RepositoryNotFoundError: 401 .*Repository Not Found for url", output)
     assert f"{whole}: cannot be checked: NotASafetensorsRepoError" in output
 
@@ -211,7 +211,7 @@ def test_other_repositories_and_layouts(hub, run, repositories, tiny_flux, tmp_p
     assert "someone/wrong: Its file does not say `lora_alpha`" in output
 
     code, output = run("--repo", "someone/nameless")
-    assert code == 1 and "it does not name the model below it; give it with `--base`" in output
+    assert code == 1 and "it does not name its base model; give it with `--base`" in output
 
 
 def test_the_trainer_reads_the_same(hub, repositories, tmp_path):
