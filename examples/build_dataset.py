@@ -420,7 +420,7 @@ STAGES = {
 
 
 def usage() -> str:
-    lines = [f"  {name:<9} {arguments.__doc__.split('Args:')[0].strip()}" for name, (arguments, _) in STAGES.items()]
+    lines = [f"  {name:<9} {arguments.__doc__}" for name, (arguments, _) in STAGES.items()]
     return "\n".join([__doc__.strip(), "", "Stages:", *lines])
 
 

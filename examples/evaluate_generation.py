@@ -329,7 +329,7 @@ STEPS = {
 
 
 def usage() -> str:
-    lines = [f"  {name:<7} {arguments.__doc__.split('Args:')[0].strip()}" for name, (arguments, _) in STEPS.items()]
+    lines = [f"  {name:<7} {arguments.__doc__}" for name, (arguments, _) in STEPS.items()]
     return "\n".join([__doc__.strip(), "", "Steps:", *lines])
 
 

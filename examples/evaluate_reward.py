@@ -55,46 +55,20 @@ SERVED_ONLY = ("api_key_variable", "max_concurrency")
 
 @dataclass
 class ScriptArguments(JudgeArguments):
-    """
-    Arguments of this script, beside those of [`JudgeArguments`].
-
-    Args:
-        judge (`str`, *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):
-            Hub id or folder of a judge, its name on the server with `judge_url`, or one of the baselines: `clip-i`,
-            `dreamsim`.
-        benchmark (`str`, *optional*, defaults to `"rankings"`):
-            `rankings` or `edit_reward`.
-        dataset_name (`str`, *optional*, defaults to `"X-GenGroup/ConsistencyRank-Bench"`):
-            Hub id or folder: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditScore's
-            EditReward-Bench.
-        dataset_split (`str`, *optional*, defaults to `"train"`):
-            Split to evaluate on; ConsistencyRank-Bench has only one.
-        protocol (`str`, *optional*, defaults to `"default"`):
-            How it is measured: `default`, or `published` for what the published scripts do.
-        template (`str`, *optional*):
-            What the judge is asked about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the
-            published protocol.
-        output_dir (`str`, *optional*, defaults to `"results"`):
-            Folder for the scores, `results.json` and `results.md`.
-        skip_broken (`bool`, *optional*, defaults to `False`):
-            Whether to leave out broken rows, those with an unreadable image among them, instead of stopping. They are
-            listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them out.
-        clip_model (`str`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
-            CLIP of the judge `clip-i`.
-    """
+    """Judge or baseline, benchmark, and the directory of the results."""
 
     judge: str = field(
         default="X-GenGroup/PaCo-Reward-7B",
         metadata={
-            "help": "Hub id or folder of a judge, its name on the server with `judge_url`, or one of the baselines: clip-i, "
-            "dreamsim."
+            "help": "Hub id or directory of a judge, its name on the server with `judge_url`, or a baseline: `clip-i` "
+            "or `dreamsim`."
         },
     )
-    benchmark: str = field(default="rankings", metadata={"help": "rankings or edit_reward."})
+    benchmark: str = field(default="rankings", metadata={"help": "`rankings` or `edit_reward`."})
     dataset_name: str = field(
         default="X-GenGroup/ConsistencyRank-Bench",
         metadata={
-            "help": "Hub id or folder: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditScore's "
+            "help": "Hub id or directory: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditScore's "
             "EditReward-Bench."
         },
     )
@@ -103,28 +77,28 @@ class ScriptArguments(JudgeArguments):
     )
     protocol: str = field(
         default="default",
-        metadata={"help": "How it is measured: default, or published for what the published scripts do."},
+        metadata={"help": "How it is measured: `default`, or `published` for what the published scripts do."},
     )
     template: str | None = field(
         default=None,
         metadata={
-            "help": "What the judge is asked about rankings: theme, criteria or plain. If `None`, theme, or plain with the "
+            "help": "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
             "published protocol."
         },
     )
     output_dir: str = field(
-        default="results", metadata={"help": "Folder for the scores, `results.json` and `results.md`."}
+        default="results", metadata={"help": "Directory for the scores, `results.json` and `results.md`."}
     )
     skip_broken: bool = field(
         default=False,
         metadata={
-            "help": "Whether to leave out broken rows, those with an unreadable image among them, instead of stopping. "
+            "help": "Whether to leave out broken rows, including those with an unreadable image, instead of stopping. "
             "They are listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them "
             "out."
         },
     )
     clip_model: str = field(
-        default="laion/CLIP-ViT-H-14-laion2B-s32B-b79K", metadata={"help": "CLIP of the judge `clip-i`."}
+        default="laion/CLIP-ViT-H-14-laion2B-s32B-b79K", metadata={"help": "CLIP model of the judge `clip-i`."}
     )
 
 

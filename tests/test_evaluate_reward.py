@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from datasets import Dataset, DatasetDict, Features, Image, List, Value, load_da
 from PIL import Image as PILImage
 
 import launching
-from docstrings import docstring
 from judge_server import JudgeServer
 from paco_trl.tiny import build_tiny_clip
 
@@ -267,19 +265,3 @@ def test_wrong_options(script, workspace, tmp_path):
         with pytest.raises(ValueError, match=message):
             script.main(arguments(script, workspace, tmp_path, **options))
     assert not list(tmp_path.iterdir())
-
-
-def test_help_and_docstring_say_the_same(script):
-    described = re.findall(
-        r"^        (\w+) \(`[^`]+`(?:, \*optional\*(?:, defaults to `(.+?)`)?)?\):\n"
-        r"            (.+?)(?=\n        \w|\n    $)",
-        docstring(script.ScriptArguments),
-        flags=re.M | re.S,
-    )
-    fields = {field.name: field for field in dataclasses.fields(script.ScriptArguments)}
-    assert [name for name, _, _ in described] == list(script.ScriptArguments.__annotations__)
-    for name, default, text in described:
-        assert " ".join(text.split()).replace("`", "") == fields[name].metadata["help"].replace("`", ""), name
-        value = fields[name].default
-        shown = str(value) if isinstance(value, bool) else json.dumps(value)
-        assert default == ("" if value is None else shown), name

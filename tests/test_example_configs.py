@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "examples" / "configs"
 sys.path.insert(0, str(ROOT / "examples"))
 
+import evaluate_reward  # noqa: E402
 import train_reward  # noqa: E402
 from train_flux_kontext import KontextArguments, KontextConfig  # noqa: E402
 from train_qwen_image_edit import QwenImageEditArguments, QwenImageEditConfig  # noqa: E402
@@ -264,7 +265,7 @@ def test_both_configs_of_the_judge_train_the_same():
         for thing in vars(module).values()
         if is_dataclass(thing) and thing.__name__.endswith("Arguments")
     ]
-    + [train_reward.ScriptArguments],
+    + [evaluate_reward.ScriptArguments, train_reward.ScriptArguments],
 )
 def test_every_option_is_described_once(arguments):
     """In its help, and not in the docstring as well, where it would grow apart from it."""
