@@ -5,25 +5,16 @@ The names below are imported when they are first used, so that `import paco_trl`
 torch, diffusers and TRL, which take seconds.
 """
 
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
+
+from .utils.lazy import lazy_imports
 
 
 try:
     __version__ = version("paco_trl")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "unknown"
-
-_MODULE_OF = {
-    "PaCoGRPOConfig": "paco_trl.trainer.paco_grpo_config",
-    "PaCoGRPOTrainer": "paco_trl.trainer.paco_grpo_trainer",
-    "PaCoNFTConfig": "paco_trl.trainer.paco_nft_config",
-    "PaCoNFTTrainer": "paco_trl.trainer.paco_nft_trainer",
-    "PaCoReward": "paco_trl.rewards.paco_reward",
-    "PaCoRewardConfig": "paco_trl.trainer.paco_reward_config",
-    "PaCoRewardTrainer": "paco_trl.trainer.paco_reward_trainer",
-}
 
 __all__ = [
     "PaCoGRPOConfig",
@@ -45,12 +36,15 @@ if TYPE_CHECKING:
     from .trainer.paco_reward_config import PaCoRewardConfig
     from .trainer.paco_reward_trainer import PaCoRewardTrainer
 
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'paco_trl' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_imports(
+    __name__,
+    {
+        ".rewards.paco_reward": ["PaCoReward"],
+        ".trainer.paco_grpo_config": ["PaCoGRPOConfig"],
+        ".trainer.paco_grpo_trainer": ["PaCoGRPOTrainer"],
+        ".trainer.paco_nft_config": ["PaCoNFTConfig"],
+        ".trainer.paco_nft_trainer": ["PaCoNFTTrainer"],
+        ".trainer.paco_reward_config": ["PaCoRewardConfig"],
+        ".trainer.paco_reward_trainer": ["PaCoRewardTrainer"],
+    },
+)

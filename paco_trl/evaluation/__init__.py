@@ -8,8 +8,9 @@ A scorer is any object with `score(images, prompts) -> list[float]` and a `name`
 [`~paco_trl.PaCoReward`] is one; [`ClipIScorer`] and [`DreamSimScorer`] are baselines to compare it with.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ..utils.lazy import lazy_imports
 
 
 if TYPE_CHECKING:
@@ -24,27 +25,6 @@ if TYPE_CHECKING:
     from .ranking_benchmark import evaluate_rankings
     from .report import report_tables, save_report
     from .transfer import resolution_transfer
-
-
-# Public name -> module. Importing a module only when one of its names is asked for keeps the metrics free of torch.
-_MODULE_OF = {
-    "AestheticScorer": ".aesthetics",
-    "ClipIScorer": "..rewards.baselines",
-    "DreamSimScorer": "..rewards.baselines",
-    "auroc": ".binary",
-    "bootstrap_interval": "..utils.statistics",
-    "calibration_bins": ".binary",
-    "evaluate_edit_reward": ".edit_reward",
-    "evaluate_rankings": ".ranking_benchmark",
-    "expected_calibration_error": ".binary",
-    "grid_artifact_score": ".grid_artifacts",
-    "list_order_metrics": ".ranking",
-    "published_tables": ".published",
-    "ranking_metrics": ".ranking",
-    "report_tables": ".report",
-    "resolution_transfer": ".transfer",
-    "save_report": ".report",
-}
 
 __all__ = [
     "AestheticScorer",
@@ -65,12 +45,20 @@ __all__ = [
     "save_report",
 ]
 
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'paco_trl.evaluation' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+# Lazy, so that the metrics come without torch
+__getattr__, __dir__ = lazy_imports(
+    __name__,
+    {
+        "..rewards.baselines": ["ClipIScorer", "DreamSimScorer"],
+        "..utils.statistics": ["bootstrap_interval"],
+        ".aesthetics": ["AestheticScorer"],
+        ".binary": ["auroc", "calibration_bins", "expected_calibration_error"],
+        ".edit_reward": ["evaluate_edit_reward"],
+        ".grid_artifacts": ["grid_artifact_score"],
+        ".published": ["published_tables"],
+        ".ranking": ["list_order_metrics", "ranking_metrics"],
+        ".ranking_benchmark": ["evaluate_rankings"],
+        ".report": ["report_tables", "save_report"],
+        ".transfer": ["resolution_transfer"],
+    },
+)

@@ -3,8 +3,9 @@
 Evaluate image models on T2IS-Bench and GEdit-Bench: generate images or find them in a directory, score, and compare.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ..utils.lazy import lazy_imports
 
 
 if TYPE_CHECKING:
@@ -19,31 +20,6 @@ if TYPE_CHECKING:
     from .scoring import score_aesthetics, score_alignment, score_consistency, score_duplicates
     from .t2is_bench import alignment_means, consistency_means, load_t2is_bench
     from .t2is_comparison import System, t2is_results
-
-
-# Public name -> module, which is imported when the name is used: the metrics come without torch
-_MODULE_OF = {
-    "EditScore": ".gedit",
-    "System": ".t2is_comparison",
-    "add_results_to_card": ".card_results",
-    "alignment_means": ".t2is_bench",
-    "consistency_means": ".t2is_bench",
-    "draw_edits": ".edit_drawing",
-    "find_edits": ".edit_drawing",
-    "find_image_sets": ".image_sets",
-    "find_leaks": ".leakage",
-    "gedit_results": ".gedit",
-    "load_system": ".drawing",
-    "load_t2is_bench": ".t2is_bench",
-    "print_report": ".report_markdown",
-    "save_generation_report": ".report_page",
-    "score_aesthetics": ".scoring",
-    "score_alignment": ".scoring",
-    "score_consistency": ".scoring",
-    "score_duplicates": ".scoring",
-    "score_edits": ".gedit",
-    "t2is_results": ".t2is_comparison",
-}
 
 __all__ = [
     "EditScore",
@@ -68,12 +44,20 @@ __all__ = [
     "t2is_results",
 ]
 
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'paco_trl.image_benchmarks' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+# Lazy, so that the metrics come without torch
+__getattr__, __dir__ = lazy_imports(
+    __name__,
+    {
+        ".card_results": ["add_results_to_card"],
+        ".drawing": ["load_system"],
+        ".edit_drawing": ["draw_edits", "find_edits"],
+        ".gedit": ["EditScore", "gedit_results", "score_edits"],
+        ".image_sets": ["find_image_sets"],
+        ".leakage": ["find_leaks"],
+        ".report_markdown": ["print_report"],
+        ".report_page": ["save_generation_report"],
+        ".scoring": ["score_aesthetics", "score_alignment", "score_consistency", "score_duplicates"],
+        ".t2is_bench": ["alignment_means", "consistency_means", "load_t2is_bench"],
+        ".t2is_comparison": ["System", "t2is_results"],
+    },
+)

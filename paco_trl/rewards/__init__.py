@@ -9,8 +9,9 @@ not be scored. The trainer adds the column `panel_images`: each completion split
 A judge answers questions about pairs of images: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ..utils.lazy import lazy_imports
 
 
 if TYPE_CHECKING:
@@ -27,29 +28,6 @@ if TYPE_CHECKING:
     from .pick_score import PickScoreReward
     from .pixels import panel_similarity_reward, redness_reward
     from .served_judge import ServedJudge
-
-
-# Public name -> module. Lazy imports keep `aggregate_rewards` free of transformers, and this package free of torch.
-_MODULE_OF = {
-    "AggregationDetails": ".aggregation",
-    "Answer": ".judge",
-    "ClipIReward": ".baselines",
-    "ClipTReward": ".clip_t",
-    "ConsistencyReward": ".consistency",
-    "DreamSimReward": ".baselines",
-    "DuplicateReward": ".duplicates",
-    "EditReward": ".edit",
-    "Judge": ".judge",
-    "JudgeUnavailableError": ".judge",
-    "LayoutReward": ".layout",
-    "OcrReward": ".ocr",
-    "PickScoreReward": ".pick_score",
-    "ServedJudge": ".served_judge",
-    "aggregate_rewards": ".aggregation",
-    "panel_similarity_reward": ".pixels",
-    "redness_reward": ".pixels",
-    "yes_probability": ".decision",
-}
 
 __all__ = [
     "AggregationDetails",
@@ -72,12 +50,22 @@ __all__ = [
     "yes_probability",
 ]
 
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'paco_trl.rewards' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+# Lazy, so that `aggregate_rewards` comes without transformers, and this package without torch
+__getattr__, __dir__ = lazy_imports(
+    __name__,
+    {
+        ".aggregation": ["AggregationDetails", "aggregate_rewards"],
+        ".baselines": ["ClipIReward", "DreamSimReward"],
+        ".clip_t": ["ClipTReward"],
+        ".consistency": ["ConsistencyReward"],
+        ".decision": ["yes_probability"],
+        ".duplicates": ["DuplicateReward"],
+        ".edit": ["EditReward"],
+        ".judge": ["Answer", "Judge", "JudgeUnavailableError"],
+        ".layout": ["LayoutReward"],
+        ".ocr": ["OcrReward"],
+        ".pick_score": ["PickScoreReward"],
+        ".pixels": ["panel_similarity_reward", "redness_reward"],
+        ".served_judge": ["ServedJudge"],
+    },
+)

@@ -2,9 +2,10 @@
 """The trainers, their settings, and the formulas they are made of."""
 
 import warnings
-from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
+
+from ..utils.lazy import lazy_imports
 
 
 if TYPE_CHECKING:
@@ -22,16 +23,6 @@ for _name, _tested in TESTED_WITH.items():
             stacklevel=2,
         )
 
-_MODULE_OF = {"first_token_weighted_loss": ".first_token_loss"}
-
 __all__ = ["first_token_weighted_loss"]
 
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'paco_trl.trainer' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_imports(__name__, {".first_token_loss": ["first_token_weighted_loss"]})
