@@ -322,7 +322,9 @@ class TestOutages:
         assert without.read_bytes() == resumed
 
 
-def test_said_before_a_model_is_loaded(hub, tmp_path):
+def test_said_before_a_model_is_loaded(hub, tiny_flux, tmp_path):
+    by_path = FluxPipeline.from_pretrained(tiny_flux)
+    assert isinstance(by_path.name_or_path, Path)
     hub.fault = lambda method, path: None
     hub.add_repo("tester/taken", {"README.md": b"", "notes/letter.txt": b"dear"})
     hub.add_repo("makers/gated", {"README.md": b""})
@@ -335,6 +337,7 @@ def test_said_before_a_model_is_loaded(hub, tmp_path):
         ({"hub_model_id": "tester/taken"}, "ValueError: .*tester/taken has 1 files of something else"),
         ({"hub_model_id": "tester/a--b"}, "ValueError: .*'tester/a--b'"),
         ({"hub_model_id": "tester/settings"}, "ValueError: .* does not allow a repository of the name tester/settings"),
+        ({"base": by_path, "hub_model_id": "others/adapter"}, "PermissionError: .* no right to 'others'"),
         ({"base": "makers/gated"}, "PermissionError: The base model makers/gated is gated"),
         # The negative twin: without `push_to_hub` it is the model that is missing
         ({"push_to_hub": False}, "no-such-model"),

@@ -89,7 +89,8 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         else:
             check_output_folder(args.output_dir, self._identity)
         self.published_files = TRANSFORMER if peft_config is None else PIPELINE_ADAPTER
-        self._base_model_source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
+        source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
+        self._base_model_source = source and str(source)  # may be a Path
         if args.push_to_hub:
             self._prepare_hub(args)
 
