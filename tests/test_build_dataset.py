@@ -227,10 +227,10 @@ class TestStages:
             build("prompts", dataset_name=tmp_path / "prompts.jsonl")
 
     def test_a_stage_without_the_one_before(self, build, tmp_path):
-        with pytest.raises(FileNotFoundError, match="the stage 'prompts' was not run"):
+        with pytest.raises(FileNotFoundError, match="the stage 'prompts' is not finished"):
             build("grids")
         build("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 2))
-        with pytest.raises(FileNotFoundError, match="the stage 'grids' was not run"):
+        with pytest.raises(FileNotFoundError, match="the stage 'grids' is not finished"):
             build("panels")
 
     def test_words(self, build, capsys):

@@ -388,7 +388,7 @@ class TestOptions:
             (["score", "--api_key_variable", "NO_SUCH_VARIABLE"], "'NO_SUCH_VARIABLE' .* is not set"),
             (
                 ["score", "--judge_url", "http://a:1/v1 http://b:1/v1"],
-                "`base_url` is 'http://a:1/v1 .* at one address",
+                "`base_url` is 'http://a:1/v1 .* must be a single address",
             ),
             (["score", "--alignment_url", "judge:8000"], "`base_url` is 'judge:8000', but must be an address"),
             (["report", "--card", "adapter"], "`--card` is for the adapter of a tuned system"),
@@ -401,7 +401,7 @@ class TestOptions:
 
     def test_addresses_as_a_list_in_a_file(self, script, tmp_path):
         (tmp_path / "score.yaml").write_text("judge_url: [http://a:1/v1, http://b:1/v1]\njudges: [judge]\n")
-        with pytest.raises(ValueError, match=r"`base_url` is \['http://a:1/v1', .* at one address"):
+        with pytest.raises(ValueError, match=r"`base_url` is \['http://a:1/v1', .* must be a single address"):
             script.main(["score", "--config", str(tmp_path / "score.yaml")])
 
     def test_unknown_step_and_usage(self, script, capsys):
