@@ -3,7 +3,7 @@
 # dependencies = ["paco_trl[annotate]"]
 # ///
 """
-Builds a dataset of consistent and inconsistent pairs of images, as PaCo-Dataset is built, in a folder for each stage.
+Builds a dataset of consistent and inconsistent pairs of images, like PaCo-Dataset, with a directory for each stage.
 
     python examples/build_dataset.py prompts --dataset_name prompts.jsonl
     accelerate launch examples/build_dataset.py grids --model black-forest-labs/FLUX.1-dev
@@ -17,7 +17,7 @@ Instead of `rank` (by construction or by a judge) people rank with `annotate`, a
 Label Studio, with `export` and `import`. `python examples/build_dataset.py <stage> --help` lists the options of a stage, which a YAML file
 can give as well (`--config file.yaml`).
 
-Interrupted stages resume automatically. The pairs train a judge as they are:
+Interrupted stages resume automatically. The pairs train a judge without further steps:
 
     python examples/train_reward.py --dataset_name build/pairs/dataset --dataset_split train --eval_split test \
         --first_token_weight 1 --output_dir my-judge
@@ -389,7 +389,7 @@ def publish(args: PublishArguments) -> None:
         if reasons.report["keys"] != digest({name: keys_of_pairs(split) for name, split in pairs.items()}):
             raise ValueError(
                 f"The reasons in {reasons.path} were written for other pairs. Run the stage `reasons` "
-                "again, which asks about the new ones only, or delete the folder to publish the labels alone."
+                "again, which queries the new ones only, or delete the directory to publish the labels alone."
             )
         pairs, report["reasons"] = reasons.load(), reasons.report
     url = publish_dataset(

@@ -3,7 +3,7 @@
 # dependencies = ["paco_trl"]
 # ///
 """
-Evaluates image models on T2IS-Bench or GEdit-Bench: the untouched model and the tuned one, drawn and scored alike.
+Evaluates image models on T2IS-Bench or GEdit-Bench: the base model and the tuned one, under the same settings.
 
     accelerate launch examples/evaluate_generation.py draw --dataset_name t2is.jsonl --output_dir evaluation/base
     accelerate launch examples/evaluate_generation.py draw --dataset_name t2is.jsonl --output_dir evaluation/tuned \
@@ -16,7 +16,7 @@ Evaluates image models on T2IS-Bench or GEdit-Bench: the untouched model and the
         --tuned evaluation/tuned --train_dataset_name user/my-prompts
 
 `python examples/evaluate_generation.py <step> --help` lists the options of a step, which a YAML file can give as well
-(`--config file.yaml`). Interrupted steps resume. Images that were generated elsewhere are scored with `--images folder`.
+(`--config file.yaml`). Interrupted steps resume. Images that were generated elsewhere are scored with `--images directory`.
 """
 
 import dataclasses
@@ -121,7 +121,7 @@ def draw(args: DrawArguments) -> None:
     settings = {name: getattr(args, name) for name in names} | call | {"prompts": digest_of(benchmark)}
     if args.adapter is not None:
         settings["adapter_weights"] = adapter_weights_digest(args.adapter)
-    with sole_writer(args.output_dir, "pictures"):
+    with sole_writer(args.output_dir, "images"):
         folder = StageFolder(args.output_dir, settings)
         pipeline = load_system(args.model, getattr(torch, args.dtype), args.adapter)
         if args.benchmark == "gedit":

@@ -5,8 +5,8 @@
 """
 Evaluate a judge of consistency on human rankings (ConsistencyRank) or on EditReward-Bench.
 
-With `--judge_url` the judge is on a server. `--protocol published` asks and counts as the published scripts do, for figures
-that may stand beside the paper's.
+With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
+figures that are comparable with the paper's.
 
 Every option can be given on the command line or in a YAML file (`--config file.yaml`). Interrupted runs resume; delete the
 scores when a judge of the same name has new weights. Run several judges into one directory to compare them:

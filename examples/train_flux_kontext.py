@@ -41,11 +41,11 @@ from paco_trl.utils.processes import end_training
 @dataclass
 class KontextArguments(ScriptArguments):
     model_name_or_path: str = field(
-        default="black-forest-labs/FLUX.1-Kontext-dev", metadata={"help": "Hub id or folder of the pipeline."}
+        default="black-forest-labs/FLUX.1-Kontext-dev", metadata={"help": "Hub id or directory of the pipeline."}
     )
     edits: bool = field(default=True, metadata={"help": "Whether the prompts are instructions with source images."})
     max_source_images: int | None = field(
-        default=1, metadata={"help": "Largest number of source images of a row; the pipeline takes one."}
+        default=1, metadata={"help": "Maximum number of source images per row; the pipeline takes one."}
     )
     rewards: list[str] = field(
         default_factory=lambda: ["edit"], metadata={"help": "Rewards, as in `train_flux.py` (paper: edit)."}

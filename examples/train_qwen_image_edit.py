@@ -38,7 +38,7 @@ from paco_trl.utils.processes import end_training
 @dataclass
 class QwenImageEditArguments(ScriptArguments):
     model_name_or_path: str = field(
-        default="Qwen/Qwen-Image-Edit", metadata={"help": "Hub id or folder of the pipeline."}
+        default="Qwen/Qwen-Image-Edit", metadata={"help": "Hub id or directory of the pipeline."}
     )
     edits: bool = field(default=True, metadata={"help": "Whether the prompts are instructions with source images."})
     rewards: list[str] = field(

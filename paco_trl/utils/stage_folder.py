@@ -162,7 +162,7 @@ class StageFolder:
 
         if not self.is_done:
             raise FileNotFoundError(
-                f"There is no result in {self.path}: the stage {self.path.name!r} is not finished. Run it "
-                "again to resume."
+                f"There is no result in {self.path}: the stage {self.path.name!r} is not finished. Run "
+                "it; a stopped stage resumes."
             )
         return load_from_disk(str(self._dataset))
