@@ -21,17 +21,23 @@ class PushableArguments(BuildArguments):
 
 
 @dataclass
-class ServerArguments:
+class RequestArguments:
+    """Requests to an OpenAI-compatible server."""
+
+    api_key_variable: str | None = option(
+        None, "Name of the environment variable that holds the server's key. If `None`, no key is sent."
+    )
+    max_concurrency: int = option(8, "Number of concurrent requests to a server.")
+
+
+@dataclass
+class ServerArguments(RequestArguments):
     """Model on an OpenAI-compatible server."""
 
     base_url: str | None = option(
         None, "Address of an OpenAI-compatible server, for example `http://127.0.0.1:8000/v1`."
     )
     model: str | None = option(None, "Name of the model on the server.")
-    api_key_variable: str | None = option(
-        None, "Name of the environment variable that holds the server's key. If `None`, no key is sent."
-    )
-    max_concurrency: int = option(8, "Number of concurrent requests.")
 
 
 @dataclass

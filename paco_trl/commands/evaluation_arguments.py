@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .build_arguments import PipelineArguments
+from .build_arguments import PipelineArguments, RequestArguments
 from .options import option
 
 
@@ -18,16 +18,12 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass
-class JudgeArguments:
+class JudgeArguments(RequestArguments):
     """Where a judge is: in the process, or on a server."""
 
     judge_url: str | None = option(
         None, "Address of an OpenAI-compatible server that has the judge, for example `http://127.0.0.1:8000/v1`."
     )
-    api_key_variable: str | None = option(
-        None, "Name of the environment variable that holds the server's key. If `None`, no key is sent."
-    )
-    max_concurrency: int = option(8, "Number of concurrent requests to a server.")
     device: str | None = option(None, "Device to score on. If `None`, an accelerator if there is one, else the CPU.")
     dtype: str = option(
         "auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, or `auto` for its own."
