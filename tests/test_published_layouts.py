@@ -360,7 +360,7 @@ class TestPipelines:
 
 
 #########
-# The model below an adapter
+# The base model of an adapter
 #########
 
 

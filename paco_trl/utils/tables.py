@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers, texts and tables in Markdown."""
+"""Format numbers, texts and tables in Markdown."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def number_text(value: float | None, decimals: int = 3, signed: bool = False, missing: str = "n/a") -> str:
-    """A number with so many decimals; `missing` for `None` and what is not finite. With `signed`, zero has no sign."""
+    """Format a number; `missing` replaces `None` and non-finite values. With `signed`, zero has no sign."""
     if value is None or not math.isfinite(value):
         return missing
     text = f"{value:{'+' if signed else ''}.{decimals}f}"
@@ -16,18 +16,18 @@ def number_text(value: float | None, decimals: int = 3, signed: bool = False, mi
 
 
 def interval_text(mean: float | None, low: float | None, high: float | None, missing: str = "n/a") -> str:
-    """A mean with its interval in brackets, where there is one."""
+    """Format a mean with its interval in brackets, where there is one."""
     ends = [number_text(end, missing="") for end in (low, high)]
     return number_text(mean, missing=missing) + (f" [{', '.join(ends)}]" if all(ends) else "")
 
 
 def markdown_text(value: Any) -> str:
-    """What Markdown shows as this value, on one line: no cells, tags or links come of it."""
+    """Escape a value for one line of Markdown: it creates no cells, tags or links."""
     text = " ".join(str(value).split()).replace("\\", "\\\\").replace("|", "\\|")
     return re.sub(r"&(?=[#\w])", "&amp;", text).replace("<", "&lt;").replace("](", "]\\(")
 
 
 def markdown_table(columns: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table of any values, see [`markdown_text`]."""
+    """Build a Markdown table of any values, see [`markdown_text`]."""
     head, *body = ([markdown_text(cell) for cell in row] for row in (columns, *rows))
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
