@@ -55,18 +55,7 @@ def digest(value: Any) -> str:
 
 @contextlib.contextmanager
 def sole_writer(folder: str | Path, what: str) -> Iterator[None]:
-    """
-    Lock a directory against other runs. All processes of a run call it; the lock ends with the process.
-
-    Args:
-        folder (`str` or `Path`):
-            The directory; it is created.
-        what (`str`):
-            What is written, for the error.
-
-    Raises:
-        ValueError: If another run holds it.
-    """
+    """Lock a directory against other runs; `what` is written there. Call it in all processes of a run."""
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
