@@ -232,7 +232,7 @@ class TestOutages:
         hub.fault = fails_while(lambda: not (output_dir / "checkpoint-4").exists())
         outcome = run(push_steps, str(output_dir), [2, 4])
         # Reported with the place and with what to do, and with the next one everything is there
-        assert "was not pushed to the Hub, and training goes on" in outcome["log"]
+        assert "was not pushed to the Hub, and training continues" in outcome["log"]
         assert f"paco-trl push {output_dir}" in outcome["log"] and hub.url in outcome["log"]
         assert outcome["log"].count("Trying again in") == 2
         assert outcome["result"] == [] and titles(hub) == ["step 4"]
@@ -418,7 +418,7 @@ class TestChecks:
 
     def test_private_but_there_and_public(self, hub, run):
         hub.add_repo("tester/adapter", {"README.md": b""})
-        assert "is there and public" in run(prepare, "tester/adapter", private=True)["message"]
+        assert "exists and is public" in run(prepare, "tester/adapter", private=True)["message"]
         hub.repos["model", "tester/adapter"].private = True
         assert run(prepare, "tester/adapter", private=True)["result"]
 

@@ -293,7 +293,7 @@ class TestOutages:
         hub.fault = fault
         _, log = run(hub, tmp_path / "cache", train_in_an_outage, str(output_dir), fails=True)
         assert (output_dir / "trained").exists()
-        assert "was not pushed to the Hub, and training goes on" in log
+        assert "was not pushed to the Hub, and training continues" in log
         assert log.count(f"paco-trl push {output_dir}") >= 2  # beside training, and at its end
         assert "Error: Sending to tester/adapter" in log
         assert set(hub.files(REPO, "model")) == {".gitattributes"}

@@ -702,7 +702,7 @@ class TestLicenses:
         ):
             (folder / "README.md").write_text(broken)
             assert base_license(str(folder)) is None
-            with pytest.raises(ValueError, match="base.*(cannot be read|names no licence)|0123456789abcdef"):
+            with pytest.raises(ValueError, match="base.*(cannot be read|names no license)|0123456789abcdef"):
                 read_license(str(folder))
         # A folder that is nobody else's has a link only if it is a whole one
         (tmp_path / "mine").mkdir()

@@ -96,7 +96,7 @@ def publish_dataset(
     """
     from huggingface_hub import HfApi
 
-    from ..hub.account import asking, check_account
+    from ..hub.account import check_account, hub_errors
 
     parts = _check_splits(pairs, rankings)
     images = _Images()
@@ -127,7 +127,7 @@ def publish_dataset(
         _check_card(api, card, found)
         images.link(Path(folder) / "images")
         named = {part: images.renamed(dataset, part) for part, dataset in parts.items()}
-        with asking(api, repo_id, _REMEDY):
+        with hub_errors(api, repo_id, _REMEDY):
             _push(api, repo_id, named, card, pictures, private, max_shard_size, is_update=earlier)
     return f"{api.endpoint}/datasets/{repo_id}"
 
@@ -264,9 +264,9 @@ def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: b
     """Check that the repository is free, or has an earlier state of the same; tell whether it exists."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    from ..hub.account import asking
+    from ..hub.account import hub_errors
 
-    with asking(api, repo_id, _REMEDY):
+    with hub_errors(api, repo_id, _REMEDY):
         try:
             info = api.dataset_info(repo_id)
         except RepositoryNotFoundError:
@@ -313,9 +313,9 @@ def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
     """Let the Hub check the metadata, which it would otherwise refuse after hours of uploads."""
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
-    from ..hub.account import asking
+    from ..hub.account import hub_errors
 
-    with asking(api, "the check of cards", _REMEDY):
+    with hub_errors(api, "the check of cards", _REMEDY):
         # Not `card.validate`, which asks huggingface.co, whatever the endpoint (huggingface_hub 1)
         content = {"content": str(card), "repoType": "dataset"}
         response = get_session().post(f"{api.endpoint}/api/validate-yaml", json=content)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hugging Face Hub: what is checked before a run, what is uploaded beside it, and licences."""
+"""The Hugging Face Hub: checks before a run, uploads during it, and licenses."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files a published model consists of. What else a checkpoint has (optimizer, states) stays on this machine."""
+"""Select the files of a published model. The rest of a checkpoint (optimizer, states) stays on this machine."""
 
 from pathlib import Path
 
 
-# Pictures of the card. Others in the folder are the user's own
+# Images of the card. Others in the directory are the user's own
 PICTURES = ["contact_sheet.png", "curves.png", "evaluation.png", "resolution_transfer.png"]
 _JUDGE_PICTURES = ["eval*_calibration.png", "eval*_wrong_pairs.png"]
 _PROCESSOR = [
@@ -22,7 +22,7 @@ _PROCESSOR = [
 ]
 _JUDGE_CARD = ["README.md", *_JUDGE_PICTURES]
 
-# Patterns; `*` does not cross folders. An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
+# Patterns; `*` does not cross directories. An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
 PIPELINE_ADAPTER = [
     "adapter_config.json",
     "adapter_model.safetensors",
@@ -30,9 +30,9 @@ PIPELINE_ADAPTER = [
     "README.md",
     *PICTURES,
 ]
-# A whole transformer of a pipeline
+# A full transformer of a pipeline
 TRANSFORMER = ["transformer/config.json", "transformer/diffusion_pytorch_model*", "README.md", *PICTURES]
-# An adapter of a judge, and a whole judge
+# An adapter of a judge, and a full judge
 JUDGE_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", *_PROCESSOR, *_JUDGE_CARD]
 JUDGE = [
     "config.json",
@@ -45,16 +45,7 @@ JUDGE = [
 
 
 def published_files_of(folder: str | Path) -> list[str] | None:
-    """
-    Which files of a saved model are for others.
-
-    Args:
-        folder (`str` or `Path`):
-            Folder of a model that was trained or merged here, or of a checkpoint.
-
-    Returns:
-        `list[str]`: patterns; `None` if there is no such model.
-    """
+    """Return the patterns of the files to publish of a saved model or checkpoint, `None` if the directory has no model."""
     folder = Path(folder)
     if (folder / "adapter_model.safetensors").is_file() and (folder / "adapter_config.json").is_file():
         return PIPELINE_ADAPTER if (folder / "pytorch_lora_weights.safetensors").is_file() else JUDGE_ADAPTER

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from ..cards import render_card
-from ..hub.account import asking, check_base_model, check_private, prepare_repository
+from ..hub.account import check_base_model, check_private, hub_errors, prepare_repository
 from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
@@ -142,7 +142,7 @@ class PushesToHub:
         if private:
             check_private(pusher.api, pusher.repo_id)
         if revision is not None and revision != pusher.revision:
-            with asking(pusher.api, pusher.repo_id, "Everything is saved."):
+            with hub_errors(pusher.api, pusher.repo_id, "Everything is saved."):
                 pusher.api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
             pusher = HubPusher(pusher.api, pusher.repo_id, revision, self.args.output_dir, self.published_files)
         arguments = (self.args.output_dir, commit_message or "End of training")
