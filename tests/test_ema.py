@@ -344,7 +344,7 @@ from transformers import TrainerCallback
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from paco_trl.checkpointing.weights import cut_shares, gather_whole, shares, swapped, trained_parameters
+from paco_trl.checkpointing.weights import split_weights, gather_weights, local_weights, swapped, trained_parameters
 
 
 def main():
@@ -381,7 +381,7 @@ def main():
     found = {"steps": []}
 
     def whole(local):
-        return gather_whole(trainer.model, local, trainer.zero_stage)
+        return gather_weights(trainer.model, local, trainer.zero_stage)
 
     def read():
         """What forwards read, whole."""
@@ -401,11 +401,11 @@ def main():
 
     class Look(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            masters.append(whole(shares(trainer.model, trainer.zero_stage)))
+            masters.append(whole(local_weights(trainer.model, trainer.zero_stage)))
 
         def on_step_end(self, args, state, control, **kwargs):
             stage = trainer.zero_stage
-            masters.append(whole(shares(trainer.model, stage)))
+            masters.append(whole(local_weights(trainer.model, stage)))
             averages.append(trainer.ema.state_dict())
             own, own_gathered = read(), gathered()
             step = {"stage": stage, "gathered": len(own_gathered), "trained": len(own)}
@@ -418,7 +418,7 @@ def main():
                     torch.equal(v, averages[-1][n].to(dtype)) for n, v in now.items()
                 )
                 step["gathered ones changed"] = not same(now, own_gathered)
-                step["masters untouched"] = same(whole(shares(trainer.model, stage)), masters[-1])
+                step["masters untouched"] = same(whole(local_weights(trainer.model, stage)), masters[-1])
             step["changed"] = not same(own, {n: v.to(dtype) for n, v in averages[-1].items()})
             step["back"] = same(read(), own) and same(gathered(), own_gathered)
             try:
@@ -426,8 +426,8 @@ def main():
                     raise KeyError
             except KeyError:
                 step["back after an error"] = same(read(), own) and same(gathered(), own_gathered)
-            local = shares(trainer.model, stage)
-            again = cut_shares(trainer.model, whole(local), stage)
+            local = local_weights(trainer.model, stage)
+            again = split_weights(trainer.model, whole(local), stage)
             step["round trip"] = same(local, again)
             step["odd"] = sum(v.numel() % 2 for v in masters[-1].values())
             found["steps"].append(step)
@@ -460,10 +460,10 @@ def main():
         with deepspeed.zero.Init(config_dict_or_path=trainer.accelerator.state.deepspeed_plugin.deepspeed_config):
             odd = torch.nn.Linear(3, 5)
         values = {"weight": torch.arange(15.0).view(5, 3), "bias": torch.arange(5.0) + 100}
-        local = cut_shares(odd, values, 3)
+        local = split_weights(odd, values, 3)
         found["odd shares"] = {n: v.tolist() for n, v in local.items()}
-        found["odd round trip"] = same(gather_whole(odd, local, 3), values)
-        found["not kept"] = len(gather_whole(odd, local, 3, keep=False))
+        found["odd round trip"] = same(gather_weights(odd, local, 3), values)
+        found["not kept"] = len(gather_weights(odd, local, 3, keep=False))
     (output / f"found_{trainer.accelerator.process_index}.json").write_text(json.dumps(found))
     if trainer.accelerator.is_main_process:
         torch.save({"masters": masters, "averages": averages}, output / "weights.pt")

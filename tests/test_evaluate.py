@@ -709,7 +709,7 @@ from peft import LoraConfig
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from paco_trl.checkpointing.weights import gather_whole, shares
+from paco_trl.checkpointing.weights import gather_weights, local_weights
 
 model, output, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 dataset = load_image_set_prompts(demo_prompts_path())
@@ -745,7 +745,7 @@ trainer = PaCoGRPOTrainer(
 )
 trainer.train()
 stage = trainer.zero_stage
-weights = gather_whole(trainer.model, shares(trainer.model, stage), stage)
+weights = gather_weights(trainer.model, local_weights(trainer.model, stage), stage)
 found = {
     "log": [entry for entry in trainer.state.log_history if "eval_reward" in entry],
     "drawn": drawn,

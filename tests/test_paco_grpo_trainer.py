@@ -778,7 +778,7 @@ class TestResumeWithOtherSettings:
     )
     def test_what_would_have_no_effect_or_shift_the_rounds_is_refused(self, make_trainer, tmp_path, name, value):
         make_trainer(**self.SETTINGS).train()
-        with pytest.raises(ValueError, match=f"(?s)cannot be continued.*{name}: "):
+        with pytest.raises(ValueError, match=f"(?s)cannot be resumed.*{name}: "):
             make_trainer(
                 model="/nowhere/tiny-flux",
                 resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"),

@@ -283,7 +283,7 @@ class TestHalfWritten:
         name = damage(output / "checkpoint-7")
         run = Run(context, tiny_flux, output, resume=True, resume_from_checkpoint="True")
         assert not different(uninterrupted.state(), run.state())
-        assert f"The checkpoint '{output / 'checkpoint-7'}' is skipped: {name} is missing or cut short." in (
+        assert f"The checkpoint '{output / 'checkpoint-7'}' is skipped: {name} is missing or truncated." in (
             run.output_text()
         )
         assert not incomplete_files(output / "checkpoint-7")  # written anew
@@ -298,7 +298,7 @@ class TestHalfWritten:
     def test_named_explicitly(self, uninterrupted, tmp_path, damage):
         checkpoint = copy_run(uninterrupted.output, tmp_path / "out", [6, 7]) / "checkpoint-7"
         name = damage(checkpoint)
-        with pytest.raises(ValueError, match=rf"'{checkpoint}' is incomplete: {name} is missing or cut short"):
+        with pytest.raises(ValueError, match=rf"'{checkpoint}' is incomplete: {name} is missing or truncated"):
             make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=str(checkpoint))
 
     def test_nothing_is_complete(self, uninterrupted, tmp_path):
@@ -311,7 +311,7 @@ class TestHalfWritten:
     def test_there_is_nothing(self, tmp_path):
         with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}' has no complete checkpoint"):
             make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=True)
-        with pytest.raises(ValueError, match="checkpoint-3', which is no folder"):
+        with pytest.raises(ValueError, match="checkpoint-3', which is not a directory"):
             make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
@@ -358,7 +358,7 @@ class TestIdentity:
         for resume in ("True", str(earlier / "checkpoint-5")):
             with pytest.raises(ValueError, match=SAID[other]) as error:
                 make_run(nowhere, earlier, resume_from_checkpoint=resume, **OTHERS[other])
-            assert "cannot be continued: it was made with other settings" in str(error.value)
+            assert "cannot be resumed: it was made with other settings" in str(error.value)
             assert ("dataset_size" in str(error.value)) == (other == "dataset_size")
         # Started anew in its folder
         with pytest.raises(ValueError, match=SAID[other]) as error:
@@ -391,7 +391,7 @@ class TestIdentity:
     def test_another_setting(self, tiny_flux, nowhere, earlier, caplog, name, value, said):
         with pytest.raises(OSError, match="model_index.json"):
             make_run(nowhere, earlier, resume_from_checkpoint="True", **{name: value})
-        assert "is continued with other settings" in caplog.text
+        assert "is resumed with other settings" in caplog.text
         line = said.replace("\\", "")
         assert line in caplog.text
         # Only what differs is named
@@ -443,7 +443,7 @@ class TestOtherNumberOfProcesses:
         output = copy_run(alone.output, tmp_path / "out", [4])
         run = Run(context, tiny_flux, output, resume=True, processes=2, **WITHOUT_CHANCE)
         assert self.distance(run, alone) < 1e-6
-        assert "made by 1 processes, now 2: the same images are drawn and trained" in run.output_text()
+        assert "made by 1 processes, now 2: the same images are generated and trained" in run.output_text()
         assert not re.search("(drawn|generated) again", run.output_text())
 
     @pytest.mark.slow
@@ -612,7 +612,7 @@ class TestTwoProcesses:
         output = copy_run(two.output, tmp_path / "out", [4])
         one = Run(context, tiny_flux, output, resume=True, **settings)
         assert TestOtherNumberOfProcesses.distance(one, two) < 1e-6
-        assert "made by 2 processes, now 1: the same images are drawn and trained" in one.output_text()
+        assert "made by 2 processes, now 1: the same images are generated and trained" in one.output_text()
 
 
 @pytest.fixture(scope="module")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: weights gathered and averaged, files that are complete or not there, formats that users load."""
+"""Checkpoints: gathered and averaged weights, complete files, formats that users load."""

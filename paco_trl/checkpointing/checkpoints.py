@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are whole or not there, and that know which run they belong to."""
+"""Find and publish checkpoints that are complete or absent, and compare them with the run that they belong to."""
 
 import hashlib
 import json
@@ -28,53 +28,24 @@ _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
 def dataset_digest(dataset: Dataset, sources: "SourceImages | None" = None) -> str:
-    """
-    A short digest of the prompts and sizes of a dataset: what decides which images a run draws.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Image-set or editing prompts.
-        sources ([`~paco_trl.data.SourceImages`], *optional*):
-            Its source images, of which the sizes and the lengths of the files are taken: reading all files of a large
-            dataset takes minutes.
-
-    Returns:
-        `str`.
-    """
+    """Compute a short digest of the prompts, the sizes and the source images: what decides which images a run generates."""
     digest = hashlib.sha256()
     for column in ("prompt", "rows", "cols", "height", "width"):
         if column in dataset.column_names:
             digest.update(json.dumps([column, list(dataset[column])]).encode())
-    if sources is not None:
+    if sources is not None:  # by sizes and file lengths: reading all files of a large dataset takes minutes
         rows = range(len(dataset))
         digest.update(json.dumps([(sources.sizes(row), sources.lengths(row)) for row in rows]).encode())
     return digest.hexdigest()[:16]
 
 
 def stage_folder(output_dir: str | Path, step: int) -> Path:
-    """
-    Where the checkpoint of a step is written before it is complete.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Output folder.
-        step (`int`):
-            Optimizer step.
-
-    Returns:
-        `Path`.
-    """
+    """Return where the checkpoint of a step is written before it is complete."""
     return Path(output_dir) / STAGING / f"checkpoint-{step}"
 
 
 def recover_replaced(output_dir: str | Path) -> None:
-    """
-    Puts back a checkpoint that a run was replacing by a newer one of the same step when it was killed.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Output folder.
-    """
+    """Restore a checkpoint whose replacement by a newer one of the same step was interrupted."""
     for replaced in (Path(output_dir) / STAGING).glob(f"{_REPLACED}checkpoint-*"):
         target = Path(output_dir) / replaced.name.removeprefix(_REPLACED)
         try:
@@ -85,49 +56,27 @@ def recover_replaced(output_dir: str | Path) -> None:
 
 
 def clear_staging(output_dir: str | Path) -> None:
-    """
-    Deletes what a run that was killed while saving has left behind.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Output folder.
-    """
+    """Delete what a run that was killed while saving has left."""
     recover_replaced(output_dir)
     folder = Path(output_dir) / STAGING
     if folder.is_dir():
-        unfinished = ", ".join(sorted(path.name for path in folder.iterdir()))
-        if unfinished:
-            logger.warning(
-                f"An earlier run was stopped while it saved {unfinished}: the unfinished files are deleted."
-            )
+        if unfinished := ", ".join(sorted(path.name for path in folder.iterdir())):
+            logger.warning(f"An earlier run was stopped while saving {unfinished}: the unfinished files are deleted.")
         shutil.rmtree(folder)
 
 
 def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
-    """
-    Makes a completely written checkpoint visible, at once.
-
-    Args:
-        staged (`Path`):
-            Folder from [`stage_folder`], with everything in it.
-        output_dir (`str` or `Path`):
-            Output folder.
-        run (`dict`):
-            What the checkpoint belongs to; saved with the list of files in `run.json`.
-
-    Returns:
-        `Path`: the checkpoint.
-    """
+    """Publish a complete checkpoint at once, with the list of its files and the `run` that it belongs to in `run.json`."""
     files = {
         str(path.relative_to(staged)): path.stat().st_size for path in sorted(staged.rglob("*")) if path.is_file()
     }
     with open(staged / RUN_FILE, "w", encoding="utf-8") as file:
         json.dump({"run": run, "files": files}, file, indent=2)
-    # Onto the disk first: after a power cut a renamed folder may otherwise hold empty files
+    # To the disk first: after a power cut a renamed directory may otherwise contain empty files
     for path in [*staged.rglob("*"), staged]:
         _sync(path)
     target = Path(output_dir) / staged.name
-    if target.exists():  # of the same run, which was continued from an earlier checkpoint
+    if target.exists():  # of the same run, which was resumed from an earlier checkpoint
         replaced = staged.with_name(f"{_REPLACED}{staged.name}")
         os.replace(target, replaced)
         try:
@@ -151,39 +100,20 @@ def _sync(path: Path) -> None:
 
 
 def incomplete_files(checkpoint: str | Path) -> list[str]:
-    """
-    Files of a checkpoint that are missing or cut short.
-
-    Args:
-        checkpoint (`str` or `Path`):
-            Folder.
-
-    Returns:
-        `list[str]`: with `run.json` alone when the list of files itself is missing.
-    """
+    """List the files of a checkpoint that are missing or truncated: `run.json` if the list of files itself is missing."""
     checkpoint = Path(checkpoint)
-    try:
-        files = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError):
+    content = _read_run_file(checkpoint)
+    if content is None:
         return [RUN_FILE]
     return [
         name
-        for name, size in files.items()
+        for name, size in content["files"].items()
         if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size
     ]
 
 
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
-    """
-    Checkpoints in an output folder, latest first; complete or not.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Output folder; need not exist.
-
-    Returns:
-        `list[Path]`.
-    """
+    """List the checkpoints in an output directory, latest first; complete or not."""
     folder = Path(output_dir)
     found = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
     return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.split("-")[1]))
@@ -191,19 +121,9 @@ def checkpoints_of(output_dir: str | Path) -> list[Path]:
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
     """
-    The checkpoint to continue from.
+    Find the checkpoint to resume from: a directory, or with `True` the latest complete one of the output directory.
 
-    Args:
-        output_dir (`str` or `Path`):
-            Output folder.
-        resume_from_checkpoint (`str` or `bool`, *optional*):
-            A folder, or `True` for the latest complete checkpoint of the output folder.
-
-    Returns:
-        `Path` or `None`.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is incomplete.
+    Raise `ValueError` if it does not exist or is incomplete.
     """
     # The command line gives "True" as text
     if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
@@ -214,159 +134,121 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
     if resume_from_checkpoint is not True:
         checkpoint = Path(resume_from_checkpoint)
         if not checkpoint.is_dir():
-            raise ValueError(f"`resume_from_checkpoint` is '{checkpoint}', which is no folder.")
+            raise ValueError(f"`resume_from_checkpoint` is '{checkpoint}', which is not a directory.")
         broken = incomplete_files(checkpoint)
         if broken:
             raise ValueError(
-                f"The checkpoint '{checkpoint}' is incomplete: {_name_some(broken)} missing or cut short. Continue from "
-                "another one, or pass `resume_from_checkpoint=True` for the latest complete one of the output folder."
+                f"The checkpoint '{checkpoint}' is incomplete: {_name_some(broken)} missing or truncated. Resume from "
+                "another one, or pass `resume_from_checkpoint=True` for the latest complete one of `output_dir`."
             )
         return checkpoint
     for checkpoint in checkpoints_of(output_dir):
         broken = incomplete_files(checkpoint)
         if not broken:
             return checkpoint
-        logger.warning(f"The checkpoint '{checkpoint}' is skipped: {_name_some(broken)} missing or cut short.")
+        logger.warning(f"The checkpoint '{checkpoint}' is skipped: {_name_some(broken)} missing or truncated.")
     raise ValueError(
         f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint. Start without it, or pass "
-        "the checkpoint's folder."
+        "the directory of a checkpoint."
     )
 
 
 def read_run(checkpoint: str | Path) -> dict | None:
-    """
-    What a checkpoint belongs to.
+    """Read which run a checkpoint belongs to, `None` if this is not recorded."""
+    content = _read_run_file(checkpoint)
+    return None if content is None else content["run"]
 
-    Args:
-        checkpoint (`str` or `Path`):
-            Folder.
 
-    Returns:
-        `dict` or `None` when it does not say.
-    """
+def _read_run_file(checkpoint: str | Path) -> dict | None:
     try:
-        return json.loads((Path(checkpoint) / RUN_FILE).read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, KeyError):
+        content = json.loads((Path(checkpoint) / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return content if {"run", "files"} <= content.keys() else None
 
 
-def differences(saved: dict, now: dict) -> list[str]:
-    """
-    What differs between two runs, a line each.
-
-    Args:
-        saved (`dict`):
-            Of the checkpoint.
-        now (`dict`):
-            Of the run that is beginning.
-
-    Returns:
-        `list[str]`.
-    """
+def _differences(saved: dict, now: dict) -> str:
+    """Describe what differs between two runs, a line each."""
     names = dict.fromkeys([*saved, *now])  # in order
-    return [
+    return "\n  ".join(
         f"{name}: {saved.get(name)!r}, now {now.get(name)!r}" for name in names if saved.get(name) != now.get(name)
-    ]
+    )
 
 
-def check_resumed_run(checkpoint: Path, identity: dict, course: dict, num_processes: int, is_deepspeed: bool) -> None:
+def check_resumed_run(
+    checkpoint: Path, identity: dict, settings: dict, num_processes: int, is_deepspeed: bool
+) -> None:
     """
-    Checks that a checkpoint can be continued by this run, before any model is loaded.
+    Check that this run can resume from a checkpoint, before any model is loaded.
 
-    Args:
-        checkpoint (`Path`):
-            Checkpoint.
-        identity (`dict`):
-            What must be the same: base model, adapter, dataset.
-        course (`dict`):
-            What decides how the run goes on: another value is allowed, but not exact, and is said.
-        num_processes (`int`):
-            Processes of this run.
-        is_deepspeed (`bool`):
-            Whether DeepSpeed divides the optimizer's state.
-
-    Raises:
-        ValueError: the checkpoint is another run's, or cannot be continued with this number of processes.
+    `identity` (base model, adapter, dataset) must be the same. Other adjustable `settings` are allowed, with a warning.
     """
     saved = read_run(checkpoint) or {}
-    different = differences(saved.get("identity", {}), identity)
-    if different:
+    if different := _differences(saved.get("identity", {}), identity):
         raise ValueError(
-            f"'{checkpoint}' cannot be continued: it was made with other settings.\n  "
-            + "\n  ".join(different)
-            + "\nGive this run the same ones (what belongs to the optimizer is restored with its state), or start anew in "
-            "another `output_dir`: the adapter of a checkpoint can be continued as `peft_config`."
+            f"'{checkpoint}' cannot be resumed: it was made with other settings.\n  {different}\nGive this run the same "
+            "ones (the optimizer's are restored with its state), or start from scratch in another `output_dir`: the "
+            "adapter of a checkpoint can be passed as `peft_config`."
         )
     if saved["num_processes"] != num_processes:
         processes = f"{saved['num_processes']} processes, now {num_processes}"
         if is_deepspeed or saved["is_deepspeed"]:
             raise ValueError(
-                f"'{checkpoint}' cannot be continued with another number of processes ({processes}): DeepSpeed has "
+                f"'{checkpoint}' cannot be resumed with another number of processes ({processes}): DeepSpeed has "
                 "divided the optimizer's state over them. Start as many as before."
             )
         if saved["is_round_pending"]:
             logger.warning(
-                f"'{checkpoint}' was made by {processes}. It lies in the middle of a round, whose images are kept "
-                "process by process: the round is drawn again, with the weights as they are now. A checkpoint at the "
-                "end of a round is continued exactly."
+                f"'{checkpoint}' was made by {processes}. It is in the middle of a round, whose images are stored per "
+                "process: the round is generated again, with the current weights. A checkpoint at the end of a round "
+                "resumes exactly."
             )
         else:
             logger.warning(
-                f"'{checkpoint}' was made by {processes}: the same images are drawn and trained, sums are rounded "
-                "differently."
+                f"'{checkpoint}' was made by {processes}: the same images are generated and trained, but sums are "
+                "rounded differently."
             )
     elif is_deepspeed != saved["is_deepspeed"]:
         raise ValueError(
             f"'{checkpoint}' was saved {'with' if saved['is_deepspeed'] else 'without'} DeepSpeed, and this run is "
             f"{'with' if is_deepspeed else 'without'} it: their optimizer states are not the same. Start it as before."
         )
-    different = differences(saved.get("course", {}), course)
-    if different:
+    if different := _differences(saved.get("course", {}), settings):
         logger.warning(
-            f"'{checkpoint}' is continued with other settings, so the run is not the one it would have been:\n  "
-            + "\n  ".join(different)
+            f"'{checkpoint}' is resumed with other settings, so the run is not the one it would have been:\n  {different}"
         )
 
 
-def check_output_folder(output_dir: str | Path, identity: dict, course: dict | None = None) -> None:
+def check_output_folder(output_dir: str | Path, identity: dict, settings: dict | None = None) -> None:
     """
-    Refuses to start in the folder of another run.
+    Refuse to start in the directory of another run: a later `resume_from_checkpoint=True` takes the highest number.
 
-    Its checkpoints would be mixed with the new ones: a later `resume_from_checkpoint=True` takes the highest number.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Output folder.
-        identity (`dict`), course (`dict`, *optional*):
-            As in [`check_resumed_run`]. `course` is passed once it is known that the run starts from the beginning.
-
-    Raises:
-        ValueError: there is a checkpoint of another run.
+    `identity` and `settings` are as in [`check_resumed_run`]; `settings` only for a run that starts from scratch.
     """
     found = checkpoints_of(output_dir)
     for checkpoint in found:
         saved = read_run(checkpoint)
         if saved is None:
-            if course is None:  # it may be skipped when the run is continued
+            if settings is None:  # it may be skipped when the run is resumed
                 continue
             raise ValueError(
-                f"`output_dir` ('{output_dir}') has '{checkpoint.name}', which is no complete checkpoint of "
-                "PaCoGRPOTrainer. Choose another folder, or move it away."
+                f"`output_dir` ('{output_dir}') has '{checkpoint.name}', which is not a complete checkpoint of "
+                "PaCoGRPOTrainer. Choose another directory, or move it away."
             )
-        different = differences(saved["identity"], identity)
-        if course is not None:
-            different += differences(saved["course"], course)
-        if different:
+        different = [_differences(saved["identity"], identity)]
+        if settings is not None:
+            different.append(_differences(saved["course"], settings))
+        if any(different):
             raise ValueError(
                 f"`output_dir` ('{output_dir}') has '{checkpoint.name}' of another run:\n  "
-                + "\n  ".join(different)
-                + "\nChoose another folder, or move the checkpoints away. To continue that run, pass "
+                + "\n  ".join(filter(None, different))
+                + "\nChoose another directory, or move the checkpoints away. To resume that run, pass "
                 "`resume_from_checkpoint=True`."
             )
-    if found and course is not None:
+    if found and settings is not None:
         logger.warning(
             f"`output_dir` ('{output_dir}') has checkpoints of this very run, the latest '{found[0].name}', and it "
-            "starts from the beginning. To continue it, pass `resume_from_checkpoint=True`."
+            "starts from scratch. To resume it, pass `resume_from_checkpoint=True`."
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained in the formats that users load: an adapter in PEFT's and diffusers', or a whole transformer."""
+"""Export trained weights in the formats that users load: an adapter for PEFT and diffusers, or a full transformer."""
 
 import json
 from pathlib import Path
@@ -18,23 +18,13 @@ _PEFT_PREFIX = "base_model.model."
 
 def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
     """
-    Saves an adapter so that both ways of loading give the same image.
+    Save an adapter, with full weights by name, so that both ways of loading it give the same image.
 
     `PeftModel.from_pretrained(pipe.transformer, folder)` reads `adapter_model.safetensors`,
     `pipe.load_lora_weights(folder)` reads `pytorch_lora_weights.safetensors`. In the latter the scale of each layer,
     `lora_alpha / r`, is multiplied into its up matrix: ComfyUI and others read no metadata and scale by 1.
-
-    Args:
-        model ([`~peft.PeftModel`]):
-            Model with the adapter.
-        pipeline ([`~diffusers.DiffusionPipeline`]):
-            Its pipeline, for the family's LoRA format.
-        state_dict (`dict[str, torch.Tensor]`):
-            Trained weights by name, whole, from [`~paco_trl.checkpointing.weights.gather_whole`].
-        folder (`str` or `Path`):
-            Where to save.
     """
-    # `save_embedding_layers="auto"` would ask the Hub for the base model's vocabulary
+    # `save_embedding_layers="auto"` would request from the Hub the base model's vocabulary
     model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     lora = get_peft_model_state_dict(model, state_dict=state_dict, save_embedding_layers=False)
     adapter = model.active_adapter
@@ -50,31 +40,22 @@ def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor]
         "lora_alpha": config.r,
         "alpha_pattern": dict(config.rank_pattern),
         "use_rslora": False,
-        "base_model_name_or_path": None,  # for PEFT's file only; it may be a folder of this machine
+        "base_model_name_or_path": None,  # for PEFT's file only; it may be a local path
     }
     pipeline.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
 
 
 def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
     """
-    Saves a whole trained transformer in diffusers' format, in the folder `transformer`.
+    Save a full trained transformer in diffusers' format, in the directory `transformer`, in float32 as it was trained.
 
     `FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")` reads it, for the pipeline's
-    `transformer=`. The weights are float32, as they were trained.
-
-    Args:
-        transformer (`nn.Module`):
-            Transformer, for its config.
-        state_dict (`dict[str, torch.Tensor]`):
-            Trained weights by name, whole, from [`~paco_trl.checkpointing.weights.gather_whole`]. Buffers and whatever else
-            the transformer holds are added from it.
-        folder (`str` or `Path`):
-            Where to save.
+    `transformer=`. `state_dict` has the trained weights; buffers and the rest are added from the transformer.
     """
     folder = Path(folder) / "transformer"
     folder.mkdir(parents=True, exist_ok=True)
     transformer.save_config(folder)
-    # diffusers adds where the model was loaded from, which may be a folder of this machine
+    # diffusers adds where the model was loaded from, which may be a local path
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config.pop("_name_or_path", None)
@@ -86,7 +67,7 @@ def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor]
 
 
 def save_trained(model: nn.Module, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """Save trained weights: an adapter, or the whole transformer."""
+    """Save trained weights: an adapter, or the full transformer."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
         save_adapter(model, pipeline, state_dict, folder)

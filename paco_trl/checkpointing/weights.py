@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained weights, wherever they live: in the model, or in DeepSpeed's float32 masters, whole or divided.
+"""
+Access the trained weights, in the model or in DeepSpeed's float32 masters.
 
-What a process holds of them is called its share: under ZeRO-3 its partition of each weight, otherwise whole weights.
+The local weights of a process are its partition of each weight under ZeRO-3, otherwise the full weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,44 +18,26 @@ from torch import nn
 
 def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped: nn.Module) -> int:
     """
-    Give the stage of the DeepSpeed engine that holds a model's weights.
+    Return the stage of the DeepSpeed engine that holds a model's weights, 0 without DeepSpeed and before `train()`.
 
-    0 without DeepSpeed, and before `train()`, from whose beginning on an engine wraps the model. An engine of stage 0
-    has float32 masters as well, whole like those of stage 1, and counts as 1.
+    An engine of stage 0 has full float32 masters like one of stage 1, and counts as 1.
     """
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return 0 if plugin is None or wrapped is model else max(plugin.zero_stage, 1)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """
-    The parameters that are trained, by name.
-
-    Args:
-        model (`nn.Module`):
-            Model.
-
-    Returns:
-        `dict[str, nn.Parameter]`.
-    """
+    """Return the parameters that are trained, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @contextmanager
 def all_gradients_needed(model: nn.Module, unused_layers: Sequence[str] = ()) -> Iterator[None]:
     """
-    Stops a run, on every process, if a backward made meanwhile leaves a trained weight without a gradient.
+    Raise `ValueError`, on every process, if a backward in this context leaves a trained weight without a gradient.
 
-    DDP would wait for it: gradients are then not averaged over the processes in the first step, and the second fails.
-
-    Args:
-        model (`nn.Module`):
-            Model.
-        unused_layers (`Sequence[str]`, *optional*):
-            Layers that may have none.
-
-    Raises:
-        ValueError: with the names of the layers.
+    With DDP, gradients would then not be averaged over the processes in the first step, and the second would fail.
+    `unused_layers` may have none.
     """
     # By hooks: DeepSpeed takes gradients out of `.grad` as they come
     parameters, seen = trained_parameters(model), set()
@@ -79,25 +62,14 @@ def all_gradients_needed(model: nn.Module, unused_layers: Sequence[str] = ()) ->
         for name in missing
     )
     raise ValueError(
-        f"{len(set(missing))} of {len(parameters)} trained weights have no gradient after the first backward: what "
-        f"their layers give reaches no prediction. They would not be trained, and with DDP nothing would be. {remedy} "
-        f"name them in `unused_layers` of the family's page (docs/add_a_family.md): {', '.join(map(repr, layers))}."
+        f"{len(set(missing))} of {len(parameters)} trained weights have no gradient after the first backward: the "
+        f"output of their layers reaches no prediction. They would not be trained, and with DDP nothing would be. {remedy} "
+        f"name them in `unused_layers` of the family class (docs/add_a_family.md): {', '.join(map(repr, layers))}."
     )
 
 
-def shares(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """
-    This process's share of the trained weights in float32; not copied where that can be avoided.
-
-    Args:
-        model (`nn.Module`):
-            Model.
-        zero_stage (`int`):
-            Stage of the DeepSpeed engine that holds the weights; 0 without an engine.
-
-    Returns:
-        `dict[str, torch.Tensor]`.
-    """
+def local_weights(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Return this process's local weights in float32, not copied where that can be avoided; `zero_stage` 0: no engine."""
     parameters = trained_parameters(model)
     if zero_stage == 0:
         # Under DeepSpeed they are in the compute dtype until the engine exists
@@ -106,62 +78,37 @@ def shares(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
 
     read = safe_get_local_fp32_param if zero_stage == 3 else safe_get_full_fp32_param
     masters = {name: read(parameter) for name, parameter in parameters.items()}
-    # An engine that trains in float32 may have no masters beside the weights
+    # An engine that trains in float32 may have no masters besides the weights
     return {name: (parameters[name] if m is None else m).detach().float() for name, m in masters.items()}
 
 
-def gather_whole(
+def gather_weights(
     model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int, keep: bool = True
 ) -> dict[str, torch.Tensor]:
     """
-    Whole weights on the CPU, from the shares of all processes. Every process calls it.
+    Return copies of the full weights on the CPU, from the local weights of all processes. Every process calls it.
 
-    Args:
-        model (`nn.Module`):
-            Model.
-        local (`dict[str, torch.Tensor]`):
-            This process's share, from [`shares`] or of the same layout.
-        zero_stage (`int`):
-            As in [`shares`].
-        keep (`bool`, *optional*, defaults to `True`):
-            Whether this process keeps the result: the weights of a whole transformer need not be in memory once for
-            each process.
-
-    Returns:
-        `dict[str, torch.Tensor]`: copies; empty where they are not kept.
+    `keep=False` returns nothing: a full transformer need not be in memory once per process.
     """
-    whole = {}
+    full = {}
     for name, parameter in trained_parameters(model).items():
         value = local[name]
         if zero_stage == 3:
-            share = value.to(parameter.device)
-            parts = [torch.empty_like(share) for _ in range(dist.get_world_size(parameter.ds_process_group))]
-            dist.all_gather(parts, share, group=parameter.ds_process_group)
+            part = value.to(parameter.device)
+            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(parameter.ds_process_group))]
+            dist.all_gather(parts, part, group=parameter.ds_process_group)
             # The partitions are padded to the same size
             value = torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
         if keep:
-            whole[name] = value.detach().to("cpu", copy=True)
-    return whole
+            full[name] = value.detach().to("cpu", copy=True)
+    return full
 
 
-def cut_shares(model: nn.Module, whole: dict[str, torch.Tensor], zero_stage: int) -> dict[str, torch.Tensor]:
-    """
-    This process's share of whole weights: the inverse of [`gather_whole`].
-
-    Args:
-        model (`nn.Module`):
-            Model.
-        whole (`dict[str, torch.Tensor]`):
-            Whole weights, on every process.
-        zero_stage (`int`):
-            As in [`shares`].
-
-    Returns:
-        `dict[str, torch.Tensor]`.
-    """
+def split_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: int) -> dict[str, torch.Tensor]:
+    """Return this process's local part of full weights: the inverse of [`gather_weights`]."""
     local = {}
     for name, parameter in trained_parameters(model).items():
-        value = whole[name].to(torch.float32)
+        value = full[name].to(torch.float32)
         if zero_stage == 3:
             group = parameter.ds_process_group
             size = parameter.ds_tensor.numel()
@@ -173,19 +120,9 @@ def cut_shares(model: nn.Module, whole: dict[str, torch.Tensor], zero_stage: int
 
 
 @torch.no_grad()
-def load_whole(model: nn.Module, whole: dict[str, torch.Tensor], zero_stage: int) -> None:
-    """
-    Makes whole weights the trained ones, in the model and in DeepSpeed's masters. Every process calls it.
-
-    Args:
-        model (`nn.Module`):
-            Model.
-        whole (`dict[str, torch.Tensor]`):
-            Whole weights, on every process.
-        zero_stage (`int`):
-            As in [`shares`].
-    """
-    local = cut_shares(model, whole, zero_stage)
+def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: int) -> None:
+    """Load full weights into the model and into DeepSpeed's masters. Every process calls it with all of them."""
+    local = split_weights(model, full, zero_stage)
     _write(model, local, zero_stage)
     if zero_stage == 0:
         return
@@ -199,15 +136,9 @@ def load_whole(model: nn.Module, whole: dict[str, torch.Tensor], zero_stage: int
 @contextmanager
 def swapped(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_stage: int) -> Iterator[None]:
     """
-    Lets the model's forwards use other weights for a while; afterwards it has its own again, to the bit.
+    Use other local weights in the model's forwards in this context, and restore its own bit-exactly afterwards.
 
-    Args:
-        model (`nn.Module`):
-            Model.
-        local (`dict[str, torch.Tensor]`, *optional*):
-            This process's share of the weights to use. Without it nothing is changed.
-        zero_stage (`int`):
-            As in [`shares`]. DeepSpeed's masters are not touched: only the weights that a forward reads are.
+    DeepSpeed's masters are not touched, only the weights that a forward reads. Without `local` nothing changes.
     """
     if local is None:
         yield
@@ -221,7 +152,7 @@ def swapped(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_stage:
 
 
 def _read(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """What forwards read, in the model's dtype: a partition under ZeRO-3, otherwise the parameter."""
+    """Return what forwards read, in the model's dtype: a partition under ZeRO-3, otherwise the parameter."""
     return {
         name: (parameter.ds_tensor if zero_stage == 3 else parameter).data
         for name, parameter in trained_parameters(model).items()
@@ -235,7 +166,7 @@ def _write(model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int) ->
     if zero_stage == 3:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        # Small weights stay gathered between forwards: what they hold would be stale
+        # Small weights stay gathered between forwards and would be stale
         gathered = [p for p in parameters.values() if p.ds_status == ZeroParamStatus.AVAILABLE]
     for name, target in _read(model, zero_stage).items():
         target.copy_(local[name])

@@ -35,7 +35,7 @@ from ..checkpointing.checkpoints import (
 )
 from ..checkpointing.ema import EMA
 from ..checkpointing.export import save_trained
-from ..checkpointing.weights import gather_whole, load_whole, shares, zero_stage_of
+from ..checkpointing.weights import gather_weights, load_weights, local_weights, zero_stage_of
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..plots.curves import CurvesCallback
 from ..rewards.reward_calls import RewardError
@@ -262,7 +262,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         average = ema.state_dict(keep) if ema is not None else None
         policy = None
         if self.zero_stage == 0 or ema is None:  # DeepSpeed's own files hold the weights otherwise
-            policy = gather_whole(self.model, shares(self.model, self.zero_stage), self.zero_stage, keep)
+            policy = gather_weights(self.model, local_weights(self.model, self.zero_stage), self.zero_stage, keep)
         if keep:
             self._save_trained(policy if average is None else average, folder)
             for file, weights in ((EMA_WEIGHTS, average), (POLICY_WEIGHTS, policy)):
@@ -323,13 +323,13 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         """Load the trained weights, not their average that a checkpoint exports."""
-        load_whole(self.model, load_file(Path(resume_from_checkpoint) / POLICY_WEIGHTS), zero_stage=0)
+        load_weights(self.model, load_file(Path(resume_from_checkpoint) / POLICY_WEIGHTS), zero_stage=0)
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights as they were evaluated."""
         best = Path(self.state.best_model_checkpoint)
         whole = load_file(best / (EMA_WEIGHTS if (best / EMA_WEIGHTS).exists() else POLICY_WEIGHTS))
-        load_whole(self.model, whole, self.zero_stage)
+        load_weights(self.model, whole, self.zero_stage)
         if self.ema is not None:
             self.ema.load_state_dict(whole)
         self.loaded_step = self.state.best_global_step
@@ -353,7 +353,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         if self.ema is not None and use_ema:
             whole = self.ema.state_dict(keep)
         else:
-            whole = gather_whole(self.model, shares(self.model, self.zero_stage), self.zero_stage, keep)
+            whole = gather_weights(self.model, local_weights(self.model, self.zero_stage), self.zero_stage, keep)
         if keep:
             self._save_trained(whole, folder, use_ema)
         if self.args.push_to_hub and not _internal_call:

@@ -22,7 +22,7 @@ from trl.models.utils import prepare_deepspeed
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity
 
-from ..checkpointing.weights import all_gradients_needed, shares, swapped
+from ..checkpointing.weights import all_gradients_needed, local_weights, swapped
 from ..plots.contact_sheet import MAX_PROMPTS
 from ..plots.scored_sheets import ScoredImages, save_scored_sheet
 from ..plots.trackers import start_trackers, warn_of_blind_trackers
@@ -581,7 +581,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
 
     def _is_untrained(self) -> bool:
         """Return whether the model still is its base model, on every process."""
-        is_new = adapter_is_new(shares(self.model, self.zero_stage))
+        is_new = adapter_is_new(local_weights(self.model, self.zero_stage))
         if self.ema is not None:
             is_new = is_new and adapter_is_new(self.ema.average)
         verdict = torch.tensor([float(is_new)], device=self.accelerator.device)

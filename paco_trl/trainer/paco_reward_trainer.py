@@ -16,7 +16,7 @@ from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from ..cards import JudgeCard, render_card
-from ..checkpointing.weights import gather_whole, shares, zero_stage_of
+from ..checkpointing.weights import gather_weights, local_weights, zero_stage_of
 from ..data import check_pair_columns
 from ..hub.files import JUDGE_ADAPTER
 from ..plots.reward_report import draw_calibration, draw_wrong_pairs
@@ -446,7 +446,9 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         zero_stage = zero_stage_of(self.accelerator, self.model, self.model_wrapped)
-        state_dict = gather_whole(self.model, shares(self.model, zero_stage), zero_stage, keep=self.args.should_save)
+        state_dict = gather_weights(
+            self.model, local_weights(self.model, zero_stage), zero_stage, keep=self.args.should_save
+        )
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
