@@ -295,7 +295,7 @@ class TestOutages:
         assert (output_dir / "trained").exists()
         assert "was not pushed to the Hub, and training continues" in log
         assert log.count(f"paco-trl push {output_dir}") >= 2  # beside training, and at its end
-        assert "Error: Sending to tester/adapter" in log
+        assert "Error: The request about tester/adapter" in log
         assert set(hub.files(REPO, "model")) == {".gitattributes"}
         # Trained as without an outage, and pushed later
         hub.fault = lambda method, path: None
