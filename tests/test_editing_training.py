@@ -523,8 +523,8 @@ class TestModelCard:
         card = str(render_card(untouched._model_card()))
         assert "pipeline_tag: image-to-image" in card
         assert 'against the negative prompt ""' in card
-        assert "belong together" not in card and "copies of one another" not in card
-        assert "change in an image what an instruction says and nothing else" in card
+        assert "sets of consistent images" not in card and "identical panels" not in card
+        assert "edit an image as instructed and leave the rest unchanged" in card
         assert 'pipe(image=source, prompt="Paint the car red.", guidance_scale=4.0)' in card
         other = str(render_card(make(klein, dataset, tmp_path, negative_prompt='blurred "art"')._model_card()))
         assert "negative prompt" in other and "blurred" in other
@@ -532,7 +532,7 @@ class TestModelCard:
     def test_card_of_image_sets(self, make_trainer):
         card = str(render_card(make_trainer()._model_card()))
         assert "pipeline_tag: text-to-image" in card
-        assert "belong together" in card and "negative prompt" not in card
+        assert "sets of consistent images" in card and "negative prompt" not in card
 
 
 def as_file(path: Path, content: bytes) -> str:

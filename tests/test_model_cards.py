@@ -476,7 +476,7 @@ class TestWhatItSays:
         resumed = make_trainer(**settings)
         resumed.train(resume_from_checkpoint=True)
         assert training_seconds(trainer.state, step=2) < training_seconds(resumed.state) < 5060
-        said = "training time, with drawing, scoring, evaluation and checkpoints: 1 h 2"
+        said = "training time, with generation, scoring, evaluation and checkpoints: 1 h 2"
         assert said in str(card_of(resumed))
         # Trained anew, it begins at 0
         resumed.train()
@@ -507,9 +507,9 @@ class TestWhatItSays:
         assert keys("stabilityai/stable-diffusion-3.5-medium")[2:] == ["sd32024"]
         assert keys("/models/FLUX.1-dev")[2:] == ["flux2024"]
         text = str(render_card(ImageModelCard("a", "u/a", "org/unknown")))
-        assert "on the card of [org/unknown](https://huggingface.co/org/unknown)" in text
+        assert "The card of [org/unknown](https://huggingface.co/org/unknown) has the citation" in text
         assert keys("org/unknown") == ["pacorl2025", "vonwerra2020trl"]
-        assert "How to cite" not in str(render_card(ImageModelCard("a", "u/a", "/models/unknown")))
+        assert "has the citation" not in str(render_card(ImageModelCard("a", "u/a", "/models/unknown")))
 
     @pytest.mark.parametrize("kind", [ImageModelCard, JudgeCard])
     def test_sections_without_content_are_left_out(self, kind):
@@ -536,9 +536,9 @@ class TestWhatItSays:
             "license: mit", "continued from u/earlier", "model-index",
         ):  # fmt: skip
             assert part in texts["full"] and part not in texts["empty"], part
-        for part in ("## Use", "## Limits", "## Licence", "## Citation"):
+        for part in ("## Use", "## Limits", "## License", "## Citation"):
             assert part in texts["full"] and part in texts["empty"], part
-        assert "see there for the licence" in texts["empty"] and "see there for the licence" not in texts["full"]
+        assert "see there for the license" in texts["empty"] and "see there for the license" not in texts["full"]
         for text in texts.values():
             assert "None" not in text and "\n\n\n" not in text and "|  |" not in text
             assert not re.search(r"^#+ .*\n\n#+ ", text, flags=re.M)
@@ -578,7 +578,7 @@ class TestWhatItSays:
         settings = ImageSettings(num_inference_steps=1, guidance_scale=1.0, negative_prompt="a | b\nc")
         card = ImageModelCard("a", "u/a", FLUX, settings=settings, rewards=[Reward("x|y", 1.0)])
         text = str(render_card(card))
-        assert 'against the negative prompt "a \\| b\\nc" |\n' in text and "| x\\|y | 1 |" in text
+        assert 'against the negative prompt "a \\| b\\\\nc" |\n' in text and "| x\\|y | 1 |" in text
 
 
 class TestUse:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cards ask to cite: the method, TRL, and the base model."""
+"""Cite TRL and the base model."""
 
 import textwrap
 
@@ -27,7 +27,7 @@ def _arxiv(key: str, title: str, year: int, number: str) -> str:
         }}""")
 
 
-# By what the names of the models have in common; the first that fits counts
+# By a part of the model name; the first match counts
 _OF_BASES = {
     "FLUX.1-Kontext": _arxiv(
         "fluxkontext2025",
@@ -51,6 +51,6 @@ _OF_BASES = {
 
 
 def base_citation(base: str) -> str | None:
-    """Give the BibTeX entry of a base model, of which the Hub id or folder is known; `None` for an unknown one."""
+    """Return the BibTeX entry of a base model (Hub id or directory), `None` for an unknown one."""
     name = public_name(base).lower()
     return next((citation for part, citation in _OF_BASES.items() if part.lower() in name), None)

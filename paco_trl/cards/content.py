@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model card says. A field that is `None` or empty is not on the card."""
+"""Define the contents of model cards. A field that is `None` or empty is not on the card."""
 
 import json
 from collections.abc import Iterator
@@ -12,27 +12,15 @@ from ..utils.paper import PAPER
 
 @dataclass
 class LoRA:
-    """
-    A LoRA adapter.
-
-    Args:
-        rank (`int`):
-            Rank.
-        alpha (`float`):
-            Scale.
-        layers (`list[str]`, *optional*):
-            Names of the adapted layers.
-        continued_from (`str`, *optional*):
-            Name of the adapter that training went on from.
-    """
+    """A LoRA adapter."""
 
     rank: int
     alpha: float
-    layers: list[str] | None = None
-    continued_from: str | None = None
+    layers: list[str] | None = None  # names of the adapted layers
+    continued_from: str | None = None  # name of the adapter that training started from
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The rows of the card's table: what a setting is called and its value."""
+        """Yield the rows of the card's table: a setting and its value."""
         continued = f", continued from {self.continued_from}" if self.continued_from else ""
         yield "LoRA", f"rank {self.rank}, alpha {self.alpha:g}{continued}"
         if self.layers:
@@ -41,28 +29,14 @@ class LoRA:
 
 @dataclass
 class ImageSettings:
-    """
-    Settings of a PaCo-GRPO or DiffusionNFT run, by the names that they have in [`PaCoGRPOConfig`].
-
-    Args:
-        training_size (`list[int]`, *optional*), inference_size (`list[int]`, *optional*):
-            Height and width in pixels, where all images have one size.
-        num_trained_steps (`int`, *optional*):
-            Times at which DiffusionNFT trains each image.
-        trained_weights (`str`, *optional*):
-            What is trained, where it is no adapter.
-        saved_weights (`str`, *optional*):
-            What is saved, where there is a choice.
-        precision (`str`, *optional*):
-            Compute dtype.
-    """
+    """Settings of a PaCo-GRPO or DiffusionNFT run, with the names of [`PaCoGRPOConfig`]."""
 
     optimizer_steps: int | None = None
     num_prompts_per_generation: int | None = None
     num_generations: int | None = None
     optimizer_steps_per_generation: int | None = None
     per_device_train_batch_size: int | None = None
-    training_size: list[int] | None = None
+    training_size: list[int] | None = None  # height and width in pixels, where all images have the same size
     inference_size: list[int] | None = None
     resolution_scale: float | None = None
     num_inference_steps: int | None = None
@@ -73,9 +47,9 @@ class ImageSettings:
     sde_steps: list[int] | None = None
     num_sde_steps: int | None = None
     nft_beta: float | None = None
-    num_trained_steps: int | None = None
-    trained_weights: str | None = None
-    saved_weights: str | None = None
+    num_trained_steps: int | None = None  # times at which DiffusionNFT trains each image
+    trained_weights: str | None = None  # what is trained, if not an adapter
+    saved_weights: str | None = None  # what is saved, where there is a choice
     loss_type: str | None = None
     learning_rate: float | None = None
     lr_scheduler_type: str | None = None
@@ -89,34 +63,28 @@ class ImageSettings:
     seed: int | None = None
 
     def rows(self, lora: LoRA | None) -> Iterator[tuple[str, str]]:
-        """The rows of the card's table: what a setting is called and its value."""
+        """Yield the rows of the card's table: a setting and its value."""
+        prompts, generations, steps = (
+            self.num_prompts_per_generation,
+            self.num_generations,
+            self.optimizer_steps_per_generation,
+        )
         yield from _given(("optimizer steps", self.optimizer_steps))
-        if self.num_prompts_per_generation is not None and self.num_generations is not None:
-            steps = self.optimizer_steps_per_generation
-            yield (
-                "round",
-                f"{self.num_prompts_per_generation} prompts x {self.num_generations} images, {steps} optimizer steps",
-            )
-            images = self.num_prompts_per_generation * self.num_generations
-            batch = f", {self.per_device_train_batch_size} at a time on a device"
-            yield (
-                "effective batch",
-                f"{images // steps} images{batch if self.per_device_train_batch_size is not None else ''}",
-            )
+        if prompts is not None and generations is not None:
+            batch = self.per_device_train_batch_size
+            per_device = f", {batch} at a time on a device" if batch is not None else ""
+            yield "round", f"{prompts} prompts x {generations} images, {steps} optimizer steps"
+            yield "effective batch", f"{prompts * generations // steps} images{per_device}"
         if self.training_size and self.inference_size:
-            yield (
-                "resolution",
-                f"{_pixels(self.training_size)} in training, {_pixels(self.inference_size)} in inference",
-            )
+            sizes = [f"{width} x {height} pixels" for height, width in (self.training_size, self.inference_size)]
+            yield "resolution", f"{sizes[0]} in training, {sizes[1]} in inference"
         elif self.resolution_scale is not None:
             yield "resolution", f"{self.resolution_scale} of the inference size per side"
         if self.num_inference_steps is not None:
-            against = f" against the negative prompt {json.dumps(self.negative_prompt, ensure_ascii=False)}"
-            yield (
-                "sampler",
-                f"{self.num_inference_steps} steps, guidance {self.guidance_scale}"
-                + (against if self.negative_prompt is not None else ""),
-            )
+            negative = ""
+            if self.negative_prompt is not None:
+                negative = f" against the negative prompt {json.dumps(self.negative_prompt, ensure_ascii=False)}"
+            yield "sampler", f"{self.num_inference_steps} steps, guidance {self.guidance_scale}{negative}"
         if self.nft_beta is not None:
             yield "trained times", f"{self.num_trained_steps} for each image, nft_beta {self.nft_beta}"
         elif self.sde_type is not None:
@@ -145,25 +113,13 @@ class ImageSettings:
 
 @dataclass
 class JudgeSettings:
-    """
-    Settings of a training of a judge, by the names that they have in [`PaCoRewardConfig`].
-
-    Args:
-        pairs (`int`, *optional*):
-            Pairs to train on.
-        effective_batch (`int`, *optional*):
-            Pairs of an optimizer step, on all processes.
-        first_token_weight (`float`, *optional*):
-            Weight of the decision; with a `loss_variant`, `None` is plain likelihood.
-        precision (`str`, *optional*):
-            Dtype of the model.
-    """
+    """Settings of a judge's training, with the names of [`PaCoRewardConfig`]."""
 
     optimizer_steps: int | None = None
-    pairs: int | None = None
-    effective_batch: int | None = None
+    pairs: int | None = None  # to train on
+    effective_batch: int | None = None  # pairs per optimizer step, over all processes
     per_device_train_batch_size: int | None = None
-    first_token_weight: float | None = None
+    first_token_weight: float | None = None  # of the decision; with a `loss_variant`, `None` is plain likelihood
     loss_variant: str | None = None
     learning_rate: float | None = None
     lr_scheduler_type: str | None = None
@@ -174,7 +130,7 @@ class JudgeSettings:
     seed: int | None = None
 
     def rows(self, lora: LoRA | None) -> Iterator[tuple[str, str]]:
-        """The rows of the card's table: what a setting is called and its value."""
+        """Yield the rows of the card's table: a setting and its value."""
         batch, loss = self.per_device_train_batch_size, self.loss_variant
         if loss is not None:
             weight = self.first_token_weight
@@ -200,97 +156,43 @@ class JudgeSettings:
 
 @dataclass
 class Reward:
-    """
-    A reward of a run.
-
-    Args:
-        name (`str`):
-            Name.
-        weight (`float`, *optional*):
-            Weight in the sum.
-        model (`str`, *optional*):
-            Name of the model behind it.
-        first (`float`, *optional*), last (`float`, *optional*):
-            Mean over the images of the first round, and of the last.
-    """
+    """A reward of a run."""
 
     name: str
     weight: float | None = None
-    model: str | None = None
-    first: float | None = None
-    last: float | None = None
+    model: str | None = None  # name of the model behind it
+    first: float | None = None  # mean over the images of the first round
+    last: float | None = None  # and of the last
 
 
 @dataclass
 class Evaluation:
-    """
-    What an evaluation says of a reward.
-
-    Args:
-        reward (`str`):
-            Name of the reward.
-        mean (`float`):
-            Mean over the evaluation prompts, after training.
-        baseline (`float`, *optional*):
-            That of the model without training.
-        gain_ci_low (`float`, *optional*), gain_ci_high (`float`, *optional*):
-            95 % bootstrap interval of the difference, over prompts.
-        dataset (`str`, *optional*):
-            Which of several datasets.
-        model (`str`, *optional*):
-            Name of the model behind the reward.
-        step (`int`, *optional*):
-            Optimizer step after which it was made.
-    """
+    """The evaluation of a reward."""
 
     reward: str
-    mean: float
-    baseline: float | None = None
-    gain_ci_low: float | None = None
+    mean: float  # over the evaluation prompts, after training
+    baseline: float | None = None  # the same without training
+    gain_ci_low: float | None = None  # 95 % bootstrap interval of the difference, over prompts
     gain_ci_high: float | None = None
-    dataset: str | None = None
-    model: str | None = None
-    step: int | None = None
+    dataset: str | None = None  # one of several datasets
+    model: str | None = None  # name of the model behind the reward
+    step: int | None = None  # optimizer step of the evaluation
 
 
 @dataclass
 class Result:
-    """
-    A figure for the metadata, which the Hub shows beside the card.
+    """A result for the metadata, which the Hub shows next to the card."""
 
-    Args:
-        metric (`str`):
-            Kind of metric, such as `"accuracy"`.
-        value (`float`):
-            Value.
-        name (`str`):
-            Name of the metric.
-        dataset (`str`):
-            Name of the dataset.
-        dataset_id (`str`, *optional*):
-            Its Hub id.
-    """
-
-    metric: str
+    metric: str  # kind of metric, such as `"accuracy"`
     value: float
-    name: str
-    dataset: str
-    dataset_id: str | None = None
+    name: str  # of the metric
+    dataset: str  # name of the dataset
+    dataset_id: str | None = None  # its Hub id
 
 
 @dataclass
 class Table:
-    """
-    A table of published figures.
-
-    Args:
-        title (`str`):
-            What it shows.
-        columns (`list[str]`):
-            Head.
-        rows (`list[list]`):
-            Cells.
-    """
+    """A table of published results."""
 
     title: str
     columns: list[str]
@@ -299,138 +201,62 @@ class Table:
 
 @dataclass
 class Published:
-    """
-    What a reference card says of a published model: figures that were not measured here.
+    """What a reference card adds about a published model: results that were not measured here."""
 
-    Args:
-        example (`str`), config (`str`):
-            Files that would train it here.
-        command (`str`):
-            How.
-        tables (`list[Table]`, *optional*):
-            The paper's figures.
-        results (`list[Result]`, *optional*):
-            Those of them that are in the metadata.
-        notes (`list[str]`, *optional*):
-            What to know about them.
-    """
-
-    example: str
-    config: str
-    command: str
+    example: str  # script that would train it here
+    config: str  # its settings
+    command: str  # how to run it
     tables: list[Table] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)  # those of the tables that are in the metadata
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class _Card:
-    """
-    What all cards have.
-
-    Args:
-        title (`str`):
-            Title.
-        repo_id (`str`):
-            Hub id, or the name of the folder: what the snippets load.
-        base_model (`str`):
-            Hub id or folder of the base model. A card shows the last part of a folder's path.
-        lora ([`LoRA`], *optional*):
-            The adapter; of a merged model the one that was merged in.
-        merged_adapter (`str`, *optional*):
-            Hub id or folder of the adapter that was merged in.
-        license ([`~paco_trl.hub.licenses.License`], *optional*):
-            Licence. If `None`, the card sends the reader to the base model's.
-        datasets (`list[str]`, *optional*), tags (`list[str]`, *optional*):
-            For the metadata.
-        hardware (`str`, *optional*), seconds (`float`, *optional*), versions (`dict[str, str]`, *optional*):
-            What it was trained with, how long, and the versions of the libraries.
-        paper (`dict[str, str]`, *optional*):
-            Title, arXiv id and citation of the method's paper.
-        published ([`Published`], *optional*):
-            Of a reference card.
-    """
+    """The fields of all cards."""
 
     title: str
-    repo_id: str
-    base_model: str
-    lora: LoRA | None = None
-    merged_adapter: str | None = None
-    license: License | None = None
+    repo_id: str  # Hub id, or the name of the directory: what the snippets load
+    base_model: str  # Hub id or directory, of whose path a card shows the last part
+    lora: LoRA | None = None  # the adapter; of a merged model the merged one
+    merged_adapter: str | None = None  # Hub id or directory of the merged adapter
+    license: License | None = None  # if `None`, the card refers to the base model's
     datasets: list[str] = field(default_factory=list)
     tags: list[str] = field(default_factory=lambda: ["paco-trl"])
     hardware: str | None = None
-    seconds: float | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    paper: dict[str, str] = field(default_factory=lambda: PAPER)
-    published: Published | None = None
+    seconds: float | None = None  # of training
+    versions: dict[str, str] = field(default_factory=dict)  # of the libraries
+    paper: dict[str, str] = field(default_factory=lambda: PAPER)  # title, arXiv id and citation
+    published: Published | None = None  # of a reference card
 
 
 @dataclass
 class ImageModelCard(_Card):
-    """
-    The card of an adapter of an image model, or of a whole transformer, trained or with an adapter merged into it.
+    """The card of an adapter of an image model, or of a full transformer, trained or with an adapter merged into it."""
 
-    Args:
-        weights (`str`, *optional*, defaults to `"adapter"`):
-            `"adapter"`, or `"transformer"` for one in a folder of that name.
-        formats (`list[str]`, *optional*, defaults to `["diffusers", "peft"]`):
-            Libraries that an adapter's files are for.
-        pipeline_class (`str`, *optional*, defaults to `"DiffusionPipeline"`), transformer_class (`str`, *optional*):
-            Names of the classes that load it.
-        dtype (`str`, *optional*, defaults to `"bfloat16"`):
-            Dtype to load it in.
-        call (`str`, *optional*, defaults to `""`):
-            Arguments of the pipeline's call beside the prompt, as code.
-        is_editing (`bool`, *optional*, defaults to `False`):
-            Whether it changes images.
-        method (`str`, *optional*):
-            How it was trained: `"PaCo-GRPO"` or `"DiffusionNFT"`.
-        settings ([`ImageSettings`], *optional*), rewards (`list[Reward]`, *optional*):
-            Settings and rewards of the run.
-        evaluations (`list[Evaluation]`, *optional*):
-            Its last evaluations.
-        pictures (`dict[str, Path]`, *optional*):
-            Pictures beside the card, by their names there.
-    """
-
-    weights: str = "adapter"
-    formats: list[str] = field(default_factory=lambda: ["diffusers", "peft"])
+    weights: str = "adapter"  # or "transformer", in a directory of that name
+    formats: list[str] = field(default_factory=lambda: ["diffusers", "peft"])  # libraries that load the adapter
     pipeline_class: str = "DiffusionPipeline"
     transformer_class: str | None = None
     dtype: str = "bfloat16"
-    call: str = ""
+    call: str = ""  # arguments of the pipeline's call besides the prompt, as code
     is_editing: bool = False
-    method: str | None = None
+    method: str | None = None  # "PaCo-GRPO" or "DiffusionNFT"
     settings: ImageSettings | None = None
     rewards: list[Reward] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    pictures: dict[str, Path] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)  # the last ones
+    pictures: dict[str, Path] = field(default_factory=dict)  # images of the card, by file name
 
 
 @dataclass
 class JudgeCard(_Card):
-    """
-    The card of a judge of consistency: of an adapter, or of a model that one was merged into.
+    """The card of a judge: of an adapter, or of a model that one was merged into."""
 
-    Args:
-        weights (`str`, *optional*, defaults to `"adapter"`):
-            `"adapter"` or `"merged"`.
-        image_size (`dict[str, int]`, *optional*):
-            Limits of an image in pixels, as its processor names them, which vLLM has to be told of an adapter.
-        settings ([`JudgeSettings`], *optional*):
-            Settings of the training.
-        evaluations (`dict[str, dict]`, *optional*):
-            The last evaluation on each dataset.
-        pictures (`list[str]`, *optional*):
-            Names of the pictures beside the card.
-    """
-
-    weights: str = "adapter"
-    image_size: dict[str, int] | None = None
+    weights: str = "adapter"  # or "merged"
+    image_size: dict[str, int] | None = None  # the processor's limits in pixels, which vLLM needs to serve an adapter
     settings: JudgeSettings | None = None
-    evaluations: dict[str, dict] = field(default_factory=dict)
-    pictures: list[str] = field(default_factory=list)
+    evaluations: dict[str, dict] = field(default_factory=dict)  # the last one on each dataset
+    pictures: list[str] = field(default_factory=list)  # file names of the card's images
 
 
 def _given(*rows: tuple[str, object]) -> Iterator[tuple[str, str]]:
@@ -439,8 +265,3 @@ def _given(*rows: tuple[str, object]) -> Iterator[tuple[str, str]]:
 
 def _scheduled(learning_rate: float | None, schedule: str | None) -> str | None:
     return None if learning_rate is None else f"{learning_rate}{f', {schedule}' if schedule else ''}"
-
-
-def _pixels(size: list[int]) -> str:
-    height, width = size
-    return f"{width} x {height} pixels"

@@ -1,37 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The card of a published model, from a YAML file."""
+"""Load the card of a published model from a YAML file."""
 
 from pathlib import Path
 
 import yaml
 
 from ..hub.licenses import base_license
-from .content import (
-    ImageModelCard,
-    ImageSettings,
-    JudgeCard,
-    JudgeSettings,
-    LoRA,
-    Published,
-    Result,
-    Reward,
-    Table,
-)
+from .content import ImageModelCard, ImageSettings, JudgeCard, JudgeSettings, LoRA, Published, Result, Reward, Table
 
 
 def load_reference_card(path: str | Path) -> ImageModelCard | JudgeCard:
     """
-    Reads what a reference card says.
+    Load a reference card from a YAML file.
 
     The file has the fields of [`ImageModelCard`] (`kind: image model`) or [`JudgeCard`] (`kind: judge`), with mappings
-    for the dataclasses in them. The licence is the base model's, and the tables' figures are published ones.
-
-    Args:
-        path (`str` or `Path`):
-            YAML file.
-
-    Returns:
-        [`ImageModelCard`] or [`JudgeCard`].
+    for the dataclasses in them. The license is the base model's, and the tables' results are published ones.
     """
     values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     is_judge = {"judge": True, "image model": False}[values.pop("kind")]
