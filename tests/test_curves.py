@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from paco_trl.plots import curves
-from paco_trl.plots.curves import CurvesCallback, draw_curves, history_rows, running_mean, write_curves_csv
+from paco_trl.plots.curves import CurvesCallback, history_rows, plot_curves, running_mean, write_curves_csv
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 
 
@@ -90,7 +90,7 @@ def line_of(axes, label):
 
 
 def draw(entries, path, drawn, **kwargs):
-    assert draw_curves(history_rows(entries), path, **kwargs)
+    assert plot_curves(history_rows(entries), path, **kwargs)
     return drawn[-1]
 
 
@@ -176,8 +176,8 @@ class TestPicture:
         assert list(panels_of(draw([entry], tmp_path / "curves.png", drawn))) == ["a: mean"]
 
     def test_without_anything_to_draw_there_is_no_picture(self, tmp_path):
-        assert not draw_curves(history_rows([{"loss": 0.1, "step": 1}]), tmp_path / "curves.png")
-        assert not draw_curves([], tmp_path / "curves.png")
+        assert not plot_curves(history_rows([{"loss": 0.1, "step": 1}]), tmp_path / "curves.png")
+        assert not plot_curves([], tmp_path / "curves.png")
         assert os.listdir(tmp_path) == []
 
     @pytest.mark.parametrize("missing", [None, math.nan, math.inf])
@@ -442,7 +442,7 @@ class TestCallback:
             pictures.append(len(rows))
 
         monkeypatch.setattr(curves.time, "monotonic", lambda: now[0])
-        monkeypatch.setattr(curves, "draw_curves", draw_for_three_seconds)
+        monkeypatch.setattr(curves, "plot_curves", draw_for_three_seconds)
         entries = [short_entry(step) for step in range(1, 6)]
         run.log(entries[:1])
         assert pictures == [1]  # the first at once
@@ -507,7 +507,7 @@ class TestCallback:
             raise ValueError("a defect")
 
         run.log([short_entry(1)])
-        monkeypatch.setattr(curves, "draw_curves", fails)
+        monkeypatch.setattr(curves, "plot_curves", fails)
         with pytest.raises(ValueError, match="a defect"):
             run.end([short_entry(1)])
 

@@ -31,7 +31,7 @@ from other_judges import OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair
 from paco_trl.hub.files import JUDGE_ADAPTER
-from paco_trl.plots.reward_report import draw_calibration, draw_wrong_pairs
+from paco_trl.plots.reward_report import plot_calibration, plot_wrong_pairs
 from paco_trl.trainer.pair_collator import PairRows
 
 
@@ -1094,7 +1094,7 @@ class TestPictures:
         assert len(captions) == len(questions) == 3
         errors = []
         for caption, question in zip(captions, questions, strict=True):
-            pattern = r"row (\d+): says (\w+), P\(Yes\) = ([\d.]+); labelled (\w+)"
+            pattern = r"row (\d+): says (\w+), P\(Yes\) = ([\d.]+); labeled (\w+)"
             row, says, p_yes, label = re.fullmatch(pattern, caption).groups()
             assert question == question_of(dataset[int(row)])
             assert answer_of(dataset[int(row)]).startswith(label)
@@ -1117,7 +1117,7 @@ class TestPictures:
         errors = np.random.default_rng(0).permutation(12)[:count] / 12 + 0.03
         numbers = np.random.default_rng(1).permutation(12)[:count]  # of the rows that were evaluated
         is_yes = (numbers % 2 == 0).astype(float)
-        sheet = draw_wrong_pairs(
+        sheet = plot_wrong_pairs(
             numbers,
             np.abs(is_yes - errors),
             is_yes,
@@ -1144,7 +1144,7 @@ class TestPictures:
         image = PILImage.new("RGB", (56, 56))
         pairs = PairRows(pair_dataset([make_pair(image, image, r"Do both cost $5 \off and not $9?", True)]))
         processor = processor_of(tiny_qwen)
-        assert draw_wrong_pairs(np.array([0]), np.array([0.2]), np.array([1.0]), pairs, processor, "eval").width == 968
+        assert plot_wrong_pairs(np.array([0]), np.array([0.2]), np.array([1.0]), pairs, processor, "eval").width == 968
 
     def test_calibration(self, texts, monkeypatch):
         lines, bars = [], []
@@ -1157,7 +1157,7 @@ class TestPictures:
         )
         p_yes = np.array([0.03, 0.07, 0.31, 0.35, 0.95, 0.97, 0.99, 0.92])
         is_yes = np.array([0, 0, 1, 0, 1, 1, 1, 0])
-        picture = draw_calibration(p_yes, is_yes, "eval, step 3, 8 pairs", 0.1234)
+        picture = plot_calibration(p_yes, is_yes, "eval, step 3, 8 pairs", 0.1234)
         (diagonal, _), ((x, y, _), options) = lines
         assert diagonal == ([0, 1], [0, 1])
         assert x == pytest.approx([0.05, 0.33, 0.9575])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a run: curves, contact sheets, and how a judge does."""
+"""Plot the curves of a run, its contact sheets, and the errors of a judge."""

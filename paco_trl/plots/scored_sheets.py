@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contact sheets of a round or an evaluation, with the scores beside them as JSON lines."""
+"""Save contact sheets of a round or an evaluation, with the scores as JSON lines."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,18 +21,18 @@ from .trackers import send_to_trackers
 class ScoredImages:
     """Images with their scores, prompt-major."""
 
-    pictures: dict[int, Image.Image]  # thumbnails of those that a sheet shows, by number
+    pictures: dict[int, Image.Image]  # thumbnails of the images on the sheet, by number
     num_generations: int
     reward_names: list[str]
     rewards: torch.Tensor  # (images, rewards), NaN where missing
-    extra: dict[str, list]  # further columns, a value for each image
+    extra: dict[str, list]  # more columns, with a value for each image
     advantages: torch.Tensor | None = None  # (images,), of a training round
 
     @classmethod
     def collect(
         cls, accelerator: Accelerator, numbers: list[int], images: list[Image.Image], num_generations: int, *scores
     ) -> "ScoredImages":
-        """Collect the pictures of the first prompts from all processes; `scores` are the other attributes, in order."""
+        """Gather thumbnails of the first prompts from all processes; `scores` are the other attributes, in order."""
         mine = []
         for number, image in zip(numbers, images, strict=True):
             prompt, generation = divmod(number, num_generations)
@@ -40,18 +41,15 @@ class ScoredImages:
         return cls(dict(gather_object(mine)), num_generations, *scores)
 
     def scores(self, number: int) -> dict[str, float | None]:
-        """Give the scores of an image by name; `None` where a reward is missing."""
-        values = self.rewards[number].tolist()
-        scores = {
-            name: None if value != value else round(value, 6)  # NaN is missing
-            for name, value in zip(self.reward_names, values, strict=True)
-        }
+        """Return the scores of an image by name; a missing reward is `None`."""
+        named = zip(self.reward_names, self.rewards[number].tolist(), strict=True)
+        scores = {name: None if math.isnan(value) else round(value, 6) for name, value in named}
         if self.advantages is not None:
             scores["advantage"] = round(self.advantages[number].item(), 6)
         return scores
 
     def caption(self, number: int) -> str:
-        """Write the scores of an image, a line for each."""
+        """Return the scores of an image, a line for each."""
         scores = self.scores(number).items()
         return "\n".join(f"{name} {'none' if value is None else f'{value:.3f}'}" for name, value in scores)
 
@@ -59,14 +57,12 @@ class ScoredImages:
 def _sheet_images(prompts: list[str], shown: ScoredImages, before: ScoredImages | None) -> list[SheetImage]:
     images = []
     for series, (name, scored) in enumerate((("before", before), ("after", shown))):
-        if scored is None:
-            continue
-        for number, picture in scored.pictures.items():
+        for number in scored.pictures if scored is not None else ():
             prompt, generation = divmod(number, scored.num_generations)
-            image = SheetImage(prompt, generation, picture, prompts[prompt], scored.caption(number))
+            image = SheetImage(prompt, generation, scored.pictures[number], prompts[prompt], scored.caption(number))
             if before is not None and scored.num_generations > 1:
                 image.series, image.series_name = series, name
-            elif before is not None:  # of one image a prompt, before and after are beside one another
+            elif before is not None:  # a prompt with one image has before and after in a row
                 image.generation, image.caption = series, f"{name}\n{image.caption}"
             images.append(image)
     return images
@@ -85,10 +81,10 @@ def save_scored_sheet(
     sources: dict[int, list[Image.Image]] | None = None,
 ) -> None:
     """
-    Save `<name>.png` with pictures and `<name>.jsonl` with the scores of all images, and send the sheet to the trackers.
+    Save the sheet `<name>.png` and the scores of all images in `<name>.jsonl`, and send the sheet to the trackers.
 
-    Images of `before`, the same ones without training, are above those that are shown, and in columns `<score>_before`.
-    `sources` are the images that a prompt edits, by the number of the prompt. For the main process.
+    `before` has the same images without training, for rows above and columns `<score>_before`. `sources` are the images
+    that a prompt edits, by the number of the prompt. Only the main process may call it.
     """
     images = _sheet_images(prompts, shown, before)
     thumbnails = {}

@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures for the trackers that a run reports to."""
+"""Send images to the trackers that a run reports to."""
 
 import numpy as np
 from accelerate.logging import get_logger
 from PIL import Image
 from torch import nn
-from transformers import (
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-    is_trackio_available,
-    is_wandb_available,
-)
+from transformers import TrainerCallback, TrainerState, TrainingArguments, is_trackio_available, is_wandb_available
 from transformers.integrations import TensorBoardCallback
 
 
 logger = get_logger(__name__)
 
-_WITH_PICTURES = ("tensorboard", "wandb", "trackio")
+_WITH_IMAGES = ("tensorboard", "wandb", "trackio")
 
 
 def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[TrainerCallback]) -> None:
-    """Send a picture to those trackers, among a trainer's callbacks, that show pictures."""
+    """Send an image to those trackers, among a trainer's callbacks, that show images."""
     names = {type(callback).__name__ for callback in callbacks}
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
@@ -43,8 +37,8 @@ def start_trackers(
     """
     Start the trackers, among a trainer's callbacks, that are not running.
 
-    They start when training begins and stop when it ends: an evaluation before or after it would lose its pictures,
-    and trackio raises. The callbacks (transformers 5.23) have no public method that only starts them:
+    They run during training: an evaluation before or after it would lose its images, and trackio raises. The callbacks
+    (transformers 5.23) have no public method that only starts them:
     https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/integration_utils.py
     """
     for callback in callbacks:
@@ -56,10 +50,9 @@ def start_trackers(
 
 
 def warn_of_blind_trackers(report_to: list[str]) -> None:
-    """Warn of trackers that get no contact sheets."""
-    unseen = sorted(set(report_to) - set(_WITH_PICTURES))
-    if unseen:
+    """Warn about trackers that cannot show contact sheets."""
+    if unseen := sorted(set(report_to) - set(_WITH_IMAGES)):
         logger.warning(
-            f"Contact sheets are not sent to {', '.join(unseen)}, only to {', '.join(_WITH_PICTURES)}; they are saved in "
-            "`output_dir/contact_sheets` as well. To remove this warning, set `log_completions=False`."
+            f"Contact sheets are not sent to {', '.join(unseen)}, only to {', '.join(_WITH_IMAGES)}; they are also saved in "
+            "`output_dir/contact_sheets`. To remove this warning, set `log_completions=False`."
         )

@@ -19,7 +19,7 @@ from ..cards import JudgeCard, render_card
 from ..checkpointing.weights import gather_weights, local_weights, zero_stage_of
 from ..data import check_pair_columns
 from ..hub.files import JUDGE_ADAPTER
-from ..plots.reward_report import draw_calibration, draw_wrong_pairs
+from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.images import limit_pixels, pixel_limit
@@ -404,8 +404,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         p_yes, is_yes = decisions.p_yes.numpy(), decisions.is_yes.numpy()
         metrics = self.evaluations[name]
         pictures = {
-            "calibration": draw_calibration(p_yes, is_yes, f"{name}, step {step}, {len(rows)} pairs", metrics["ece"]),
-            "wrong_pairs": draw_wrong_pairs(
+            "calibration": plot_calibration(p_yes, is_yes, f"{name}, step {step}, {len(rows)} pairs", metrics["ece"]),
+            "wrong_pairs": plot_wrong_pairs(
                 rows, p_yes, is_yes, dataset, self.processing_class, f"{name}, step {step}"
             ),
         }
