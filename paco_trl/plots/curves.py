@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 from numbers import Real
@@ -61,7 +61,7 @@ def write_curves_csv(rows: list[dict[str, float]], path: str | Path) -> None:
 
 def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round: int = 1) -> bool:
     """Plot the metrics of a run in panels, one below the other. Without any, return `False` and write nothing."""
-    panels = _panels(rows, steps_per_round)
+    panels = list(_panels(rows, steps_per_round))
     if not panels:
         return False
     figure = new_figure(_WIDTH, 1, dpi=100)
@@ -69,11 +69,9 @@ def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round:
     heights = []
     for axes, (title, plot) in zip(all_axes, panels, strict=True):
         axes.set_title(title, fontsize=8.5, loc="left", pad=4)
-        handles = plot(axes, rows)
-        axes.legend(
-            handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1.03), fontsize=7.5, frameon=False,
-            borderaxespad=0, labelspacing=0.35,
-        )  # fmt: skip
+        handles = plot(axes, rows) or axes.get_legend_handles_labels()[0]
+        style = {"fontsize": 7.5, "frameon": False, "borderaxespad": 0, "labelspacing": 0.35}
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1.03), **style)
         axes.tick_params(labelsize=7.5)
         axes.grid(axis="y", color="0.92", linewidth=0.7)
         axes.set_axisbelow(True)
@@ -88,10 +86,8 @@ def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round:
     all_axes[-1].set_xlabel(f"optimizer step{means}", fontsize=8.5)
     height = 0.3 + sum(heights) + _GAP * (len(heights) - 1) + 0.45  # with room for the title and the ticks
     figure.set_size_inches(_WIDTH, height)
-    top = height - 0.3
-    for axes, panel_height in zip(all_axes, heights, strict=True):
-        axes.set_position((0.07, (top - panel_height) / height, 0.68, panel_height / height))
-        top -= panel_height + _GAP
+    all_axes[0].get_gridspec().set_height_ratios(heights)
+    figure.subplots_adjust(0.07, 0.45 / height, 0.75, 1 - 0.3 / height, hspace=_GAP / np.mean(heights))
     write_atomically(path, png_bytes(figure))
     return True
 
@@ -148,10 +144,11 @@ class CurvesCallback(TrainerCallback):
                 )
 
 
-# ---- Panels: a title, and a function that plots into the axes and returns the handles of the legend ----
+_Panel = tuple[str, Callable[[Axes, list[dict]], list | None]]
 
 
-def _panels(rows: list[dict[str, float]], steps_per_round: int) -> list[tuple[str, Callable[[Axes, list], list]]]:
+def _panels(rows: list[dict], steps_per_round: int) -> Iterator[_Panel]:
+    """Yield the title of each panel, and the function that plots it and returns special handles of the legend."""
     names = set().union(*rows)
     trained = {match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))}
     evaluated = [match for name in names if (match := re.fullmatch(r"(eval(?:_.+?)?)_rewards/(.+)/mean", name))]
@@ -161,76 +158,66 @@ def _panels(rows: list[dict[str, float]], steps_per_round: int) -> list[tuple[st
         {reward: color for reward, color in colors.items() if f"rewards/{reward}/{metric}" in names}
         for metric in ("h", "share", "ratio")
     )
-    # A panel for each reward, because their ranges differ, some by a factor of a hundred
-    panels = [
-        (f"{_label(reward).strip()}: mean", partial(_plot_reward, reward=reward, color=color, prefixes=prefixes))
-        for reward, color in colors.items()
-    ]
+    for reward, color in colors.items():  # a panel each, because their ranges differ, some by a factor of a hundred
+        plot = partial(_plot_reward, reward=reward, color=color, prefixes=prefixes)
+        yield f"{_label(reward).strip()}: mean", plot
     if spread:
-        panels.append(("Spread of each reward over a round: std / mean (h)", partial(_plot_spread, colors=spread)))
+        yield "Spread of each reward over a round: std / mean (h)", partial(_plot_spread, colors=spread)
     if len(shares) > 1:
         title = "Share of each reward in the differences within a group (1: it decides alone)"
-        panels.append((title, partial(_plot_shares, colors=shares)))
+        yield title, partial(_plot_shares, colors=shares)
     if ratios:
         others = [reward for reward in trained if reward not in ratios]  # the run's first reward has no ratio
         first = _label(others[0]).strip() if len(others) == 1 else "the first reward"
-        panels.append((f"Ratio of mean rewards, to {first}", partial(_plot_rewards, metric="ratio", colors=ratios)))
+        yield f"Ratio of mean rewards, to {first}", partial(_plot_rewards, metric="ratio", colors=ratios)
     if names & {f"clip_ratio/{part}_mean" for part, _, _ in _CLIPPED}:
-        panels.append(("Clip fraction", _plot_clipping))
+        yield "Clip fraction", _plot_clipping
     found = (re.fullmatch(r"(ratio_deviation(?:_on_policy)?)/step_(\d+)", name) for name in names)
     if deviations := sorted((match[1], int(match[2])) for match in found if match):
         title = "|ratio - 1| by denoising step, before the first update of a round (on policy) and after"
-        panels.append((title, partial(_plot_deviations, deviations=deviations)))
+        yield title, partial(_plot_deviations, deviations=deviations)
     if phases := [phase for phase in _PHASES if f"time/{phase}" in names]:
         share = " (with its share of a round's encoding, generation and scoring)" if steps_per_round > 1 else ""
         plot = partial(_plot_time, phases=phases, steps_per_round=steps_per_round)
-        panels.append((f"Seconds per optimizer step{share}", plot))
-    return panels
+        yield f"Seconds per optimizer step{share}", plot
 
 
-def _plot_reward(axes: Axes, rows: list[dict], reward: str, color: str, prefixes: list[str]) -> list:
-    handles = _line(axes, *_series(rows, f"rewards/{reward}/mean", "rewards/"), color, "training")
+def _plot_reward(axes: Axes, rows: list[dict], reward: str, color: str, prefixes: list[str]) -> None:
+    _line(axes, *_series(rows, f"rewards/{reward}/mean", "rewards/"), color, "training")
     for prefix, (color, marker) in zip(prefixes, cycle(_EVAL_STYLES), strict=False):
         (steps, means), (_, low), (_, high), (_, baselines) = (
             _series(rows, f"{prefix}_rewards/{reward}/{metric}", f"{prefix}_rewards/")
             for metric in ("mean", "ci_low", "ci_high", "baseline")
         )
-        if not np.isfinite(means).any():
-            continue
-        of = "" if prefix == "eval" else f" {prefix.removeprefix('eval_')}"
-        style = {"color": color, "markersize": 4, "zorder": 4}
-        handles += axes.plot(steps, means, marker, label=_label(f"evaluation{of}"), **style)
-        axes.vlines(steps, low, high, color=color, linewidth=1.1, zorder=3)
-        if len(baselines := baselines[np.isfinite(baselines)]):
-            style = {"color": color, "linestyle": "--", "linewidth": 0.9, "zorder": 2}
-            handles.append(axes.axhline(baselines[-1], label=_label(f"baseline{of}"), **style))
-    return handles
+        if np.isfinite(means).any():
+            name = "" if prefix == "eval" else f" {prefix.removeprefix('eval_')}"
+            label = _label(f"evaluation{name}")
+            axes.plot(steps, means, marker, color=color, markersize=4, zorder=4, label=label)
+            axes.vlines(steps, low, high, color=color, linewidth=1.1, zorder=3)
+            for baseline in baselines[np.isfinite(baselines)][-1:]:
+                style = {"color": color, "linestyle": "--", "linewidth": 0.9, "zorder": 2}
+                axes.axhline(baseline, label=_label(f"baseline{name}"), **style)
 
 
-def _plot_rewards(axes: Axes, rows: list[dict], metric: str, colors: dict[str, str]) -> list:
-    handles = []
+def _plot_rewards(axes: Axes, rows: list[dict], metric: str, colors: dict[str, str]) -> None:
     for reward, color in colors.items():
-        handles += _line(axes, *_series(rows, f"rewards/{reward}/{metric}", "rewards/"), color, _label(reward))
-    return handles
+        _line(axes, *_series(rows, f"rewards/{reward}/{metric}", "rewards/"), color, _label(reward))
 
 
-def _plot_spread(axes: Axes, rows: list[dict], colors: dict[str, str]) -> list:
-    handles = _plot_rewards(axes, rows, "h", colors)
+def _plot_spread(axes: Axes, rows: list[dict], colors: dict[str, str]) -> None:
+    _plot_rewards(axes, rows, "h", colors)
     highest, top = axes.dataLim.y1, 1.0  # of the lines, and of the next strip, in other coordinates
     # A strip above the lines for each tamed reward: markers on the lines would hide them in a long run
     height = min(0.08, 0.5 / len(colors))
     for reward, color in colors.items():
         steps, tamed = _series(rows, f"rewards/{reward}/tamed", "rewards/")
         if (tamed > 0).any():
-            axes.stairs(
-                np.where(tamed > 0, top, np.nan), _edges(steps), baseline=top - 0.7 * height, fill=True, color=color,
-                transform=axes.get_xaxis_transform(), linewidth=0,
-            )  # fmt: skip
+            strip, style = np.where(tamed > 0, top, np.nan), {"transform": axes.get_xaxis_transform(), "linewidth": 0}
+            axes.stairs(strip, _edges(steps), baseline=top - 0.7 * height, fill=True, color=color, **style)
             top -= height
     if top < 1:
-        handles.append(Patch(color="0.6", label="tamed (bar above)"))
+        axes.fill_between([], [], color="0.6", label="tamed (bar above)")
     axes.set_ylim(0, highest / (top - 0.05) if highest > 0 else 1)
-    return handles
 
 
 def _plot_shares(axes: Axes, rows: list[dict], colors: dict[str, str]) -> list:
@@ -241,14 +228,12 @@ def _plot_shares(axes: Axes, rows: list[dict], colors: dict[str, str]) -> list:
     return handles
 
 
-def _plot_clipping(axes: Axes, rows: list[dict]) -> list:
-    handles = []
+def _plot_clipping(axes: Axes, rows: list[dict]) -> None:
     for part, label, color in _CLIPPED:
         series = _series(rows, f"clip_ratio/{part}_mean", "clip_ratio/")
         # Nothing is clipped before the first update of a round: single values of a long run would fill the panel
-        handles += _line(axes, *series, color, label, raw=False)
+        _line(axes, *series, color, label, raw=False)
     axes.set_ylim(bottom=0)
-    return handles
 
 
 def _plot_deviations(axes: Axes, rows: list[dict], deviations: list[tuple[str, int]]) -> list:
@@ -286,9 +271,6 @@ def _plot_time(axes: Axes, rows: list[dict], phases: list[str], steps_per_round:
     return handles
 
 
-# ---- Shared by the panels ----
-
-
 def _series(rows: list[dict], name: str, group: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps at which any metric that begins with `group` was logged, and `name` there, NaN if missing."""
     chosen = [row for row in rows if any(key.startswith(group) for key in row)]
@@ -298,16 +280,17 @@ def _series(rows: list[dict], name: str, group: str) -> tuple[np.ndarray, np.nda
 
 def _line(
     axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str, linestyle: str = "-", raw: bool = True
-) -> list[Line2D]:
+) -> None:
     """Plot a line: with points if there are few values, and as a running mean over them if there are many."""
     if not np.isfinite(values).any():
-        return []
+        return
     style = {"color": color, "linewidth": 1.3, "linestyle": linestyle, "label": label, "clip_on": False}
     if len(steps) <= MANY_POINTS:
-        return axes.plot(steps, values, marker=".", markersize=4 if len(steps) <= 50 else 2, **style)
+        axes.plot(steps, values, marker=".", markersize=4 if len(steps) <= 50 else 2, **style)
+        return
     if raw:
         axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.25)
-    return axes.plot(steps, running_mean(values, len(steps) // 60), **style)
+    axes.plot(steps, running_mean(values, len(steps) // 60), **style)
 
 
 def _stack(
