@@ -71,11 +71,11 @@ def base_license(base: str, online: bool = False, token: str | None = None) -> L
         return None
     if isinstance(cached, str):
         return _license_or_none(Path(cached), base)
-    return _ask_hub(base, token) if online else None
+    return _fetch_license(base, token) if online else None
 
 
 @functools.lru_cache(maxsize=16)
-def _ask_hub(model: str, token: str | None) -> License | None:
+def _fetch_license(model: str, token: str | None) -> License | None:
     try:
         return read_license(model, token)
     except ValueError:  # missing, not reachable, or without a license
