@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contact sheets: planted colours are where they belong, rows before and after training, and sources of edits."""
+"""Contact sheets: planted colors are where they belong, rows before and after training, and sources of edits."""
 
 import random
 
@@ -16,7 +16,7 @@ CAPTION = "consistency 0.731\nclip_t 0.304\nadvantage -1.204"
 
 
 def color_of(prompt, generation, series=0):
-    """A colour of its own for each image: no grey, which the edges of letters have as well."""
+    """A color of its own for each image: no gray, which the edges of letters have as well."""
     return 70 + 20 * prompt, 60 + 40 * generation, 15 + 120 * series
 
 
@@ -39,7 +39,7 @@ def sheet_images(prompts, generations, names=("",), size=(64, 64), caption=CAPTI
 
 
 def box_of(sheet, color):
-    """(left, top, right, bottom) of the pixels of a colour; the ends belong to it."""
+    """(left, top, right, bottom) of the pixels of a color; the ends belong to it."""
     packed = np.asarray(sheet.convert("RGBA")).view("<u4")[..., 0]  # (height, width)
     found = packed == int.from_bytes((*color, 255), "little")
     assert found.sum() > 100, f"{color} is not on the sheet"
@@ -53,7 +53,7 @@ def ink(sheet, left, top, right, bottom):
 
 
 def shade(sheet, left, top, right, bottom):
-    """Ink of a box with its grey edges, in black pixels: small letters have little else."""
+    """Ink of a box with its gray edges, in black pixels: small letters have little else."""
     return (255 - np.asarray(sheet)[max(top, 0) : bottom, max(left, 0) : right].max(axis=-1).astype(int)).sum() / 255
 
 
@@ -210,7 +210,7 @@ SOURCE, SECOND_SOURCE = (240, 10, 200), (10, 220, 240)
 
 
 def scored(prompts, generations, series, size=(64, 64)):
-    """Flat images of all prompts in the colours of a series, with three scores each."""
+    """Flat images of all prompts in the colors of a series, with three scores each."""
     images = sheet_images(prompts, generations, ("", ""), size)
     pictures = [image.image for image in images if image.series == series]
     rewards = torch.arange(3.0 * len(pictures)).view(-1, 3) / 64 + series
@@ -348,9 +348,9 @@ class TestSources:
         assert many - few == pytest.approx(2 * 14, abs=3)  # rows make room for it
         assert title(300)[1] == many
 
-    def test_sources_of_every_mode_have_their_colours(self, save):
-        grey = Image.new("L", (64, 64), 137)
-        sheet = save({0: [grey]})
+    def test_sources_of_every_mode_have_their_colors(self, save):
+        gray = Image.new("L", (64, 64), 137)
+        sheet = save({0: [gray]})
         _, top, _, bottom = box_of(sheet, color_of(0, 0))
         assert sheet.getpixel((60, (top + bottom) // 2)) == (137, 137, 137)
         half = Image.new("RGBA", (64, 64), (*SOURCE, 255))

@@ -260,7 +260,7 @@ class TestPicture:
         assert values[0] == 3 and math.isnan(values[1]) and values[2] == 2
         assert _rgb(line_of(axes, "a")) == _rgb(line_of(panel(drawn[-1], "a: mean"), "training"))
 
-    def test_shares_of_rewards_are_stacked_and_have_their_colours(self, tmp_path, drawn):
+    def test_shares_of_rewards_are_stacked_and_have_their_colors(self, tmp_path, drawn):
         entries = [train_entry(step, ("c", "b", "a")) for step in (1, 2, 3)]
         for name, shares in {"a": (0.5, 0.25, 0.0), "b": (0.25, 0.25, 0.0), "c": (0.25, 0.5, 1.0)}.items():
             for entry, share in zip(entries, shares, strict=True):
