@@ -122,7 +122,7 @@ class TestKillsInOneProcess:
         outcome = found_after_kill(output)
         resumed = Run(context, model, output, resume=None if outcome["latest"] is None else True)
         state = resumed.state()
-        warning = "An earlier run was stopped while it saved"
+        warning = "An earlier run was stopped while saving"
         assert (warning in resumed.output_text()) == bool(outcome["unfinished"])
         assert not found_after_kill(output)["unfinished"]
         return outcome | {"case": case, "killed": run.was_killed == [True], "state": state}
@@ -451,7 +451,7 @@ class TestOtherNumberOfProcesses:
         output = copy_run(alone.output, tmp_path / "out", [5])
         run = Run(context, tiny_flux, output, resume=True, processes=2, **WITHOUT_CHANCE)
         assert run.state()["global_step"] == 6
-        assert "made by 1 processes, now 2. It lies in the middle of a round" in run.output_text()
+        assert "made by 1 processes, now 2. It is in the middle of a round" in run.output_text()
         assert self.distance(run, alone) > 0
 
     def test_deepspeed_is_another_matter(self, nowhere, earlier):
