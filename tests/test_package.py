@@ -103,6 +103,7 @@ DATA_FILES = {
     "data/prompts/demo.jsonl",
     "evaluation/published.json",
     "templates/generation_report.html.jinja",
+    "templates/model_card_parts.md.jinja",
     "templates/paco_dataset_card.md.jinja",
     "templates/paco_grpo_model_card.md.jinja",
     "templates/paco_reward_model_card.md.jinja",

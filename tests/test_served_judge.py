@@ -351,7 +351,7 @@ class TestFaultsThatPass:
         pairs = [(plain(index), plain(90)) for index in range(40)]
         thread = threading.Thread(target=lambda: scores.extend(judge.score(pairs, QUESTION)))
         thread.start()
-        assert wait_until(lambda: len(server.requests) > 10)
+        assert wait_until(lambda: len(server.requests) > 11)  # one of them hangs
         server.stop()
         assert wait_until(lambda: "Trying again" in caplog.text) and "no connection" in caplog.text
         server.fault = lambda number: None
