@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -205,7 +206,7 @@ def aggregate_rewards(
     tamed = [False] * len(h)
 
     if method == "normalize_then_sum":
-        rewards = normalize_in_groups(rewards, num_generations)
+        rewards = normalize_in_groups(rewards, cast(int, num_generations))
     elif method == "log_tamed":
         # Refused whether or not h_k exceeds the threshold: an error in the first round, not in a later one
         _refuse_where(
@@ -229,7 +230,7 @@ def aggregate_rewards(
     is_product = method == "geometric_mean"
     share = spread_shares(weights * (torch.log(rewards) if is_product else rewards), num_generations)
     if optional.any():
-        rewards = without_gaps(rewards, optional, num_generations, neutral=1.0 if is_product else 0.0)
+        rewards = without_gaps(rewards, optional, cast(int, num_generations), neutral=1.0 if is_product else 0.0)
     # Without columns of weight 0: 0 * NaN is NaN
     combine = weighted_geometric_mean if is_product else weighted_sum
     aggregate = combine(rewards[:, used], weights[used])  # (N,)

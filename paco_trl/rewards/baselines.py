@@ -12,7 +12,6 @@ from PIL import Image
 from ..utils.images import to_rgb
 from .clip import CLIP_H, ClipEmbedder, check_finite
 from .columns import panels_of
-from .judge import Judge
 
 
 class ClipIScorer(ClipEmbedder):
@@ -108,7 +107,9 @@ class DreamSimScorer:
         self.model_name = self.name if model is None else None  # for cards
         self.device = torch.device(device) if device is not None else PartialState().device
         self.batch_size = batch_size
-        self.model, self.preprocess = (model, preprocess) if model is not None else _load_dreamsim(self.device)
+        if model is None or preprocess is None:
+            model, preprocess = _load_dreamsim(self.device)
+        self.model, self.preprocess = model, preprocess
 
     def score(self, images: list[tuple[Image.Image, Image.Image]], prompts: list[str]) -> list[float]:
         """Return 1 - distance for each pair."""
@@ -150,7 +151,7 @@ class PairSimilarityReward:
     __name__: str
     min_panels = 2  # the trainer checks it before it loads a model
 
-    def __init__(self, judge: Judge):
+    def __init__(self, judge: ClipIScorer | DreamSimScorer):
         self.judge = judge
 
     @property

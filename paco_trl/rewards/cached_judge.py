@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from PIL import Image
 
@@ -31,7 +32,7 @@ class CachedJudge:
     """Caches the answers of a judge. Pending questions are shared; those without an answer are asked again."""
 
     def __init__(self, judge: Judge):
-        self.judge = judge
+        self.judge: Any = judge  # with `answer` if it is served
         # Pending answers are futures
         self._answers: OrderedDict[bytes, Answer | Future[Answer]] = OrderedDict()
         self._lock = threading.Lock()
@@ -65,8 +66,8 @@ class CachedJudge:
         with self._lock:
             for index, key in enumerate(keys):
                 if key not in self._answers:
-                    self._answers[key] = Future()
-                    new[key] = (index, self._answers[key])
+                    pending: Future[Answer] = Future()
+                    self._answers[key], new[key] = pending, (index, pending)
                 self._answers.move_to_end(key)
             answers = [self._answers[key] for key in keys]
             while len(self._answers) > _MAX_ANSWERS and isinstance(next(iter(self._answers.values())), Answer):

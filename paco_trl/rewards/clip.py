@@ -25,6 +25,8 @@ class ClipEmbedder:
     the first use. The processors of the published CLIPs crop an image that is not square to its central square.
     """
 
+    __name__: str  # of the subclasses that are rewards
+
     def __init__(
         self,
         model: str | Path,
@@ -90,10 +92,10 @@ def check_panels(
     completions: list[Image.Image],
     panels: list[list[str]] | None,
     panel_images: list[list[Image.Image]] | None,
-) -> None:
-    """Check that each completion has a text for each of its panels."""
-    for name, column in (("panels", panels), ("panel_images", panel_images)):
-        column_of(column, name, len(completions), metric)
+) -> tuple[list[list[str]], list[list[Image.Image]]]:
+    """Check that each completion has a text for each of its panels, and return the two columns."""
+    panels = column_of(panels, "panels", len(completions), metric)
+    panel_images = column_of(panel_images, "panel_images", len(completions), metric)
     for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
         if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError(
@@ -105,6 +107,7 @@ def check_panels(
                 f"Completion {index} has {len(images or [])} panel images and {len(texts)} panel texts. Check "
                 "`rows`, `cols` and `panels` in the dataset."
             )
+    return panels, panel_images
 
 
 def score_texts(

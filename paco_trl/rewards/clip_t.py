@@ -72,5 +72,5 @@ class ClipTReward(ClipEmbedder):
         **kwargs,
     ) -> list[float]:
         """Return one score per completion, the mean over its `panel_images`, each with its text in `panels`."""
-        check_panels("CLIP-T", completions, panels, panel_images)
-        return score_texts(self, "CLIP-T", panel_images, panels, log_metric=log_metric)
+        texts, images = check_panels("CLIP-T", completions, panels, panel_images)
+        return score_texts(self, "CLIP-T", images, texts, log_metric=log_metric)

@@ -22,7 +22,8 @@ def column_of(column: list | None, name: str, count: int, reward: str) -> list:
 
 def panels_of(panel_images: list[list[Image.Image]] | None, count: int, reward: str) -> list[list[Image.Image]]:
     """Check that a reward that compares panels got at least two for each image."""
-    for index, panels in enumerate(column_of(panel_images, "panel_images", count, reward)):
+    panel_images = column_of(panel_images, "panel_images", count, reward)
+    for index, panels in enumerate(panel_images):
         if len(panels) < 2:
             raise ValueError(
                 f"Image {index} has {len(panels)} panel, but {reward} compares at least two. Use prompts with more "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges: objects that answer questions about pairs of images."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from PIL import Image
 
@@ -11,6 +11,8 @@ from PIL import Image
 # Forms of an image that judges take
 ImageSource = Image.Image | str | Path | bytes
 ImagePair = tuple[ImageSource, ImageSource]
+# What is read from an answer: P(Yes), the log-probabilities of tokens, or a text
+Score = TypeVar("Score")
 # Images of one question: a pair, or one image
 ImageGroup = ImagePair | tuple[ImageSource]
 # Log-probabilities that a judge reads: the most that OpenAI's API and vLLM return
@@ -21,7 +23,7 @@ class JudgeUnavailableError(RuntimeError):
     """A judge cannot be queried at all: it is down, refuses the key, or lacks the model. It stops a run."""
 
 
-class Answer(NamedTuple):
+class Answer(NamedTuple, Generic[Score]):
     """
     Score of a pair by a judge, or the reason why there is none.
 
@@ -32,7 +34,7 @@ class Answer(NamedTuple):
             Short reason for a missing score.
     """
 
-    score: float | None
+    score: Score | None
     reason: str | None = None
 
 
@@ -49,7 +51,7 @@ class Judge(Protocol):
 
     name: str
 
-    def score(self, images: list[ImagePair], prompts: list[str]) -> list[float | None]:
+    def score(self, images: list[ImagePair], prompts: list[str]) -> Sequence[float | None]:
         """
         Score pairs of images.
 
@@ -60,7 +62,7 @@ class Judge(Protocol):
                 Question for each pair.
 
         Returns:
-            `list[float | None]`: score of each pair, P(Yes) / (P(Yes) + P(No)) for a vision-language model. `None` for
+            `Sequence[float | None]`: score of each pair, P(Yes) / (P(Yes) + P(No)) for a vision-language model. `None` for
             a pair that could not be scored.
 
         Raises:
@@ -98,7 +100,7 @@ def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
                 f"`images[{index}]` is {what}, not a pair. Pass a list of pairs, `[(first, second), ...]`; for larger "
                 "sets, use `score_sets` of `PaCoReward`."
             )
-    return [tuple(pair) for pair in images]
+    return [(first, second) for first, second in images]
 
 
 def both_orders(pairs: list[tuple]) -> list[tuple]:

@@ -56,7 +56,8 @@ class JudgedReward:
         self.judge = model
         if hasattr(model, "answer"):
             # Not in `__new__`: a subclass may take other arguments
-            self.__class__ = _served(type(self))
+            # https://github.com/python/mypy/issues/11470
+            self.__class__ = _served(type(self))  # type: ignore[arg-type]
         self._cached = CachedJudge(model)
 
     @property
@@ -103,7 +104,7 @@ class JudgedReward:
                 log_metric(f"{name}/unanswered/{kind}", kinds[kind] / len(answers))
         rest, rewards = iter(answers), []
         for row in questions:
-            scores = [next(rest).score for _ in row]
+            scores: list = [next(rest).score for _ in row]
             # The mean of the answered pairs would not be comparable with other images of the prompt
             rewards.append(None if None in scores else self._combine(row, scores))
         return rewards
@@ -112,7 +113,7 @@ class JudgedReward:
 class ServedReward(JudgedReward):
     """Mixin: the reward of a served judge, which is queried while other images are generated."""
 
-    async def __call__(
+    async def __call__(  # type: ignore[override]  # the scorer tells them apart
         self,
         prompts: list[str],
         completions: list[Image.Image],

@@ -71,8 +71,8 @@ class LayoutReward:
         **kwargs,
     ) -> list[float]:
         """Return one score per completion, in [0, 1], for the requested `rows` and `cols` of panels."""
-        for name, column in (("rows", rows), ("cols", cols)):
-            column_of(column, name, len(completions), "`LayoutReward`")
+        rows = column_of(rows, "rows", len(completions), "`LayoutReward`")
+        cols = column_of(cols, "cols", len(completions), "`LayoutReward`")
         return [
             layout_score(to_rgb(image, f"Completion {index}"), rows[index], cols[index])
             for index, image in enumerate(completions)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Can the text that an image should show be read?"""
 
+from collections.abc import Callable
 from unicodedata import normalize
 
 import numpy as np
@@ -49,7 +50,7 @@ class OcrReward:
         self.needed_columns = ("text",)  # the trainer checks them before it loads a model
         self.model_name = "RapidOCR"  # for cards
         # Below "error" it logs its files, and each image without text
-        self.engine = RapidOCR(params={"Global.log_level": "error"})
+        self.engine: Callable = RapidOCR(params={"Global.log_level": "error"})
 
     def __call__(
         self,
@@ -59,7 +60,8 @@ class OcrReward:
         **kwargs,
     ) -> list[float]:
         """Return one score per completion, in [0, 1], for the words of the column `text`."""
-        for index, words in enumerate(column_of(text, "text", len(completions), "`OcrReward`")):
+        text = column_of(text, "text", len(completions), "`OcrReward`")
+        for index, words in enumerate(text):
             if not isinstance(words, str) or not _letters(words):
                 raise ValueError(
                     f"`text` of completion {index} (prompt {prompts[index]!r}) is {words!r}, but the reward requires "

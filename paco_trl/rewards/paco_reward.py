@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -98,13 +99,13 @@ class PaCoReward:
         self.model = model.eval()
         self.processor = processor
         self.yes_id, self.no_id = decision_token_ids(processor.tokenizer)
-        self.name = name or model.name_or_path
+        self.name: str = name or model.name_or_path
         self.batch_size = batch_size
         self.system_prompt = system_prompt
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
         # These encode an image once, and questions share their beginnings. Others run in full: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
-        self._hidden_state: torch.Tensor | None = None
+        self._hidden_state: Any = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
 
     @classmethod

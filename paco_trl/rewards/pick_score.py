@@ -83,7 +83,6 @@ class PickScoreReward(ClipEmbedder):
                     )
             images, texts = [[image] for image in completions], [[prompt] for prompt in prompts]
         else:
-            check_panels("PickScore", completions, panels, panel_images)
-            images, texts = panel_images, panels
+            texts, images = check_panels("PickScore", completions, panels, panel_images)
         scale = self.model.logit_scale.float().exp().item() / PICK_SCORE_DIVISOR
         return score_texts(self, "PickScore", images, texts, scale, log_metric)

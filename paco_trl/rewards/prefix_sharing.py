@@ -52,7 +52,7 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
     cuts = [*zip(*image_ends, strict=True), [ids.shape[1]] * len(ids)]
     # Label of each row's beginning up to each cut: images and tokens, since a chat template may vary what precedes an
     # image. At the last cut each row is distinct.
-    beginnings: list[list[Hashable]] = [
+    beginnings: list[list] = [
         [
             (keys[: level + 1], tuple(row[start:end].tolist()))
             for keys, row, start, end in zip(images, ids, starts, cuts[level], strict=True)
@@ -61,7 +61,7 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
     ] + [list(range(len(ids)))]
 
     num_seen = 0  # images of earlier parts
-    cache = owner = past_mask = None
+    cache, owner, past_mask = None, mask, mask  # the latter are set with the cache
     for level, (ends, labels) in enumerate(zip(cuts, beginnings, strict=True)):
         distinct = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         if level < count and len(distinct) == len(set(beginnings[level + 1])):

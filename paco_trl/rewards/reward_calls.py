@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from datasets import Dataset, Image
@@ -105,20 +106,17 @@ def _one_each(values: list | None, default, option: str, names: list[str]) -> li
 
 
 def _checked(function: Callable, name: str) -> Callable:
-    if is_async_callable(function):
+    async def call_async(*args, **kwargs):
+        with _named_errors(name):
+            rewards = await function(*args, **kwargs)
+        return _check_rewards(rewards, name, len(kwargs["completions"]))
 
-        async def call(*args, **kwargs):
-            with _named_errors(name):
-                rewards = await function(*args, **kwargs)
-            return _check_rewards(rewards, name, len(kwargs["completions"]))
+    def call_sync(*args, **kwargs):
+        with _named_errors(name):
+            rewards = function(*args, **kwargs)
+        return _check_rewards(rewards, name, len(kwargs["completions"]))
 
-    else:
-
-        def call(*args, **kwargs):
-            with _named_errors(name):
-                rewards = function(*args, **kwargs)
-            return _check_rewards(rewards, name, len(kwargs["completions"]))
-
+    call: Any = call_async if is_async_callable(function) else call_sync
     # Not functools.wraps: a callable object lacks the attributes that it copies
     functools.update_wrapper(call, function, assigned=("__doc__",), updated=())
     call.__name__ = name

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class _Call:
     """A call of some rewards, given by their numbers."""
 
     functions: list[int]
-    values: Future | None = None
+    values: Future = field(init=False)
     span: list[float] = field(default_factory=list)  # when it started and ended
     extra: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -69,7 +70,7 @@ class RewardScorer:
         self._sync = [index for index, function in enumerate(reward_funcs) if not is_async_callable(function)]
         self._async = [index for index in range(len(reward_funcs)) if index not in self._sync]
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
-        self._loop = None
+        self._loop: Any = None
         if self._async:
             thread, self._loop, is_ready = start_event_loop_in_daemon(name="PaCoGRPOTrainer-AsyncLoop")
             is_ready.wait()
@@ -151,12 +152,12 @@ class RewardScorer:
         self.start()
         return scores
 
-    def _problem(self) -> Exception | None:
+    def _problem(self) -> BaseException | None:
         """Return the exception of the first call that is known to have failed."""
         done = (call.values for call in self._calls if call.values.done())
         return next((values.exception() for values in done if values.exception() is not None), None)
 
-    def _raise_together(self, problem: Exception | None) -> None:
+    def _raise_together(self, problem: BaseException | None) -> None:
         """Raise on all processes if one has a problem."""
         problems = [] if problem is None else [f"process {self.accelerator.process_index}: {problem}"]
         if self.accelerator.num_processes > 1:
@@ -170,7 +171,7 @@ class RewardScorer:
 
     def _submit(self, functions: list[int], batch: list[dict], state: TrainerState) -> None:
         call = _Call(functions)
-        arguments = {name: [row[name] for row in batch] for name in batch[0] if name != "prompt"}
+        arguments: dict[str, Any] = {name: [row[name] for row in batch] for name in batch[0] if name != "prompt"}
         arguments |= {
             "prompts": [row["prompt"] for row in batch],
             "completion_ids": None,  # as in TRL

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -178,7 +178,9 @@ class ServedJudge:
         """
         return [answer.score for answer in self._client.run(self._answer(images, prompts, symmetric))]
 
-    async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
+    async def answer(
+        self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False
+    ) -> list[Answer[float]]:
         """Score pairs like [`~ServedJudge.score`], as a coroutine and with the reasons for missing scores."""
         return await asyncio.wrap_future(self._client.start(self._answer(images, prompts, symmetric)))
 
@@ -215,7 +217,7 @@ class ServedJudge:
         """Close the connections. The judge cannot be queried afterwards."""
         self._client.close()
 
-    def _read_all(self, groups: list[ImageGroup], prompts: list[str], *args, **kwargs) -> list:
+    def _read_all(self, groups: Sequence[ImageGroup], prompts: list[str], *args, **kwargs) -> list:
         return [answer.score for answer in self._client.run(self._query_all(groups, prompts, *args, **kwargs))]
 
     # ---- On the event loop ----
@@ -242,7 +244,7 @@ class ServedJudge:
                 + (f" This one allows `top_logprobs` of at most {largest}." if largest else "")
             )
 
-    async def _answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool) -> list[Answer]:
+    async def _answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool) -> list[Answer[float]]:
         pairs, prompts = _checked(images, prompts)
         if not symmetric:
             return await self._query_all(pairs, prompts, _read_score)
@@ -253,12 +255,12 @@ class ServedJudge:
 
     async def _query_all(
         self,
-        groups: list[ImageGroup],
+        groups: Sequence[ImageGroup],
         prompts: list[str],
         read: Callable[["ChatCompletion"], Answer],
         max_tokens: int = 1,
         labels: tuple[str, str] | None = None,
-    ) -> list[Answer]:
+    ) -> list[Answer[float]]:
         # Each image is encoded once; errors name its first question
         sources = {
             image_key(image): (image, name_image(group, place, index))
@@ -331,7 +333,7 @@ class ServedJudge:
         images = {color: (Image.new("RGB", (112, 112), color), "A test image") for color in ("white", "black")}
         return self._body(list(self._encode(images).values()), plain_question())
 
-    def _encode(self, sources: dict[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
+    def _encode(self, sources: Mapping[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
         """Encode images as data URLs, with the pixels that a judge in the process would see."""
         encoded = {}
         for key, (source, where) in sources.items():
@@ -353,13 +355,14 @@ def _check_prompts(prompts: str | list[str], count: int, what: str) -> list[str]
     return prompts
 
 
-def _read_tokens(completion: "ChatCompletion") -> Answer:
+def _read_tokens(completion: "ChatCompletion") -> Answer[dict[str, float]]:
     """Read the likeliest first tokens with their log-probabilities, in place of a score."""
     if not getattr(completion, "choices", None):
         return Answer(None, UNREADABLE)
     logprobs: dict[str, float] = {}
     try:
-        for entry in completion.choices[0].logprobs.content[0].top_logprobs:
+        choice: Any = completion.choices[0]
+        for entry in choice.logprobs.content[0].top_logprobs:
             # Tokens may share a text (pieces of a character): the likelier one comes first
             logprobs.setdefault(entry.token, float(entry.logprob))
     except (AttributeError, IndexError, TypeError, ValueError):
@@ -382,7 +385,7 @@ def _read_score(completion: "ChatCompletion") -> Answer:
     return Answer(score, UNDECIDED if score is None else None)
 
 
-def _read_text(completion: "ChatCompletion") -> Answer:
+def _read_text(completion: "ChatCompletion") -> Answer[str]:
     try:
         text = completion.choices[0].message.content
     except (AttributeError, IndexError, TypeError):
