@@ -84,7 +84,7 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                     )
 
 
-def check_required(required: list[bool] | None, names: list[str], weights: torch.Tensor) -> list[bool]:
+def check_required(required: list | None, names: list[str], weights: torch.Tensor) -> list[bool]:
     """Check which rewards are required (`None`: all); one of nonzero weight must be."""
     required = _one_each(required, True, "reward_required", names)
     if not any(is_required and weight != 0 for is_required, weight in zip(required, weights.tolist(), strict=True)):

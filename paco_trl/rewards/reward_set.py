@@ -23,7 +23,7 @@ class RewardSet:
         self,
         reward_funcs: Callable | list[Callable],
         weights: list[float] | None = None,
-        required: list[bool] | None = None,
+        required: list | None = None,
         method: str = "sum_then_normalize",
         threshold: float | str = "mean",
     ):

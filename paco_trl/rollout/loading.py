@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -47,7 +48,7 @@ class PolicyConfig(FrozenDict):
 
     model_type = "diffusers"
 
-    def __getattr__(self, name: str) -> int:
+    def __getattr__(self, name: str) -> Any:
         # transformers computes the `auto` buckets of a DeepSpeed config from the width of the transformer
         if name == "hidden_size" and "dim" in self:  # Z-Image
             return self["dim"]
@@ -251,11 +252,11 @@ def prepare_transformer(
                 autocast_adapter_dtype=autocast_adapter_dtype,
             )
         else:
-            peft_config = copy.deepcopy(peft_config)
-            if peft_config.target_modules is None:
-                peft_config.target_modules = list(family.lora_target_modules)
-            _exclude(peft_config, unused_layers)
-            model = get_peft_model(transformer, peft_config, autocast_adapter_dtype=autocast_adapter_dtype)
+            own: Any = copy.deepcopy(peft_config)
+            if own.target_modules is None:
+                own.target_modules = list(family.lora_target_modules)
+            _exclude(own, unused_layers)
+            model = get_peft_model(transformer, own, autocast_adapter_dtype=autocast_adapter_dtype)
         model.config = config
         # PEFT leaves the base model's name empty for diffusers models
         model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
@@ -305,7 +306,7 @@ def make_policy(
     return policy, reference
 
 
-def _exclude(config: LoraConfig, layers: list[str]) -> None:
+def _exclude(config: LoraConfig, layers: Sequence[str]) -> None:
     """Exclude layers in an adapter's config, which is saved with it. PEFT warns of names that match nothing."""
     layers = [
         name for name in layers if config.target_modules == "all-linear" or check_target_module_exists(config, name)

@@ -7,6 +7,7 @@ log-probability of the same samples.
 """
 
 import inspect
+from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -131,7 +132,7 @@ class PipelinePolicy:
         sde: SDESettings | None = None,
         record_mean: bool = False,
         record_last_step: bool = False,
-        sources: list[EncodedImage] = (),
+        sources: Sequence[EncodedImage] = (),
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """
         Generate a batch of images.
@@ -232,7 +233,7 @@ class PipelinePolicy:
             )
 
     @contextmanager
-    def _encoding(self, sources: list[EncodedImage]):
+    def _encoding(self, sources: Sequence[EncodedImage]):
         """Replace the VAE's `encode`: return the latents of the source images in order."""
         waiting = list(sources)
 

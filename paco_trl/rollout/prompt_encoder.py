@@ -175,7 +175,7 @@ class PromptEncoder:
     def _count_truncations(self, count: int):
         """Log the number of truncated prompts of all processes, for each kind. Every process enters it."""
         # Prompts of image sets are always longer than CLIP reads, and the pipeline logs each prompt with its full text
-        truncations = Counter()
+        truncations: Counter[str] = Counter()
 
         def count_truncations(record: logging.LogRecord) -> bool:
             message = record.getMessage()

@@ -109,9 +109,9 @@ class RolloutSampler:
         noise_keys: list[tuple[int, ...]],
         size: tuple[int, int],
         num_inference_steps: int,
-        finish: Callable[[list[RecordedStep]], list[RecordedStep]] | None = None,
+        finish: Callable[[list[RecordedStep]], list] | None = None,
         **recording,
-    ) -> tuple[list[Image.Image], list[RecordedStep]]:
+    ) -> tuple[list[Image.Image], list]:
         """
         Generate a micro-batch, within [`RolloutSampler.ready`].
 

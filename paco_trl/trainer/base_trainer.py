@@ -260,7 +260,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
     def _write_weights(self, folder: Path) -> None:
         keep, ema = self.args.should_save, self.ema
         average = ema.state_dict(keep) if ema is not None else None
-        policy = None
+        policy: Any = None
         if self.zero_stage == 0 or ema is None:  # DeepSpeed's own files hold the weights otherwise
             policy = gather_weights(self.model, local_weights(self.model, self.zero_stage), self.zero_stage, keep)
         if keep:
@@ -302,7 +302,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
 
     def _load_round(self, checkpoint: Path) -> None:
         """Restore a pending round, if it was divided over as many processes."""
-        index, run = self.accelerator.process_index, read_run(checkpoint)
+        index, run = self.accelerator.process_index, read_run(checkpoint) or {}
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
         settings = self._adjustable_settings(self.args)
@@ -374,7 +374,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         rewards = (self.reward_funcs, self.reward_func_names, self.reward_weights.tolist())
         evaluations = []
         if use_ema or args.ema_decay is None:  # evaluations are of the average
-            datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]
+            datasets = [*self.eval_dataset] if isinstance(self.eval_dataset, dict) else [None]
             evaluations = evaluation_rows(
                 history, datasets, self.evaluator.rewards.functions, self.evaluator.rewards.names
             )

@@ -10,7 +10,7 @@ from ..rollout.prompt_rows import PromptRows
 from .paco_grpo_config import PaCoGRPOConfig
 
 
-def check_train_dataset(dataset: Dataset | None, args: PaCoGRPOConfig, rewards: RewardSet) -> PromptRows:
+def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardSet) -> PromptRows:
     """Read the training prompts, and check that they fill a round and fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
     rows, layout = PromptRows(dataset, args, "the dataset"), args.round_layout

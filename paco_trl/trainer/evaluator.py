@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +53,7 @@ class Evaluator:
         rewards: RewardSet,
         scorer: RewardScorer,
         args: PaCoGRPOConfig,
-        rows: list[PromptRows] = (),
+        rows: Sequence[PromptRows] = (),
         base_model: str = "",
         dtype: str = "",
     ):
@@ -139,7 +139,7 @@ class Evaluator:
         folder = Path(self.args.output_dir) / "evaluation" / f"{name}_baseline"
         baseline = load_baseline(folder, key) if may_load else None
         is_new = baseline is None
-        if is_new:
+        if baseline is None:
             weights = untrained()
             if weights is None:
                 return None, False

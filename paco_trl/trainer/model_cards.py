@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -13,6 +14,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from peft import PeftModel
 from PIL import Image
 from torch import nn
+from transformers import SchedulerType
 
 from ..cards import Evaluation, ImageSettings, JudgeSettings, LoRA, Reward
 from ..rollout import Family
@@ -95,7 +97,7 @@ def image_settings(
         negative_prompt=negative_prompt,
         trained_weights=None if is_adapter else "all of the transformer",
         saved_weights=saved_weights,
-        lr_scheduler_type=args.lr_scheduler_type.value,
+        lr_scheduler_type=SchedulerType(args.lr_scheduler_type).value,
         log_tame_threshold=args.log_tame_threshold if is_tamed else None,
         precision="bfloat16" if args.bf16 else "float32",
         **{name: getattr(args, name) for name in same},
@@ -136,12 +138,12 @@ def evaluation_rows(
     rows = []
     for dataset in datasets:
         prefix = f"eval_{dataset}_" if dataset else "eval_"
-        entry = next((entry for entry in reversed(log_history) if f"{prefix}reward" in entry), {})
+        entry: dict = next((entry for entry in reversed(log_history) if f"{prefix}reward" in entry), {})
         for name, function in zip(names, functions, strict=True):
             key = f"{prefix}rewards/{name}/"
             if f"{key}mean" in entry:
                 fields = ("mean", "baseline", "gain_ci_low", "gain_ci_high")
-                values = {field: entry.get(key + field) for field in fields}
+                values: dict[str, Any] = {field: entry.get(key + field) for field in fields}
                 rows.append(Evaluation(name, **values, dataset=dataset, model=_model_of(function), step=entry["step"]))
     return rows
 
@@ -156,7 +158,7 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
         numbered = [(int(path.stem.rsplit("_", 1)[1]), path) for path in sheets]
         return max(((n, path) for n, path in numbered if n * steps_of_one < end), default=(None, None))[1]
 
-    found = {"curves.png": output_dir / "curves.png"}
+    found: dict[str, Path | None] = {"curves.png": output_dir / "curves.png"}
     if args.log_completions:
         steps_per_round = args.round_layout.num_optimizer_steps * args.num_iterations
         found["contact_sheet.png"] = latest("round_*.png", steps_per_round, max(step, 1))
@@ -177,7 +179,7 @@ def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | Non
         optimizer_steps=step,
         pairs=num_pairs,
         effective_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        lr_scheduler_type=args.lr_scheduler_type.value,
+        lr_scheduler_type=SchedulerType(args.lr_scheduler_type).value,
         max_pixels=max_pixels,
         precision="bfloat16" if args.bf16 else "float32",
         **{name: getattr(args, name) for name in same},

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -259,7 +260,7 @@ class PaCoGRPOConfig(GRPOConfig):
     noise_level: float = field(default=0.7, metadata={"help": "Noise level `a` of the stochastic steps."})
 
     # Parameters that control the round
-    num_generations: int | None = field(default=16, metadata={"help": "Images per prompt: the compared group."})
+    num_generations: int = field(default=16, metadata={"help": "Images per prompt: the compared group."})
     num_prompts_per_generation: int = field(default=42, metadata={"help": "Prompts of a round."})
     optimizer_steps_per_generation: int = field(default=2, metadata={"help": "Optimizer steps per round."})
     generation_batch_size: int | None = field(default=None, metadata={"help": "Images of a round."})
@@ -268,7 +269,7 @@ class PaCoGRPOConfig(GRPOConfig):
     )
     gradient_accumulation_steps: int | None = field(default=None, metadata={"help": "Micro-steps per optimizer step."})
     per_device_train_batch_size: int = field(default=1, metadata={"help": "Images generated, trained at a time."})
-    num_generations_eval: int | None = field(default=1, metadata={"help": "Images per prompt of `evaluate()`."})
+    num_generations_eval: int = field(default=1, metadata={"help": "Images per prompt of `evaluate()`."})
 
     # Parameters that control the rewards
     multi_objective_aggregation: str = field(
@@ -332,9 +333,9 @@ class PaCoGRPOConfig(GRPOConfig):
         self._refuse_fields()
         self._check_values()
         if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:
-            self.metric_for_best_model = "reward"
+            self.metric_for_best_model: Any = "reward"
         if (self.metric_for_best_model or "").endswith("grid_artifact") and self.greater_is_better is None:
-            self.greater_is_better = False
+            self.greater_is_better: bool | None = False
         if self.num_generations_eval is None:  # TRL's default: as many as in training
             self.num_generations_eval = self.num_generations
         # TRL requires full groups; `evaluate()` generates one image at a time on each process
@@ -346,9 +347,9 @@ class PaCoGRPOConfig(GRPOConfig):
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
         # transformers has renamed `gradient_checkpointing`, which TRL sets
         if self.activation_checkpointing is None:
-            self.activation_checkpointing = self.gradient_checkpointing
+            self.activation_checkpointing: bool | None = self.gradient_checkpointing
         if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+            self.activation_checkpointing_kwargs: dict | None = self.gradient_checkpointing_kwargs
         layout = self._lay_out(requested_prompts, *requested, num_processes)
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
@@ -394,7 +395,7 @@ class PaCoGRPOConfig(GRPOConfig):
             num_optimizer_steps=self.optimizer_steps_per_generation,
         )
 
-    def _lay_out(self, *requested: int | None) -> RoundLayout:
+    def _lay_out(self, *requested: Any) -> RoundLayout:
         """Lay out a round of the requested sizes, see [`lay_out_round`]."""
         return lay_out_round(
             *requested,
@@ -525,7 +526,7 @@ class PaCoGRPOConfig(GRPOConfig):
         self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
 
 
-def _parse_flag(value: bool | str) -> bool:
+def _parse_flag(value: bool | str) -> Any:
     if isinstance(value, bool):
         return value
     if str(value).lower() not in ("true", "false"):
@@ -533,7 +534,7 @@ def _parse_flag(value: bool | str) -> bool:
     return str(value).lower() == "true"
 
 
-def _parse_threshold(threshold: float | str | None) -> float | str:
+def _parse_threshold(threshold: Any) -> float | str:
     if threshold == "mean":
         return threshold
     try:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from peft import LoraConfig, PeftModel
 from PIL import Image
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 from trl.models.utils import prepare_deepspeed
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity
@@ -164,13 +165,13 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             check_peft_config(peft_config, model)
         self.rewards = RewardSet(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
-            args.log_tame_threshold,
+            cast(Any, args.log_tame_threshold),
         )  # fmt: skip
         eval_rewards = self.rewards if eval_reward_funcs is None else RewardSet(eval_reward_funcs)
         self.layout = args.round_layout
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
         eval_rows = check_eval_datasets(eval_dataset, args, eval_rewards)
-        self.schedule = RoundSchedule(args, len(train_dataset))
+        self.schedule = RoundSchedule(args, len(self.train_rows))
         self._open_run(args, model, peft_config)
 
         # 2. The frozen pipeline, and its trained weights. An adapter's are random: seed first.
@@ -217,7 +218,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         # Read by the inherited training_step, log and _load_optimizer_and_scheduler
         self.log_completions = False  # TRL's table of texts, replaced by contact sheets
         self.use_adaptive_entropy = False
-        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._metrics: dict[str, dict] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._current_train_step_time = 0.0
         self._step = 0
 
@@ -239,8 +240,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.evaluator = Evaluator(
             self.sampler, eval_rewards, eval_scorer, args, eval_rows, self.base_model, str(self.compute_dtype)
         )
-        self.statistics = self._statistics_class(self.accelerator)
-        self.buffer: RoundBuffer | None = None
+        self.statistics: Any = self._statistics_class(self.accelerator)
+        self.buffer: Any = None  # RoundBuffer
         self._is_first_backward = True  # of this `train()`
         self._encoded_for_max_steps: int | None = None
         self._generation_time = self._train_time = 0.0
@@ -560,7 +561,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             self.log(dict(metrics))
         finally:
             self.model.train(was_training)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _baseline(self, rows: PromptRows, name: str) -> tuple[Evaluation | None, bool]:

@@ -4,6 +4,7 @@
 import functools
 import textwrap
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from PIL import Image
@@ -45,7 +46,7 @@ class VelocityStatistics(StepStatistics):
         size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
         self._rows.append(torch.stack([deviation, size, kl.detach(), (weights > 0).float()], dim=1))  # (B, 4)
 
-    def finish(self, step: int, has_reference: bool) -> dict[str, float]:
+    def finish(self, step: int, has_reference: bool) -> dict[str, float]:  # type: ignore[override]  # called below
         """Gather the optimizer step's statistics, and start the next step. Every process calls it."""
         rows = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and times, 4)
         self.clear()
@@ -122,9 +123,9 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     # ---- Generation by the old policy ----
 
     @property
-    def old_policy(self) -> EMA | None:
+    def old_policy(self) -> EMA:
         """The weights that generate, from the start of `train()`."""
-        return self.averages.get(OLD_POLICY_WEIGHTS)
+        return self.averages[OLD_POLICY_WEIGHTS]
 
     def _average_decays(self) -> dict[str, float]:
         # The decay of the old policy is set with each update
@@ -139,13 +140,13 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             )
             self.old_policy.step()
 
-    def _generate_round(self, *args, **kwargs) -> tuple[list[Image.Image], list[list[NoisedStep]]]:
+    def _generate_round(self, *args, **kwargs) -> tuple[list[Image.Image], list]:
         with swapped(self.model, self.old_policy.average, self.zero_stage):
             return super()._generate_round(*args, **kwargs)
 
     def _generate_micro_batch(
         self, fetched: FetchedRows, rows: list[int], noise_keys: list[tuple[int, ...]], sde: SDESettings
-    ) -> tuple[list[Image.Image], list[NoisedStep]]:
+    ) -> tuple[list[Image.Image], list]:
         """Generate a micro-batch without stochastic steps, and noise it to each trained time."""
         return self.sampler.generate(
             fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps,
@@ -205,7 +206,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
 
     def _model_card(self, *args, **kwargs) -> ImageModelCard:
         """Fill in the card, with times in place of stochastic steps and without a clipped ratio."""
-        card = super()._model_card(*args, **kwargs)
+        card: Any = super()._model_card(*args, **kwargs)
         own = {"nft_beta": self.args.nft_beta, "num_trained_steps": self.args.num_trained_steps}
         settings = replace(card.settings, **own, loss_type=None, epsilon=None)
         return replace(card, method="DiffusionNFT", settings=settings)

@@ -144,14 +144,14 @@ class PaCoRewardConfig(SFTConfig):
 
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
-            self.router_aux_loss_coef = None  # set below, seen by `dataclasses.replace`
+            self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
         refuse_fields(self, SFTConfig, REFUSED_FIELDS, "which cannot work for pairs")
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         self._check_values()
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
-            self.greater_is_better = False
+            self.greater_is_better: bool | None = False
         super().__post_init__()
         check_gradient_accumulation(self)
 

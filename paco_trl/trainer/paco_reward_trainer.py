@@ -3,6 +3,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -183,7 +184,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
                 decision_only=args.first_token_weight == 1 and args.loss_variant == "paper",
                 labels_alone=args.first_token_weight is not None and args.loss_variant == "paper",
             ),
-            train_dataset=train_dataset.with_format(None),  # SFTTrainer looks at its first row
+            train_dataset=cast(Any, train_dataset).with_format(None),  # SFTTrainer looks at its first row
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
@@ -222,7 +223,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         self._evaluated: list[torch.Tensor] = []
         self._is_evaluating = False
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
-        self._last_hidden_state: torch.Tensor | None = None
+        self._last_hidden_state: Any = None
         self.add_callback(TrainingTimeCallback())
         if self.eval_dataset is not None:
             self.add_callback(_EvaluateAtTheEnd())

@@ -45,7 +45,7 @@ class PairRows(torch.utils.data.Dataset):
 class PairCollator(DataCollatorForVisionLanguageModeling):
     """Collate pairs as TRL does for vision-language models; errors name the row. Adds the row numbers as `rows`."""
 
-    decision_ids: tuple[int, int] = ()  # of Yes and No
+    decision_ids: tuple[int, ...] = ()  # of Yes and No
     cut_at: int | None = None  # length at which a sequence is cut; only reasoning is ever cut
     decision_only: bool = False  # leave out everything after the decision
     labels_alone: bool = False  # leave it out of completions without reasoning: n = 1, no terminators
@@ -114,7 +114,7 @@ class PairSampler(LengthGroupedSampler):
         return super().__iter__()
 
 
-def check_first_token(token: int, decision_ids: tuple[int, int], processor: ProcessorMixin, where: str) -> None:
+def check_first_token(token: int, decision_ids: tuple[int, ...], processor: ProcessorMixin, where: str) -> None:
     """Check that the first token of a completion is Yes or No."""
     if token not in decision_ids:
         text = processor.tokenizer.decode([token])

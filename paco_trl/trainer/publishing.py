@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from huggingface_hub import CommitInfo, HfApi
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from ..cards import render_card
@@ -23,10 +23,10 @@ from .training_time import training_seconds
 logger = get_logger(__name__)
 
 
-class PushesToHub:
+class PushesToHub(Trainer):
     """Upload `published_files` alone: Trainer would also upload `training_args.bin`, which holds the token."""
 
-    pusher: HubPusher | None = None  # on the main process, once the repository exists
+    pusher: Any = None  # a HubPusher on the main process, once the repository exists
     _base_model_source: str | None = None  # Hub id or directory
     published_files: list[str]  # patterns
 

@@ -10,7 +10,7 @@ def refuse_fields(config: Any, parent: type, reasons: dict[str, str], verdict: s
     """Raise `ValueError` if a field of the parent class is set to anything but its default there."""
     for field in dataclasses.fields(parent):
         value = getattr(config, field.name)
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if field.name in reasons and value != default and value is not None:
             raise ValueError(f"`{field.name}` is set to {value!r}, {verdict}: {reasons[field.name]}. Unset it.")
 

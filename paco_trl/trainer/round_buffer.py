@@ -18,7 +18,7 @@ class RoundBuffer:
 
     round_index: int
     global_step: int  # optimizer step that it was generated at
-    sde: SDESettings | None
+    sde: SDESettings
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # logged with each of its optimizer steps
     seconds: float = 0.0  # spent on generating and scoring it
     is_offloaded: bool = False  # whether the recorded prompts are in CPU memory
@@ -70,7 +70,7 @@ class RoundBuffer:
         cls,
         state: dict[str, Any],
         record_class: type[RecordedStep],
-        sde: SDESettings | None,
+        sde: SDESettings,
         device: torch.device,
         is_offloaded: bool,
     ) -> "RoundBuffer":

@@ -11,7 +11,7 @@ from .z_image import ZImageFamily
 
 
 # Name of the pipeline class -> family class
-FAMILIES = {
+FAMILIES: dict[str, type[Family]] = {
     "FluxPipeline": FluxFamily,
     "FluxKontextPipeline": FluxKontextFamily,
     "QwenImagePipeline": QwenImageFamily,

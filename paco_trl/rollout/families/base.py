@@ -2,6 +2,7 @@
 """What a model family provides. `flux.py` in this directory is a complete example."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -62,7 +63,7 @@ class Family(ABC):
 
     @abstractmethod
     def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """
         Encode one prompt with the pipeline's own method, which must not need other components than `text_encoders`.

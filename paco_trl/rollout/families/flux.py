@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.1: guidance is distilled into the model, so a step is one call whose output the scheduler receives."""
 
+from collections.abc import Sequence
+
 import torch
 from PIL import Image
 
@@ -22,7 +24,7 @@ class FluxFamily(Family):
     call_at = staticmethod(packed_call_at)
 
     def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         prompt_embeds, pooled_prompt_embeds, _ = pipeline.encode_prompt(
             prompt,

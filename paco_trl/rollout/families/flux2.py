@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.2: dev, with distilled guidance, and klein, with true guidance of two calls. Both also edit images."""
 
+from collections.abc import Sequence
+
 import torch
 from PIL import Image
 
@@ -36,7 +38,7 @@ class Flux2Family(Family):
     call_at = staticmethod(packed_call_at)
 
     def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         prompt_embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TOKENS)
         return {"prompt_embeds": prompt_embeds}  # (1, 512, 15360)

@@ -2,7 +2,7 @@
 """Qwen-Image: true guidance of two calls, rescaled to the norm of the conditional prediction; editing with it."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -39,7 +39,7 @@ class QwenImageFamily(Family):
     call_at = staticmethod(packed_call_at)
 
     def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         return _embeddings(pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TOKENS))
 
@@ -77,7 +77,7 @@ class QwenImageEditFamily(QwenImageFamily):
     prompt_sees_images = True
 
     def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         image = self.prepare_image(pipeline, images[0], scale)
         return _embeddings(pipeline.encode_prompt(prompt, image=image, device=device))
@@ -103,7 +103,7 @@ class QwenImageEditFamily(QwenImageFamily):
     def generation_context(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
         # The area is hard-coded in the pipeline's call (diffusers 0.42). The function of its module that computes a size
         # from area and aspect ratio returns here the size that each image has already.
-        module = _module_of(pipeline)
+        module: Any = _module_of(pipeline)
         own = module.calculate_dimensions
         extra = own(IMAGE_AREA, 1.0)[2:]  # a third value in one of the two pipelines
         sizes = {image.width / image.height: image.size for image in images}
@@ -120,7 +120,7 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
     max_images = 3  # number in training, according to the model cards
 
     def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         seen = []  # always at its own small size
         for image in images:

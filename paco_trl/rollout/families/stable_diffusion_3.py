@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stable Diffusion 3 and 3.5: true guidance in one call of a doubled batch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class StableDiffusion3Family(Family):
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
     def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         prompt_embeds, _, pooled_prompt_embeds, _ = pipeline.encode_prompt(
             prompt,

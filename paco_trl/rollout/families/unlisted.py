@@ -4,7 +4,7 @@
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,7 +87,7 @@ class UnlistedFamily(Family):
         modules = pipeline.transformer.named_modules()
         linear = [f".{name}" for name, module in modules if isinstance(module, torch.nn.Linear)]
         self._targets = [each for each in LORA_TARGETS if any(name.endswith(f".{each}") for name in linear)]
-        self._guidance_scale: float | None = None
+        self._guidance_scale = 1.0
         self._waiting: list[Any] = []
         self._warn(pipeline)
 
@@ -104,7 +104,7 @@ class UnlistedFamily(Family):
         )
 
     @property
-    def lora_target_modules(self) -> list[str]:
+    def lora_target_modules(self) -> list[str]:  # type: ignore[override]  # read-only
         """Return the attention projections, by the names that most transformers of diffusers have for them."""
         if not self._targets:
             raise ValueError(
@@ -114,7 +114,7 @@ class UnlistedFamily(Family):
         return self._targets
 
     @property
-    def advice(self) -> str:
+    def advice(self) -> str:  # type: ignore[override]  # read-only
         """Return what to do when the scheduler received something else than the output."""
         return (
             f"There is no family class for {self.name}, so the output itself was used as the velocity. Write a "
@@ -138,7 +138,7 @@ class UnlistedFamily(Family):
         return None
 
     def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         results: list[Any] = []
 
@@ -257,7 +257,7 @@ class UnlistedFamily(Family):
         )
 
 
-def _class_reasons(pipeline_class: type) -> list[str]:
+def _class_reasons(pipeline_class: Any) -> list[str]:
     """Return why the pipelines of a class cannot be trained without a family class."""
     reasons = _missing_components(inspect.signature(pipeline_class.__init__).parameters)
     for name in ("encode_prompt", "save_lora_weights"):

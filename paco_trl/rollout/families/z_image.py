@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Z-Image: true guidance in one call of a doubled list; the model predicts the negative velocity."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class ZImageFamily(Family):
     has_fixed_length = False
 
     def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: list[Image.Image] = (), scale: float = 1.0
+        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         (prompt_embeds,), _ = pipeline.encode_prompt(
             prompt, device=device, do_classifier_free_guidance=False, max_sequence_length=MAX_TOKENS
