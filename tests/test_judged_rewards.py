@@ -278,6 +278,7 @@ class TestConsistency:
             ({"question": "all"}, ValueError, "`question` is 'all'"),
             ({"max_pairs": 0}, ValueError, "`max_pairs` is 0"),
             ({"device": "cpu", "dtype": "auto"}, TypeError, "device, dtype is for loading a judge"),
+            ({"base_url": "http://127.0.0.1:9/v1"}, TypeError, "`base_url` is for a served model"),
         ],
     )
     def test_arguments(self, judge, kwargs, error, message):

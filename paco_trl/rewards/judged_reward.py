@@ -45,7 +45,11 @@ class JudgedReward:
 
     def __init__(self, model: str | Path | Judge, base_url: str | None, **kwargs):
         if base_url is not None:
-            model = ServedJudge(base_url, model, **kwargs)
+            if not isinstance(model, (str, Path)):
+                raise TypeError(
+                    f"`base_url` is for a served model, but {model!r} is already loaded. Pass one of the two."
+                )
+            model = ServedJudge(base_url, str(model), **kwargs)
             model.check()  # before anything else is loaded
         elif isinstance(model, (str, Path)):
             from .paco_reward import PaCoReward
@@ -113,7 +117,7 @@ class JudgedReward:
 class ServedReward(JudgedReward):
     """Mixin: the reward of a served judge, which is queried while other images are generated."""
 
-    async def __call__(  # type: ignore[override]  # the scorer tells them apart
+    async def __call__(  # type: ignore[override]  # `is_async_callable` tells them apart
         self,
         prompts: list[str],
         completions: list[Image.Image],
