@@ -56,9 +56,9 @@ from paco_trl.image_benchmarks import (
     t2is_results,
 )
 from paco_trl.image_benchmarks.card_results import check_card
-from paco_trl.image_benchmarks.drawing import adapter_weights_digest, write_panel_files
-from paco_trl.image_benchmarks.edit_drawing import edit_keys
-from paco_trl.image_benchmarks.image_sets import find_drawn_sets
+from paco_trl.image_benchmarks.edit_generation import edit_keys
+from paco_trl.image_benchmarks.image_sets import find_generated_sets, write_panel_files
+from paco_trl.image_benchmarks.loading import adapter_weights_digest
 from paco_trl.utils.addresses import check_base_url
 from paco_trl.utils.files import sole_writer, write_atomically
 from paco_trl.utils.names import public_name
@@ -131,7 +131,7 @@ def draw(args: DrawArguments) -> None:
             draw_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, args.height, args.width, **call)
         if PartialState().is_main_process:
             if args.panel_files:
-                found = find_drawn_sets(folder.images, benchmark, args.seeds, args.height, args.width)
+                found = find_generated_sets(folder.images, benchmark, args.seeds, args.height, args.width)
                 write_panel_files(found, benchmark, folder.path / "panels")
             console = Console()
             console.print(f"The images are in {escape(str(folder.images))}.")
@@ -152,7 +152,7 @@ def pictures_of(args, folder: str, benchmark: Dataset, settings: dict | None, im
         return find_edits(images or folder, benchmark)
     if images is not None:
         return find_image_sets(images, benchmark)
-    return find_drawn_sets(
+    return find_generated_sets(
         Path(folder) / "images", benchmark, settings["seeds"], settings["height"], settings["width"]
     )
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from paco_trl import tiny
 from paco_trl.checkpointing.export import save_adapter
-from paco_trl.image_benchmarks.drawing import load_system
+from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 

@@ -77,5 +77,5 @@ def test_a_head_that_does_not_fit(clip, tmp_path, change, message):
 
 def test_pickles_are_refused(clip, tmp_path):
     torch.save(layers(8), tmp_path / "head.pth")
-    with pytest.raises(ValueError, match=r"head\.pth' is no safetensors file"):
+    with pytest.raises(ValueError, match=r"head\.pth' is not a safetensors file"):
         AestheticScorer(tmp_path / "head.pth", clip)

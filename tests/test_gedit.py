@@ -26,7 +26,7 @@ from judge_server import pictures_of
 from paco_trl import tiny
 from paco_trl.dataset_building import load_pipeline
 from paco_trl.image_benchmarks import gedit
-from paco_trl.image_benchmarks.edit_drawing import FoundEdits, draw_edits, edit_keys, find_edits
+from paco_trl.image_benchmarks.edit_generation import FoundEdits, draw_edits, edit_keys, find_edits
 from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
 from paco_trl.image_benchmarks.gedit_published import read_published_answer, read_published_prompts
 from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
@@ -412,7 +412,7 @@ class TestFinding:
             assert "'k0', for example, was looked for as k0 with one of the extensions .png, .jpg," in str(error.value)
             for place in ("en", "images/en", "fullset/ps_human/en"):
                 assert f"{tmp_path / place}{';' if 'fullset' in place else ','} " in str(error.value)
-            assert "folders below these are not read" in str(error.value)
+            assert "subdirectories are not read" in str(error.value)
         Image.new("RGB", (8, 8)).save(tmp_path / "en/other.png")
         with pytest.raises(ValueError, match="None of the 1 images .* the first is en/other.png"):
             find_edits(tmp_path, prompts)
@@ -581,7 +581,7 @@ class TestScoring:
             for max_attempts in (2, 3, 1):
                 assert score_edits(endpoint_of(server), prompts, found, tmp_path, max_attempts)["en/k3"] is None
         assert "1 of 12 edits in 2 attempt(s)" in caplog.text
-        assert "Re-run to ask about these alone." in caplog.text
+        assert "Re-run to query it about these alone." in caplog.text
         bodies = [body for body in server.requests if asked(body) == silent]
         assert [body["temperature"] for body in bodies] == [0.0] + 5 * [0.7]
         assert len({body["seed"] for body in bodies}) == 6 and len(server.requests) == 23 + 6
@@ -610,7 +610,7 @@ class TestScoring:
     def test_only_nonsense_ends_with_an_example(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
         server.say = lambda body: "I am a teapot."
-        with pytest.raises(ValueError, match="None of 24 answers of writer at http.* said: 'I am a teapot.'"):
+        with pytest.raises(ValueError, match="None of 24 answers of writer at http.* answer is .I am a teapot.'"):
             score_edits(endpoint_of(server), prompts, found, tmp_path)
         assert len(server.requests) <= 24 + 8
         server.say = say  # nothing of it stays
@@ -1027,7 +1027,7 @@ from accelerate import PartialState
 from datasets import load_from_disk
 from paco_trl.dataset_building import ChatEndpoint, StageFolder
 from paco_trl.dataset_building import load_pipeline
-from paco_trl.image_benchmarks.edit_drawing import draw_edits, find_edits
+from paco_trl.image_benchmarks.edit_generation import draw_edits, find_edits
 from paco_trl.image_benchmarks.gedit import score_edits
 
 model, prompts, path, planted, planted_edits, url = sys.argv[1:]

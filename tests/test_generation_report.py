@@ -22,15 +22,17 @@ from paco_trl.image_benchmarks.card_results import add_results_to_card, check_ca
 from paco_trl.image_benchmarks.report_content import (
     PUBLISHED_HEADING,
     breakdown_tables,
+    cell_text,
     comparable_tables,
+    find_row,
     leakage_line,
     leaks,
     metric_tables,
     settings_table,
     summary,
+    verdict,
 )
 from paco_trl.image_benchmarks.report_markdown import markdown_report, print_report
-from paco_trl.image_benchmarks.report_numbers import cell_text, find_row, verdict
 from paco_trl.image_benchmarks.report_page import choose_sets, difference_chart, save_generation_report
 from paco_trl.utils.tables import interval_text, markdown_table, number_text
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from paco_trl.image_benchmarks import find_leaks
-from paco_trl.image_benchmarks.leakage import NEAR_DUPLICATE, normalized
+from paco_trl.image_benchmarks.leakage import NEAR_DUPLICATE, words_of
 
 
 BENCH = ["A fox walks through the four seasons of a birch forest, in watercolour.", "A dentist at work, in blue."]
@@ -43,9 +43,9 @@ def test_word_for_word():
 
 
 def test_chinese_and_japanese_characters_are_words():
-    assert normalized("给她加一顶红帽子，Photo 2!") == "给 她 加 一 顶 红 帽 子 photo 2"
-    assert normalized("ﾈｺを赤くする。") == "ネ コ を 赤 く す る"
-    assert normalized("모자를 추가해 café") == "모자를 추가해 café"  # these have blanks
+    assert words_of("给她加一顶红帽子，Photo 2!") == "给 她 加 一 顶 红 帽 子 photo 2".split()
+    assert words_of("ﾈｺを赤くする。") == "ネ コ を 赤 く す る".split()
+    assert words_of("모자를 추가해 café") == "모자를 추가해 café".split()  # these have blanks
     assert find_leaks(["把背景换成城市"], ["把背景换成城市。"], ["x"])["exact"]
     assert near("给她加一顶红帽子", "给她加一顶红色帽子") == pytest.approx(16 / 17)
     assert near("猫を赤い帽子をかぶった猫にする", "猫を赤い帽子をかぶった子猫にする") is not None
@@ -101,7 +101,7 @@ class TestShort:
         found = {one["id"]: one["similarity"] for one in find_leaks(training, benchmark, names)["near"]}
         alone = {}
         for name, text in zip(names, benchmark, strict=True):
-            if normalized(text) in map(normalized, training):
+            if words_of(text) in map(words_of, training):
                 continue
             each = [one["similarity"] for row in training for one in find_leaks([row], [text], [name])["near"]]
             alone |= {name: max(each)} if each else {}

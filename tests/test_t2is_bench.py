@@ -29,8 +29,7 @@ from paco_trl.image_benchmarks import (
     score_duplicates,
     t2is_results,
 )
-from paco_trl.image_benchmarks.drawing import write_panel_files
-from paco_trl.image_benchmarks.image_sets import find_drawn_sets
+from paco_trl.image_benchmarks.image_sets import find_generated_sets, write_panel_files
 from paco_trl.image_benchmarks.score_store import ScoreStore
 from paco_trl.image_benchmarks.statistics import cell, difference
 from paco_trl.image_benchmarks.t2is_bench import consistency_criteria, weighted_average
@@ -523,9 +522,9 @@ class TestFolders:
             (tmp_path / name).mkdir()
             grid = join_grid([panel(value) for value in values], *PROMPTS[name][0])
             grid.resize((96, 96)).save(tmp_path / name / "0.png")
-        assert len(find_drawn_sets(tmp_path, bench, [0], height=96, width=96).sets) == 3
+        assert len(find_generated_sets(tmp_path, bench, [0], height=96, width=96).sets) == 3
         with pytest.raises(ValueError, match="the shape differs"):
-            find_drawn_sets(tmp_path, bench, [0])
+            find_generated_sets(tmp_path, bench, [0])
 
     def test_which_number_is_the_first(self, bench, tmp_path):
         # The first panel of each is missing, in a folder that is numbered from 0
@@ -954,9 +953,9 @@ class TestDrawnSets:
             for seed in (3, 8):
                 (tmp_path / name).mkdir(exist_ok=True)
                 join_grid([panel(value) for value in values], *PROMPTS[name][0]).save(tmp_path / name / f"{seed}.png")
-        found = find_drawn_sets(tmp_path, bench, [3, 8])
+        found = find_generated_sets(tmp_path, bench, [3, 8])
         assert list(found.sets) == ["0001/3", "0001/8", "0002/3", "0002/8", "0003/3", "0003/8"] and not found.missing
-        assert find_drawn_sets(tmp_path, bench, [3, 9]).missing == {
+        assert find_generated_sets(tmp_path, bench, [3, 9]).missing == {
             "0001/9": [0, 1, 2, 3],
             "0002/9": [0, 1, 2],
             "0003/9": [0, 1],

@@ -12,7 +12,7 @@ from PIL import Image
 
 from paco_trl.data import split_grid
 from paco_trl.dataset_building import StageFolder, draw_grids
-from paco_trl.image_benchmarks.drawing import load_system
+from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.image_benchmarks.statistics import Unit, cell, difference
 
 from .models import toy_flux_path

@@ -27,23 +27,11 @@ if TYPE_CHECKING:
     from .transfer import resolution_transfer
 
 __all__ = [
-    "AestheticScorer",
-    "ClipIScorer",
-    "DreamSimScorer",
-    "auroc",
-    "bootstrap_interval",
-    "calibration_bins",
-    "evaluate_edit_reward",
-    "evaluate_rankings",
-    "expected_calibration_error",
-    "grid_artifact_score",
-    "list_order_metrics",
-    "published_tables",
-    "ranking_metrics",
-    "report_tables",
-    "resolution_transfer",
+    "AestheticScorer", "ClipIScorer", "DreamSimScorer", "auroc", "bootstrap_interval", "calibration_bins",
+    "evaluate_edit_reward", "evaluate_rankings", "expected_calibration_error", "grid_artifact_score",
+    "list_order_metrics", "published_tables", "ranking_metrics", "report_tables", "resolution_transfer",
     "save_report",
-]
+]  # fmt: skip
 
 # Lazy, so that the metrics come without torch
 __getattr__, __dir__ = lazy_imports(

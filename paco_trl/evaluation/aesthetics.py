@@ -17,30 +17,28 @@ from ..utils.names import public_name
 
 class AestheticScorer:
     """
-    Predict aesthetics in the form of the [LAION ones](https://github.com/LAION-AI/aesthetic-predictor): linear
-    layers, one after the other, on the unit vector that CLIP gives for an image. Their ratings are from 1 to 10, and a
-    score is a tenth of a rating.
+    Predict aesthetics as the [LAION predictor](https://github.com/LAION-AI/aesthetic-predictor) does: linear layers on the
+    unit vector that CLIP gives for an image. Its ratings are from 1 to 10, and a score is a tenth of a rating.
 
     Which scorer T2IS-Bench and the PaCo-RL paper use is not published, so figures of this one are not comparable with
     theirs; the paper's .41 to .57 are in the range of a tenth of a LAION rating.
 
     Args:
         head (`str` or `Path`):
-            Safetensors file of the linear layers, or Hub id or folder with one `model.safetensors`. Weights and biases
+            Safetensors file of the linear layers, or Hub id or directory with one `model.safetensors`. Weights and biases
             are taken in the order of the numbers in their names (`layers.0.weight`, `layers.2.weight`, ...). The
             published files are pickles: convert them first.
         clip_model (`str` or `Path`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
-            Hub id or folder of the CLIP that the head was trained on.
+            Hub id or directory of the CLIP that the head was trained on.
         device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
-            As of [`ClipIScorer`].
+            As in [`ClipIScorer`].
 
     Attributes:
         name (`str`):
             Name for reports: of the head and of the CLIP.
 
     Raises:
-        ValueError: If the file is not safetensors, or its layers do not follow one another from the width of CLIP's
-            embedding to one number.
+        ValueError: If the file is not safetensors, or its layers do not lead from CLIP's embedding to one number.
     """
 
     def __init__(
@@ -56,8 +54,8 @@ class AestheticScorer:
             path = Path(cached_file(str(head), "model.safetensors"))
         if path.suffix != ".safetensors":
             raise ValueError(
-                f"The head {str(head)!r} is no safetensors file. Other formats are pickles, which can run code: load it "
-                "where you trust it, and save its weights with `safetensors.torch.save_file`."
+                f"The head {str(head)!r} is not a safetensors file, and other formats can run code. Load it where you trust "
+                "it, and save its weights with `safetensors.torch.save_file`."
             )
         self.clip = ClipEmbedder(clip_model, device=device, dtype=dtype, batch_size=batch_size)
         self.head = _linear_layers(load_file(path), self.clip.model.config.projection_dim, str(head))
@@ -70,16 +68,7 @@ class AestheticScorer:
 
     @torch.inference_mode()
     def score_images(self, images: list[Image.Image]) -> list[float]:
-        """
-        Score images.
-
-        Args:
-            images (`list[PIL.Image.Image]`):
-                Images.
-
-        Returns:
-            `list[float]`: a tenth of the rating of each.
-        """
+        """Score images: a tenth of the rating of each."""
         if not images:
             return []
         embeds = self.clip.embed_images(images, [f"Image {number}" for number in range(len(images))])  # (N, D)
@@ -94,8 +83,8 @@ def _linear_layers(weights: dict[str, torch.Tensor], width: int, where: str) -> 
         rows, columns = weights[name].shape
         if columns != width:
             raise ValueError(
-                f"`{name}` of {where} takes {columns} numbers, but gets {width} from CLIP's embedding or the previous "
-                "layer. It is the head of another CLIP, or not a sequence of linear layers."
+                f"`{name}` of {where} takes {columns} numbers, but CLIP's embedding or the previous layer has {width}. It is "
+                "the head of another CLIP, or not a sequence of linear layers."
             )
         layer = nn.Linear(columns, rows)
         layer.weight.data = weights[name].float()

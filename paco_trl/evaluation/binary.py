@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the quality of P(Yes) on labelled pairs: does it order them, and does it mean what it says?"""
+"""Measure how well P(Yes) orders labeled pairs, and how well it is calibrated."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def auroc(scores: Sequence[float], labels: Sequence[int]) -> float:
             1 for a consistent pair, 0 for an inconsistent one.
 
     Returns:
-        `float`: the area, in [0, 1], 0.5 for chance; NaN if there are only pairs of one class, or none.
+        `float`: the area, in [0, 1], 0.5 for chance; NaN without pairs of both classes.
 
     Raises:
         ValueError: If the lengths differ, a label is not 0 or 1, or a score is missing or infinite.
@@ -35,9 +35,7 @@ def auroc(scores: Sequence[float], labels: Sequence[int]) -> float:
 
 def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: int = 10) -> dict[str, list[float]]:
     """
-    Compute the reliability of probabilities: in bins of equal width, the mean score and the share of consistent pairs.
-
-    Bin b holds the scores in [b / num_bins, (b + 1) / num_bins); the last one also holds 1.
+    Compute the reliability of probabilities: in bins of equal width, the mean score and the fraction of consistent pairs.
 
     Args:
         scores (`Sequence[float]`):
@@ -45,25 +43,22 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
         labels (`Sequence[int]`):
             1 for a consistent pair, 0 for an inconsistent one.
         num_bins (`int`, *optional*, defaults to `10`):
-            Number of bins.
+            Number of bins. Bin b has the scores in [b / num_bins, (b + 1) / num_bins); the last one also has 1.
 
     Returns:
         `dict[str, list[float]]`: `count`, `mean_score` and `share_consistent`, each with one entry per bin. The last
         two are NaN for an empty bin.
 
     Raises:
-        ValueError: If the lengths differ, a label is not 0 or 1, a score is missing or not in [0, 1], or `num_bins` is
-            less than 1.
+        ValueError: As [`auroc`], and if a score is not in [0, 1] or `num_bins` is less than 1.
     """
     scores, labels = _checked(scores, labels)
     if num_bins < 1:
         raise ValueError(f"`num_bins` is {num_bins}, but must be at least 1.")
     outside = np.flatnonzero((scores < 0) | (scores > 1))
     if len(outside):
-        raise ValueError(
-            f"`scores[{outside[0]}]` is {scores[outside[0]]}, but calibration is about probabilities, in [0, 1]. Use "
-            "`auroc` for scores that are not probabilities."
-        )
+        value = f"`scores[{outside[0]}]` is {scores[outside[0]]}"
+        raise ValueError(f"{value}, but calibration is about probabilities in [0, 1]. Use `auroc` for other scores.")
     # b / num_bins, and not `linspace`, whose 0.3 is above the 0.3 that a score may be
     inner_edges = np.arange(1, num_bins) / num_bins  # (num_bins - 1,)
     bin_of = np.searchsorted(inner_edges, scores, side="right")  # (N,)
@@ -76,8 +71,7 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
 
 def expected_calibration_error(scores: Sequence[float], labels: Sequence[int], num_bins: int = 10) -> float:
     """
-    Compute sum_b (n_b / N) |mean score of bin b - share of consistent pairs in bin b| over the bins of
-    [`calibration_bins`].
+    Compute sum_b (n_b / N) |mean score - fraction of consistent pairs| over the bins b of [`calibration_bins`].
 
     Args:
         scores (`Sequence[float]`), labels (`Sequence[int]`), num_bins (`int`, *optional*, defaults to `10`):
@@ -90,11 +84,9 @@ def expected_calibration_error(scores: Sequence[float], labels: Sequence[int], n
         ValueError: As [`calibration_bins`].
     """
     bins = calibration_bins(scores, labels, num_bins)
-    count = np.array(bins["count"])
-    if count.sum() == 0:
-        return math.nan
-    gap = np.abs(np.array(bins["mean_score"]) - np.array(bins["share_consistent"]))  # (num_bins,)
-    return float(np.nansum(count * gap) / count.sum())
+    count = np.array(bins["count"])  # (num_bins,)
+    gap = np.abs(np.array(bins["mean_score"]) - np.array(bins["share_consistent"]))
+    return float(np.nansum(count * gap) / count.sum()) if count.sum() else math.nan
 
 
 def _checked(scores: Sequence[float], labels: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +97,7 @@ def _checked(scores: Sequence[float], labels: Sequence[int]) -> tuple[np.ndarray
     for index, (score, label) in enumerate(zip(scores, labels, strict=True)):
         if score is None or not math.isfinite(score):
             raise ValueError(
-                f"`scores[{index}]` is {score}, but must be a finite number. Score the pair again, or leave it out."
+                f"`scores[{index}]` is {score}, but must be a finite number. Score or leave out the pair."
             )
         if label not in (0, 1):
             raise ValueError(f"`labels[{index}]` is {label!r}, but must be 1 (consistent) or 0 (inconsistent).")

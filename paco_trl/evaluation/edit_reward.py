@@ -55,16 +55,6 @@ TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
 IMAGE_COLUMNS = ("input_image", "output_images")
 
 
-def overall_score(consistency: float, prompt_following: float) -> float:
-    """Compute the geometric mean sqrt(consistency * prompt_following) (PaCo-RL, Part 2)."""
-    if consistency < 0 or prompt_following < 0:
-        raise ValueError(
-            f"`consistency` is {consistency} and `prompt_following` is {prompt_following}, but the geometric mean "
-            "needs scores >= 0, such as probabilities. Leave the rows of the dimension `overall` out for this scorer."
-        )
-    return math.sqrt(consistency * prompt_following)
-
-
 def evaluate_edit_reward(
     scorer: Any,
     dataset: "Dataset",
@@ -74,23 +64,21 @@ def evaluate_edit_reward(
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
-    Count how often a scorer prefers the edit that people prefer.
+    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (TIGER-Lab has another one of
+    the same name).
 
-    The benchmark is EditScore's; TIGER-Lab's of the same name is another one. The score of an edited image is the scorer's
-    answer to the question of the dimension about the pair (input image, edited image); that of the dimension `overall` is
-    the geometric mean of both. The edited image is resized to the input image first. Both are RGB with transparency on
-    white, and the questions are those that the judge is asked as a reward.
+    The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
+    edited image); that of the dimension `overall` is the geometric mean of both. The edited image is resized to the input
+    image first. Both are RGB with transparency on white, and the questions are those of the editing reward.
 
-    The paper's figures were measured by the published script. `protocol="published"` does the same:
+    The paper's figures were measured by the published script. `protocol="published"` repeats it:
 
     - Its own two questions, which ask for an answer of one word, with `<img1>: ` and `<img2>: ` in front of the images.
     - P(Yes) is summed over yes, Yes, YES, y and Y, P(No) over no, No, NO, n and N, each if it is among the 20 likeliest
-      tokens. The score is 0 if none of them is.
+      tokens. The score is 0 if none of them is. (The script also counts the one token that it samples at random.)
     - Transparency is dropped, not put on white.
 
-    The script also counts the one token that it samples at random when it is not among the 20. That is not repeated.
     Only such results compare with those tables of [`published_tables`]`("EditReward-Bench")` that have this protocol.
-
     Interrupted runs resume, as with [`evaluate_rankings`].
 
     Args:
@@ -110,9 +98,9 @@ def evaluate_edit_reward(
             - `num_groups`: number of groups for the intervals: rows that share an image, directly or through other rows,
               are one group.
             - `dimensions`: for each dimension in the dataset `strict` and `geq`, `num_rows`, `num_ties` (rows whose two
-              images have the same score) and `task_types`. `strict` is the accuracy, the share of rows whose preferred
-              image scores higher, averaged over the task types as the published evaluation does; with `geq` a tie counts
-              as well. Both have a `mean` and its `interval`. `task_types` has `strict`, `geq` and `num_rows` of each.
+              images have the same score) and `task_types`. `strict` is the accuracy, the fraction of rows whose preferred
+              image scores higher, averaged over the task types; with `geq` a tie counts as well. Both have a `mean` and
+              its `interval`. `task_types` has `strict`, `geq` and `num_rows` of each.
 
     Raises:
         TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
@@ -123,10 +111,6 @@ def evaluate_edit_reward(
     Example:
 
     ```python
-    >>> from datasets import load_dataset
-    >>> from paco_trl import PaCoReward
-    >>> from paco_trl.evaluation import evaluate_edit_reward
-
     >>> judge = PaCoReward.from_pretrained("X-GenGroup/PaCo-Reward-7B", device="cuda")
     >>> dataset = load_dataset("EditScore/EditReward-Bench", split="train")
     >>> results = evaluate_edit_reward(judge, dataset, output_path="results/paco-reward-7b-edit.jsonl")
@@ -142,7 +126,6 @@ def evaluate_edit_reward(
     if skipped:
         dataset = dataset.select(numbers)
     rows = list(dataset.select_columns(list(TEXT_COLUMNS)))
-    work = _work(rows)
     settings = {
         "benchmark": "edit_reward",
         "protocol": protocol,
@@ -153,23 +136,19 @@ def evaluate_edit_reward(
     file = Journal(output_path, settings, key="key")
     images = RowImages(dataset, IMAGE_COLUMNS, protocol)
 
-    sizes = [sum(len(questions) for questions in keys.values()) for _, keys in work]
+    work = _work(rows)
     total = sum(len(keys) for _, keys in work)
     progress = tqdm(total=total, initial=len(file.by_key), desc=f"EditReward-Bench, {scorer.name}", unit="image")
     with progress:
-        for batch in batches(sizes, batch_size):
-            records = _score_keys(scorer, images, rows, [work[number] for number in batch], set(file.by_key), protocol)
+        for batch in batches(work, lambda one: sum(map(len, one[1].values())), batch_size):
+            records = _score_keys(scorer, images, rows, batch, set(file.by_key), protocol)
             if records:
                 file.append(*records)
                 progress.update(len(records))
 
     scores = {key: record["scores"] for key, record in file.by_key.items()}
     groups = _groups(rows)
-    dimensions = {}
-    for dimension in QUESTIONS_OF:
-        of_dimension = [index for index, row in enumerate(rows) if row["dimension"] == dimension]
-        if of_dimension:
-            dimensions[dimension] = _accuracies(dimension, rows, scores, groups, of_dimension)
+    present = {row["dimension"] for row in rows}
     return {
         "settings": shared_settings(settings, scorer),
         "num_instances": len(rows),
@@ -177,7 +156,7 @@ def evaluate_edit_reward(
         "num_keys": len(scores),
         "num_groups": len(set(groups)),
         "num_unanswered": sum(record["unanswered"] for record in file.by_key.values()),
-        "dimensions": dimensions,
+        "dimensions": {name: _accuracies(name, rows, scores, groups) for name in QUESTIONS_OF if name in present},
     }
 
 
@@ -235,14 +214,12 @@ def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
 def _score_keys(scorer, images: RowImages, rows, work, finished: set[str], protocol: str) -> list[dict[str, Any]]:
     pairs, asked, names = [], [], []
     for index, keys in work:
-        keys = {key: questions for key, questions in keys.items() if key not in finished}
-        if not keys:
+        places = [place for place, key in enumerate(rows[index]["key"]) if key in keys and key not in finished]
+        if not places:
             continue
         first, *outputs = images[index]
-        for key, output in zip(rows[index]["key"], outputs, strict=True):
-            if key not in keys:
-                continue
-            second = output.resize(first.size)
+        for place in places:
+            key, second = rows[index]["key"][place], outputs[place].resize(first.size)
             for question in keys[key]:
                 pairs.append((first, second))
                 asked.append(QUESTIONS[protocol][question](rows[index]["instruction"]))
@@ -267,32 +244,37 @@ def _groups(rows: list[dict[str, Any]]) -> list[int]:
     return component[edges[:, 0]].tolist()
 
 
-def _accuracies(dimension, rows, scores, groups, of_dimension: list[int]) -> dict[str, Any]:
-    strict, geq = [], []
-    for index in of_dimension:
-        preferred, other = (_score(dimension, scores[key]) for key in rows[index]["key"])
-        strict.append(float(preferred > other))
-        geq.append(float(preferred >= other))
-    task_types = [rows[index]["task_type"] for index in of_dimension]
-    groups = [groups[index] for index in of_dimension]
-    places = {name: [place for place, other in enumerate(task_types) if other == name] for name in set(task_types)}
+def _accuracies(dimension: str, rows: list[dict], scores: dict[str, dict], groups: list[int]) -> dict[str, Any]:
+    selected = [(row, group) for row, group in zip(rows, groups, strict=True) if row["dimension"] == dimension]
+    pairs = [[_score(dimension, scores[key]) for key in row["key"]] for row, _ in selected]
+    hits = {
+        "strict": [float(preferred > other) for preferred, other in pairs],
+        "geq": [float(preferred >= other) for preferred, other in pairs],
+    }
+    task_types = [row["task_type"] for row, _ in selected]
+    groups = [group for _, group in selected]
+
+    def of_type(name: str) -> dict[str, float]:
+        places = [place for place, other in enumerate(task_types) if other == name]
+        return {kind: fmean(values[place] for place in places) for kind, values in hits.items()} | {
+            "num_rows": len(places)
+        }
+
     return {
-        "strict": mean_and_interval(strict, groups, strata=task_types),
-        "geq": mean_and_interval(geq, groups, strata=task_types),
-        "num_rows": len(of_dimension),
-        "num_ties": int(sum(geq) - sum(strict)),
-        "task_types": {
-            name: {
-                "strict": fmean(strict[place] for place in places[name]),
-                "geq": fmean(geq[place] for place in places[name]),
-                "num_rows": len(places[name]),
-            }
-            for name in sorted(places)
-        },
+        **{kind: mean_and_interval(values, groups, strata=task_types) for kind, values in hits.items()},
+        "num_rows": len(selected),
+        "num_ties": int(sum(hits["geq"]) - sum(hits["strict"])),
+        "task_types": {name: of_type(name) for name in sorted(set(task_types))},
     }
 
 
 def _score(dimension: str, scores: dict[str, float]) -> float:
-    if dimension == "overall":
-        return overall_score(scores["consistency"], scores["prompt_following"])
-    return scores[dimension]
+    """Give the score of a dimension; `overall` is sqrt(consistency * prompt_following) (PaCo-RL, Part 2)."""
+    if dimension != "overall":
+        return scores[dimension]
+    if min(scores.values()) < 0:
+        raise ValueError(
+            f"The scores are {scores}, but a geometric mean is of scores >= 0, such as probabilities. Leave the rows of "
+            "the dimension `overall` out for this scorer."
+        )
+    return math.sqrt(scores["consistency"] * scores["prompt_following"])

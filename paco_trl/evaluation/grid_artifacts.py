@@ -23,22 +23,18 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
     Measure how much more neighboring pixels differ across the lines of the patch grid than elsewhere.
 
     A diffusion transformer generates an image patch by patch. A model that is trained at one size and used at another can
-    leave the grid of its patches in the image, as faint lines or tiles. The score is relative: 0 means that the lines
-    cannot be told from their surroundings, 1 that neighboring pixels differ twice as much across a line as elsewhere.
+    leave the grid of its patches in the image, as faint lines or tiles. A score of 0 means that the lines cannot be told
+    from their surroundings, 1 that neighboring pixels differ twice as much across a line as elsewhere.
 
-    For either direction, the absolute differences of neighboring pixels are averaged along each line of pixels. The
+    In either direction, the absolute differences of neighboring pixels are averaged along each line of pixels. The
     averages are cut into stretches of one period with a grid line in the middle, each divided by its own mean, so that
-    a detailed part of the image does not outweigh a plain one. Of each of the `period` positions in a stretch the
-    median over all stretches is taken, so that edges of the content that lie on a few lines do not count. The score of
-    the direction is the median of the grid line over the mean of the other medians, minus 1; the two directions are
-    averaged. A direction without any difference counts 0.
+    a detailed part of the image does not outweigh a plain one. The median over all stretches is taken of each position,
+    so that edges of the content do not count. The score of a direction is the median of the grid line over the mean of the
+    other medians, minus 1; both directions are averaged. A direction without any difference counts 0.
 
-    In an image without a grid the score is near 0 and may be slightly negative: within 0.02 for noise of 512 pixels
-    and a period of 16, and within 0.1 for noise of 64 pixels and a period of 4. Images with few large shapes vary
-    more. Compare the means of several images before and after training.
-
-    A grid counts as far as its lines fall on more than half of the lines of this one: one whose period divides
-    `period` counts, one that is shifted or of another period does not.
+    Without a grid the score is near 0: within 0.02 for noise of 512 pixels and a period of 16, and within 0.1 for noise of
+    64 pixels and a period of 4. Images with few large shapes vary more: compare the means of several images before and
+    after training. A grid whose period divides `period` counts too; one that is shifted or of another period does not.
 
     Args:
         image (`PIL.Image.Image`):
@@ -47,8 +43,7 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
             Distance of the lines in pixels: the VAE's factor times the transformer's patch size, such as 8 x 2 = 16
             for FLUX.
         rows (`int`, *optional*, defaults to `1`):
-            Rows of panels of an image set. The borders between panels are edges that the layout wants: what is within
-            two pixels of one is left out.
+            Rows of panels of an image set. What is within two pixels of a border between panels is left out.
         cols (`int`, *optional*, defaults to `1`):
             Columns of panels of an image set.
 
@@ -56,8 +51,8 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
         `float`: the score, at least -1. Infinite where pixels differ across the lines of the grid alone.
 
     Raises:
-        ValueError: If `period` is less than 2, if the image is smaller than two periods or does not divide into the
-            panels, or if no line of the grid is left between the borders of its panels.
+        ValueError: If `period` is less than 2, the image is smaller than two periods or does not divide into the panels, or
+            no line of the grid is left between the borders of its panels.
     """
     if period < 2:
         raise ValueError(
@@ -66,8 +61,8 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
         )
     if min(image.height, image.width) < 2 * period:
         raise ValueError(
-            f"The image has {image.height}x{image.width} pixels (height x width), but needs at least two periods of "
-            f"{period} pixels per side: a smaller one has no line of the patch grid with a whole period around it."
+            f"The image has {image.height}x{image.width} pixels (height x width), but must have at least two periods of "
+            f"{period} pixels per side. Take a larger image."
         )
     panel_height, panel_width = panel_size(image.height, image.width, rows, cols)
     luminance = np.asarray(image.convert("RGB"), dtype=float) @ LUMINANCE  # (height, width)
@@ -90,9 +85,8 @@ def _direction_score(luminance: np.ndarray, period: int, panel: int, name: str) 
     starts = [s for s in starts if s >= 0 and s + period <= width - 1 and usable[s : s + period].all()]
     if not starts:
         raise ValueError(
-            f"No line of the patch grid (every {period} pixels) has a whole period around it that is free of the "
-            f"borders of the panels, which are one every {panel} pixels: the {name}s of panels are too narrow to see a "
-            "grid. Take a larger image."
+            f"No line of the patch grid (every {period} pixels) has a full period around it without a border between panels "
+            f"(one every {panel} pixels): the {name}s of panels are too narrow to see a grid. Take a larger image."
         )
     stretches = np.stack([differences[s : s + period] for s in starts])  # (lines, period)
     means = stretches.mean(axis=1, keepdims=True)  # (lines, 1)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Look up the figures that the paper publishes.
-
-None of them was measured here. They never enter one table, one mean or one model-index with figures that were.
-"""
+"""Look up the figures of the paper. They never enter one table, one mean or one model-index with figures measured here."""
 
 import json
 from collections.abc import Mapping
@@ -58,16 +54,10 @@ def published_text(value: str | float | None) -> str:
 @cache
 def _tables() -> tuple[PublishedTable, ...]:
     content = json.loads((files("paco_trl") / "evaluation" / "published.json").read_text(encoding="utf-8"))
-    return tuple(
-        PublishedTable(
-            benchmark=table["benchmark"],
-            title=table["title"],
-            protocol=table["protocol"],
-            columns=tuple(table["columns"]),
-            rows=tuple(map(tuple, table["rows"])),
-            source=f"{PAPER['title']} (arXiv {PAPER['id']}), Table {table['number']}",
-            remarks=tuple(table["remarks"]),
-            scorers=table.get("scorers", {}),
-        )
-        for table in content
-    )
+    paper = f"{PAPER['title']} (arXiv {PAPER['id']}), Table"
+    tables = []
+    for table in content:
+        source, rows = f"{paper} {table.pop('number')}", tuple(map(tuple, table.pop("rows")))
+        lists = {name: tuple(table.pop(name)) for name in ("columns", "remarks")}
+        tables.append(PublishedTable(**{"scorers": {}, **table}, **lists, rows=rows, source=source))
+    return tuple(tables)

@@ -17,8 +17,8 @@ def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> di
     """
     Measure the agreement of scores with a human ranking, on the ranks of the items.
 
-    Items of equal score share the average of their ranks. A tie never counts as a hit, also where that average happens
-    to be a human rank (three items that share ranks 1 to 3 have rank 2 each).
+    Items of equal score share the average of their ranks. A tie never counts as a hit, even if that average is a human
+    rank (three items that share ranks 1 to 3 have rank 2 each).
 
     Args:
         scores (`Sequence[float]`):
@@ -28,14 +28,11 @@ def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> di
 
     Returns:
         `dict[str, float]`:
-            - `accuracy`: share of the items whose predicted rank is the human one.
-            - `kendall_tau`: Kendall's tau-b of the predicted and the human ranks, in [-1, 1].
-            - `spearman_rho`: Spearman's rho of the same, in [-1, 1].
+            - `accuracy`: fraction of the items whose predicted rank is the human one.
+            - `kendall_tau`, `spearman_rho`: Kendall's tau-b and Spearman's rho of the predicted and the human ranks. NaN
+              if all scores are equal, as in scipy.
             - `top1_bottom1`: mean of two hits (1 or 0): the human best has predicted rank 1, the human worst has
               predicted rank n.
-
-            If all scores are equal there is no order to correlate with: `kendall_tau` and `spearman_rho` are NaN, as
-            in scipy.
 
     Raises:
         ValueError: If there are fewer than two items, `human_ranking` is not a permutation of the items, or a score is
@@ -68,12 +65,11 @@ def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) ->
     """
     Compute the published variant of [`ranking_metrics`], only for comparison with the numbers of the paper.
 
-    The paper's table is made with it. Its tau and rho correlate the two *order lists*, that is the index of the item
-    that comes first, second and so on, as if an item's index were a quantity. For about half of all pairs of orders of
-    four items the result is another than that of the items' ranks, for about a quarter it has the other sign, and it
-    changes when the items are numbered differently. `accuracy` and `top1_bottom1` are the same in both variants, ties
-    aside: here ties are broken by the index of the items (the later one first), so that equal scores still give an
-    order, and nothing is NaN.
+    Its tau and rho correlate the two *order lists* (the index of the item that comes first, second and so on), as if an
+    item's index were a quantity. For about half of all pairs of orders of four items the result differs from that of the
+    ranks, for about a quarter it has the other sign, and it depends on the numbering of the items. `accuracy` and
+    `top1_bottom1` are the same in both variants, except that ties are broken by index (the later item first) here, so
+    that nothing is NaN.
 
     Args:
         scores (`Sequence[float]`):
@@ -105,13 +101,10 @@ def _top1_bottom1(predicted_ranks: np.ndarray, human_ranking: np.ndarray) -> flo
 
 def _checked(scores: Sequence[float], human_ranking: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     if len(scores) < 2:
-        raise ValueError(f"`scores` has {len(scores)} items, but a ranking needs at least two. Leave such rows out.")
+        raise ValueError(f"`scores` has {len(scores)} items, but a ranking has at least two. Leave such rows out.")
     for index, score in enumerate(scores):
         if score is None or not math.isfinite(score):
-            raise ValueError(
-                f"`scores[{index}]` is {score}, but an item without a finite score has no rank. Score the item again, "
-                "or leave the whole ranking out."
-            )
+            raise ValueError(f"`scores[{index}]` is {score}, but must be finite: it has no rank. Leave the row out.")
     if len(human_ranking) != len(scores) or set(human_ranking) != set(range(len(scores))):
         raise ValueError(
             f"`human_ranking` is {list(human_ranking)}, but must list the indices of the {len(scores)} items, 0 to "

@@ -175,18 +175,16 @@ def evaluate_rankings(
     file = Journal(output_path, settings, key="index")
     images = RowImages(dataset, IMAGE_COLUMNS, protocol)
 
-    pairs_per_row = [
-        len(row["ranking"]) * sum(len(asked) for asked in of_row) for row, of_row in zip(rows, questions, strict=True)
-    ]
+    def num_pairs(index: int) -> int:
+        return len(rows[index]["ranking"]) * sum(map(len, questions[index]))
+
     progress = tqdm(total=len(rows), initial=len(file.by_key), desc=f"Rankings, {scorer.name}", unit="row")
     with progress:
         # The batches of an uninterrupted run: the last bits of a score can depend on the batch
-        for batch in batches(pairs_per_row, batch_size):
-            batch = [index for index in batch if index not in file.by_key]
-            if not batch:
-                continue
-            file.append(*_score_rows(scorer, images, rows, questions, batch, protocol))
-            progress.update(len(batch))
+        for batch in batches(range(len(rows)), num_pairs, batch_size):
+            if remaining := [index for index in batch if index not in file.by_key]:
+                file.append(*_score_rows(scorer, images, rows, questions, remaining, protocol))
+                progress.update(len(remaining))
 
     records = [file.by_key[index] for index in range(len(rows))]
     groups = [row["group"] for row in rows] if "group" in text_columns else None

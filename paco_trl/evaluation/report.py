@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write results of evaluations as a file for machines and as tables like the paper's."""
+"""Write results of evaluations as JSON and as Markdown tables like the paper's."""
 
 import json
 import platform
@@ -42,12 +42,12 @@ _NOTES = {
         "are ordered by index, the later candidate first."
     ),
     "edit_reward": (
-        "EditScore's benchmark, not TIGER-Lab's of the same name. Accuracy: the share of rows whose preferred image scores "
+        "EditScore's benchmark, not TIGER-Lab's of the same name. Accuracy: the fraction of rows whose preferred image scores "
         "higher, averaged over the task types; in the last columns a tie counts as well. In brackets: 95 % bootstrap "
         "interval, over groups of rows that share an image."
     ),
     ("edit_reward", "default"): (
-        "The questions are those that the judge is asked as a reward. Nothing here compares with the paper's figures: their "
+        "The questions are those of the editing reward. Nothing here compares with the paper's figures: their "
         "protocol is `published`."
     ),
     ("edit_reward", "published"): (
@@ -67,7 +67,16 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
     Returns:
         `list[tuple[str, list[str], list[list[str]]]]`: title, names of the columns and rows of each table.
     """
-    return [_table(*key, own) for key, own in _grouped(entries).items()]
+    tables = []
+    for (benchmark, protocol), own in _grouped(entries).items():
+        columns = ["scorer", "dataset", "rows", "rows with ties"]
+        if benchmark == "rankings":
+            columns = [*columns[:1], "template", *columns[1:], *RANKING_COLUMNS[protocol]]
+        else:
+            names = [name.replace("_", " ") for name in DIMENSIONS]
+            columns += [*names, *(f"{name}, ties count" for name in names)]
+        tables.append((f"{_TITLES[benchmark]}, protocol: {protocol}", columns, list(map(_row, own))))
+    return tables
 
 
 def _grouped(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -78,48 +87,51 @@ def _grouped(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[s
     return {key: group for key, group in groups.items() if group}
 
 
-def _table(benchmark: str, protocol: str, entries: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
-    title = f"{_TITLES[benchmark]}, protocol: {protocol}"
-    if benchmark == "rankings":
-        columns = ["scorer", "template", "dataset", "rows", "rows with ties", *RANKING_COLUMNS[protocol]]
-        return title, columns, [_ranking_row(entry) for entry in entries]
-    columns = ["scorer", "dataset", "rows", "rows with ties", *(name.replace("_", " ") for name in DIMENSIONS)]
-    columns += [f"{name.replace('_', ' ')}, ties count" for name in DIMENSIONS]
-    return title, columns, [_edit_row(entry) for entry in entries]
+def _row(entry: dict[str, Any]) -> list[str]:
+    settings, unanswered, rows = entry["settings"], entry["num_unanswered"], str(entry["num_instances"])
+    if settings["benchmark"] == "rankings":
+        undefined, num_ties, template = entry["num_undefined_correlations"], entry["num_ties"], [settings["template"]]
+        rows += f" ({undefined} without tau and rho)" * bool(undefined)
+        cells = [entry["metrics"][name] for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")]
+    else:
+        dimensions, template = entry["dimensions"], []
+        num_ties = sum(dimension["num_ties"] for dimension in dimensions.values())
+        cells = [dimensions.get(name, {}).get(variant) for variant in ("strict", "geq") for name in DIMENSIONS]
+    ties = str(num_ties) + f" ({unanswered} questions without an answer)" * bool(unanswered)
+    texts = [cell and interval_text(cell["mean"], *cell["interval"], missing="undefined") for cell in cells]
+    dataset = str(settings.get("dataset") or settings["dataset_fingerprint"])
+    return [settings["scorer"], *template, dataset, rows, ties, *(text or "" for text in texts)]
 
 
 def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, Any]]:
     """
     Write results to `results.json` and, as tables, to `results.md`.
 
-    Results that are already in the folder stay, except those of the same scorer, protocol, template and dataset, which
-    are replaced: run several scorers into one folder to compare them. `results.json` has the numbers, the settings and the
-    versions of the packages that made them; NaN is `null` there.
+    Results in the directory stay, except those of the same scorer, protocol, template and dataset, which are replaced:
+    write several scorers to one directory to compare them. `results.json` has the numbers, the settings and the versions
+    of the packages that made them; NaN is `null` there.
 
     Args:
         results (`dict[str, Any]`):
             What [`evaluate_rankings`] or [`evaluate_edit_reward`] gave. More may be added to its `settings`, such as
             the dtype; `settings["dataset"]`, a name, is shown in the table.
         folder (`str` or `Path`):
-            Folder to write to.
+            Directory to write to.
 
     Returns:
-        `list[dict[str, Any]]`: all results that are now in the folder, for [`report_tables`].
+        `list[dict[str, Any]]`: all results that are now in the directory, for [`report_tables`].
 
     Raises:
-        ValueError: If `results.json` in the folder is not one that this function wrote.
+        ValueError: If `results.json` in the directory was not written by this function.
     """
     folder = Path(folder)
     path = folder / "results.json"
     entries = _read(path) if path.exists() else []
-    entry = without_nan(
-        {**results, "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}}
-    )
-    places = [number for number, other in enumerate(entries) if _identity(other) == _identity(entry)]
-    if places:
-        entries[places[0]] = entry
-    else:
-        entries.append(entry)
+    versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    entry = without_nan({**results, "versions": versions})
+    same = [number for number, other in enumerate(entries) if _identity(other) == _identity(entry)]
+    place = same[0] if same else len(entries)
+    entries[place : place + 1] = [entry]
     write_atomically(path, json.dumps(entries, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(folder / "results.md", _markdown(entries))
     return entries
@@ -142,42 +154,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _cell(summary: dict[str, Any] | None) -> str:
-    return "" if summary is None else interval_text(summary["mean"], *summary["interval"], missing="undefined")
-
-
-def _dataset(entry: dict[str, Any]) -> str:
-    return str(entry["settings"].get("dataset") or entry["settings"]["dataset_fingerprint"])
-
-
-def _ranking_row(entry: dict[str, Any]) -> list[str]:
-    undefined = entry["num_undefined_correlations"]
-    return [
-        entry["settings"]["scorer"],
-        entry["settings"]["template"],
-        _dataset(entry),
-        str(entry["num_instances"]) + (f" ({undefined} without tau and rho)" if undefined else ""),
-        _ties(entry, entry["num_ties"]),
-        *(_cell(entry["metrics"][name]) for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")),
-    ]
-
-
-def _edit_row(entry: dict[str, Any]) -> list[str]:
-    found = entry["dimensions"]
-    cells = [_cell(found.get(name, {}).get(variant)) for variant in ("strict", "geq") for name in DIMENSIONS]
-    ties = _ties(entry, sum(dimension["num_ties"] for dimension in found.values()))
-    return [entry["settings"]["scorer"], _dataset(entry), str(entry["num_instances"]), ties, *cells]
-
-
-def _ties(entry: dict[str, Any], num_ties: int) -> str:
-    unanswered = entry["num_unanswered"]
-    return str(num_ties) + (f" ({unanswered} questions without an answer)" if unanswered else "")
-
-
 def _markdown(entries: list[dict[str, Any]]) -> str:
     parts = []
-    for (benchmark, protocol), own in _grouped(entries).items():
-        title, columns, rows = _table(benchmark, protocol, own)
+    for (benchmark, protocol), (title, columns, rows) in zip(_grouped(entries), report_tables(entries), strict=True):
         parts += [f"# {title}", markdown_table(columns, rows), _NOTES[benchmark], _NOTES[benchmark, protocol], _TIES]
         if protocol == "published":
             parts.append("## Published figures, not measured here")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share between benchmarks: images of rows, calls of the scorer, intervals."""
+"""Read images, query scorers and compute intervals for the benchmarks of judges."""
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,9 +40,6 @@ class RowImages:
         self.columns = columns
         self.convert = _without_alpha if protocol == "published" else to_rgb
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def __getitem__(self, index: int) -> list[Image.Image]:
         (row,) = self.dataset[index].to_pylist()
         images = []
@@ -63,25 +60,23 @@ def _without_alpha(image: Image.Image, where: str) -> Image.Image:
 def _open_stored(stored: dict[str, Any] | None, where: str, convert: Callable) -> Image.Image:
     if stored is None:
         raise ValueError(f"{where} is missing (None).{_ADVICE}")
-    file = f"({stored['path']})" if stored["path"] else "(embedded)"
     try:
         image = open_image(stored["bytes"] if stored["bytes"] is not None else stored["path"])
         image.load()  # closes the file, and finds one that is cut off
         return convert(image, "the image")
     except Exception as error:  # Pillow raises half a dozen kinds, requests its own
-        raise ValueError(f"{where} {file} cannot be read: {type(error).__name__}: {error}.{_ADVICE}") from error
+        file = stored["path"] or "embedded"
+        raise ValueError(f"{where} ({file}) cannot be read: {type(error).__name__}: {error}.{_ADVICE}") from error
 
 
 def rows_in_order(
     dataset: "Dataset", broken: dict[int, str], image_columns: Sequence[str], skip_broken: bool
 ) -> tuple[list[int], list[str]]:
     """List the rows to evaluate, and a sentence for each that is left out, as `skip_broken` allows."""
-    broken = dict(broken)
-    images = RowImages(dataset, image_columns)
-    for index in range(len(images)) if skip_broken else ():
+    broken, images = dict(broken), RowImages(dataset, image_columns)
+    for index in range(len(dataset)) if skip_broken else ():
         try:
-            if index not in broken:
-                images[index]  # reads it
+            index in broken or images[index]  # reads it
         except ValueError as error:
             broken[index] = str(error).removesuffix(_ADVICE)
     sentences = [broken[index] for index in sorted(broken)]
@@ -92,16 +87,16 @@ def rows_in_order(
 def check_scorer(scorer: Any, protocol: str = "default") -> None:
     """Refuse an object that is not a scorer, or cannot follow the protocol, before anything is loaded."""
     check_protocol(protocol)
+    kind = f"`scorer` is a {type(scorer).__name__}"
     if not callable(getattr(scorer, "score", None)) or not isinstance(getattr(scorer, "name", None), str):
         raise TypeError(
-            f"`scorer` is a {type(scorer).__name__}, but must have a method `score(images, prompts)` and a `name` "
-            "(str). Pass a `PaCoReward`, a `ClipIScorer`, or an object with the two."
+            f"{kind}, but must have a method `score(images, prompts)` and a `name` (str). Pass a `PaCoReward`, a "
+            "`ClipIScorer`, or an object with the two."
         )
     if protocol == "published" and _reads_questions(scorer) and not callable(getattr(scorer, "top_logprobs", None)):
         raise TypeError(
-            f"`scorer` is a {type(scorer).__name__}, which has no `top_logprobs`: the published protocol puts text in "
-            "front of each image and reads the likeliest tokens. Pass a `PaCoReward` or a `ServedJudge`, or use "
-            '`protocol="default"`.'
+            f"{kind}, which has no `top_logprobs`: the published protocol puts text in front of each image and reads the "
+            'likeliest tokens. Pass a `PaCoReward` or a `ServedJudge`, or use `protocol="default"`.'
         )
 
 
@@ -124,10 +119,8 @@ def score_pairs(
 ) -> tuple[list[float], list[bool]]:
     """Give a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer."""
     by_tokens = protocol == "published" and _reads_questions(scorer)
-    if by_tokens:
-        answers = list(scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS))
-    else:
-        answers = list(scorer.score(pairs, questions))
+    answers = scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS) if by_tokens else scorer.score(pairs, questions)
+    answers = list(answers)
     if len(answers) != len(pairs):
         raise ValueError(
             f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs. `score` must give one per pair."
@@ -141,7 +134,7 @@ def score_pairs(
     if not by_tokens:
         return [float(answer) for answer in answers], [False] * len(pairs)
     scores = [yes_probability(tokens, yes, no) for tokens in answers]
-    return [0.0 if score is None else score for score in scores], [score is None for score in scores]
+    return [score or 0.0 for score in scores], [score is None for score in scores]
 
 
 def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_columns: Sequence[str]) -> str:
@@ -157,15 +150,15 @@ def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_c
     return digest.hexdigest()[:16]
 
 
-def batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Group consecutive pieces of work into batches of up to `batch_size`; a piece that is larger is a batch alone."""
+def batches(items: Iterable[Any], size: Callable[[Any], int], batch_size: int) -> Iterator[list[Any]]:
+    """Group consecutive items into batches with a total size of up to `batch_size`; a larger item is a batch alone."""
     batch, total = [], 0
-    for index, size in enumerate(sizes):
-        if batch and total + size > batch_size:
+    for item in items:
+        if batch and total + size(item) > batch_size:
             yield batch
             batch, total = [], 0
-        batch.append(index)
-        total += size
+        batch.append(item)
+        total += size(item)
     if batch:
         yield batch
 
@@ -173,17 +166,16 @@ def batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
 def mean_and_interval(
     values: Sequence[float], groups: Sequence[Hashable] | None, strata: Sequence[Hashable] | None = None
 ) -> dict[str, Any]:
-    """Compute the mean of the defined values, and its bootstrap interval."""
+    """Compute the mean of the defined values (or of the means of their strata), and its bootstrap interval."""
     values = np.asarray(values, dtype=float)
-    defined = ~np.isnan(values)
-    if not defined.any():
+    if np.isnan(values).all():
         return {"mean": math.nan, "interval": [math.nan, math.nan]}
-    labels = [None] * len(values) if strata is None else strata
     kept: dict[Hashable, list[float]] = {}
-    for place in np.flatnonzero(defined):
-        kept.setdefault(labels[place], []).append(values[place])
-    mean = np.mean([np.mean(part) for part in kept.values()])
-    return {"mean": float(mean), "interval": list(bootstrap_interval(values, groups, strata=strata))}
+    for value, stratum in zip(values, strata or [None] * len(values), strict=True):
+        if not np.isnan(value):
+            kept.setdefault(stratum, []).append(value)
+    mean = float(np.mean([np.mean(part) for part in kept.values()]))
+    return {"mean": mean, "interval": list(bootstrap_interval(values, groups, strata=strata))}
 
 
 def without_nan(value: Any) -> Any:

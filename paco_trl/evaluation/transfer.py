@@ -37,18 +37,18 @@ class ScorePairs:
                 f"`training` has the rewards {sorted(self.training)} and `inference` {sorted(self.inference)}. Score "
                 "both resolutions with the same rewards."
             )
-        for side, scores in (("training", self.training), ("inference", self.inference)):
-            for reward, values in scores.items():
-                if len(values) != len(self.prompts):
-                    raise ValueError(
-                        f"`{side}` has {len(values)} scores of {reward!r} for {len(self.prompts)} `prompts`. Pass one "
-                        "per image, NaN where it could not be scored."
-                    )
-                if np.isinf(np.asarray(values, dtype=float)).any():
-                    raise ValueError(
-                        f"`{side}` has an infinite score of {reward!r}, of which there is no correlation. Pass NaN for "
-                        "what could not be scored."
-                    )
+        sides = {"training": self.training, "inference": self.inference}
+        for side, reward in ((side, reward) for side, scores in sides.items() for reward in scores):
+            values = np.asarray(sides[side][reward], dtype=float)
+            if len(values) != len(self.prompts):
+                raise ValueError(
+                    f"`{side}` has {len(values)} scores of {reward!r} for {len(self.prompts)} `prompts`. Pass one per image, "
+                    "NaN where it could not be scored."
+                )
+            if np.isinf(values).any():
+                raise ValueError(
+                    f"`{side}` has an infinite score of {reward!r}. Pass NaN for what could not be scored."
+                )
 
     def scored(self, reward: str) -> tuple[np.ndarray, np.ndarray, list[Hashable]]:
         """Select the pairs in which both images have a score of a reward."""
@@ -72,21 +72,14 @@ class ResolutionTransfer:
     inference_mean: float
     note: str = ""
 
-    def describe(self) -> str:
-        """Give the result as one line of text."""
-        found = f"r {_interval_text(self)}" if not math.isnan(self.correlation) else "no correlation"
-        text = f"{self.reward}: {found} over {self.num_images} images of {self.num_prompts} prompts"
-        if self.num_images:
-            text += f"; mean {self.training_mean:.3f} at the training and {self.inference_mean:.3f} at the inference "
-            text += "resolution"
-        return f"{text} ({self.note})" if self.note else text
-
     def to_dict(self) -> dict[str, Any]:
-        """Give the result for a JSON file."""
-        return {
-            name: None if isinstance(value, float) and math.isnan(value) else value
-            for name, value in asdict(self).items()
-        }
+        """Copy the result with `None` for NaN, which JSON does not have."""
+        fields = asdict(self).items()
+        return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields}
+
+    def interval_text(self) -> str:
+        """Format the correlation and its interval, as far as they exist."""
+        return interval_text(self.correlation, self.low, self.high, missing="-")
 
 
 def resolution_transfer(
@@ -95,11 +88,10 @@ def resolution_transfer(
     """
     Correlate the scores at the training resolution with those at the inference resolution, for each reward.
 
-    Training at a reduced resolution improves what the rewards see there. That helps at the inference resolution as far
-    as both give the same images high scores. The interval is a percentile bootstrap over prompts: whole prompts are
-    resampled, because images of one prompt are not independent. A resample whose scores are all the same has no
-    correlation and is left out. With few prompts such intervals are somewhat narrow: of normal scores with a
-    correlation of 0.7, the 95% intervals of 8 to 40 prompts hold it 90 to 92 times in 100.
+    Training at a reduced resolution helps at the inference resolution as far as both give the same images high scores.
+    The interval is a percentile bootstrap over prompts, because images of one prompt are not independent. A resample
+    whose scores are all the same has no correlation and is left out. With few prompts such intervals are somewhat narrow:
+    of normal scores with a correlation of 0.7, the 95% intervals of 8 to 40 prompts hold it 90 to 92 times in 100.
 
     Args:
         pairs ([`ScorePairs`]):
@@ -140,7 +132,7 @@ def transfer_table(results: list[ResolutionTransfer]) -> str:
     rows = []
     for one in results:
         means = [number_text(mean, missing="-") for mean in (one.training_mean, one.inference_mean)]
-        rows.append((one.reward, _interval_text(one), one.num_images, one.num_prompts, *means, one.note or "-"))
+        rows.append((one.reward, one.interval_text(), one.num_images, one.num_prompts, *means, one.note or "-"))
     return markdown_table(columns, rows)
 
 
@@ -151,11 +143,9 @@ def transfer_warning(results: list[ResolutionTransfer]) -> str | None:
         includes_zero = result.low <= 0 <= result.high  # False for NaN
         if not (result.correlation < LOW_CORRELATION or includes_zero):  # NaN is not below
             continue
-        line = f"- {result.reward}: {_interval_text(result)}"
-        if includes_zero:
-            line += ", cannot be told from none: the interval includes 0"
-        if result.high < LOW_CORRELATION:
-            line += f", and even the interval's upper end is below {LOW_CORRELATION}"
+        line = f"- {result.reward}: {result.interval_text()}"
+        line += ", cannot be told from none: the interval includes 0" * includes_zero
+        line += f", and even the interval's upper end is below {LOW_CORRELATION}" * (result.high < LOW_CORRELATION)
         lines.append(line)
     if not lines:
         return None
@@ -178,63 +168,46 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
     from matplotlib.figure import Figure
 
     if not results:
-        raise ValueError("`results` is empty, so there is nothing to draw. Compare at least one reward.")
+        raise ValueError("`results` is empty, so there is nothing to plot. Compare at least one reward.")
     columns = min(len(results), 3)
     rows = math.ceil(len(results) / columns)
     figure = Figure(figsize=(3.4 * columns, 3.5 * rows), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     colors = colormaps["tab20"].colors
-    number_of = {prompt: number for number, prompt in enumerate(dict.fromkeys(pairs.prompts))}
+    color_of = {prompt: colors[number % len(colors)] for number, prompt in enumerate(dict.fromkeys(pairs.prompts))}
     for index, result in enumerate(results):
         axes = figure.add_subplot(rows, columns, index + 1)
         training, inference, prompts = pairs.scored(result.reward)
         if len(training):
             ends = [min(training.min(), inference.min()), max(training.max(), inference.max())]
             axes.plot(ends, ends, linestyle="--", linewidth=0.8, color="gray", zorder=1)
-            shown = [colors[number_of[prompt] % len(colors)] for prompt in prompts]
-            axes.scatter(training, inference, s=12, c=shown, zorder=2)
-        title = f"r {_interval_text(result)}" if not math.isnan(result.correlation) else "no correlation"
+            axes.scatter(training, inference, s=12, c=[color_of[prompt] for prompt in prompts], zorder=2)
+        title = "no correlation" if math.isnan(result.correlation) else f"r {result.interval_text()}"
         axes.set_title(f"{result.reward}\n{title}", fontsize=9)
         axes.set_xlabel("score at the training resolution", fontsize=8)
         axes.set_ylabel("score at the inference resolution", fontsize=8)
         axes.tick_params(labelsize=7)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _interval_text(result: ResolutionTransfer) -> str:
-    """Give the correlation and its interval, as far as they exist."""
-    return interval_text(result.correlation, result.low, result.high, missing="-")
-
-
 def _undefined(training: np.ndarray, inference: np.ndarray) -> str:
-    """Say why there is no correlation; empty where there is one."""
+    """Explain why there is no correlation; empty where there is one."""
     if len(training) < MIN_IMAGES:
         return f"no correlation: {len(training)} images have both scores, and it needs {MIN_IMAGES}"
     for side, scores in (("training", training), ("inference", inference)):
-        if not _spread(scores):
+        if np.ptp(scores) <= 1e-12 * np.abs(scores).max():  # the rounding of their arithmetic
             return f"no correlation: all scores at the {side} resolution are {scores[0]:.6g}"
     return ""
 
 
-def _spread(scores: np.ndarray) -> bool:
-    """Whether scores differ by more than the rounding of their arithmetic."""
-    return bool(np.ptp(scores) > 1e-12 * np.abs(scores).max())
-
-
 def _interval(
-    training: np.ndarray,
-    inference: np.ndarray,
-    prompts: Sequence[Hashable],
-    confidence_level: float,
-    n_resamples: int,
-    seed: int,
+    training: np.ndarray, inference: np.ndarray, prompts: Sequence[Hashable], *bootstrap: float
 ) -> tuple[float, float]:
-    """Compute the percentile bootstrap interval of the correlation over whole prompts."""
+    """Compute the percentile bootstrap interval of the correlation over prompts."""
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     group_of = np.array([numbers[prompt] for prompt in prompts])  # (n,)
-    # Centred and scaled, which changes no correlation, so that the sums below do not cancel
+    # Centered and scaled, which changes no correlation, so that the sums below do not cancel
     x = (training - training.mean()) / training.std()  # (n,)
     y = (inference - inference.mean()) / inference.std()  # (n,)
     # Per prompt, all that the correlation of a resample needs
@@ -250,4 +223,4 @@ def _interval(
             found = (sxy / n - sx * sy / n**2) / np.sqrt(var_x * var_y)
         return np.where(spread, np.clip(found, -1, 1), np.nan)
 
-    return bootstrap_sums(sums, correlation, confidence_level, n_resamples, seed)
+    return bootstrap_sums(sums, correlation, *bootstrap)

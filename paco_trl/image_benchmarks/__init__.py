@@ -10,11 +10,11 @@ from ..utils.lazy import lazy_imports
 
 if TYPE_CHECKING:
     from .card_results import add_results_to_card
-    from .drawing import load_system
-    from .edit_drawing import draw_edits, find_edits
+    from .edit_generation import draw_edits, find_edits
     from .gedit import EditScore, gedit_results, score_edits
     from .image_sets import find_image_sets
     from .leakage import find_leaks
+    from .loading import load_system
     from .report_markdown import print_report
     from .report_page import save_generation_report
     from .scoring import score_aesthetics, score_alignment, score_consistency, score_duplicates
@@ -22,35 +22,19 @@ if TYPE_CHECKING:
     from .t2is_comparison import System, t2is_results
 
 __all__ = [
-    "EditScore",
-    "System",
-    "add_results_to_card",
-    "alignment_means",
-    "consistency_means",
-    "draw_edits",
-    "find_edits",
-    "find_image_sets",
-    "find_leaks",
-    "gedit_results",
-    "load_system",
-    "load_t2is_bench",
-    "print_report",
-    "save_generation_report",
-    "score_aesthetics",
-    "score_alignment",
-    "score_consistency",
-    "score_duplicates",
-    "score_edits",
-    "t2is_results",
-]
+    "EditScore", "System", "add_results_to_card", "alignment_means", "consistency_means", "draw_edits", "find_edits",
+    "find_image_sets", "find_leaks", "gedit_results", "load_system", "load_t2is_bench", "print_report",
+    "save_generation_report", "score_aesthetics", "score_alignment", "score_consistency", "score_duplicates",
+    "score_edits", "t2is_results",
+]  # fmt: skip
 
 # Lazy, so that the metrics come without torch
 __getattr__, __dir__ = lazy_imports(
     __name__,
     {
         ".card_results": ["add_results_to_card"],
-        ".drawing": ["load_system"],
-        ".edit_drawing": ["draw_edits", "find_edits"],
+        ".loading": ["load_system"],
+        ".edit_generation": ["draw_edits", "find_edits"],
         ".gedit": ["EditScore", "gedit_results", "score_edits"],
         ".image_sets": ["find_image_sets"],
         ".leakage": ["find_leaks"],

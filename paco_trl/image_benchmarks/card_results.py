@@ -14,9 +14,19 @@ from huggingface_hub.utils import yaml_dump
 from ..utils.files import write_atomically
 from ..utils.names import public_name
 from ..utils.tables import markdown_text
-from .report_content import alerts, facts, leakage_line, metric_tables, scored_by
+from .report_content import (
+    alerts,
+    benchmark_name,
+    facts,
+    in_sentence,
+    leakage_line,
+    metric_tables,
+    protocol_of,
+    public_results,
+    row_label,
+    scored_by,
+)
 from .report_markdown import bullet_list, report_table
-from .report_numbers import benchmark_name, in_sentence, protocol_of, public_results, row_label
 
 
 _SHOWN_KINDS = ("dimension", "group", "average")

@@ -17,11 +17,11 @@ from tqdm.auto import tqdm
 
 from ..data.source_images import SourceImages
 from ..evaluation.runs import check_protocol, dataset_fingerprint
-from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest, write_atomically
 from ..utils.generation import to_png
 from ..utils.text import shorten, some_of
-from .edit_drawing import FoundEdits, edit_keys
+from .edit_generation import FoundEdits, edit_keys
 from .gedit_published import (
     PUBLISHED_ATTEMPTS,
     open_like_source,
@@ -65,7 +65,7 @@ _MAX_TOKENS = 1024
 _MAX_ATTEMPTS = 3
 # For attempts after the first, which has 0: at 0 an unreadable answer would come again
 _RETRY_TEMPERATURE = 0.7
-# Give up after this many answers without a readable one
+# Stop after this many answers without a readable one
 _ONLY_NONSENSE = 24
 
 _QUESTIONS = {"semantic": SEMANTIC, "quality": QUALITY}
@@ -116,13 +116,13 @@ def score_edits(
     and how free of flaws it is. The lower number of each pair counts, and overall their geometric mean.
 
     With `protocol="default"`, images are sent with an area of 512 x 512 pixels and their own aspect ratio, the source
-    first. A question is asked at temperature 0, and if the answer is unreadable again at 0.7 with another seed. Each answer
-    is saved as it comes: interrupted runs resume, on any number of processes (`accelerate launch`), which share the
-    questions. A question without a readable answer is asked again by the next run.
+    first. A question is asked at temperature 0, and if the answer is unreadable again at 0.7 with another seed. With
+    `protocol="published"`, the judge is queried as the benchmark's own script queries GPT-4.1, and its answers are read
+    as that script reads them; docs/evaluate_generation.md lists what is different. Give `input_image` as source, as the
+    script does (`load_edit_prompts(..., source_column="input_image")`).
 
-    With `protocol="published"`, the judge is asked as the benchmark's own script asks GPT-4.1, and its answers are read as
-    that script reads them; docs/evaluate_generation.md lists what is different. Give `input_image` as source, as the script
-    does (`load_edit_prompts(..., source_column="input_image")`).
+    Each answer is saved as it comes: interrupted runs resume, on any number of processes (`accelerate launch`), which
+    share the questions. A question without a readable answer is asked again by the next run.
 
     > [!WARNING]
     > The default prompts are this project's own, and scores depend on prompt and judge: they do not compare with
@@ -165,8 +165,8 @@ def score_edits(
         raise ValueError(f"`max_attempts` is {max_attempts!r}. It must be an int of at least 1.")
     if is_published != (gedit_repo is not None):
         raise ValueError(
-            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol reads its prompts from a "
-            "clone of https://github.com/stepfun-ai/Step1X-Edit, and only that one does."
+            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}. Give a clone of "
+            "https://github.com/stepfun-ai/Step1X-Edit, which has the prompts, for the published protocol and only for it."
         )
     questions = read_published_prompts(gedit_repo) if is_published else _QUESTIONS
     sources = SourceImages(prompts, "the prompts")
@@ -210,15 +210,15 @@ def score_edits(
 
     digests = _digests(prompts, sources, edits)
     with ScoreStore(folder, f"{BENCHMARK} {protocol} {endpoint.model}", settings, digests, rescore_changed) as store:
-        _ask(endpoint, store, request, read, max_attempts)
+        _query(endpoint, store, request, read, max_attempts)
         records = store.finish()
     scores = _edit_scores(records, edits)
     unanswered = [key for key, score in scores.items() if score is None]
     if unanswered and store.is_main_process:
         logger.warning(
             f"{endpoint.model} gave no readable answer about {len(unanswered)} of {len(scores)} edits in {max_attempts} "
-            f"attempt(s), so these have no score: {some_of(unanswered)}. Its answers are in {store.folder}. Re-run to ask "
-            "about these alone."
+            f"attempt(s), so these have no score: {some_of(unanswered)}. Its answers are in {store.folder}. Re-run to "
+            "query it about these alone."
         )
     return scores
 
@@ -281,28 +281,19 @@ def gedit_results(
             )
     sources = SourceImages(prompts, "the prompts")
     scored = [_scored(system, prompts, sources, protocol) for system in systems]
-    _check_comparable(scored)
+    _check_comparable(scored[0], scored[-1])
 
     names = [
         name for name in ("id", "prompt", "task_type", "language", "intersection") if name in prompts.column_names
     ]
     rows = dict(zip(keys, prompts.select_columns(names), strict=True))
     judges = list(scored[0].by_judge)
-    missing_score = 0.0 if protocol == "default" else None
     alerts = _alerts(scored, protocol)
     tables, breakdowns = [], []
     for judge in judges:
-        parts = _Parts(scored, judge, seed, missing_score)
-        of_judge = f", judge: {judge}" if len(judges) > 1 else ""
-        for language in dict.fromkeys(row.get("language") for row in rows.values()):
-            spoken = {key: row for key, row in rows.items() if row.get("language") == language}
-            label = "All languages" if language is None else LANGUAGES.get(language, language)
-            title = f"{label}: all instructions{of_judge}"
-            tables.append(_table(title, spoken, parts))
-            breakdowns.append(_breakdown(f"By task type, {label}{of_judge}", title, spoken, parts))
-            subset = {key: row for key, row in spoken.items() if row.get("intersection")}
-            if subset:
-                tables.append(_table(f"{label}: intersection subset{of_judge}", subset, parts))
+        of_judge = _judge_tables(scored, judge, rows, seed, protocol)
+        tables += of_judge[0]
+        breakdowns += of_judge[1]
     return {
         "benchmark": BENCHMARK,
         "protocol": protocol,
@@ -310,7 +301,7 @@ def gedit_results(
         "dataset_fingerprint": dataset_fingerprint(prompts, names, [sources.column]),
         "num_prompts": len(keys),
         "seeds": [seed],
-        "systems": [_describe(one) for one in scored],
+        "systems": [one.system.describe(_counts(one)) for one in scored],
         "scorers": {"consistency": judges, "alignment": None, "aesthetics": None},
         "weights": None,
         "tables": tables,
@@ -340,17 +331,17 @@ def gedit_results(
     }
 
 
-# ---- Asking ----
-
-
-def _ask(
+################
+# Queries
+################
+def _query(
     endpoint: ChatEndpoint,
     store: ScoreStore,
     request: Callable[[str, int], ChatRequest],
     read: Callable[[str, bool], Sequence[float] | None],
     max_attempts: int,
 ) -> None:
-    """Ask this process's share of the questions without an answer."""
+    """Ask this process's part of the questions without an answer."""
     from accelerate import PartialState
 
     earlier = _earlier_attempts(store)
@@ -360,10 +351,9 @@ def _ask(
     waiting = iter(store.pending)
     # Attempts of earlier runs count: their seeds would give the same answers again
     attempts = {name: earlier.get(name, 0) for name in store.pending}
-    most = {name: count + max_attempts for name, count in attempts.items()}
     # If some questions are done, there were readable answers before
     num_replies, is_readable = 0, len(store.pending) < len(store.digests) // PartialState().num_processes
-    title = f"Asking {endpoint.model} about edits"
+    title = f"Querying {endpoint.model} about edits"
     bar = tqdm(total=len(store.pending), desc=title, unit="question", disable=not store.is_main_process)
     with endpoint.asking() as asking, bar:
         while True:
@@ -374,23 +364,31 @@ def _ask(
             name, reply = asking.next()
             attempts[name] += 1
             num_replies += 1
-            scores = None if reply.text is None else read(reply.text, attempts[name] > earlier.get(name, 0) + 1)
+            num_own = attempts[name] - earlier.get(name, 0)
+            scores = None if reply.text is None else read(reply.text, num_own > 1)
             is_readable = is_readable or scores is not None
             if not is_readable and num_replies >= _ONLY_NONSENSE:
-                raise ValueError(_only_nonsense(endpoint, num_replies, name, reply))
-            if scores is None and attempts[name] < most[name]:
+                answer = (
+                    f"answer is {shorten(reply.text)}" if reply.text is not None else f"problem is {reply.problem}"
+                )
+                raise ValueError(
+                    f"None of {num_replies} answers of {endpoint.name} can be read as scores. The {answer} for {name!r}. "
+                    "Use a model that sees images and follows instructions, and turn long thinking off."
+                )
+            if scores is None and num_own < max_attempts:
                 asking.start(name, request(name, attempts[name]))
                 continue
-            record = {
-                "key": name,
-                "digest": store.digests[name],
-                "scores": None if scores is None else list(scores),
-                "incomplete": scores is None,
-                "attempts": attempts[name],
-                "answer": reply.text,
-                "problem": reply.problem,
-            }
-            store.append(record)
+            store.append(
+                {
+                    "key": name,
+                    "digest": store.digests[name],
+                    "scores": None if scores is None else list(scores),
+                    "incomplete": scores is None,
+                    "attempts": attempts[name],
+                    "answer": reply.text,
+                    "problem": reply.problem,
+                }
+            )
             bar.update()
 
 
@@ -408,27 +406,15 @@ def _earlier_attempts(store: ScoreStore) -> dict[str, int]:
     return attempts
 
 
-def _only_nonsense(endpoint: ChatEndpoint, num_replies: int, name: str, reply: Reply) -> str:
-    said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
-    return (
-        f"None of {num_replies} answers of {endpoint.name} can be read as scores. To {name!r} it {said}. Use a model that sees "
-        "images and follows instructions, and turn long thinking off."
-    )
-
-
 def _data_url(image: "Image") -> str:
-    # Pillow's own filter (bicubic), which the benchmark's script uses
-    return f"data:image/png;base64,{base64.b64encode(to_png(image.resize(_sent_size(*image.size)))).decode()}"
-
-
-def _sent_size(width: int, height: int) -> tuple[int, int]:
-    """Scale width and height to the area of an image that is sent, rounded down."""
-    ratio = width / height
-    return max(1, int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))
+    """Encode an image with the area and (Pillow's default) the filter of the benchmark's script."""
+    ratio = image.width / image.height
+    size = max(1, int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))
+    return f"data:image/png;base64,{base64.b64encode(to_png(image.resize(size))).decode()}"
 
 
 def _digests(prompts: "Dataset", sources: SourceImages, edits: FoundEdits) -> dict[str, str]:
-    """Give a digest of what each question (`"semantic/<key>"`, `"quality/<key>"`) is about."""
+    """Digest what each question (`"semantic/<key>"`, `"quality/<key>"`) is about."""
     instructions = prompts.with_format(None)["prompt"][:]
     seen = {
         key: digest([edits.digests[key], *sources.digests(row), instructions[row]])
@@ -448,30 +434,9 @@ def _edit_scores(records: Mapping[str, Mapping[str, Any]], edits: FoundEdits) ->
     return scores
 
 
-# ---- Results ----
-
-
-class _Parts(NamedTuple):
-    """The systems as one judge sees them."""
-
-    scored: list[_Scored]
-    judge: str
-    seed: int
-    missing_score: float | None
-
-    def values(self, metric: str, rows: Mapping[str, Mapping[str, Any]]) -> list[dict[Unit, float]]:
-        """Give a metric by unit for each system, without the edits that have no answer."""
-        values: list[dict[Unit, float]] = [{} for _ in self.scored]
-        for (system, by_judge, _), of_system in zip(self.scored, values, strict=True):
-            for key, row in rows.items():
-                score = by_judge[self.judge].get(key)
-                if score is not None:
-                    of_system[row["id"], self.seed] = getattr(score, metric)
-                elif key not in system.found.files and self.missing_score is not None:
-                    of_system[row["id"], self.seed] = self.missing_score
-        return values
-
-
+################
+# Results
+################
 def _scored(system: System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
     digests = _digests(prompts, sources, system.found)
     found = read_scores(system.folder, digests, benchmark=BENCHMARK, protocol=protocol)
@@ -480,15 +445,11 @@ def _scored(system: System, prompts: "Dataset", sources: SourceImages, protocol:
             f"No judge has scored the edits of {system.name!r} under the protocol {protocol!r} ({system.folder}). Call "
             "`score_edits`. Scores of an earlier version name no protocol and are not read."
         )
-    return _Scored(
-        system,
-        {scores.settings["scorer"]: _edit_scores(scores.records, system.found) for scores in found},
-        {scores.settings["scorer"]: scores.settings for scores in found},
-    )
+    settings = {scores.settings["scorer"]: scores.settings for scores in found}
+    return _Scored(system, {s.settings["scorer"]: _edit_scores(s.records, system.found) for s in found}, settings)
 
 
-def _check_comparable(scored: list[_Scored]) -> None:
-    first, second = scored[0], scored[-1]
+def _check_comparable(first: _Scored, second: _Scored) -> None:
     if first.by_judge.keys() != second.by_judge.keys():
         raise ValueError(
             f"{first.system.name!r} has scores of {', '.join(first.by_judge)} and {second.system.name!r} of "
@@ -502,50 +463,68 @@ def _check_comparable(scored: list[_Scored]) -> None:
             )
 
 
-def _table(title: str, rows: Mapping[str, Mapping[str, Any]], parts: _Parts) -> dict[str, Any]:
-    strata = {(row["id"], parts.seed): row["task_type"] for row in rows.values()}
-    lines = []
-    for metric, label in METRICS.items():
-        cells = paired_cells([[of_system] for of_system in parts.values(metric, rows)], strata=strata)
-        lines.append(metric_row(metric, label, "average" if metric == "overall" else "dimension", *cells))
-    return {"title": title, "rows": lines}
+def _judge_tables(
+    scored: list[_Scored], judge: str, rows: dict[str, dict], seed: int, protocol: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Compute the tables and breakdowns of a judge, by language."""
+
+    def cells(metric: str, part: dict[str, dict], strata: dict | None = None) -> tuple:
+        values: list[dict[Unit, float]] = [{} for _ in scored]
+        for one, of_system in zip(scored, values, strict=True):
+            for key, row in part.items():
+                score = one.by_judge[judge].get(key)
+                if score is not None:
+                    of_system[row["id"], seed] = getattr(score, metric)
+                elif key not in one.system.found.files and protocol == "default":
+                    of_system[row["id"], seed] = 0.0
+        return paired_cells([[of_system] for of_system in values], strata=strata)
+
+    def table(title: str, part: dict[str, dict]) -> dict[str, Any]:
+        strata = {(row["id"], seed): row["task_type"] for row in part.values()}
+        kinds = {"overall": "average"}
+        lines = [
+            metric_row(metric, label, kinds.get(metric, "dimension"), *cells(metric, part, strata))
+            for metric, label in METRICS.items()
+        ]
+        return {"title": title, "rows": lines}
+
+    tables, breakdowns = [], []
+    of_judge = f", judge: {judge}" if len(scored[0].by_judge) > 1 else ""
+    for language in dict.fromkeys(row.get("language") for row in rows.values()):
+        spoken = {key: row for key, row in rows.items() if row.get("language") == language}
+        label = "All languages" if language is None else LANGUAGES.get(language, language)
+        title = f"{label}: all instructions{of_judge}"
+        tables.append(table(title, spoken))
+        members: dict[str, dict[str, dict]] = {}
+        for key, row in spoken.items():
+            members.setdefault(row["task_type"], {})[key] = row
+        breakdowns.append(breakdown(f"By task type, {label}{of_judge}", title, list(METRICS), members, cells))
+        if subset := {key: row for key, row in spoken.items() if row.get("intersection")}:
+            tables.append(table(f"{label}: intersection subset{of_judge}", subset))
+    return tables, breakdowns
 
 
-def _breakdown(title: str, table: str, rows: Mapping[str, Mapping[str, Any]], parts: _Parts) -> dict[str, Any]:
-    members: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for key, row in rows.items():
-        members.setdefault(row["task_type"], {})[key] = row
-
-    def cells(metric: str, of_type: Mapping[str, Mapping[str, Any]]) -> tuple:
-        return paired_cells([[of_system] for of_system in parts.values(metric, of_type)])
-
-    return breakdown(title, table, list(METRICS), members, cells)
-
-
-def _describe(one: _Scored) -> dict[str, Any]:
+def _counts(one: _Scored) -> dict[str, int]:
     found = one.system.found
     counts = {"edits": len(found.files), "missing edits": len(found.missing)}
-    for judge in one.by_judge:
-        counts[f"edits without an answer ({judge})"] = len(one.unanswered(judge))
-    counts["pictures of no prompt, left out"] = len(found.unknown)
-    return {"role": one.system.role, "name": one.system.name, "settings": one.system.settings, "counts": counts}
+    counts |= {f"edits without an answer ({judge})": len(one.unanswered(judge)) for judge in one.by_judge}
+    return counts | {"pictures of no prompt, left out": len(found.unknown)}
 
 
 def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
-    """Write what readers must know next to the headline."""
+    """List what readers must know next to the headline."""
     alerts = condition_notes([one.system for one in scored])
     for one in scored:
-        found = one.system.found
-        if found.missing:
+        name, missing = one.system.name, one.system.found.missing
+        if missing:
             how = "count 0" if protocol == "default" else "are left out, as by the benchmark's own script"
-            alerts.append(f"{one.system.name}: {len(found.missing)} missing edits {how} ({some_of(found.missing)}).")
+            alerts.append(f"{name}: {len(missing)} missing edits {how} ({some_of(missing)}).")
         for judge in one.by_judge:
             if unanswered := one.unanswered(judge):
+                script = " The benchmark's own script gives them a random score." * (protocol == "published")
                 alerts.append(
-                    f"{one.system.name}: {len(unanswered)} edits are left out, also of differences, because {judge} gave no "
-                    f"readable answer about them ({some_of(unanswered)})."
-                    + " The benchmark's own script gives them a random score."
-                    * (protocol == "published")
+                    f"{name}: {len(unanswered)} edits are left out, also of differences, because {judge} gave no readable "
+                    f"answer about them ({some_of(unanswered)}).{script}"
                 )
     return alerts
 
@@ -565,12 +544,11 @@ def _notes(first: _Scored, leakage: dict[str, Any] | None) -> list[str]:
         "Each value is the mean over the task types of the mean over the edits of each. Overall is the geometric mean of "
         "semantic consistency and perceptual quality of each edit, not of their means."
     )
-    if leakage is not None:
-        notes.append(
-            "Leakage was checked in the texts of the instructions only: the same instruction for another source image is "
-            "another edit."
-        )
-    return notes
+    only_texts = (
+        "Leakage was checked in the texts of the instructions only: the same instruction for another source image is another "
+        "edit."
+    )
+    return notes + [only_texts] * (leakage is not None)
 
 
 def _source_file(sources: SourceImages, row: int, source_folder: str | Path | None) -> str | None:

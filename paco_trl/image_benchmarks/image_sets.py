@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.grids import panel_size, split_grid
-from ..utils.files import file_name
+from ..utils.files import file_name, write_atomically
+from ..utils.generation import to_png
 from ..utils.images import to_rgb
 from ..utils.text import some_of
 
@@ -93,36 +94,29 @@ class FoundImages:
 
     def check_complete(self) -> None:
         """Refuse missing images."""
-        missing = self.missing
-        if missing:
-            some = [
-                f"{key} (all)"
-                if len(numbers) == self.sets[key].num_panels
-                else f"{key} (panel {', '.join(str(number + 1) for number in numbers)})"
-                for key, numbers in list(missing.items())[:10]
-            ]
+        some = []
+        for key, numbers in self.missing.items():
+            has_none = len(numbers) == self.sets[key].num_panels
+            some.append(
+                f"{key} ({'all' if has_none else 'panel ' + ', '.join(str(number + 1) for number in numbers)})"
+            )
+        if some:
             raise ValueError(
-                f"{len(missing)} of {len(self.sets)} sets lack images: {'; '.join(some)}{'; ...' * (len(missing) > 10)}. "
+                f"{len(some)} of {len(self.sets)} sets lack images: {'; '.join(some[:10])}{'; ...' * (len(some) > 10)}. "
                 "A mean over the others would favor a system that leaves out what is hard. Add the images, or count "
                 "missing ones as 0 (`missing='zero'`)."
             )
 
 
-def find_drawn_sets(
-    folder: str | Path,
-    benchmark: "Dataset",
-    seeds: list[int],
-    height: int | None = None,
-    width: int | None = None,
+def find_generated_sets(
+    folder: str | Path, benchmark: "Dataset", seeds: list[int], height: int | None = None, width: int | None = None
 ) -> FoundImages:
     """Find the grids that [`~paco_trl.dataset_building.draw_grids`] generated, of the rows' size or of the given one."""
     sets = {}
     for row in _layouts(benchmark):
         for seed in seeds:
-            path = Path(folder) / file_name(row["id"]) / f"{seed}.png"
-            key = f"{row['id']}/{seed}"
-            files = (path if path.is_file() else None,)
-            sets[key] = ImageSet(key, row["id"], seed, row["rows"], row["cols"], files)
+            path, key = Path(folder) / file_name(row["id"]) / f"{seed}.png", f"{row['id']}/{seed}"
+            sets[key] = ImageSet(key, row["id"], seed, row["rows"], row["cols"], (path if path.is_file() else None,))
     return _checked(FoundImages(sets), benchmark, height, width)
 
 
@@ -155,21 +149,20 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     rows = _layouts(benchmark)
     columns = [name for name in ("id", "case_id") if name in benchmark.column_names]
     matched = {column: _match(files, [row[column] for row in rows]) for column in columns}
-    counts = {column: len(found) for column, found in matched.items()}
-    column = max(columns, key=counts.__getitem__)
-    if not counts[column]:
-        ids = repr(rows[0]["id"]) + (f" or {rows[0]['case_id']!r}" if rows[0].get("case_id") else "")
+    column = max(columns, key=lambda name: len(matched[name]))
+    found = matched[column]
+    if not found:
+        ids = " or ".join(repr(rows[0][name]) for name in columns if rows[0][name])
+        first = f"; the first file is {files[0].name!r}" if files else ""
         raise ValueError(
             f"None of the {len(files)} images in {folder} ({', '.join(EXTENSIONS)}, subdirectories not included) belongs to a "
-            f"prompt of the benchmark: `<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {ids}"
-            + (f"; the first file is {files[0].name!r}." if files else ".")
+            f"prompt of the benchmark: `<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {ids}{first}."
         )
-    if len(columns) == 2 and counts["id"] == counts["case_id"] and matched["id"] != matched["case_id"]:
+    if any(len(other) == len(found) and other != found for other in matched.values()):
         raise ValueError(
             f"The names of the images in {folder}, such as {files[0].name!r}, can be ids with panel numbers as well as case "
             "ids. Rename the files so that they begin with one or the other."
         )
-    found = matched[column]
 
     grids: dict[str, list[Path]] = {}
     panels: dict[str, dict[int, list[Path]]] = {}
@@ -181,8 +174,7 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     start = _first_number(panels, {row[column]: row["rows"] * row["cols"] for row in rows}, folder)
     sets = {}
     for row in rows:
-        key = f"{row['id']}/0"
-        of_prompt = _files_of(row, row[column], grids, panels, start)
+        key, of_prompt = f"{row['id']}/0", _files_of(row, row[column], grids, panels, start)
         sets[key] = ImageSet(key, row["id"], 0, row["rows"], row["cols"], of_prompt)
     unknown = [path.name for path in files if path not in found]
     if unknown and _is_main_process():
@@ -218,37 +210,34 @@ def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, 
 
 
 def _first_number(panels: dict[str, dict[int, list[Path]]], counts: dict[str, int], folder: Path) -> int:
-    """Tell whether the panels are numbered from 0 or from 1."""
+    """Return 0 or 1, from which the panels are numbered."""
     if not panels or any(0 in numbers for numbers in panels.values()):
         return 0
     if any(counts[name] in numbers for name, numbers in panels.items()):
         return 1
     raise ValueError(
-        f"The panels in {folder} are numbered neither from 0 nor up to the number of panels, so the first or the last of each "
-        "is missing. Add one of them, an empty image if need be."
+        f"The panels in {folder} are numbered neither from 0 nor up to the number of panels: the first or the last of each is "
+        "missing. Add one of them, an empty image if need be."
     )
 
 
 def _files_of(row: dict, name: str, grids: dict, panels: dict, start: int) -> tuple[Path | None, ...]:
     numbered, count = panels.get(name, {}), row["rows"] * row["cols"]
-    twice = next((paths for paths in (grids.get(name, []), *numbered.values()) if len(paths) > 1), None)
-    if twice is not None:
-        raise ValueError(
-            f"{twice[0].name} and {twice[1].name} in {twice[0].parent} are the same image of {name!r} in two formats. Keep "
-            "one."
-        )
+    for paths in (grids.get(name, []), *numbered.values()):
+        if len(paths) > 1:
+            raise ValueError(
+                f"{paths[0]} and {paths[1].name} are the same image of {name!r} in two formats. Keep one."
+            )
     if grids.get(name) and numbered:
-        raise ValueError(
-            f"{grids[name][0].parent} has a grid of {name!r} and images of its panels, such as "
-            f"{next(iter(numbered.values()))[0].name}. Keep one kind."
-        )
+        folder, panel = grids[name][0].parent, next(iter(numbered.values()))[0].name
+        raise ValueError(f"{folder} has a grid of {name!r} and images of its panels, such as {panel}. Keep one kind.")
     if not numbered:
         return (grids[name][0] if name in grids else None,)
     beyond = sorted(number for number in numbered if not start <= number < start + count)
     if beyond:
         raise ValueError(
             f"{numbered[beyond[0]][0]} has the number {beyond[0]}, but {name!r} has {count} panels, numbered from {start} "
-            "in this folder. It is of another layout, or of another prompt."
+            "in this directory. It is of another layout, or of another prompt."
         )
     return tuple(numbered[number][0] if number in numbered else None for number in range(start, start + count))
 
@@ -257,32 +246,29 @@ def _checked(
     found: FoundImages, benchmark: "Dataset", height: int | None = None, width: int | None = None
 ) -> FoundImages:
     """Check the sizes in the headers: a wrong file is found before hours of scoring."""
-    wanted = {row["id"]: (height or row.get("height"), width or row.get("width")) for row in _layouts(benchmark)}
+    sizes_of = {row["id"]: (height or row.get("height"), width or row.get("width")) for row in _layouts(benchmark)}
     for key, one in found.sets.items():
         sizes = {file: image_file_size(file) for file in one.files if file is not None}  # (height, width)
         if not one.is_grid:
-            if len(set(sizes.values())) > 1:
-                found.mixed_sizes.append(key)
+            found.mixed_sizes += [key] * (len(set(sizes.values())) > 1)
             continue
         for file, size in sizes.items():
             try:
                 panel_size(*size, one.rows, one.cols)
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from error
-            asked = wanted[one.prompt_id]
-            if None in asked:
-                continue
-            aspect = (size[1] / size[0]) / (asked[1] / asked[0])
+            expected = sizes_of[one.prompt_id]
+            aspect = 1.0 if None in expected else (size[1] / size[0]) / (expected[1] / expected[0])
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
                 raise ValueError(
                     f"{file} has {size[0]}x{size[1]} pixels (height x width), but the {one.rows}x{one.cols} grid of "
-                    f"{one.prompt_id!r} is {asked[0]}x{asked[1]}: the shape differs, so it would be cut in the wrong places. "
-                    "Is it an image of another prompt or layout?"
+                    f"{one.prompt_id!r} is {expected[0]}x{expected[1]}: the shape differs, so it would be cut in the wrong "
+                    "places. Is it an image of another prompt or layout?"
                 )
     if found.mixed_sizes and _is_main_process():
         logger.warning(
             f"The panels of {len(found.mixed_sizes)} sets have different sizes, like images of different prompts: "
-            f"{some_of(found.mixed_sizes)}. They are scored as they are, each at the size of the question."
+            f"{some_of(found.mixed_sizes)}. Each is scored at the size of the question."
         )
     return found
 
@@ -316,3 +302,20 @@ def load_image_file(path: Path, convert: Callable[["Image"], "Image"] | None = N
         raise ValueError(
             f"{path} cannot be read to its end ({error}). Replace it. Finished scores are kept."
         ) from error
+
+
+def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> list[Path]:
+    """Write each panel under the name that the benchmark's own script expects, `<case id or id>_<number>.png`."""
+    seeds = {one.seed for one in found.sets.values()}
+    if len(seeds) > 1:
+        raise ValueError(
+            f"There are {len(seeds)} seeds, but the names of panel files have no place for one. Generate with one seed."
+        )
+    names = {row["id"]: row.get("case_id") or row["id"] for row in _layouts(benchmark)}
+    written = []
+    for one in found.sets.values():
+        for number, panel in enumerate(one.panels()):
+            if panel is not None:
+                written.append(Path(folder) / f"{names[one.prompt_id]}_{number:04}.png")
+                write_atomically(written[-1], to_png(panel))
+    return written

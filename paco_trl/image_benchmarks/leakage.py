@@ -14,7 +14,7 @@ _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 
 # Words of a shingle
 _WORDS = 5
-# Share of the shingles of the shorter text that the other must have. The nearest two of the 298 prompts of one half of
+# Fraction of the shingles of the shorter text that the other must have. The nearest two of the 298 prompts of one half of
 # T2IS-Bench have 0.08; a prompt with every tenth word replaced keeps about 0.6 of its shingles, by (1 - 0.1) ** 5
 NEAR_DUPLICATE = 0.3
 # Shingles that two texts must share, as a run of 24 words does. What the same person writes about other things shares
@@ -24,18 +24,13 @@ _MIN_SHARED = 20
 # Texts with fewer words are too short for that. A text of this length with every tenth word replaced, which leaves five
 # of ten shingles, has 20 to share
 _SHORT = 44
-# Of two texts, the shorter of which is short: share of the words of both that are the same, in the same order ...
+# Of two texts, the shorter of which is short: fraction of the words of both that are the same, in the same order ...
 _SAME = 0.9
 # ... and of the words of the shorter one. "Change the background to a city" and "... to a beach" differ in one word:
 # where one is replaced a short instruction is another one, where one is added it seldom is
 _KEPT = 0.95
 # Words that a text can have for each word of another if `_SAME` of both are the same, at the least
 _SHORTEST = _SAME / (2 - _SAME)
-
-
-def normalized(text: str) -> str:
-    """Drop what does not distinguish texts: case, punctuation, white space, forms of characters."""
-    return " ".join(_words(text))
 
 
 def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[str]) -> dict[str, Any]:
@@ -57,10 +52,10 @@ def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[
 
     Returns:
         `dict[str, Any]`: `num_training_prompts`; `exact` and `near`, a list of `id`, `training_row`, `text` (of the
-        training prompt, shortened), and for `near` the `similarity` (the first or the last of the shares above): for
+        training prompt, shortened), and for `near` the `similarity` (the first or the last of the fractions above): for
         each prompt of the benchmark the training prompt that is nearest.
     """
-    texts = [_words(text) for text in training]
+    texts = [words_of(text) for text in training]
     rows_of: dict[str, int] = {}
     with_shingle: dict[tuple[str, ...], list[int]] = {}
     with_word: dict[str, list[int]] = {}
@@ -73,18 +68,22 @@ def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[
             with_shingle.setdefault(shingle, []).append(row)
     exact, near = [], []
     for name, text in zip(ids, benchmark, strict=True):
-        words = _words(text)
-        row = rows_of.get(" ".join(words))
-        if row is not None:
-            exact.append({"id": name, "training_row": row, "text": _shown(training[row])})
+        words = words_of(text)
+        same = rows_of.get(" ".join(words))
+        similarities: dict[int, float] = {}
+        if same is None:
+            similarities |= _by_shingles(words, texts, with_shingle)
+            for row, similarity in _by_order(words, texts, with_word).items():
+                similarities[row] = max(similarity, similarities.get(row, 0.0))
+        row = max(similarities, key=similarities.__getitem__, default=same)
+        if row is None:
             continue
-        similarities = _by_shingles(words, texts, with_shingle)
-        for row, similarity in _by_order(words, texts, with_word).items():
-            similarities[row] = max(similarity, similarities.get(row, 0.0))
-        row = max(similarities, key=similarities.__getitem__, default=None)
-        if row is not None:
-            found = {"id": name, "training_row": row, "text": _shown(training[row])}
+        shown = training[row] if len(training[row]) <= 200 else training[row][:199] + "…"
+        found = {"id": name, "training_row": row, "text": shown}
+        if same is None:
             near.append({**found, "similarity": similarities[row]})
+        else:
+            exact.append(found)
     return {"num_training_prompts": len(training), "exact": exact, "near": near}
 
 
@@ -96,9 +95,8 @@ def _by_shingles(
     for shingle in own:
         for row in with_shingle.get(shingle, []):
             shared[row] = shared.get(row, 0) + 1
-    similarities = {
-        row: count / min(len(own), len(_shingles(texts[row]))) for row, count in shared.items() if count >= _MIN_SHARED
-    }
+    enough = {row: count for row, count in shared.items() if count >= _MIN_SHARED}
+    similarities = {row: count / min(len(own), len(_shingles(texts[row]))) for row, count in enough.items()}
     return {row: similarity for row, similarity in similarities.items() if similarity >= NEAR_DUPLICATE}
 
 
@@ -120,13 +118,10 @@ def _by_order(words: list[str], texts: list[list[str]], with_word: dict[str, lis
     return similarities
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """Split a text without what does not distinguish texts: case, punctuation, white space, forms of characters."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def _shingles(words: list[str]) -> set[tuple[str, ...]]:
     return {tuple(words[start : start + _WORDS]) for start in range(len(words) - _WORDS + 1)}
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= 200 else text[:199] + "…"

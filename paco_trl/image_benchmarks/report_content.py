@@ -1,26 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out what a report says, once for all its formats: sentences, tables and sections of text."""
+"""Lay out the content of a report, once for all its formats: sentences, tables and sections of text."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..evaluation.published import PublishedTable, published_tables, published_text
+from ..evaluation.runs import PROTOCOLS
+from ..utils.names import public_name
 from ..utils.tables import number_text
-from .report_numbers import (
-    benchmark_name,
-    cell_text,
-    duplicate_metric,
-    find_row,
-    in_sentence,
-    protocol_of,
-    public_results,
-    public_text,
-    row_label,
-    system_name,
-    verdict,
-)
 
 
 PUBLISHED_HEADING = "Published figures, not measured here"
@@ -33,6 +24,8 @@ _INTERVALS = "In brackets: 95 % bootstrap interval over prompts."
 _OWN_SCORER = {"aesthetics": "aesthetics"} | dict.fromkeys(
     ("alignment", "entity", "attribute", "relation"), "alignment"
 )
+# A path inside a text. In a URL the slashes follow a colon
+_PATH_IN_TEXT = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"`,;]+/)+([^\s/'\"`,;]+)/?")
 # A list in a sentence has this many entries, then their number
 _MAX_LISTED = 20
 
@@ -66,7 +59,15 @@ def report_sections(results: dict[str, Any]) -> list[Section]:
     results = public_results(results)
     published = comparable_tables(results)
     remarks = list(dict.fromkeys(remark for table in published for remark in table.remarks))
-    versions = [f"{name}: {number}" for name, number in results["versions"].items()]
+    copied = [
+        _table(
+            f"Published: {one.title}",
+            one.columns,
+            [map(published_text, row) for row in one.rows],
+            [f"Source: {one.source}."],
+        )
+        for one in published
+    ]
     sections = [
         Section("results", "Results", tables=metric_tables(results)),
         Section("breakdowns", "Breakdowns", tables=breakdown_tables(results)),
@@ -74,14 +75,8 @@ def report_sections(results: dict[str, Any]) -> list[Section]:
         Section("leakage", "Leakage", [leakage_line(results)]),
         Section("settings", "Settings", tables=[settings]),
         Section("notes", "Notes", bullets=results["notes"]),
-        Section(
-            "published",
-            PUBLISHED_HEADING,
-            text=[_PUBLISHED_NOTE] if published else [],
-            bullets=remarks,
-            tables=[_published_table(table) for table in published],
-        ),
-        Section("versions", "Versions", bullets=versions),
+        Section("published", PUBLISHED_HEADING, [_PUBLISHED_NOTE] if published else [], remarks, copied),
+        Section("versions", "Versions", bullets=[f"{name}: {number}" for name, number in results["versions"].items()]),
     ]
     return [section for section in sections if section.text or section.bullets or section.tables]
 
@@ -89,48 +84,55 @@ def report_sections(results: dict[str, Any]) -> list[Section]:
 ################
 # Tables
 ################
+def _table(
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    lines: Iterable[str] = (),
+    kinds: Iterable[str] | None = None,
+) -> ReportTable:
+    rows = tuple(map(tuple, rows))
+    return ReportTable(
+        title, tuple(columns), rows, ("other",) * len(rows) if kinds is None else tuple(kinds), tuple(lines)
+    )
+
+
+def _columns(results: dict[str, Any], *first: str) -> list[str]:
+    paired = ["difference", "interval excludes 0"] if len(results["systems"]) > 1 else []
+    return [*first, *map(system_name, results["systems"]), *paired]
+
+
+def _cells(cells: Sequence[dict[str, Any]], difference: dict[str, Any] | None, row: dict[str, Any]) -> list[str]:
+    paired = [cell_text(difference, signed=True), verdict(difference, row["higher_is_better"])]
+    return [*map(cell_text, cells), *(paired if len(cells) > 1 else [])]
+
+
 def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
     """Lay out the metrics: a table for each judge (or language and subset), a row for each metric."""
-    is_paired = len(results["systems"]) > 1
-    columns = ("metric", *map(system_name, results["systems"]), *_difference_columns(results), "n")
+    paired = " The difference is paired: the second system minus the first, over what both have a value of."
     tables = []
     for table in results["tables"]:
         rows = []
         for row in table["rows"]:
-            cells = [row_label(row, results), *map(cell_text, row["cells"])]
-            if is_paired:
-                cells += _difference_cells(row["difference"], row["higher_is_better"])
-            rows.append((*cells, _counts_text(row["cells"], row["difference"] if is_paired else None)))
-        paired = " The difference is paired: the second system minus the first, over what both have a value of."
-        lines = [f"Protocol: {protocol_of(results)}. {_INTERVALS}{paired * is_paired}"]
+            counts = [cell["count"] for cell in row["cells"]]
+            both = row["difference"]["count"] if len(counts) > 1 else counts[0]
+            text = " / ".join(map(str, counts)) + f" / {both} in both" * (len(counts) > 1)
+            text = str(both) if len({*counts, both}) == 1 else text
+            rows.append([row_label(row, results), *_cells(row["cells"], row["difference"], row), text])
+        lines = [f"Protocol: {protocol_of(results)}. {_INTERVALS}{paired * (len(results['systems']) > 1)}"]
         lines.append("n: number of sets, images or edits with a value; for a mean of several metrics, of the first.")
         lower = [row["label"] for row in table["rows"] if not row["higher_is_better"]]
         lines += [f"Lower is better: {', '.join(lower)}."] if lower else []
-        lines += ["n/a: no value. The notes and the list of scorers say why."] if "n/a" in sum(rows, ()) else []
-        kinds = tuple(row["kind"] for row in table["rows"])
-        tables.append(ReportTable(table["title"], columns, tuple(rows), kinds, tuple(lines)))
+        lines += (
+            ["n/a: no value. The notes and the list of scorers give the reason."] if "n/a" in sum(rows, []) else []
+        )
+        kinds = [row["kind"] for row in table["rows"]]
+        tables.append(_table(table["title"], [*_columns(results, "metric"), "n"], rows, lines, kinds))
     return tables
-
-
-def _difference_columns(results: dict[str, Any]) -> list[str]:
-    return ["difference", "interval excludes 0"] if len(results["systems"]) > 1 else []
-
-
-def _difference_cells(difference: dict[str, Any] | None, higher_is_better: bool) -> list[str]:
-    return [cell_text(difference, signed=True), verdict(difference, higher_is_better)]
-
-
-def _counts_text(cells: Sequence[dict[str, Any]], difference: dict[str, Any] | None) -> str:
-    counts = [cell["count"] for cell in cells]
-    both = difference["count"] if difference is not None else counts[0]
-    if len({*counts, both}) == 1:
-        return str(both)
-    return " / ".join(map(str, counts)) + (f" / {both} in both" if difference is not None else "")
 
 
 def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
     """Lay out the breakdowns: a table for each metric, a row for each category."""
-    columns = ("", "prompts", *map(system_name, results["systems"]), *_difference_columns(results))
     tables: dict[str, ReportTable] = {}
     for breakdown in results["breakdowns"]:
         of_judge = next((table for table in results["tables"] if table["title"] == breakdown["table"]), {"rows": []})
@@ -138,21 +140,22 @@ def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
             row = find_row(of_judge, metric) or {"label": metric, "higher_is_better": True}
             scorer = scored_by(metric, breakdown["table"], results)
             title = f"{breakdown['title']}: {row['label'].lower()}" + f" ({scorer})" * bool(scorer)
-            rows = []
-            for part in breakdown["rows"]:
-                cells = [part["name"], str(part["num_prompts"]), *map(cell_text, part["cells"][metric])]
-                if len(results["systems"]) > 1:
-                    cells += _difference_cells(part["difference"][metric], row["higher_is_better"])
-                rows.append(tuple(cells))
-            num_intervals = sum(cells[-1] in ("no", "yes: better", "yes: worse") for cells in rows)
-            by_chance = f"Of {num_intervals} intervals about {num_intervals / 20:.0f} would exclude 0 by chance."
-            lines = (_INTERVALS, by_chance) if num_intervals >= 20 else (_INTERVALS,)
-            tables.setdefault(title, ReportTable(title, columns, tuple(rows), ("other",) * len(rows), lines))
+            rows = [
+                [
+                    part["name"],
+                    str(part["num_prompts"]),
+                    *_cells(part["cells"][metric], part["difference"].get(metric), row),
+                ]
+                for part in breakdown["rows"]
+            ]
+            count = sum(cells[-1] in ("no", "yes: better", "yes: worse") for cells in rows)
+            by_chance = [f"Of {count} intervals about {count / 20:.0f} would exclude 0 by chance."] * (count >= 20)
+            tables.setdefault(title, _table(title, _columns(results, "", "prompts"), rows, [_INTERVALS, *by_chance]))
     return list(tables.values())
 
 
 def scored_by(metric: str, title: str, results: dict[str, Any]) -> str:
-    """Name the scorer of a metric, such as `judge gemma-3-4b-it`; the duplicate rate has none."""
+    """Name the scorer of a metric, such as `judge gemma-3-4b-it`; that of the duplicate rate is empty."""
     if metric == duplicate_metric(results):
         return ""
     own = results["scorers"].get(_OWN_SCORER.get(metric, ""))
@@ -161,45 +164,24 @@ def scored_by(metric: str, title: str, results: dict[str, Any]) -> str:
 
 def count_table(results: dict[str, Any]) -> ReportTable:
     """Lay out how many images there are, and how many are missing or near-duplicates."""
-
-    def text(value: float | None) -> str:
-        return "n/a" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-    return _table_by_system("Images", "", results["systems"], "counts", lambda values: [*map(text, values)])
+    all_counts = [system["counts"] for system in results["systems"]]
+    names = dict.fromkeys(name for counts in all_counts for name in counts)
+    rows = [(name, *(str(counts.get(name, "n/a")) for counts in all_counts)) for name in names]
+    return _table("Images", ("", *map(system_name, results["systems"])), rows)
 
 
 def settings_table(results: dict[str, Any]) -> ReportTable:
     """Lay out the settings of the systems side by side and mark those that differ."""
-    systems = results["systems"]
-
-    def texts(values: list[Any]) -> list[str]:
-        shown = ["not given" if value is _NOT_GIVEN else _setting_text(value) for value in values]
+    systems, rows, kinds = results["systems"], [], []
+    for name in dict.fromkeys(name for system in systems for name in system["settings"]):
+        values = [system["settings"].get(name, "not given") for system in systems]
         differs = any(value != values[0] for value in values)
-        return shown + ["differs" * differs] * (len(systems) > 1)
-
-    table = _table_by_system("Settings", "setting", systems, "settings", texts)
-    columns = ("setting", *map(system_name, public_results(systems)), *[""] * (len(systems) > 1))
-    kinds = tuple("differs" if row[-1] == "differs" else "other" for row in table.rows)
-    return replace(table, columns=columns, kinds=kinds)
-
-
-_NOT_GIVEN = object()
-
-
-def _table_by_system(
-    title: str, head: str, systems: list[dict[str, Any]], part: str, texts: Callable[[list[Any]], list[str]]
-) -> ReportTable:
-    """Lay out a dictionary that each system has, with a row for each of its names."""
-    default = _NOT_GIVEN if part == "settings" else None
-    names = dict.fromkeys(name for system in systems for name in system[part])
-    rows = tuple((name, *texts([system[part].get(name, default) for system in systems])) for name in names)
-    return ReportTable(title, (head, *map(system_name, systems)), rows, ("other",) * len(rows))
-
-
-def _setting_text(value: Any) -> str:
-    if value is None:
-        return "none"
-    return public_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+        shown = ["none" if value is None else public_text(text) for value, text in zip(values, texts, strict=True)]
+        rows.append([name, *shown, *["differs" * differs] * (len(systems) > 1)])
+        kinds.append("differs" if differs else "other")
+    columns = ["setting", *map(system_name, public_results(systems)), *[""] * (len(systems) > 1)]
+    return _table("Settings", columns, rows, kinds=kinds)
 
 
 def comparable_tables(results: dict[str, Any]) -> list[PublishedTable]:
@@ -217,12 +199,6 @@ def comparable_tables(results: dict[str, Any]) -> list[PublishedTable]:
             columns, *rows = (tuple(row[place] for place in (0, *keep)) for row in (table.columns, *table.rows))
             found.append(replace(table, columns=columns, rows=tuple(rows)))
     return found
-
-
-def _published_table(table: PublishedTable) -> ReportTable:
-    rows = tuple(tuple(map(published_text, row)) for row in table.rows)
-    lines = (f"Source: {table.source}.",)
-    return ReportTable(f"Published: {table.title}", table.columns, rows, ("other",) * len(rows), lines)
 
 
 ################
@@ -245,28 +221,25 @@ def summary(results: dict[str, Any]) -> list[str]:
                 rows.setdefault(scored_by(metric, table["title"], results), row)
         for scorer, row in rows.items():
             values = [f"{cell_text(cell)} for {name}" for cell, name in zip(row["cells"], systems, strict=True)]
-            text = f"{row['label']}{f' ({scorer})' if scorer else ''}: {', '.join(values[::-1])}"
-            lines.append(f"{text}{_difference_text(row) if len(systems) > 1 else ''}.")
+            text = f"{row['label']}{f' ({scorer})' * bool(scorer)}: {', '.join(values[::-1])}"
+            if len(systems) > 1:
+                change, found = _cells(row["cells"], row["difference"], row)[-2:]
+                meaning = f", whose interval excludes 0: {found.removeprefix('yes: ')}"
+                text += f"; the paired difference is {change}"
+                text += {"n/a": "", "no": ", whose interval includes 0"}.get(found, meaning)
+            lines.append(f"{text}.")
     if copies is None and results["weights"]:  # an edit is a single image and has no duplicates
         lines.append("There is no duplicate rate.")
     return lines
 
 
-def _difference_text(row: dict[str, Any]) -> str:
-    change, found = _difference_cells(row["difference"], row["higher_is_better"])
-    meaning = {"n/a": "", "no": ", whose interval includes 0"}
-    return f"; the paired difference is {change}" + meaning.get(
-        found, f", whose interval excludes 0: {found.removeprefix('yes: ')}"
-    )
-
-
 def alerts(results: dict[str, Any]) -> list[str]:
-    """Give what readers must know next to the headline, such as missing images that count 0."""
+    """Return what readers must know next to the headline; results of an earlier version have nothing."""
     return results.get("alerts") or []
 
 
 def facts(results: dict[str, Any]) -> list[str]:
-    """Say what was measured, and by what."""
+    """List what was measured, and by what."""
     scorers = []
     for name, scorer in results["scorers"].items():
         if scorer:
@@ -292,7 +265,7 @@ def missing_lines(results: dict[str, Any]) -> list[str]:
 
 
 def leakage_line(results: dict[str, Any], most: int = _MAX_LISTED) -> str:
-    """Say whether training prompts occur in the benchmark."""
+    """Report whether training prompts occur in the benchmark."""
     leakage = results["leakage"]
     if leakage is None:
         return "Leakage: not checked: the training prompts were not given."
@@ -327,3 +300,92 @@ def _listed(names: Iterable[str], most: int = _MAX_LISTED) -> str:
     names = list(names)
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+################
+# Values and names
+################
+def public_results(results: Any) -> Any:
+    """Copy results without paths of this machine and without numbers that JSON cannot hold."""
+    if isinstance(results, dict):
+        # Prompts and images of a set, the text of a training prompt
+        kept = {"prompt", "source", "pictures"} if "pictures" in results else {"text"} & results.keys()
+        return {key: part if key in kept else public_results(part) for key, part in results.items()}
+    if isinstance(results, (list, tuple)):
+        return [public_results(part) for part in results]
+    if isinstance(results, str):
+        return public_text(results)
+    return None if isinstance(results, float) and not math.isfinite(results) else results
+
+
+def public_text(text: str) -> str:
+    """Reduce each path of this machine in a text to its last part."""
+    if not re.search(r"\s", text) and text.startswith(("/", "~")):
+        return public_name(text)
+    return _PATH_IN_TEXT.sub(r"\1", text)
+
+
+def protocol_of(results: dict[str, Any]) -> str:
+    """Give the protocol of results; results of early versions do not name it and are refused."""
+    protocol = results.get("protocol")
+    if protocol not in PROTOCOLS:
+        raise ValueError(
+            f"`protocol` of the results is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}. An earlier version "
+            "did not write it: run `report` again, which asks no judge."
+        )
+    return protocol
+
+
+def benchmark_name(results: dict[str, Any]) -> str:
+    """Name the benchmark, and its protocol unless it is the default."""
+    return results["benchmark"] + (", published protocol" if protocol_of(results) == "published" else "")
+
+
+def cell_text(cell: dict[str, Any] | None, signed: bool = False) -> str:
+    """Write a mean and, in brackets, its interval."""
+    if cell is None or number_text(cell["mean"]) == "n/a":
+        return "n/a"
+    numbers = [cell["mean"], *cell["interval"]]
+    # A small difference needs more decimals, so that an interval that excludes 0 does not appear to touch it
+    small = [abs(number) for number in numbers if number is not None and 1e-7 < abs(number) < 0.0005]
+    decimals = math.ceil(-math.log10(2 * min(small))) if small and signed else 3
+    mean, low, high = (number_text(number, decimals, signed) for number in numbers)
+    return mean + (" (no interval)" if "n/a" in (low, high) else f" [{low}, {high}]")
+
+
+def verdict(cell: dict[str, Any] | None, higher_is_better: bool = True) -> str:
+    """Judge a difference: `"yes: better"` or `"yes: worse"` if its interval excludes 0, else `"no"` or `"n/a"`."""
+    low, high = (None, None) if cell is None else cell["interval"]
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
+        return "n/a"
+    if low <= 0 <= high:
+        return "no"
+    return "yes: better" if (low > 0) == higher_is_better else "yes: worse"
+
+
+def system_name(system: dict[str, Any]) -> str:
+    """Name a system and its role."""
+    return system["name"] if system["name"] == system["role"] else f"{system['name']} ({system['role']})"
+
+
+def row_label(row: dict[str, Any], results: dict[str, Any]) -> str:
+    """Label a row; the weighted average shows its weights."""
+    if row["kind"] != "average" or not results.get("weights"):
+        return row["label"]
+    return f"{row['label']} ({' + '.join(f'{weight:g} {name}' for name, weight in results['weights'].items())})"
+
+
+def find_row(table: dict[str, Any], metric: str | None) -> dict[str, Any] | None:
+    """Find the row of a metric in one of the tables of the results."""
+    return next((row for row in table["rows"] if row["metric"] == metric), None)
+
+
+def duplicate_metric(results: dict[str, Any]) -> str | None:
+    """Name the metric that counts near-identical panels, if there is one."""
+    names = (row["metric"] for table in results["tables"] for row in table["rows"])
+    return next((name for name in names if "duplicate" in name), None)
+
+
+def in_sentence(title: str) -> str:
+    """Write a table's title as it stands inside a sentence."""
+    return re.sub(r"^Judge: ", "judge ", title)

@@ -17,11 +17,11 @@ from .report_content import (
     leakage_line,
     metric_tables,
     missing_lines,
+    public_results,
     report_sections,
     report_title,
     summary,
 )
-from .report_numbers import public_results
 
 
 def markdown_report(results: dict[str, Any]) -> str:

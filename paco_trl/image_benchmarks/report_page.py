@@ -20,9 +20,21 @@ from PIL import Image, ImageOps
 
 from ..utils.files import write_atomically
 from ..utils.tables import number_text
-from .report_content import ReportTable, alerts, facts, leakage_line, leaks, report_sections, report_title, summary
+from .report_content import (
+    ReportTable,
+    alerts,
+    duplicate_metric,
+    facts,
+    leakage_line,
+    leaks,
+    public_results,
+    report_sections,
+    report_title,
+    summary,
+    system_name,
+    verdict,
+)
 from .report_markdown import markdown_report
-from .report_numbers import duplicate_metric, public_results, system_name, verdict
 
 
 # A set is shown with the area of a square of this side, so that a row of seven panels is not a thin strip ...

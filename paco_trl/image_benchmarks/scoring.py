@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -41,6 +42,8 @@ COLUMNS = {
 }
 
 Record = dict[str, Any]
+# Questions about a set, and a function that makes its record from an iterator of their answers
+Prepared = tuple[list, Callable[[Iterator], Record]]
 
 
 def score_consistency(
@@ -84,9 +87,12 @@ def score_consistency(
             probability or `None` for each question.
     """
     _check_has(judge, "score", "`score(images, prompts)`")
-    side = _resized_side(judge)
+    # The benchmark's side, rounded to a multiple of the judge's merged patches, as `qwen_vl_utils` does
+    processor = getattr(judge, "processor", None)
+    patch = getattr(judge, "patch_size", None) or (patch_size_of(processor) if processor is not None else 14)
+    side = round(SIDE / (2 * patch)) * 2 * patch
 
-    def prepare(one: ImageSet, row: dict) -> tuple[list, Callable]:
+    def prepare(one: ImageSet, row: dict) -> Prepared:
         panels = one.panels()
         pairs = _pairs(panels)
         resized = [panel and panel.resize((side, side)) for panel in panels]  # Pillow's default, as `qwen_vl_utils`
@@ -102,14 +108,10 @@ def score_consistency(
 
         return questions, record
 
-    def count(one: ImageSet, row: dict) -> int:
-        present = one.num_panels - len(one.missing)
-        return sum(map(len, consistency_criteria(row).values())) * present * (present - 1) // 2
-
     settings = {"question": t2is_bench_question("{criterion}"), "side": side}
-    ask = partial(_probabilities, judge, judge.score)
+    query = partial(_probabilities, judge, judge.score)
     where = (found, benchmark, folder, batch_size, rescore_changed)
-    return _score(judge, "consistency", settings, count, prepare, ask, *where)
+    return _score(judge, "consistency", settings, prepare, query, *where)
 
 
 def score_alignment(
@@ -149,15 +151,10 @@ def score_alignment(
             "prompt_alignment.json: `load_t2is_bench(..., alignment_file=...)`."
         )
 
-    def prepare(one: ImageSet, row: dict) -> tuple[list, Callable]:
+    def prepare(one: ImageSet, row: dict) -> Prepared:
         panels = list(zip(one.panels(), alignment_texts(row), strict=True))
-        questions = [
-            (panel, shows_question(text))
-            for panel, dimensions in panels
-            if panel is not None
-            for texts in dimensions.values()
-            for text in texts
-        ]
+        present = [(panel, dimensions) for panel, dimensions in panels if panel is not None]
+        texts = [(panel, text) for panel, dimensions in present for texts in dimensions.values() for text in texts]
 
         def record(answers: Iterator[float | None]) -> Record:
             scores = [
@@ -166,15 +163,12 @@ def score_alignment(
             ]
             return {"scores": scores}
 
-        return questions, record
-
-    def count(one: ImageSet, row: dict) -> int:
-        return sum(len(texts) for panel in alignment_texts(row) for texts in panel.values())
+        return [(panel, shows_question(text)) for panel, text in texts], record
 
     settings = {"question": shows_question("{text}")}
-    ask = partial(_probabilities, judge, judge.score_images)
+    query = partial(_probabilities, judge, judge.score_images)
     where = (found, benchmark, folder, batch_size, rescore_changed)
-    return _score(judge, "alignment", settings, count, prepare, ask, *where)
+    return _score(judge, "alignment", settings, prepare, query, *where)
 
 
 def score_aesthetics(
@@ -204,19 +198,16 @@ def score_aesthetics(
     """
     _check_has(scorer, "score_images", "`score_images(images)`")
 
-    def prepare(one: ImageSet, row: dict) -> tuple[list, Callable]:
+    def prepare(one: ImageSet, row: dict) -> Prepared:
         panels = one.panels()
+        present = [panel for panel in panels if panel is not None]
+        return present, lambda scores: {"scores": [None if panel is None else next(scores) for panel in panels]}
 
-        def record(answers: Iterator[float | None]) -> Record:
-            return {"scores": [None if panel is None else next(answers) for panel in panels]}
-
-        return [panel for panel in panels if panel is not None], record
-
-    def ask(panels: list[Image.Image]) -> list[float | None]:
+    def query(panels: list[Image.Image]) -> list[float | None]:
         return _checked_scores(scorer, scorer.score_images(panels), len(panels))
 
     where = (found, benchmark, folder, batch_size, rescore_changed)
-    return _score(scorer, "aesthetics", {}, _num_present, prepare, ask, *where)
+    return _score(scorer, "aesthetics", {}, prepare, query, *where)
 
 
 def score_duplicates(
@@ -237,26 +228,17 @@ def score_duplicates(
         ValueError: As [`score_consistency`].
     """
 
-    def prepare(one: ImageSet, row: dict) -> tuple[list, Callable]:
+    def prepare(one: ImageSet, row: dict) -> Prepared:
         panels = one.panels()
         pairs = _pairs(panels)
-        questions = [(panels[first], panels[second]) for first, second in pairs]
-        return questions, lambda answers: {"pairs": pairs, "scores": [next(answers) for _ in pairs]}
+        compared = [(panels[first], panels[second]) for first, second in pairs]
+        return compared, lambda scores: {"pairs": pairs, "scores": list(scores)}
 
-    def ask(pairs: list[tuple[Image.Image, Image.Image]]) -> list[float]:
+    def query(pairs: list[tuple[Image.Image, Image.Image]]) -> list[float]:
         return [panel_similarity(*pair) for pair in pairs]
 
-    return _score(
-        _Similarity, "duplicates", {}, _num_present, prepare, ask, found, benchmark, folder, 1, rescore_changed
-    )
-
-
-class _Similarity:
-    name = "panel_similarity"
-
-
-def _num_present(one: ImageSet, row: dict) -> int:
-    return one.num_panels - len(one.missing)
+    where = (found, benchmark, folder, 1, rescore_changed)
+    return _score(SimpleNamespace(name="panel_similarity"), "duplicates", {}, prepare, query, *where)
 
 
 def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
@@ -268,21 +250,15 @@ def _score(
     scorer: Any,
     kind: str,
     settings: dict[str, Any],
-    count: Callable[[ImageSet, dict], int],
-    prepare: Callable[[ImageSet, dict], tuple[list, Callable[[Iterator], Record]]],
-    ask: Callable[[list], list[float | None]],
+    prepare: Callable[[ImageSet, dict], Prepared],
+    query: Callable[[list], list[float | None]],
     found: FoundImages,
     benchmark: "Dataset",
     folder: str | Path,
     batch_size: int,
     rescore_changed: bool,
 ) -> dict[str, Record]:
-    """
-    Ask about all sets that have no complete record, in calls of about `batch_size` questions.
-
-    `count` gives the number of questions about a set without reading its images, `prepare` the questions and a function
-    that makes a record of their answers, and `ask` the answers to questions.
-    """
+    """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     benchmark = benchmark.with_format(None)
@@ -296,22 +272,21 @@ def _score(
         **settings,
         "benchmark": dataset_fingerprint(benchmark, COLUMNS[kind], ()),
     }
-    digests = found.digests
-    with ScoreStore(folder, f"{kind}-{name}", settings, digests, rescore_changed) as store:
-        sets = [(found.sets[key], benchmark[row_of[found.sets[key].prompt_id]]) for key in store.pending]
-        title = f"Scoring {kind} with {name}"
-        with tqdm(total=len(sets), desc=title, unit="set", disable=not store.is_main_process) as progress:
-            for batch in batches([count(*one) for one in sets], batch_size):
-                prepared = [prepare(*sets[place]) for place in batch]
-                questions = [question for asked, _ in prepared for question in asked]
-                answers = ask(questions) if questions else []
-                remaining, records = iter(answers), []
-                for place, (asked, record) in zip(batch, prepared, strict=True):
-                    own = list(islice(remaining, len(asked)))
-                    key = sets[place][0].key
-                    records.append(
-                        {"key": key, "digest": digests[key], **record(iter(own)), "incomplete": None in own}
-                    )
+
+    def prepared(key: str) -> tuple[str, list, Callable[[Iterator], Record]]:
+        one = found.sets[key]
+        return key, *prepare(one, benchmark[row_of[one.prompt_id]])
+
+    with ScoreStore(folder, f"{kind}-{name}", settings, found.digests, rescore_changed) as store:
+        bar = {"desc": f"Scoring {kind} with {name}", "unit": "set", "disable": not store.is_main_process}
+        with tqdm(total=len(store.pending), **bar) as progress:
+            for batch in batches(map(prepared, store.pending), lambda one: len(one[1]), batch_size):
+                questions = [question for _, of_set, _ in batch for question in of_set]
+                answers, records = iter(query(questions) if questions else []), []
+                for key, of_set, record in batch:
+                    own = list(islice(answers, len(of_set)))
+                    head = {"key": key, "digest": found.digests[key]}
+                    records.append({**head, **record(iter(own)), "incomplete": None in own})
                 store.append(*records)
                 progress.update(len(batch))
         records = store.finish()
@@ -319,7 +294,7 @@ def _score(
         if gaps and store.is_main_process:
             logger.warning(
                 f"{name} gave no score for {len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}. They are left out "
-                "of its figures and counted in the report. Re-run to ask about them again."
+                "of its figures and counted in the report. Re-run to query it about them again."
             )
     return records
 
@@ -329,13 +304,6 @@ def _check_has(scorer: Any, method: str, described: str) -> None:
         raise TypeError(
             f"The scorer is a {type(scorer).__name__}, but must have a method {described} and a `name` (str)."
         )
-
-
-def _resized_side(judge: Any) -> int:
-    """Round the benchmark's side to a multiple of a judge's merged patches, as `qwen_vl_utils` does."""
-    processor = getattr(judge, "processor", None)
-    patch = getattr(judge, "patch_size", None) or (patch_size_of(processor) if processor is not None else 14)
-    return round(SIDE / (2 * patch)) * 2 * patch
 
 
 def _probabilities(judge: Any, method: Callable, questions: list[tuple[Any, str]]) -> list[float | None]:

@@ -2,7 +2,7 @@
 """Compute the figures of T2IS-Bench from the scores of one system or two."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.text import some_of
-from .edit_drawing import FoundEdits
+from .edit_generation import FoundEdits
 from .image_sets import FoundImages
 from .score_store import Scores, read_scores
 from .scoring import COLUMNS, DUPLICATE
@@ -58,6 +58,10 @@ class System:
     found: FoundImages | FoundEdits
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self, counts: dict[str, int]) -> dict[str, Any]:
+        """Describe the system in results, with counts of its images."""
+        return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
 
 
 # Metric -> unit -> value, NaN where undefined
@@ -126,11 +130,13 @@ def t2is_results(
         raise ValueError(f"Both systems are {systems[0].folder}: a model is not compared with itself.")
     benchmark = benchmark.with_format(None)
     rows = {row["id"]: row for row in benchmark}
+    names = ("id", "prompt", "rows", "cols", "criteria", "alignment")
     if missing == "error":
         for system in systems:
             system.found.check_complete()
     scored = [_scored(system, rows, benchmark, protocol) for system in systems]
-    _check_comparable(scored)
+    if len(scored) > 1:
+        _check_comparable(*scored)
     alerts = _alerts(scored, missing)
 
     judges = scored[0].names("consistency")
@@ -139,17 +145,15 @@ def t2is_results(
         "benchmark": "T2IS-Bench",
         "protocol": protocol,
         "dataset": dataset_name,
-        "dataset_fingerprint": _fingerprint(benchmark),
+        "dataset_fingerprint": dataset_fingerprint(
+            benchmark, [name for name in names if name in benchmark.column_names], ()
+        ),
         "num_prompts": len(rows),
         "seeds": sorted({one.seed for one in systems[0].found.sets.values()}),
-        "systems": [
-            {"role": one.system.role, "name": one.system.name, "settings": one.system.settings, "counts": one.counts}
-            for one in scored
-        ],
+        "systems": [one.system.describe(one.counts) for one in scored],
         "scorers": {
             "consistency": judges,
-            "alignment": next(iter(scored[0].names("alignment")), None),
-            "aesthetics": next(iter(scored[0].names("aesthetics")), None),
+            **{kind: next(iter(scored[0].names(kind)), None) for kind in ("alignment", "aesthetics")},
         },
         "weights": WEIGHTS,
         "tables": [_table(judge, scored) for judge in judges],
@@ -161,7 +165,7 @@ def t2is_results(
         ],
         "leakage": leakage,
         "alerts": alerts,
-        "notes": [*_notes(scored), *alerts],
+        "notes": [*_notes(scored[0]), *alerts],
         "sets": _sets(scored, judges[0], rows),
         "headline": "consistency",
         "versions": {name: version(name) for name in PACKAGES},
@@ -175,11 +179,6 @@ def check_results_arguments(systems: Sequence[System], missing: str, protocol: s
         raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
     if len(systems) not in (1, 2):
         raise ValueError(f"There are {len(systems)} systems, but one is evaluated alone or two are compared.")
-
-
-def _fingerprint(benchmark: "Dataset") -> str:
-    names = ("id", "prompt", "rows", "cols", "criteria", "alignment")
-    return dataset_fingerprint(benchmark, [name for name in names if name in benchmark.column_names], ())
 
 
 ################
@@ -203,15 +202,15 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
                 "the scores of the other away."
             )
     sets = system.found.sets
+    num_missing = [(len(one.missing), one.num_panels) for one in sets.values()]
     counts = {
-        "sets": sum(len(one.missing) < one.num_panels for one in sets.values()),
-        "missing sets": sum(len(one.missing) == one.num_panels for one in sets.values()),
-        "missing panels": sum(len(one.missing) for one in sets.values()),
+        "sets": sum(missing < panels for missing, panels in num_missing),
+        "missing sets": sum(missing == panels for missing, panels in num_missing),
+        "missing panels": sum(missing for missing, _ in num_missing),
         "sets whose panels have different sizes": len(system.found.mixed_sizes),
         "pictures of no prompt, left out": len(system.found.unknown),
     }
-    if "duplicates" in by_kind:
-        (scores,) = by_kind["duplicates"]
+    for scores in by_kind.get("duplicates", ()):
         found = [similarity for record in scores.records.values() for similarity in record["scores"]]
         counts["near-duplicate pairs of panels"] = sum(similarity >= DUPLICATE for similarity in found)
     asked = {kind: by_kind[kind][0] for kind in ("alignment", "aesthetics") if kind in by_kind}
@@ -226,29 +225,27 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
 def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str, dict], protocol: str) -> _Metrics:
     shared: _Metrics = {}
     of_missing = math.nan if protocol == "published" else 0.0
-    for key, record in by_kind["alignment"][0].records.items() if "alignment" in by_kind else ():
+
+    def add(name: str, key: str, value: float | None, *place: int) -> None:
+        unit = (sets[key].prompt_id, sets[key].seed, *place)
+        shared.setdefault(name, {})[unit] = math.nan if value is None else value
+
+    def records(kind: str) -> Iterable[tuple[str, dict]]:
+        return by_kind[kind][0].records.items() if kind in by_kind else ()
+
+    for key, record in records("alignment"):
         texts = alignment_texts(rows[sets[key].prompt_id])
-        for panel, (wanted, answers) in enumerate(zip(texts, record["scores"], strict=True)):
+        for panel, (expected, answers) in enumerate(zip(texts, record["scores"], strict=True)):
             for name in ALIGNMENT:
-                if name in wanted and answers is None:
-                    value = of_missing
-                else:
-                    value = fmean(answers[name]) if name in wanted and None not in answers[name] else math.nan
-                shared.setdefault(name, {})[sets[key].prompt_id, sets[key].seed, panel] = value
-    if "aesthetics" in by_kind:
-        shared["aesthetics"] = {
-            (sets[key].prompt_id, sets[key].seed, panel): (
-                of_missing if panel in sets[key].missing else math.nan if score is None else score
-            )
-            for key, record in by_kind["aesthetics"][0].records.items()
-            for panel, score in enumerate(record["scores"])
-        }
-    if "duplicates" in by_kind:
-        shared["duplicates"] = {
-            (sets[key].prompt_id, sets[key].seed, *pair): float(similarity >= DUPLICATE)
-            for key, record in by_kind["duplicates"][0].records.items()
-            for pair, similarity in zip(record["pairs"], record["scores"], strict=True)
-        }
+                own = answers[name] if answers is not None and name in expected else [None]
+                value = of_missing if answers is None and name in expected else None if None in own else fmean(own)
+                add(name, key, value, panel)
+    for key, record in records("aesthetics"):
+        for panel, score in enumerate(record["scores"]):
+            add("aesthetics", key, of_missing if panel in sets[key].missing else score, panel)
+    for key, record in records("duplicates"):
+        for pair, similarity in zip(record["pairs"], record["scores"], strict=True):
+            add("duplicates", key, float(similarity >= DUPLICATE), *pair)
     return shared
 
 
@@ -279,34 +276,35 @@ def _check_asked(scores: Scores, benchmark: "Dataset", system: System) -> None:
         )
 
 
-def _check_comparable(scored: list[_Scored]) -> None:
-    if len(scored) < 2:
-        return
-    first, second = scored
-    if first.system.found.sets.keys() != second.system.found.sets.keys():
-        only = sorted(first.system.found.sets.keys() ^ second.system.found.sets.keys())
+def _check_comparable(first: _Scored, second: _Scored) -> None:
+    systems = [repr(one.system.name) for one in (first, second)]
+    only = first.system.found.sets.keys() ^ second.system.found.sets.keys()
+    if only:
         raise ValueError(
-            f"{first.system.name!r} and {second.system.name!r} have other prompts or seeds: only one of them has "
-            f"{some_of(only)}. Generate both with the same; images of other origin count as seed 0."
+            f"{' and '.join(systems)} have other prompts or seeds: only one of them has {some_of(sorted(only))}. Generate "
+            "both with the same; images of other origin count as seed 0."
         )
     for kind in sorted(first.scorers.keys() | second.scorers.keys()):
-        names = [set(one.names(kind)) for one in scored]
-        if names[0] != names[1]:
-            lacking = [
-                f"{one.system.name!r} lacks {', '.join(sorted(other - own))}"
-                for one, own, other in zip(scored, names, reversed(names), strict=True)
-                if other - own
-            ]
+        names = [set(one.names(kind)) for one in (first, second)]
+        lacking = [
+            f"{system} lacks {', '.join(sorted(other - own))}"
+            for system, own, other in zip(systems, names, reversed(names), strict=True)
+            if other - own
+        ]
+        if lacking:
             raise ValueError(f"The scores of {kind} are not those of both systems: {'; '.join(lacking)}. Score both.")
-        settings = [{one.settings["scorer"]: one.settings for one in each.scorers[kind]} for each in scored]
-        for name, before in settings[0].items():
-            after = settings[1][name]
-            other = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+        settings_of = {one.settings["scorer"]: one.settings for one in second.scorers[kind]}
+        for scores in first.scorers[kind]:
+            before, name = scores.settings, scores.settings["scorer"]
+            after = settings_of[name]
+            other = [
+                f"`{key}` is {before.get(key)!r} and {after.get(key)!r}"
+                for key in {**before, **after}
+                if before.get(key) != after.get(key)
+            ]
             if other:
                 raise ValueError(
-                    f"{kind} was scored by {name!r} in two ways: "
-                    + "; ".join(f"`{key}` is {before.get(key)!r} and {after.get(key)!r}" for key in other)
-                    + ". Score both systems in the same way."
+                    f"{kind} was scored by {name!r} in two ways: {'; '.join(other)}. Score both systems in the same way."
                 )
 
 
@@ -401,26 +399,20 @@ def _breakdown(title: str, column: str, judge: str, scored: list[_Scored], rows:
 
 def _sets(scored: list[_Scored], judge: str, rows: dict[str, dict]) -> list[dict[str, Any]]:
     scores = [_scores_of_sets(one, judge, rows) for one in scored]
-    sets = []
-    for key, one in scored[0].system.found.sets.items():
-        row = rows[one.prompt_id]
-        sets.append(
-            {
-                "key": key,
-                "prompt_id": one.prompt_id,
-                "prompt": row["prompt"],
-                "category": row.get("category"),
-                "subcategory": row.get("subcategory"),
-                "source": None,
-                "pictures": [
-                    [None if file is None else str(file) for file in each.system.found.sets[key].files]
-                    for each in scored
-                ],
-                "panels": [one.rows, one.cols],
-                "scores": [of_system[key] for of_system in scores],
-            }
-        )
-    return sets
+    return [
+        {
+            "key": key,
+            "prompt_id": one.prompt_id,
+            "prompt": rows[one.prompt_id]["prompt"],
+            "category": rows[one.prompt_id].get("category"),
+            "subcategory": rows[one.prompt_id].get("subcategory"),
+            "source": None,
+            "pictures": [[file and str(file) for file in each.system.found.sets[key].files] for each in scored],
+            "panels": [one.rows, one.cols],
+            "scores": [of_system[key] for of_system in scores],
+        }
+        for key, one in scored[0].system.found.sets.items()
+    ]
 
 
 def _scores_of_sets(one: _Scored, judge: str, rows: dict[str, dict]) -> dict[str, dict[str, float | None]]:
@@ -428,30 +420,27 @@ def _scores_of_sets(one: _Scored, judge: str, rows: dict[str, dict]) -> dict[str
     values: dict[Unit, dict[str, list[float]]] = {}
     for name, of_units in one.metrics(judge).items():
         for unit, value in of_units.items():
-            values.setdefault(unit[:2], {}).setdefault(name, []).append(value)
-    without = {name: set(one.gaps.get(name, [])) for name in ("alignment", "aesthetics", judge)}
+            own = values.setdefault(unit[:2], {}).setdefault(name, [])
+            own += [] if math.isnan(value) else [value]
     found = {}
     for key, of_set in one.system.found.sets.items():
         by_name = values.get((of_set.prompt_id, of_set.seed), {})
-        defined = {name: [value for value in own if not math.isnan(value)] for name, own in by_name.items()}
-        scores: dict[str, float | None] = {name: fmean(own) if own else None for name, own in defined.items()}
-        if key in without["aesthetics"]:
+        scores: dict[str, float | None] = {name: fmean(own) if own else None for name, own in by_name.items()}
+        if key in one.gaps.get("aesthetics", ()):
             scores["aesthetics"] = None
-        if key in without["alignment"]:
+        if key in one.gaps.get("alignment", ()):
             scores |= dict.fromkeys(ALIGNMENT)
         # Of all dimensions of this prompt: over fewer it would not compare with the other system's
-        asked = list(consistency_criteria(rows[of_set.prompt_id]))
-        scores["consistency"] = None if key in without[judge] else _mean_of(scores, asked)
-        shown = [name for name in ALIGNMENT if scores.get(name) is not None]
-        scores["alignment"] = None if key in without["alignment"] else _mean_of(scores, shown)
+        asked = () if key in one.gaps[judge] else consistency_criteria(rows[of_set.prompt_id])
+        scores["consistency"] = _mean_of([scores.get(name) for name in asked])
+        scores["alignment"] = _mean_of([scores[name] for name in ALIGNMENT if scores.get(name) is not None])
         has_all = all(scores.get(name) is not None for name in DIMENSION_WEIGHTS)
         scores["average"] = weighted_average(scores) if has_all else None
         found[key] = scores
     return found
 
 
-def _mean_of(scores: dict[str, float | None], names: list[str]) -> float | None:
-    values = [scores.get(name) for name in names]
+def _mean_of(values: list[float | None]) -> float | None:
     return fmean(values) if values and None not in values else None
 
 
@@ -462,71 +451,65 @@ def condition_notes(systems: Sequence[System]) -> list[str]:
     """Say whether the images of two systems were generated under the same conditions."""
     if len(systems) < 2:
         return []
-    notes, settings = [], [one.settings for one in systems]
-    other = [
-        f"{name} {settings[0].get(name)!r} and {settings[1].get(name)!r}"
-        for name in CONDITIONS
-        if all(settings) and settings[0].get(name) != settings[1].get(name)
-    ]
-    if other:
-        notes.append(f"The two systems generated under different conditions: {'; '.join(other)}.")
-    if not all(settings):
+    first, second = [one.settings for one in systems]
+    if not (first and second):
         unknown = " and ".join(repr(one.name) for one in systems if not one.settings)
-        notes.append(f"How {unknown} generated is not known: the difference may come from other settings.")
-    return notes
+        return [f"How {unknown} generated is not known: the difference may come from other settings."]
+    other = [
+        f"{name} {first.get(name)!r} and {second.get(name)!r}"
+        for name in CONDITIONS
+        if first.get(name) != second.get(name)
+    ]
+    return [f"The two systems generated under different conditions: {'; '.join(other)}."] if other else []
 
 
 def _alerts(scored: list[_Scored], missing: str) -> list[str]:
-    """Write what readers must know next to the headline."""
+    """List what readers must know next to the headline."""
     alerts = condition_notes([one.system for one in scored])
     for one in scored:
-        lacking = one.system.found.missing
-        if missing == "zero" and lacking:
-            panels = f"{one.counts['missing panels']} panels of {one.system.name!r} are missing and"
-            alerts.append(
-                f"{panels} left out, as by the benchmark's own script: {some_of(list(lacking))}."
-                if one.protocol == "published"
-                else f"{panels} count 0, and so does each pair that has one: {some_of(list(lacking))}."
+        name, found, is_published = repr(one.system.name), one.system.found, one.protocol == "published"
+        if missing == "zero" and found.missing:
+            how = (
+                "left out, as by the benchmark's own script"
+                if is_published
+                else "count 0, and so does each pair that has one"
             )
-        if one.system.found.mixed_sizes:
+            lacking = f"{one.counts['missing panels']} panels of {name} are missing and"
+            alerts.append(f"{lacking} {how}: {some_of(list(found.missing))}.")
+        if found.mixed_sizes:
             alerts.append(
-                f"The panels of {len(one.system.found.mixed_sizes)} sets of {one.system.name!r} have different sizes, like "
-                f"images of different prompts: {some_of(one.system.found.mixed_sizes)}."
+                f"The panels of {len(found.mixed_sizes)} sets of {name} have different sizes, like images of different "
+                f"prompts: {some_of(found.mixed_sizes)}."
             )
-        for name, keys in one.gaps.items():
-            if keys:
-                takes_rest = one.protocol == "published" and name in one.by_judge
-                then = "their other answers count" if takes_rest else "they are left out of what it is about"
-                alerts.append(
-                    f"{len(keys)} sets of {one.system.name!r} have an unanswered question ({name}), and {then}: "
-                    f"{some_of(keys)}."
-                )
+        for scorer, keys in one.gaps.items():
+            takes_rest = is_published and scorer in one.by_judge
+            then = "their other answers count" if takes_rest else "they are left out of what it is about"
+            text = f"{len(keys)} sets of {name} have an unanswered question ({scorer}), and {then}: {some_of(keys)}."
+            alerts += [text] if keys else []
     return alerts
 
 
-def _notes(scored: list[_Scored]) -> list[str]:
-    first = scored[0]
-    notes = []
-    for kind, what in (("alignment", "Prompt alignment"), ("aesthetics", "Aesthetics")):
-        if kind not in first.scorers:
-            notes.append(f"{what} was not scored, and so the weighted average is not computed.")
-    if "alignment" in first.scorers:
+def _notes(first: _Scored) -> list[str]:
+    notes = [
+        f"{what} was not scored, and so the weighted average is not computed."
+        for kind, what in (("alignment", "Prompt alignment"), ("aesthetics", "Aesthetics"))
+        if kind not in first.scorers
+    ]
+    for name in first.names("alignment"):
         notes.append(
-            f"Prompt alignment is P(Yes) / (P(Yes) + P(No)) of {first.names('alignment')[0]} for the question of VQAScore; the "
-            "benchmark takes P(Yes) of CLIP-FlanT5-XXL."
+            f"Prompt alignment is P(Yes) / (P(Yes) + P(No)) of {name} for the question of VQAScore; the benchmark takes "
+            "P(Yes) of CLIP-FlanT5-XXL."
         )
-    if "aesthetics" in first.scorers:
+    for name in first.names("aesthetics"):
         notes.append(
-            f"Aesthetics are those of {first.names('aesthetics')[0]}. The scorer of the published figures is not known: do not "
-            "compare them."
+            f"Aesthetics are those of {name}. The scorer of the published figures is not known: do not compare them."
         )
-    if "duplicates" not in first.scorers:
-        notes.append("The duplicate rate was not computed: a gain in consistency may be one in copies.")
-    else:
-        notes.append(
-            f"The duplicate rate is the share of pairs of panels with a `panel_similarity` of {DUPLICATE} or more; "
-            "consistency alone rewards copies."
-        )
+    notes.append(
+        f"The duplicate rate is the fraction of pairs of panels with a `panel_similarity` of {DUPLICATE} or more; "
+        "consistency alone rewards copies."
+        if "duplicates" in first.scorers
+        else "The duplicate rate was not computed: a gain in consistency may be one in copies."
+    )
     if len(first.names("consistency")) == 1:
         notes.append(
             "Only one judge has scored consistency. A model that was trained against the same family of judges may please "

@@ -32,9 +32,9 @@ _CALL = ("image", "prompt", "generator")
 _LARGEST_SEED = 2**63 - 1  # of a column of int64
 # Pixels of an edited image whose row names no size, where the pipeline leaves that to its caller
 _AREA = 1024 * 1024
-# The benchmark's own example puts a copy of the source beside each edit, under this name
+# The benchmark's own example puts a copy of the source next to each edit, under this name
 _SOURCE_COPY = "_SRCIMG"
-# Files from which on reading them shows a progress bar
+# Reading fewer files shows no progress bar
 _MANY_FILES = 200
 
 
@@ -73,9 +73,9 @@ def draw_edits(
     device. Complete files are kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` without the column
     `language`, with the id as [`~paco_trl.utils.files.file_name`] writes it.
 
-    The size is that of the row (`height` and `width`) or of `call_arguments`, and otherwise what the pipeline makes of
-    the source. FLUX.1-Kontext would make squares of about a megapixel: it is asked for the aspect ratio of the source,
-    with the area of its argument `max_area`.
+    The size is that of the row (`height` and `width`) or of `call_arguments`, and otherwise the pipeline's choice for the
+    source. FLUX.1-Kontext would generate squares of about a megapixel: it gets the aspect ratio of the source, with the
+    area of its argument `max_area`.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`]):
@@ -100,6 +100,8 @@ def draw_edits(
             read; `seed` is invalid; the pipeline takes no image, prompt or generator, or not so many sources.
     """
     from accelerate import PartialState
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageFeature
 
     if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
         raise ValueError(f"`seed` is {seed!r}. It must be an int from 0 to {_LARGEST_SEED}.")
@@ -109,18 +111,23 @@ def draw_edits(
     _check_sources(pipeline, sources, keys)
     names = [name for name in ("id", "language", "prompt", "height", "width") if name in prompts.column_names]
     rows = list(prompts.with_format(None).select_columns(names))
-    paths = [{row: _path(folder.images, values)} for row, values in enumerate(rows)]
+    has_language = "language" in names
+    places = [folder.images / file_name(row["language"]) if has_language else folder.images for row in rows]
+    paths = [{n: place / f"{file_name(rows[n]['id'])}.png"} for n, place in enumerate(places)]
 
     def read(number: int, place: int) -> "Image | None":
         return read_image(paths[number][place])
 
     def generate(number: int) -> dict[int, "Image"]:
-        size = _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
-        arguments = {**call_arguments, **size}
+        arguments = call_arguments | _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
         return {number: _edit(pipeline, rows[number]["prompt"], sources.load(number), seed, arguments, keys[number])}
 
     flat = [keys[row] for row in sorted(generate_missing(paths, read, generate, "Generating edits"))]
-    dataset = _make_dataset(rows, [path for of_row in paths for path in of_row.values()], seed)
+    columns = {"id": [row["id"] for row in rows], "seed": [seed] * len(rows)}
+    columns["image"] = [str(path) for of_row in paths for path in of_row.values()]
+    columns |= {"language": [row["language"] for row in rows]} if has_language else {}
+    kinds = {"id": Value("string"), "seed": Value("int64"), "image": ImageFeature(), "language": Value("string")}
+    dataset = Dataset.from_dict(columns, features=Features({name: kinds[name] for name in columns}))
     state = PartialState()
     if state.is_main_process:
         warn_of_flat(flat, len(keys), "edits")
@@ -162,7 +169,12 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
     names = [name for name in ("id", "language", "task_type") if name in prompts.column_names]
     rows = list(prompts.with_format(None).select_columns(names))
 
-    images = _images_in(dict.fromkeys(place for values in rows for place in _places(folder, values)))
+    # By directory and name without extension, but not those that are being written, whose names begin with a dot
+    images: dict[tuple[Path, str], list[Path]] = {}
+    for place in dict.fromkeys(place for values in rows for place in _places(folder, values)):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            if path.suffix.lower() in EXTENSIONS and path.is_file() and not path.name.startswith("."):
+                images.setdefault((place, path.stem), []).append(path)
     found: dict[str, list[Path]] = {key: [] for key in keys}
     taken: set[Path] = set()
     # A name that is the plain id of one prompt and the written id of another belongs to the latter
@@ -172,8 +184,7 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
             for place in _places(folder, values):
                 new = [path for path in images.get((place, stem), []) if path not in taken]
                 found[key] += new
-                taken.update(new)
-                taken.update(images.get((place, stem + _SOURCE_COPY), []))
+                taken.update(new, images.get((place, stem + _SOURCE_COPY), []))
     for key, paths in found.items():
         if len(paths) > 1:
             raise ValueError(
@@ -181,21 +192,31 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
             )
     files = {key: paths[0] for key, paths in found.items() if paths}
     unknown = sorted(str(path.relative_to(folder)) for paths in images.values() for path in set(paths) - taken)
+
+    def looked_for(row: dict[str, Any]) -> str:
+        names = " or ".join(dict.fromkeys((row["id"], file_name(row["id"]))))
+        return (
+            f"The edit of {row['id']!r}, for example, was looked for as {names} with one of the extensions "
+            f"{', '.join(EXTENSIONS)}, directly in {', '.join(map(str, _places(folder, row)))}; subdirectories are not read."
+        )
+
     if not files:
+        first = f"; the first is {unknown[0]}" if unknown else ""
         raise ValueError(
-            f"None of the {len(unknown)} images found in {folder} belongs to a prompt"
-            + (f"; the first is {unknown[0]}" if unknown else "")
-            + f". {_looked_for(folder, rows[0])}"
+            f"None of the {len(unknown)} images found in {folder} belongs to a prompt{first}. {looked_for(rows[0])}"
         )
     missing = [key for key in keys if key not in files]
     if missing and is_main_process:
-        example = _looked_for(folder, rows[keys.index(missing[0])])
+        example = looked_for(rows[keys.index(missing[0])])
         logger.warning(f"{folder}: {len(missing)} of {len(keys)} prompts have no edit: {some_of(missing)}. {example}")
     if unknown and is_main_process:
         logger.warning(f"{folder}: {len(unknown)} images belong to no prompt: {some_of(unknown)}.")
     is_quiet = len(files) < _MANY_FILES or not is_main_process
-    bar = tqdm(files.items(), desc="Reading edits", unit="image", disable=is_quiet)
-    return FoundEdits(files, {key: _digest(path) for key, path in bar}, missing, unknown)
+    digests = {}
+    for key, path in tqdm(files.items(), desc="Reading edits", unit="image", disable=is_quiet):
+        image_file_size(path)  # finds unreadable files before a judge is queried about the others
+        digests[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return FoundEdits(files, digests, missing, unknown)
 
 
 def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -> None:
@@ -205,37 +226,37 @@ def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -
     )
     check_call(pipeline, _CALL, purpose)
     parameters = inspect.signature(type(pipeline).__call__).parameters
-    unknown = [name for name in call_arguments if name not in parameters or name in _CALL]
+    unknown = [f"`{name}`" for name in call_arguments if name not in parameters or name in _CALL]
     if unknown:
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in unknown)} cannot be given for the call of {type(pipeline).__name__}: it "
-            f"takes {', '.join(f'`{name}`' for name in parameters if name not in ('self', *_CALL))}."
+            f"{', '.join(unknown)} cannot be given for the call of {type(pipeline).__name__}: it takes "
+            f"{', '.join(f'`{name}`' for name in parameters if name not in ('self', *_CALL))}."
         )
-    if (call_arguments.get("height") is None) != (call_arguments.get("width") is None):
+    height, width = call_arguments.get("height"), call_arguments.get("width")
+    if (height is None) != (width is None):
         raise ValueError(
-            f"`height` is {call_arguments.get('height')} and `width` {call_arguments.get('width')}. Give both, or neither: "
-            "the size is then that of the row, or follows from its source."
+            f"`height` is {height} and `width` {width}. Give both, or neither for the size of the row or source."
         )
 
 
 def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str]) -> None:
     from ..rollout.families import FAMILIES
 
-    family = FAMILIES.get(type(pipeline).__name__)
-    most = family.max_images if family is not None else None
-    if most is not None and sources.max_count > most:
+    if type(pipeline).__name__ not in FAMILIES:
+        return
+    family = FAMILIES[type(pipeline).__name__]()
+    if family.max_images is not None and sources.max_count > family.max_images:
         raise ValueError(
             f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images, but "
-            f"{type(pipeline).__name__} takes at most {most}. Leave such rows out (`load_edit_prompts(..., max_images="
-            f"{most})`)."
+            f"{type(pipeline).__name__} takes at most {family.max_images}. Leave such rows out "
+            f"(`load_edit_prompts(..., max_images={family.max_images})`)."
         )
     for row, key in enumerate(keys):
-        for width, height in sources.sizes(row):
-            try:
-                if family is not None:
-                    family().check_image_size(width, height)
-            except ValueError as error:
-                raise ValueError(f"The prompt {key!r}: {error}") from error
+        try:
+            for width, height in sources.sizes(row):
+                family.check_image_size(width, height)
+        except ValueError as error:
+            raise ValueError(f"The prompt {key!r}: {error}") from error
 
 
 def _size_arguments(
@@ -265,33 +286,15 @@ def _edit(
     import torch
     from PIL import Image
 
-    drawn = pipeline(
-        image=images[0] if len(images) == 1 else images,
-        prompt=prompt,
-        generator=torch.Generator().manual_seed(seed),
-        **arguments,
-    ).images
-    if len(drawn) != 1 or not isinstance(drawn[0], Image.Image):
+    source = images[0] if len(images) == 1 else images
+    noise = torch.Generator().manual_seed(seed)
+    edited = pipeline(image=source, prompt=prompt, generator=noise, **arguments).images
+    if len(edited) != 1 or not isinstance(edited[0], Image.Image):
         raise ValueError(
-            f"{type(pipeline).__name__} returned {len(drawn)} of {type(drawn[0]).__name__} for the edit {key!r}, but one "
-            "PIL image is needed. Leave out the call argument that changes its output."
+            f"{type(pipeline).__name__} returned {len(edited)} of {type(edited[0]).__name__} for the edit {key!r}, not one "
+            "PIL image. Leave out the call argument that changes its output."
         )
-    return drawn[0]
-
-
-def _path(images: Path, row: dict[str, Any]) -> Path:
-    folder = images / file_name(row["language"]) if "language" in row else images
-    return folder / f"{file_name(row['id'])}.png"
-
-
-def _make_dataset(rows: list[dict[str, Any]], paths: list[Path], seed: int) -> "Dataset":
-    from datasets import Dataset, Features, Image, Value
-
-    kinds = {"id": Value("string"), "seed": Value("int64"), "image": Image()}
-    if "language" in rows[0]:
-        kinds["language"] = Value("string")
-    values = [{**row, "seed": seed, "image": str(path)} for row, path in zip(rows, paths, strict=True)]
-    return Dataset.from_list([{name: row[name] for name in kinds} for row in values], features=Features(kinds))
+    return edited[0]
 
 
 def _places(folder: Path, row: dict[str, Any]) -> Iterator[Path]:
@@ -301,30 +304,3 @@ def _places(folder: Path, row: dict[str, Any]) -> Iterator[Path]:
         bases.append(folder / "fullset" / row["task_type"])
     for base in bases:
         yield base / row["language"] if "language" in row else base
-
-
-def _looked_for(folder: Path, row: dict[str, Any]) -> str:
-    """Say where the edit of a row was searched, and under which names."""
-    names = " or ".join(dict.fromkeys((row["id"], file_name(row["id"]))))
-    places = ", ".join(str(place) for place in _places(folder, row))
-    return (
-        f"The edit of {row['id']!r}, for example, was looked for as {names} with one of the extensions "
-        f"{', '.join(EXTENSIONS)}, directly in {places}; folders below these are not read."
-    )
-
-
-def _images_in(places: dict[Path, None]) -> dict[tuple[Path, str], list[Path]]:
-    """List the images in directories, by directory and name without extension."""
-    pictures: dict[tuple[Path, str], list[Path]] = {}
-    for place in places:
-        for path in sorted(place.iterdir()) if place.is_dir() else ():
-            # Not one that is being written, whose name begins with a dot
-            if path.suffix.lower() in EXTENSIONS and path.is_file() and not path.name.startswith("."):
-                pictures.setdefault((place, path.stem), []).append(path)
-    return pictures
-
-
-def _digest(path: Path) -> str:
-    image_file_size(path)  # finds unreadable files before a judge is asked about the others
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a pipeline with or without an adapter, and write panels for the benchmark's own script."""
+"""Load the pipeline of a system, with or without an adapter."""
 
 import hashlib
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..utils.files import write_atomically
-from ..utils.generation import load_pipeline, to_png
-from .image_sets import FoundImages
+from ..utils.generation import load_pipeline
 
 
 if TYPE_CHECKING:
     import torch
-    from datasets import Dataset
     from diffusers import DiffusionPipeline
 
 
@@ -25,11 +21,11 @@ def load_system(
 
     Args:
         model (`str`):
-            Hub id or folder of a diffusers pipeline.
+            Hub id or directory of a diffusers pipeline.
         dtype (`torch.dtype`):
             Compute dtype.
         adapter (`str`, *optional*):
-            Hub id or folder of an adapter of its transformer, in PEFT's format (which a checkpoint of
+            Hub id or directory of an adapter of its transformer, in PEFT's format (which a checkpoint of
             [`PaCoGRPOTrainer`] has), or a diffusers LoRA.
         device (`torch.device` or `str`, *optional*):
             Device. If `None`, that of this process.
@@ -76,26 +72,3 @@ def adapter_weights_digest(adapter: str) -> str:
         f"The adapter {adapter!r} has neither adapter_model.safetensors nor pytorch_lora_weights.safetensors. Other formats "
         "are pickles, which can run code."
     )
-
-
-def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> list[Path]:
-    """Write each panel under the name that the benchmark's own script expects, `<case id or id>_<number>.png`."""
-    seeds = {one.seed for one in found.sets.values()}
-    if len(seeds) > 1:
-        raise ValueError(
-            f"There are {len(seeds)} seeds, but the names of panel files have no place for one. Generate with one seed."
-        )
-    names = dict(zip(benchmark["id"], benchmark["id"], strict=True))
-    if "case_id" in benchmark.column_names:
-        names |= {
-            name: case for name, case in zip(benchmark["id"], benchmark["case_id"], strict=True) if case is not None
-        }
-    written = []
-    for one in found.sets.values():
-        for number, panel in enumerate(one.panels()):
-            if panel is None:
-                continue
-            path = Path(folder) / f"{names[one.prompt_id]}_{number:04}.png"
-            write_atomically(path, to_png(panel))
-            written.append(path)
-    return written
