@@ -598,7 +598,7 @@ class TestEvaluateRankings:
             evaluate_rankings(ColorScorer(), rankings(), template="themes")
         scorer = ColorScorer()
         for dataset in (rankings().remove_columns("criteria"), rankings(criteria=[[]] * 8)):
-            with pytest.raises(ValueError, match="'A fox, number 0.' has no `criteria`, which `template='criteria'`"):
+            with pytest.raises(ValueError, match="'A fox, number 0.' has no `criteria` for `template='criteria'`"):
                 evaluate_rankings(scorer, dataset, template="criteria")
         with pytest.raises(ValueError, match=r"Rankings need the columns \['reference'\]"):
             evaluate_rankings(scorer, rankings().remove_columns("reference"))

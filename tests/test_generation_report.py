@@ -909,7 +909,7 @@ def test_cards_that_results_cannot_go_into(results, card, tmp_path):
     before = card.read_bytes()
     base = copy.deepcopy(results)
     base["systems"] = base["systems"][:1]
-    with pytest.raises(ValueError, match="results are of 'base', and no system has the role 'tuned'"):
+    with pytest.raises(ValueError, match="results are of 'base', and a card has results of its own model, with the role 'tuned'"):
         add_results_to_card(card, base)
     assert card.read_bytes() == before
     card.write_bytes(before.replace(b"- name: fox-lora", b"- title: fox-lora"))

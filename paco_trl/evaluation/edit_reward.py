@@ -167,29 +167,31 @@ def _check_rows(dataset: "Dataset") -> None:
     missing = [name for name in (*TEXT_COLUMNS, *IMAGE_COLUMNS) if name not in dataset.column_names]
     if missing:
         raise ValueError(
-            f"`dataset` needs the columns {missing}, but has only {dataset.column_names}. Load "
-            "`EditScore/EditReward-Bench`, or rename the columns."
+            f"`dataset` needs the columns {missing}, but has only {dataset.column_names}. Load `EditScore/EditReward-Bench`, or "
+            "rename the columns."
         )
     check_image_list(dataset, "output_images", "dataset")
-    if not isinstance(dataset.features["input_image"], Image) or not dataset.features["input_image"].decode:
+    kind = dataset.features["input_image"]
+    if not isinstance(kind, Image) or not kind.decode:
         raise ValueError(
-            f"The column `input_image` of `dataset` has the type {dataset.features['input_image']}, but it must be an "
-            'image. Convert it: `dataset.cast_column("input_image", datasets.Image())`.'
+            f"The column `input_image` of `dataset` has the type {kind}, but it must be an image. Convert it: "
+            '`dataset.cast_column("input_image", datasets.Image())`.'
         )
     instruction_of: dict[str, str] = {}
     for index, row in enumerate(dataset.with_format(None).select_columns(list(TEXT_COLUMNS))):
-        if row["dimension"] not in QUESTIONS_OF:
+        dimension, keys = row["dimension"], row["key"]
+        if dimension not in QUESTIONS_OF:
             raise ValueError(
-                f"`dimension` of row {index} is {row['dimension']!r}, but must be one of {', '.join(QUESTIONS_OF)}."
+                f"`dimension` of row {index} is {dimension!r}, but must be one of {', '.join(QUESTIONS_OF)}."
             )
-        if len(row["key"]) != 2 or row["key"][0] == row["key"][1]:
-            raise ValueError(f"`key` of row {index} is {row['key']!r}, but must name two different edited images.")
-        for key in row["key"]:
+        if len(keys) != 2 or keys[0] == keys[1]:
+            raise ValueError(f"`key` of row {index} is {keys!r}, but must name two different edited images.")
+        for key in keys:
             instruction = instruction_of.setdefault(key, row["instruction"])
             if instruction != row["instruction"]:
                 raise ValueError(
-                    f"The key {key!r} of row {index} has the instruction {row['instruction']!r}, but {instruction!r} "
-                    "in an earlier row. A key is scored once, so it must name one edit: rename one of the two."
+                    f"The key {key!r} of row {index} has the instruction {row['instruction']!r}, but {instruction!r} in an "
+                    "earlier row. A key must name one edit: rename one of the two."
                 )
     counts = list_lengths(dataset, "output_images")
     if (counts != 2).any():
@@ -200,14 +202,14 @@ def _check_rows(dataset: "Dataset") -> None:
 def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
     """List the keys to score at the first row that names them, with the questions that any row needs."""
     needed: dict[str, set[str]] = {}
-    first_row: dict[str, int] = {}
+    work: dict[int, dict[str, list[str]]] = {}
     for index, row in enumerate(rows):
         for key in row["key"]:
+            if key not in needed:
+                work.setdefault(index, {})[key] = []
             needed.setdefault(key, set()).update(QUESTIONS_OF[row["dimension"]])
-            first_row.setdefault(key, index)
-    work: dict[int, dict[str, list[str]]] = {}
-    for key, index in first_row.items():
-        work.setdefault(index, {})[key] = [question for question in QUESTIONS["default"] if question in needed[key]]
+    for keys in work.values():
+        keys.update({key: [question for question in QUESTIONS["default"] if question in needed[key]] for key in keys})
     return list(work.items())
 
 
@@ -256,9 +258,8 @@ def _accuracies(dimension: str, rows: list[dict], scores: dict[str, dict], group
 
     def of_type(name: str) -> dict[str, float]:
         places = [place for place, other in enumerate(task_types) if other == name]
-        return {kind: fmean(values[place] for place in places) for kind, values in hits.items()} | {
-            "num_rows": len(places)
-        }
+        means = {kind: fmean(values[place] for place in places) for kind, values in hits.items()}
+        return {**means, "num_rows": len(places)}
 
     return {
         **{kind: mean_and_interval(values, groups, strata=task_types) for kind, values in hits.items()},

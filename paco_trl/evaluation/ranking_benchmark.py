@@ -44,8 +44,8 @@ def questions_of_row(row: Mapping[str, Any], template: str) -> list[list[str]]:
     criteria = criteria_dict(row.get("criteria"))
     if not criteria:
         raise ValueError(
-            f"The row with the prompt {row['prompt']!r} has no `criteria`, which `template='criteria'` asks for. Use "
-            "`template='theme'`, or add the column."
+            f"The row with the prompt {row['prompt']!r} has no `criteria` for `template='criteria'`. Use `template='theme'`, "
+            "or add the column."
         )
     return [[criterion_question(text) for text in texts.values()] for texts in criteria.values()]
 
@@ -60,13 +60,13 @@ def evaluate_rankings(
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
-    Let a scorer order the candidates of each row by their consistency with the reference, and compare with people.
+    Rank the candidates of each row by their consistency with the reference, and measure the agreement with people.
 
     Interrupted runs resume: with `output_path`, finished rows are in that file, and the same call continues from there. A
-    file of another scorer, protocol, template or dataset is refused. A scorer is known by its name: delete the file when
-    the weights behind the name have changed.
+    file of another scorer, protocol, template or dataset is refused. A scorer is identified by its name: delete the file
+    when the weights behind the name have changed.
 
-    The paper's figures were measured by the published script. `protocol="published"` does the same:
+    The paper's figures were measured by the published script. `protocol="published"` repeats it:
 
     - The question is that of `template="plain"`, with `<img1>: ` and `<img2>: ` in front of the images.
     - A score counts an answer only if it is among the 20 likeliest tokens, and is 0 if neither is.
@@ -86,10 +86,10 @@ def evaluate_rankings(
             first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent, such as those
             of one prompt) and `id`.
         template (`str`, *optional*):
-            What the scorer is asked about each pair. If `None`, `"theme"`, or with `protocol="published"` `"plain"`.
+            Question about each pair. If `None`, `"theme"`, or with `protocol="published"` `"plain"`.
 
             - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt, or
-              another prompt as a whole. The question of the published judge.
+              another prompt in full. The question of the published judge.
             - `"criteria"`: whether the pair meets each criterion of the row. The score is the mean within each
               dimension, then over the dimensions.
             - `"plain"`: whether style, logic and identity are consistent, without the theme. The default of the
@@ -99,10 +99,10 @@ def evaluate_rankings(
         batch_size (`int`, *optional*, defaults to `16`):
             Approximate number of pairs in a call of the scorer: rows are not split.
         skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave out broken rows, with one warning that lists them, instead of raising an error: rows that are not a valid
-            ranking, and rows with an unreadable image. All images are opened once more to find them.
+            Whether to leave out rows that are not a valid ranking or have an unreadable image, with one warning that lists
+            them, instead of raising an error. All images are opened once more to find them.
         protocol (`str`, *optional*, defaults to `"default"`):
-            `"default"`, or `"published"` for that of the published script. The latter needs a scorer with
+            `"default"`, or `"published"` for that of the published script. The latter requires a scorer with
             `top_logprobs` ([`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`]), or one that reads no questions.
 
     Returns:
@@ -112,13 +112,12 @@ def evaluate_rankings(
             - `num_instances`: number of evaluated rows.
             - `skipped`: a sentence for each broken row that is left out.
             - `num_groups`: number of groups for the intervals.
-            - `num_undefined_correlations`: number of rows in which all scores are equal. Their tau and rho do not
-              exist and are not part of the means.
+            - `num_undefined_correlations`: number of rows in which all scores are equal. They have no tau and rho, and are
+              not part of these means.
             - `num_ties`: number of rows in which two candidates have the same score.
             - `num_unanswered`: number of questions whose score is 0 because no answer was among the 20 likeliest tokens.
-            - `metrics`: for each metric of [`ranking_metrics`], or with `protocol="published"` of
-              [`list_order_metrics`], its `mean` over the rows and the `interval` of the mean, from
-              [`bootstrap_interval`] over the groups.
+            - `metrics`: for each metric of [`ranking_metrics`] or [`list_order_metrics`] its `mean` over the rows and the
+              `interval` of the mean, from [`bootstrap_interval`] over the groups.
 
     Raises:
         TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
@@ -131,7 +130,6 @@ def evaluate_rankings(
     ```python
     >>> from paco_trl import PaCoReward
     >>> from paco_trl.data import load_consistency_rank
-    >>> from paco_trl.evaluation import evaluate_rankings
 
     >>> judge = PaCoReward.from_pretrained("X-GenGroup/PaCo-Reward-7B", device="cuda")
     >>> dataset = load_consistency_rank("X-GenGroup/ConsistencyRank-Bench")

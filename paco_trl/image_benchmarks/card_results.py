@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the results of an evaluation into the card of the evaluated model."""
+"""Add the results of an evaluation to the card of the evaluated model."""
 
 import re
 from pathlib import Path
@@ -38,10 +38,10 @@ _TOP_LEVEL_KEY = re.compile(r"^(?![\s#-])", re.MULTILINE)
 
 def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     """
-    Add the results of the tuned system to its model card: to the metadata, which the Hub shows next to the card, and as
-    a section for each table, with the system it is compared with and with what the numbers depend on.
+    Add the results of the tuned system to its model card: to the metadata, and as a section for each table, with the
+    system it is compared with and with what the numbers depend on.
 
-    Earlier results of the same benchmark and judge are replaced. Everything else stays as it is, to the letter.
+    Earlier results of the same benchmark and judge are replaced. Everything else stays unchanged.
 
     Args:
         card_path (`str` or `Path`):
@@ -68,8 +68,8 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     roles = [system["role"] for system in results["systems"]]
     if "tuned" not in roles:
         raise ValueError(
-            f"The results are of {', '.join(map(repr, roles))}, and no system has the role 'tuned': a card has results "
-            "of its own model only. Score the tuned model, and give its card."
+            f"The results are of {', '.join(map(repr, roles))}, and a card has results of its own model, with the role 'tuned'. "
+            "Score the tuned model, and give its card."
         )
     text, found, metadata, body = _read(card_path)
     line_break = "\r\n" if "\r\n" in text else "\n"
@@ -84,14 +84,14 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
 
 
 def check_card(card_path: str | Path) -> Path:
-    """Find the card, and check that results can be added to it, before hours are spent on them."""
+    """Find the card, and check that results can be added to it."""
     card_path = Path(card_path)
     if card_path.is_dir():
         card_path = card_path / "README.md"
     if not card_path.is_file():
         raise FileNotFoundError(
-            f"There is no model card {card_path} to add the results to. Give the directory of the tuned model, whose "
-            "README.md the training writes, or save the model again."
+            f"There is no model card {card_path}. Give the directory of the tuned model with the README.md of its training, or "
+            "save the model again."
         )
     _, _, metadata, body = _read(card_path)
     _model_index(metadata, body, card_path)

@@ -260,10 +260,7 @@ def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: l
 
 
 def _size_arguments(
-    pipeline: "DiffusionPipeline",
-    row: dict[str, Any],
-    sizes: list[tuple[int, int]],
-    call_arguments: dict[str, Any],
+    pipeline: "DiffusionPipeline", row: dict[str, Any], sizes: list[tuple[int, int]], call_arguments: dict[str, Any]
 ) -> dict[str, int]:
     """Give the size arguments of a row, other than those that were given for all rows."""
     from ..rollout.families import FAMILIES

@@ -136,14 +136,14 @@ def score_edits(
         edits ([`FoundEdits`]):
             The edited images. Prompts without one are skipped.
         folder (`str` or `Path`):
-            Directory of the system; the answers go to `scores` in it.
+            Directory of the system; the answers go to `scores` in it, also those of several protocols.
         max_attempts (`int`, *optional*):
             How often a question is asked in one run. If `None`, 3, or with the published protocol 2, as its script does.
         rescore_changed (`bool`, *optional*, defaults to `False`):
             Whether to score edits again that have changed since they were scored, and to drop the scores of those that
             are gone. Otherwise they are an error.
         protocol (`str`, *optional*, defaults to `"default"`):
-            `"default"` or `"published"`. The directory can have scores of both.
+            `"default"` or `"published"`.
         gedit_repo (`str` or `Path`, *optional*):
             Clone of `stepfun-ai/Step1X-Edit`, from which the published prompts are read.
 
@@ -152,7 +152,7 @@ def score_edits(
         for an edit with an unreadable answer, which is also logged.
 
     Raises:
-        EndpointUnavailableError: If the judge cannot be asked. Earlier answers are kept.
+        EndpointUnavailableError: If the judge cannot be queried. Earlier answers are kept.
         FileNotFoundError: If `gedit_repo` has no file with the prompts.
         ValueError: If an argument is invalid, an image cannot be read, an image or an instruction has changed since it was
             scored, the directory has answers to other questions, or no answer of the judge is readable.
@@ -172,32 +172,25 @@ def score_edits(
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
         raise ValueError(
-            f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images, but the judge compares an "
-            "edit with one. Leave such rows out (`load_edit_prompts(..., max_images=1)`)."
+            f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images, but the judge sees only one. "
+            "Leave such rows out (`load_edit_prompts(..., max_images=1)`)."
         )
     row_of = {key: row for row, key in enumerate(edit_keys(prompts))}
     instructions = list(prompts.with_format(None)["prompt"])
-    settings = {
-        "benchmark": BENCHMARK,
-        "kind": "edits",
-        "scorer": endpoint.model,
-        "protocol": protocol,
-        "rubric": digest(list(questions.values()))[:16],
-    }
+    settings = {"benchmark": BENCHMARK, "kind": "edits", "scorer": endpoint.model, "protocol": protocol}
+    settings["rubric"] = digest(list(questions.values()))[:16]
 
     def request(name: str, attempt: int) -> ChatRequest:
         kind, _, key = name.partition("/")
         row = row_of[key]
-        # Not `format`, to which the braces of JSON mean something
-        question = questions[kind]
-        if kind == "semantic":
-            question = question.replace(PLACEHOLDER, instructions[row])
+        # Not `format`, which would read the braces of JSON
+        question = questions[kind].replace(PLACEHOLDER, instructions[row]) if kind == "semantic" else questions[kind]
         if is_published:
             (source,) = sources.load(row, in_rgb=False)
             edited = open_like_source(edits.files[key], source)
             return published_request(question, [source, edited] if kind == "semantic" else [edited])
         images = [*(sources.load(row) if kind == "semantic" else ()), load_image_file(edits.files[key])]
-        content = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
+        content: list[dict] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
         return ChatRequest(
             messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
             seed=random.Random(f"0/{name}/{attempt}").getrandbits(31),
@@ -238,9 +231,9 @@ def gedit_results(
     mean over the task types of the mean over the edits of each, with intervals, by task type, and as a paired difference
     of two systems.
 
-    Edits without a readable answer are left out, counted and named, and a difference is over the edits that have scores
-    of both systems. The benchmark's own script also leaves missing edits out without a word, which favors a system that
-    generates only what it can: here they are an error or count 0, and are left out under the published protocol alone.
+    Edits without a readable answer are left out, counted and named; a difference is over the edits that have scores of
+    both systems. Missing edits are an error or count 0; only the published protocol leaves them out, as the benchmark's
+    own script does silently.
 
     Args:
         prompts ([`~datasets.Dataset`]):
@@ -269,8 +262,8 @@ def gedit_results(
     prompts = prompts.with_format(None)
     if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
         raise ValueError(
-            f"GEdit-Bench averages over task types, but not all prompts have a `task_type`; the columns are "
-            f"{prompts.column_names}. Convert its raw rows with `convert_gedit_bench`."
+            f"GEdit-Bench averages over task types, but not all prompts have a `task_type` (columns: {prompts.column_names})."
+            " Convert its raw rows with `convert_gedit_bench`."
         )
     for system in systems:
         if missing == "error":
@@ -283,9 +276,8 @@ def gedit_results(
     scored = [_scored(system, prompts, sources, protocol) for system in systems]
     _check_comparable(scored[0], scored[-1])
 
-    names = [
-        name for name in ("id", "prompt", "task_type", "language", "intersection") if name in prompts.column_names
-    ]
+    columns = ("id", "prompt", "task_type", "language", "intersection")
+    names = [name for name in columns if name in prompts.column_names]
     rows = dict(zip(keys, prompts.select_columns(names), strict=True))
     judges = list(scored[0].by_judge)
     alerts = _alerts(scored, protocol)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the images of a system: which file belongs to which prompt, what is missing, and what has changed."""
+"""Find the image sets of a system by prompt, check them, and read their panels."""
 
 import hashlib
 import logging
@@ -125,8 +125,8 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     Find images that were generated elsewhere: `<name>.png` is a grid, `<name>_<number>.png` a panel.
 
     The name is the prompt's `id`, or its `case_id`, as in files for the benchmark's own script (`0001_0003_0000.png`):
-    whichever more of the files have. The numbers of the panels begin with 0 or 1, the same in the whole directory. Names
-    are compared whole: `0001_0003_0001.png` is not an image of the prompt `0001`.
+    whichever more of the files have. It must match exactly: `0001_0003_0001.png` is not an image of the prompt `0001`. The
+    numbers of the panels begin with 0 or 1, the same in the full directory.
 
     Args:
         folder (`str` or `Path`):

@@ -21,9 +21,8 @@ _PUBLISHED_NOTE = (
 )
 _INTERVALS = "In brackets: 95 % bootstrap interval over prompts."
 # Scorer of a metric that does not depend on the judge of consistency
-_OWN_SCORER = {"aesthetics": "aesthetics"} | dict.fromkeys(
-    ("alignment", "entity", "attribute", "relation"), "alignment"
-)
+_OWN_SCORER = dict.fromkeys(("alignment", "entity", "attribute", "relation"), "alignment")
+_OWN_SCORER["aesthetics"] = "aesthetics"
 # A path inside a text. In a URL the slashes follow a colon
 _PATH_IN_TEXT = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"`,;]+/)+([^\s/'\"`,;]+)/?")
 # A list in a sentence has this many entries, then their number
@@ -59,15 +58,10 @@ def report_sections(results: dict[str, Any]) -> list[Section]:
     results = public_results(results)
     published = comparable_tables(results)
     remarks = list(dict.fromkeys(remark for table in published for remark in table.remarks))
-    copied = [
-        _table(
-            f"Published: {one.title}",
-            one.columns,
-            [map(published_text, row) for row in one.rows],
-            [f"Source: {one.source}."],
-        )
-        for one in published
-    ]
+    copied = []
+    for one in published:
+        rows = [map(published_text, row) for row in one.rows]
+        copied.append(_table(f"Published: {one.title}", one.columns, rows, [f"Source: {one.source}."]))
     sections = [
         Section("results", "Results", tables=metric_tables(results)),
         Section("breakdowns", "Breakdowns", tables=breakdown_tables(results)),
@@ -84,17 +78,9 @@ def report_sections(results: dict[str, Any]) -> list[Section]:
 ################
 # Tables
 ################
-def _table(
-    title: str,
-    columns: Iterable[str],
-    rows: Iterable[Iterable[str]],
-    lines: Iterable[str] = (),
-    kinds: Iterable[str] | None = None,
-) -> ReportTable:
+def _table(title: str, columns: Iterable, rows: Iterable, lines: Iterable = (), kinds: Iterable = ()) -> ReportTable:
     rows = tuple(map(tuple, rows))
-    return ReportTable(
-        title, tuple(columns), rows, ("other",) * len(rows) if kinds is None else tuple(kinds), tuple(lines)
-    )
+    return ReportTable(title, tuple(columns), rows, tuple(kinds) or ("other",) * len(rows), tuple(lines))
 
 
 def _columns(results: dict[str, Any], *first: str) -> list[str]:
@@ -119,13 +105,14 @@ def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
             text = " / ".join(map(str, counts)) + f" / {both} in both" * (len(counts) > 1)
             text = str(both) if len({*counts, both}) == 1 else text
             rows.append([row_label(row, results), *_cells(row["cells"], row["difference"], row), text])
-        lines = [f"Protocol: {protocol_of(results)}. {_INTERVALS}{paired * (len(results['systems']) > 1)}"]
-        lines.append("n: number of sets, images or edits with a value; for a mean of several metrics, of the first.")
+        lines = [
+            f"Protocol: {protocol_of(results)}. {_INTERVALS}{paired * (len(results['systems']) > 1)}",
+            "n: number of sets, images or edits with a value; for a mean of several metrics, of the first.",
+        ]
         lower = [row["label"] for row in table["rows"] if not row["higher_is_better"]]
         lines += [f"Lower is better: {', '.join(lower)}."] if lower else []
-        lines += (
-            ["n/a: no value. The notes and the list of scorers give the reason."] if "n/a" in sum(rows, []) else []
-        )
+        if "n/a" in sum(rows, []):
+            lines.append("n/a: no value. The notes and the list of scorers give the reason.")
         kinds = [row["kind"] for row in table["rows"]]
         tables.append(_table(table["title"], [*_columns(results, "metric"), "n"], rows, lines, kinds))
     return tables
@@ -140,14 +127,10 @@ def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
             row = find_row(of_judge, metric) or {"label": metric, "higher_is_better": True}
             scorer = scored_by(metric, breakdown["table"], results)
             title = f"{breakdown['title']}: {row['label'].lower()}" + f" ({scorer})" * bool(scorer)
-            rows = [
-                [
-                    part["name"],
-                    str(part["num_prompts"]),
-                    *_cells(part["cells"][metric], part["difference"].get(metric), row),
-                ]
-                for part in breakdown["rows"]
-            ]
+            rows = []
+            for part in breakdown["rows"]:
+                cells = _cells(part["cells"][metric], part["difference"].get(metric), row)
+                rows.append([part["name"], str(part["num_prompts"]), *cells])
             count = sum(cells[-1] in ("no", "yes: better", "yes: worse") for cells in rows)
             by_chance = [f"Of {count} intervals about {count / 20:.0f} would exclude 0 by chance."] * (count >= 20)
             tables.setdefault(title, _table(title, _columns(results, "", "prompts"), rows, [_INTERVALS, *by_chance]))
@@ -217,7 +200,7 @@ def summary(results: dict[str, Any]) -> list[str]:
         rows: dict[str, dict[str, Any]] = {}
         for table in results["tables"]:
             row = find_row(table, metric)
-            if row is not None and any(number_text(cell["mean"]) != "n/a" for cell in row["cells"]):
+            if row is not None and any(cell_text(cell) != "n/a" for cell in row["cells"]):
                 rows.setdefault(scored_by(metric, table["title"], results), row)
         for scorer, row in rows.items():
             values = [f"{cell_text(cell)} for {name}" for cell, name in zip(row["cells"], systems, strict=True)]
@@ -272,9 +255,7 @@ def leakage_line(results: dict[str, Any], most: int = _MAX_LISTED) -> str:
     training = f"the {leakage['num_training_prompts']} training prompts"
     training += f" of {leakage['dataset']}" if leakage.get("dataset") else ""
     exact = list(dict.fromkeys(found["id"] for found in leakage["exact"]))
-    near: dict[str, float] = {}
-    for found in leakage["near"]:
-        near[found["id"]] = max(found["similarity"], near.get(found["id"], 0.0))
+    near = {one["id"]: one["similarity"] for one in sorted(leakage["near"], key=lambda one: one["similarity"])}
     if not (exact or near):
         return f"Leakage: none found among {training}, neither prompts of the benchmark nor near-duplicates of them."
     similar = [f"{name} (similarity {near[name]:.2f})" for name in sorted(near, key=near.get, reverse=True)]
@@ -290,16 +271,14 @@ def leaks(results: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
     """List training prompts that occur in the benchmark, most similar first, and count those beyond the list."""
     leakage = results["leakage"] or {"exact": [], "near": []}
     found = [(one, "the same text") for one in leakage["exact"]]
-    near = sorted(leakage["near"], key=lambda one: one["similarity"], reverse=True)
-    found += [(one, f"similarity {one['similarity']:.2f}") for one in near]
+    for one in sorted(leakage["near"], key=lambda one: one["similarity"], reverse=True):
+        found.append((one, f"similarity {one['similarity']:.2f}"))
     shown = [(f"{one['id']}: training row {one['training_row']}, {how}", one["text"]) for one, how in found]
     return shown[:_MAX_LISTED], max(len(shown) - _MAX_LISTED, 0)
 
 
-def _listed(names: Iterable[str], most: int = _MAX_LISTED) -> str:
-    names = list(names)
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def _listed(names: Sequence[str], most: int = _MAX_LISTED) -> str:
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
 ################
@@ -326,12 +305,12 @@ def public_text(text: str) -> str:
 
 
 def protocol_of(results: dict[str, Any]) -> str:
-    """Give the protocol of results; results of early versions do not name it and are refused."""
+    """Return the protocol of results; those of early versions do not name it and are refused."""
     protocol = results.get("protocol")
     if protocol not in PROTOCOLS:
         raise ValueError(
-            f"`protocol` of the results is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}. An earlier version "
-            "did not write it: run `report` again, which asks no judge."
+            f"`protocol` of the results is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}. An earlier version did "
+            "not write it: run `report` again, which queries no judge."
         )
     return protocol
 
@@ -342,7 +321,7 @@ def benchmark_name(results: dict[str, Any]) -> str:
 
 
 def cell_text(cell: dict[str, Any] | None, signed: bool = False) -> str:
-    """Write a mean and, in brackets, its interval."""
+    """Format a mean and, in brackets, its interval."""
     if cell is None or number_text(cell["mean"]) == "n/a":
         return "n/a"
     numbers = [cell["mean"], *cell["interval"]]
@@ -387,5 +366,5 @@ def duplicate_metric(results: dict[str, Any]) -> str | None:
 
 
 def in_sentence(title: str) -> str:
-    """Write a table's title as it stands inside a sentence."""
+    """Format a table's title for the middle of a sentence."""
     return re.sub(r"^Judge: ", "judge ", title)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the report of an evaluation, with an HTML page that shows the images next to their numbers."""
+"""Write the report of an evaluation as JSON, Markdown and a self-contained HTML page with the images."""
 
 import base64
 import io
@@ -50,8 +50,8 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     """
     Write the report of an evaluation: `results.json`, `results.md` and the self-contained page `report.html`.
 
-    In `results.json`, NaN is `null`, and no path is one of this machine: images below the parent of `output_dir` are
-    relative to it, of others only the name remains.
+    In `results.json`, NaN is `null`, and images below the parent of `output_dir` are relative to it; of other paths only
+    the name remains.
 
     Args:
         results (`dict`):
@@ -75,29 +75,26 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     ```
     """
     if num_shown < 1:
-        raise ValueError(
-            f"`num_shown` is {num_shown}, but the page shows at least one of the best and one of the worst sets. Set it "
-            "to 1 or more."
-        )
+        raise ValueError(f"`num_shown` is {num_shown}, but each gallery has at least one set. Set it to 1 or more.")
     output_dir = Path(output_dir)
-    names = {"json": "results.json", "markdown": "results.md", "html": "report.html"}
     # All are made before the first is written: they belong together
     texts = {
-        "json": json.dumps(_portable(results, output_dir), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
-        "markdown": markdown_report(results),
-        "html": _report_page(results, output_dir, num_shown),
+        "results.json": json.dumps(_portable(results, output_dir), indent=2, ensure_ascii=False, allow_nan=False)
+        + "\n",
+        "results.md": markdown_report(results),
+        "report.html": _report_page(results, output_dir, num_shown),
     }
     for name, text in texts.items():
-        write_atomically(output_dir / names[name], text)
-    return {name: output_dir / file for name, file in names.items()}
+        write_atomically(output_dir / name, text)
+    return dict(zip(("json", "markdown", "html"), (output_dir / name for name in texts), strict=True))
 
 
 def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> str:
     sections = report_sections(results)
     results = public_results(results)
-    rows = results["tables"][0]["rows"] if results["tables"] else []
-    labels = {row["metric"]: row["label"].lower() for row in rows}
+    labels = {row["metric"]: row["label"] for row in (results["tables"] or [{"rows": ()}])[0]["rows"]}
     headline, copies = (labels.get(name, name) for name in (results["headline"], duplicate_metric(results)))
+    headline, copies = headline.lower(), (copies or "").lower()
     first, last = (results["systems"][place]["role"] for place in (0, -1))
     titles = {
         "best": (f"Best by {headline}", f"The sets of {last} with the highest {headline}."),
@@ -113,7 +110,7 @@ def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> st
     # A set can be in several galleries
     load = cache(partial(_load_image, directory))
     galleries = [
-        (name, *titles[name], [_shown_set(results, number, load) for number in numbers])
+        (name, *titles[name], [_shown_set(results, results["sets"][number], labels, load) for number in numbers])
         for name, numbers in choose_sets(results, num_shown).items()
     ]
     shown_leaks, num_more_leaks = leaks(results)
@@ -152,65 +149,60 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
         found = {number: one["scores"][system].get(metric) for number, one in enumerate(results["sets"])}
         return {number: value for number, value in found.items() if value is not None}
 
-    last = values(-1, results["headline"])
-    ranked = sorted(last, key=last.get, reverse=True)
-    num_best = min(num_shown, math.ceil(len(ranked) / 2))  # no set is among the best and the worst
-    chosen = {"best": ranked[:num_best], "worst": ranked[num_best:][::-1][:num_shown]}
+    def ranked(values: dict[int, float]) -> list[int]:
+        return sorted(values, key=values.get, reverse=True)
+
+    last, metric = values(-1, results["headline"]), duplicate_metric(results)
+    num_best = min(num_shown, math.ceil(len(last) / 2))  # no set is among the best and the worst
+    chosen = {"best": ranked(last)[:num_best], "worst": ranked(last)[num_best:][::-1][:num_shown]}
     if len(results["systems"]) > 1:
         first = values(0, results["headline"])
         change = {number: last[number] - first[number] for number in last if number in first}
-        ranked = sorted(change, key=change.get, reverse=True)
-        chosen["gained"] = [number for number in ranked if change[number] > 0][:num_shown]
-        chosen["lost"] = [number for number in ranked[::-1] if change[number] < 0][:num_shown]
-    metric = duplicate_metric(results)
+        chosen["gained"] = [number for number in ranked(change) if change[number] > 0][:num_shown]
+        chosen["lost"] = [number for number in ranked(change)[::-1] if change[number] < 0][:num_shown]
     if metric is not None:
         copies = values(-1, metric)
-        ranked = sorted(copies, key=copies.get, reverse=True)
-        chosen["copies"] = [number for number in ranked if copies[number] > 0][:num_shown]
+        chosen["copies"] = [number for number in ranked(copies) if copies[number] > 0][:num_shown]
     return chosen
 
 
 def difference_chart(table: dict[str, Any]) -> dict[str, Any] | None:
     """Place the differences of a table and their intervals on an axis from 0 to 100."""
-    rows = [row for row in table["rows"] if row["difference"] and row["difference"]["mean"] is not None]
-    if not rows:
+    found = [(row, row["difference"]) for row in table["rows"] if row["difference"]]
+    found = [(row, change) for row, change in found if change["mean"] is not None]
+    if not found:
         return None
-    spans = [
-        [row["difference"]["mean"] if end is None else end for end in row["difference"]["interval"]] for row in rows
-    ]
+    spans = [[change["mean"] if end is None else end for end in change["interval"]] for _, change in found]
     low, high = (function(0.0, *(end for span in spans for end in span)) for function in (min, max))
 
     def place(value: float) -> float:
         return round(100 * (value - low) / ((high - low) or 1), 2)
 
-    ticks = [(place(value), number_text(value, signed=True)) for value in (low, high) if value]
     marks = [
         {
             "label": row["label"],
-            "text": number_text(row["difference"]["mean"], signed=True),
-            "mean": place(row["difference"]["mean"]),
+            "text": number_text(change["mean"], signed=True),
+            "mean": place(change["mean"]),
             "ends": list(map(place, span)),
-            "kind": verdict(row["difference"], row["higher_is_better"])[5:] or "open",
+            "kind": verdict(change, row["higher_is_better"])[5:] or "open",
         }
-        for row, span in zip(rows, spans, strict=True)
+        for (row, change), span in zip(found, spans, strict=True)
     ]
+    ticks = [(place(value), number_text(value, signed=True)) for value in (low, high) if value]
     return {"zero": place(0.0), "ticks": ticks, "marks": marks}
 
 
-def _shown_set(results: dict[str, Any], number: int, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """Lay out a set: its images, and its scores."""
-    one, roles = results["sets"][number], tuple(system["role"] for system in results["systems"])
-    labels = {row["metric"]: row["label"] for row in results["tables"][0]["rows"]}
-    names = {name for scores in one["scores"] for name in scores}
-    # In the order of the table, then whatever else was scored
-    names = [name for name in labels if name in names] + sorted(names - labels.keys())
+def _shown_set(results: dict[str, Any], one: dict[str, Any], labels: dict[str, str], load: Callable) -> dict[str, Any]:
+    """Lay out a set: its images, and its scores in the order of the table, then those of other metrics."""
+    roles = [system["role"] for system in results["systems"]]
+    scored = {name for scores in one["scores"] for name in scores}
+    names = [name for name in labels if name in scored] + sorted(scored - labels.keys())
     rows = []
     for name in names:
         values = [scores.get(name) for scores in one["scores"]]
-        cells = [labels.get(name, name), *map(number_text, values)]
-        if len(values) > 1:
-            cells.append("n/a" if None in values else number_text(values[1] - values[0], signed=True))
-        rows.append(tuple(cells))
+        change = None if None in values else values[-1] - values[0]
+        paired = [number_text(change, signed=True)] * (len(values) > 1)
+        rows.append((labels.get(name, name), *map(number_text, values), *paired))
     columns = ("metric", *roles, *["difference"] * (len(roles) > 1))
     kinds = tuple("headline" if name == results["headline"] else "other" for name in names)
     images = [("source", _shown_images([one["source"]], 1, 1, load))] if one.get("source") else []
@@ -226,14 +218,11 @@ def _shown_set(results: dict[str, Any], number: int, load: Callable[..., dict[st
     }
 
 
-def _shown_images(
-    paths: Sequence[str | None], rows: int, cols: int, load: Callable[..., dict[str, Any]]
-) -> dict[str, Any]:
+def _shown_images(paths: Sequence[str | None], rows: int, cols: int, load: Callable) -> dict[str, Any]:
     """Lay out the files of a set: one with all its panels, or one for each panel."""
     is_grid = len(paths) < 2
     layout = (1, 1) if is_grid else (rows, cols)
-    paths = [*paths, *[None] * (math.prod(layout) - len(paths))]
-    panels = [load(path, *layout) for path in paths]
+    panels = [load(path, *layout) for path in [*paths, *[None] * (math.prod(layout) - len(paths))]]
     size = next((panel["size"] for panel in panels if panel["size"]), (cols, rows) if is_grid else (1, 1))
     return {
         "cols": layout[1],
@@ -244,7 +233,7 @@ def _shown_images(
 
 
 def _load_image(directory: Path, path: str | Path | None, rows: int, cols: int) -> dict[str, Any]:
-    """Load an image that is one of `rows` x `cols` panels, scaled for the page, or say what is wrong with it."""
+    """Load an image that is one of `rows` x `cols` panels, scaled for the page, or describe what is wrong with it."""
     problem = {"uri": None, "size": None, "problem": "missing"}
     found = next((one for one in (directory / (path or ""), Path(path or "")) if one.is_file()), None)
     if found is None:

@@ -21,16 +21,15 @@ class Scores(NamedTuple):
     records: dict[str, dict[str, Any]]
 
 
-def read_scores(folder: str | Path, digests: Mapping[str, str], **wanted: str) -> list[Scores]:
-    """Read all scores of a system whose settings have the wanted values."""
+def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str) -> list[Scores]:
+    """Read all scores of a system whose settings have the expected values."""
     folder = Path(folder) / "scores"
     settings_of: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        with open(path, encoding="utf-8") as file:
-            first = file.readline()
         try:
-            settings = json.loads(first)
-            if wanted.items() <= settings.items():
+            with open(path, encoding="utf-8") as file:
+                settings = json.loads(file.readline())
+            if expected.items() <= settings.items():
                 settings_of[settings["scores"]] = settings
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not a file of scores. Move it away.") from error
@@ -38,8 +37,7 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **wanted: str) -
     for name, settings in settings_of.items():
         rest = {key: value for key, value in settings.items() if key != "scores"}
         store = ScoreStore(folder.parent, name, rest, digests)
-        problem = store.take_lock()
-        if problem is not None:
+        if problem := store.take_lock():
             raise ValueError(problem)
         try:
             records = store.check(store.parts())
@@ -49,7 +47,7 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **wanted: str) -
         if missing:
             raise ValueError(
                 f"{len(missing)} of {len(digests)} sets have no scores {name!r} in {folder}: {some_of(missing)}. Scoring "
-                "was interrupted, and a mean over the other sets would be another figure. Re-run to resume."
+                "was interrupted: rerun the same command to resume."
             )
         found.append(Scores(settings, {key: records[key] for key in digests}))
     return found
@@ -57,13 +55,12 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **wanted: str) -
 
 class ScoreStore:
     """
-    What one scorer says of the images of one system: a record for each set, with `key`, `digest` and, if something could
-    not be scored, a true `incomplete`. Such a set is pending again in the next run.
+    Store the scores of one system by one scorer: a record for each set, with `key`, `digest` and, if something could not be
+    scored, a true `incomplete`, which makes the set pending again in the next run.
 
-    Each process writes `scores/<name>.<process>.jsonl` and reads all of these files: the next run may have another number
-    of processes. As a context manager it holds a lock, and `pending` are the keys that this process has to score.
-    `settings` must be the same to resume. `digests` has a digest of the images of each key: records of other images are
-    an error, or are dropped with `rescore_changed`.
+    Each process writes `scores/<name>.<process>.jsonl` and reads all of these files, since the next run may have another
+    number of processes. As a context manager it has a lock, and `pending` are the keys that this process has to score.
+    Records of other `settings` are an error; those of other images (`digests`) are too, or `rescore_changed` drops them.
     """
 
     def __init__(
@@ -119,7 +116,7 @@ class ScoreStore:
         return {key: records[key] for key in self.digests}
 
     def take_lock(self) -> str | None:
-        """Take the lock of these scores, or say that another run has it."""
+        """Take the lock of these scores, or describe who has it."""
         return take_lock(self.lock, f"the scores {self.settings['scores']!r}", self.folder)
 
     def parts(self) -> list[Path]:
@@ -142,10 +139,9 @@ class ScoreStore:
         return records
 
     def _open(self) -> tuple[str | None, list[Path]]:
-        """Take the lock and check what is there: what is wrong, and the files."""
+        """Take the lock and check the files: what is wrong, and the files."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        problem = self.take_lock()
-        if problem is not None:
+        if problem := self.take_lock():
             return problem, []
         parts = self.parts()
         try:

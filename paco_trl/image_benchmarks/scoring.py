@@ -55,11 +55,9 @@ def score_consistency(
     rescore_changed: bool = False,
 ) -> dict[str, Record]:
     """
-    Score visual consistency: ask a judge about each criterion of identity, style and logic, for all unordered pairs of
-    panels, with the benchmark's own question and both panels at 512 x 512 pixels.
-
-    The panels are resized as the benchmark's script does it for Qwen2.5-VL: to the multiple of its patches that is
-    nearest to 512, which is 504.
+    Score visual consistency: query a judge about each criterion of identity, style and logic, for all unordered pairs of
+    panels, with the benchmark's own question. Both panels are resized as the benchmark's script does it for Qwen2.5-VL: to
+    the multiple of its patches that is nearest to 512, which is 504.
 
     Args:
         judge (`Any`):
@@ -78,7 +76,7 @@ def score_consistency(
 
     Returns:
         `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`: dimension -> P(Yes) of
-        each pair for each criterion. `None` where there is no answer; the next run asks about such a set again.
+        each pair for each criterion. `None` where there is no answer; the next run queries the judge about it again.
 
     Raises:
         TypeError: If `judge` has no `score` or no `name`.
@@ -123,18 +121,18 @@ def score_alignment(
     rescore_changed: bool = False,
 ) -> dict[str, Record]:
     """
-    Score prompt alignment: ask a model whether each panel shows each of its texts, of entity, attribute and relation.
+    Score prompt alignment: query a model whether each panel shows each of its texts, of entity, attribute and relation.
 
-    The question is that of [VQAScore](https://huggingface.co/papers/2404.01291), the score P(Yes) / (P(Yes) + P(No)) of
-    the given model. The benchmark takes P(Yes) of CLIP-FlanT5-XXL, which transformers does not have: figures of another
-    model do not compare with the published ones.
+    The question is that of [VQAScore](https://huggingface.co/papers/2404.01291), the score P(Yes) / (P(Yes) + P(No)). The
+    benchmark takes P(Yes) of CLIP-FlanT5-XXL, which transformers does not have: figures of another model do not compare
+    with the published ones.
 
     Args:
         judge (`Any`):
             [`~paco_trl.PaCoReward`] (which loads any vision-language model), [`~paco_trl.rewards.ServedJudge`] or an
             object with `name` and `score_images(images, prompts)`.
         found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`), rescore_changed (`bool`, *optional*, defaults to `False`):
-            As in [`score_consistency`]; the benchmark needs the column `alignment`.
+            As in [`score_consistency`]; the benchmark must have the column `alignment`.
 
     Returns:
         `dict[str, dict]`: key -> record with `scores`: for each panel dimension -> P(Yes) of each text; `None` for a
@@ -147,8 +145,8 @@ def score_alignment(
     _check_has(judge, "score_images", "`score_images(images, prompts)`")
     if "alignment" not in benchmark.column_names:
         raise ValueError(
-            "The benchmark has no texts of what each panel should show (`alignment`). Load it with the benchmark's "
-            "prompt_alignment.json: `load_t2is_bench(..., alignment_file=...)`."
+            "The benchmark has no column `alignment`. Load it with the benchmark's prompt_alignment.json: "
+            "`load_t2is_bench(..., alignment_file=...)`."
         )
 
     def prepare(one: ImageSet, row: dict) -> Prepared:
@@ -318,14 +316,13 @@ def _probabilities(judge: Any, method: Callable, questions: list[tuple[Any, str]
 
 
 def _checked_scores(scorer: Any, scores: Any, count: int) -> list[float | None]:
-    scores = [None if score is None else float(score) for score in scores]
+    # NaN is what many scorers give for what they cannot score
+    scores = [None if score is None or math.isnan(score) else float(score) for score in scores]
     if len(scores) != count:
         raise ValueError(
             f"{scorer.name!r} gave {len(scores)} scores for {count} questions, but must give one for each, or `None`."
         )
-    # NaN is what many scorers give for what they cannot score
-    scores = [None if score is not None and math.isnan(score) else score for score in scores]
-    infinite = next((score for score in scores if score is not None and math.isinf(score)), None)
-    if infinite is not None:
-        raise ValueError(f"{scorer.name!r} gave {infinite}, which has no mean. Fix the scorer.")
+    for score in scores:
+        if score is not None and math.isinf(score):
+            raise ValueError(f"{scorer.name!r} gave {score}, which has no mean. Fix the scorer.")
     return scores

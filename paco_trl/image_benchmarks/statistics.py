@@ -16,9 +16,7 @@ Values = Mapping[Unit, float]
 
 
 def cell(
-    parts: Sequence[Values],
-    weights: Sequence[float] | None = None,
-    strata: Mapping[Unit, Hashable] | None = None,
+    parts: Sequence[Values], weights: Sequence[float] | None = None, strata: Mapping[Unit, Hashable] | None = None
 ) -> dict[str, Any]:
     """Compute the weighted sum of the means of parts over their units, and its 95 % bootstrap interval over prompts."""
     # Prompts are resampled with all their units, the same ones for all parts: the values of a prompt are not independent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the prompts and criteria of T2IS-Bench (https://huggingface.co/papers/2506.23275), and repeat its arithmetic."""
+"""Load the prompts and criteria of T2IS-Bench (https://huggingface.co/papers/2506.23275), and compute its means."""
 
 import json
 import math
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Dimensions of visual consistency, asked about pairs of panels, by the names of the benchmark's files
+# Dimensions of visual consistency, of pairs of panels, and their names in the benchmark's files
 CONSISTENCY = {"identity": "Identity", "style": "Style", "logic": "Logic"}
-# Dimensions of prompt alignment, asked about single panels
+# Dimensions of prompt alignment, of single panels
 ALIGNMENT = {"entity": "Entity", "attribute": "Attribute", "relation": "Relation"}
 # The weighted average of the three groups. Not in the benchmark's code: found from the paper's Table 3, whose ten rows
 # with the Qwen judge it reproduces to 0.0004
@@ -45,7 +45,7 @@ def load_t2is_bench(
         name_or_path (`str` or `Path`):
             One of:
 
-            - the folder of the benchmark's own files, `T2IS-Bench.json` and `prompt_consistency.json`, or
+            - the directory of the benchmark's own files, `T2IS-Bench.json` and `prompt_consistency.json`, or
               `"ChengyouJia/T2IS-Bench"`. The case id is the `id`. The prompt of a case is its text that describes a
               grid. A case with only an instruction has no `panels`: images of it can be scored, but not generated;
             - raw T2IS rows or image-set prompts with `id` and `criteria`, as
@@ -53,9 +53,8 @@ def load_t2is_bench(
         split (`str`, *optional*, defaults to `"train"`):
             Split to load.
         alignment_file (`str` or `Path`, *optional*):
-            `prompt_alignment.json` of the benchmark: case id -> panel -> `Entity`, `Attribute`, `Relation` -> texts.
-            Panels are taken in the order of the file, as in the benchmark's script. If `None`, prompt alignment cannot
-            be scored, unless the rows have a column `alignment`.
+            `prompt_alignment.json` of the benchmark: case id -> panel (in order) -> `Entity`, `Attribute`, `Relation` ->
+            texts. If `None`, prompt alignment cannot be scored, unless the rows have a column `alignment`.
 
     Returns:
         [`~datasets.Dataset`]: image-set prompts with `id`, `criteria`, where known `category`, `subcategory` and
@@ -68,44 +67,40 @@ def load_t2is_bench(
     """
     folder = find_t2is_bench(name_or_path)
     dataset = load_image_set_prompts(name_or_path, split) if folder is None else read_t2is_bench(folder)
-    for column in ("id", "criteria"):
-        if column not in dataset.column_names:
-            raise ValueError(
-                f"{name_or_path} has no column `{column}`, only {dataset.column_names}. T2IS-Bench needs ids and the "
-                "criteria of each prompt: give a copy that has them."
-            )
+    missing = [column for column in ("id", "criteria") if column not in dataset.column_names]
+    if missing:
+        raise ValueError(
+            f"{name_or_path} has no column `{missing[0]}`, only {dataset.column_names}. Give a copy of T2IS-Bench with ids and "
+            "the criteria of each prompt."
+        )
     seen: dict[str, int] = {}
-    for row, (name, rows, cols, criteria) in enumerate(
-        zip(*(dataset[column] for column in ("id", "rows", "cols", "criteria")), strict=True)
-    ):
+    columns = (dataset[column] for column in ("id", "rows", "cols", "criteria"))
+    for row, (name, rows, cols, criteria) in enumerate(zip(*columns, strict=True)):
         if not isinstance(name, str) or not name or name in seen:
+            also = f", which row {seen[name]} has too" if name in seen else ""
             raise ValueError(
-                f"The `id` of row {row} is {name!r}"
-                + (f", which row {seen[name]} has too" if name in seen else "")
-                + ". Images and scores are found by ids: give each row its own."
+                f"The `id` of row {row} is {name!r}{also}. Images and scores are found by ids: give each row its own."
             )
         seen[name] = row
         if rows * cols < 2:
             raise ValueError(f"The prompt {name!r} asks for one panel, which has none to be consistent with.")
         if not consistency_criteria({"criteria": criteria}):
-            raise ValueError(
-                f"The prompt {name!r} has no criterion of {', '.join(CONSISTENCY.values())}. Add criteria, or leave it "
-                "out."
-            )
+            dimensions = ", ".join(CONSISTENCY.values())
+            raise ValueError(f"The prompt {name!r} has no criterion of {dimensions}. Add criteria, or leave it out.")
     if alignment_file is not None:
         dataset = _with_alignment(dataset, Path(alignment_file))
     return dataset
 
 
 def consistency_criteria(row: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Give the criteria of a prompt for pairs of panels."""
+    """Return the criteria of a prompt for pairs of panels, by dimension."""
     criteria = criteria_dict(row.get("criteria"))
     found = {name: list(criteria.get(title, {}).values()) for name, title in CONSISTENCY.items()}
     return {name: texts for name, texts in found.items() if texts}
 
 
 def alignment_texts(row: Mapping[str, Any]) -> list[dict[str, list[str]]]:
-    """Give the texts that each panel of a prompt should show, by dimension."""
+    """Return the texts that each panel of a prompt should show, by dimension."""
     entries = row.get("alignment")
     if not entries:
         return []
@@ -124,20 +119,15 @@ def weighted_average(dimensions: Mapping[str, float]) -> float:
 def dimension_score(
     scores: Sequence[Sequence[float | None]], num_pairs: int | None = None, protocol: str = "default"
 ) -> float | None:
-    """
-    Compute the consistency of a set in one dimension: the mean over its criteria of the mean over all pairs.
-
-    Of `num_pairs`, those that are missing count 0. The set has no score if a question has no answer: the mean of the others
-    would be of other pairs. The published protocol takes the pairs that exist, and drops a score of 0.
-    """
+    """Average a dimension of a set over its criteria and all pairs: `num_pairs`, of which missing ones count 0."""
+    # Without an answer to each question the mean would be of other pairs. The published protocol takes the pairs that
+    # exist, and drops a score of 0
     check_protocol(protocol)
     if protocol == "published":
         answered = [[score for score in pairs if score is not None] for pairs in scores]
         criteria = [fmean(pairs) for pairs in answered if pairs]
         return (fmean(criteria) or None) if criteria else None
-    if not scores or any(score is None for pairs in scores for score in pairs):
-        return None
-    if num_pairs is None and not all(scores):
+    if not scores or any(None in pairs for pairs in scores) or (num_pairs is None and not all(scores)):
         return None
     return fmean(sum(pairs) / (num_pairs or len(pairs)) for pairs in scores)
 
@@ -154,9 +144,8 @@ def consistency_means(
         protocol (`str`, *optional*, defaults to `"default"`):
             `"default"`: the mean over the cases that have the dimension; a case with a question that has no answer
             (`None`) is left out, and one whose score is 0 counts. `"published"`: the arithmetic of the benchmark's own
-            script. A case without the dimension has 0 there, the mean is over the cases above 0, and a case is scored
-            on the pairs that exist. So it silently leaves out missing images, sets of one image, and sets whose score is
-            exactly 0. (The script has no unanswered questions: they are left out.)
+            script. The mean is over the cases above 0, scored on the pairs that exist: missing images, sets of one image
+            and sets whose score is exactly 0 are left out silently. (The script has no unanswered questions.)
 
     Returns:
         `dict[str, float]`: dimension -> mean; where no case has it NaN, and 0 with `"published"`.
@@ -178,8 +167,8 @@ def alignment_means(images: Sequence[Mapping[str, float | None]], protocol: str 
         protocol (`str`, *optional*, defaults to `"default"`):
             `"default"`: an image that is missing counts 0, one without a text in the dimension does not count.
             `"published"`: the arithmetic of the benchmark's own script, which leaves out the images that are missing.
-            (What it prints when it was resumed is the mean over the last run alone; this is over all. An image without
-            a text in the dimension ends it with a division by zero; here it does not count.)
+            (The script prints the mean over its last run alone, and an image without a text ends it with a division by
+            zero; here the mean is over all, and such an image does not count.)
 
     Returns:
         `dict[str, float]`: dimension -> mean; NaN where no image has it.
@@ -203,31 +192,28 @@ def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
         raise ValueError(f"{path} is not a JSON object of cases. Give the benchmark's prompt_alignment.json.")
     known = dataset["case_id"][:] if "case_id" in dataset.column_names else [None] * len(dataset)
     column, lacking = [], []
-    dimensions: set[str] = set()
     for name, case_id, rows, cols in zip(dataset["id"], known, dataset["rows"], dataset["cols"], strict=True):
-        case = cases.get(case_id) or cases.get(name)
+        case, shown = cases.get(case_id) or cases.get(name), case_id or name
         if case is None:
-            lacking.append(case_id or name)
-            column.append([])
+            lacking.append(shown)
             continue
         if len(case) != rows * cols:
             raise ValueError(
-                f"{path} has {len(case)} panels of the case {case_id or name!r}, but its {rows}x{cols} grid has "
-                f"{rows * cols}. It is the file of another version of the benchmark."
+                f"{path} has {len(case)} panels of the case {shown!r}, but its {rows}x{cols} grid has {rows * cols}. It is "
+                "the file of another version of the benchmark."
             )
-        column.append(_alignment_of(case, f"The case {case_id or name!r} of {path}"))
-        dimensions |= {entry["dimension"] for entry in column[-1]}
+        column.append(_alignment_of(case, f"The case {shown!r} of {path}"))
     if lacking:
         raise ValueError(
-            f"{path} lacks {len(lacking)} of the {len(dataset)} cases: {some_of(lacking)}"
-            ". Their alignment could not be scored: give the file of this version of the "
-            "benchmark, or prompts that it has."
+            f"{path} lacks {len(lacking)} of the {len(dataset)} cases: {some_of(lacking)}. Give the file of this version of "
+            "the benchmark, or prompts that it has."
         )
-    absent = [title for title in ALIGNMENT.values() if title not in dimensions]
+    present = {entry["dimension"] for entries in column for entry in entries}
+    absent = [title for title in ALIGNMENT.values() if title not in present]
     if absent:
         raise ValueError(
-            f"{path} has no text of {' and '.join(absent)} in any of the {len(dataset)} cases, so that neither alignment nor "
-            "the weighted average could be computed. It must have the texts of all three dimensions."
+            f"{path} has no text of {' and '.join(absent)} in any of the {len(dataset)} cases. Neither alignment nor the "
+            "weighted average could be computed: give a file with the texts of all three dimensions."
         )
     return dataset.add_column("alignment", column)
 

@@ -38,7 +38,7 @@ PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")
 @dataclass
 class System:
     """
-    A model that generated images, or a directory of images.
+    Describe a model that generated images, or a directory of images.
 
     Attributes:
         role (`str`):
@@ -108,8 +108,8 @@ def t2is_results(
         systems (`Sequence[System]`):
             One system, or two, of which the second is compared with the first.
         missing (`str`, *optional*, defaults to `"error"`):
-            What missing images are: `"error"`, or `"zero"`: a score of 0 for each of them, and for each pair with one.
-            With `"zero"`, the published protocol leaves them out.
+            `"error"`, or `"zero"`: a score of 0 for each missing image, and for each pair with one. With `"zero"`, the
+            published protocol leaves them out.
         dataset_name (`str`, *optional*):
             Name of the benchmark's data, for the report.
         leakage (`dict[str, Any]`, *optional*):
@@ -130,7 +130,8 @@ def t2is_results(
         raise ValueError(f"Both systems are {systems[0].folder}: a model is not compared with itself.")
     benchmark = benchmark.with_format(None)
     rows = {row["id"]: row for row in benchmark}
-    names = ("id", "prompt", "rows", "cols", "criteria", "alignment")
+    columns = ("id", "prompt", "rows", "cols", "criteria", "alignment")
+    columns = [name for name in columns if name in benchmark.column_names]
     if missing == "error":
         for system in systems:
             system.found.check_complete()
@@ -145,9 +146,7 @@ def t2is_results(
         "benchmark": "T2IS-Bench",
         "protocol": protocol,
         "dataset": dataset_name,
-        "dataset_fingerprint": dataset_fingerprint(
-            benchmark, [name for name in names if name in benchmark.column_names], ()
-        ),
+        "dataset_fingerprint": dataset_fingerprint(benchmark, columns, ()),
         "num_prompts": len(rows),
         "seeds": sorted({one.seed for one in systems[0].found.sets.values()}),
         "systems": [one.system.describe(one.counts) for one in scored],
@@ -191,16 +190,13 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
         by_kind.setdefault(scores.settings["kind"], []).append(scores)
     if "consistency" not in by_kind:
         raise ValueError(
-            f"No judge has scored the consistency of {system.name!r} ({system.folder}). Score it with one at least, "
-            "better with two: the reward's own family, and an independent one."
+            f"No judge has scored the consistency of {system.name!r} ({system.folder}). Score it with at least one, better "
+            "with a second one that is independent of the reward."
         )
     for kind, scores in by_kind.items():
         if kind != "consistency" and len(scores) > 1:
-            names = [one.settings["scorer"] for one in scores]
-            raise ValueError(
-                f"{system.folder} has {kind} by {len(names)} scorers, {' and '.join(names)}, but the table has only one. Move "
-                "the scores of the other away."
-            )
+            names = " and ".join(one.settings["scorer"] for one in scores)
+            raise ValueError(f"{system.folder} has {kind} by several scorers, {names}. Keep the scores of one.")
     sets = system.found.sets
     num_missing = [(len(one.missing), one.num_panels) for one in sets.values()]
     counts = {
@@ -223,7 +219,7 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
 
 
 def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str, dict], protocol: str) -> _Metrics:
-    shared: _Metrics = {}
+    shared: _Metrics = {kind: {} for kind in ("aesthetics", "duplicates") if kind in by_kind}
     of_missing = math.nan if protocol == "published" else 0.0
 
     def add(name: str, key: str, value: float | None, *place: int) -> None:
@@ -237,9 +233,8 @@ def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str,
         texts = alignment_texts(rows[sets[key].prompt_id])
         for panel, (expected, answers) in enumerate(zip(texts, record["scores"], strict=True)):
             for name in ALIGNMENT:
-                own = answers[name] if answers is not None and name in expected else [None]
-                value = of_missing if answers is None and name in expected else None if None in own else fmean(own)
-                add(name, key, value, panel)
+                own = [None] if name not in expected else [of_missing] if answers is None else answers[name]
+                add(name, key, None if None in own else fmean(own), panel)
     for key, record in records("aesthetics"):
         for panel, score in enumerate(record["scores"]):
             add("aesthetics", key, of_missing if panel in sets[key].missing else score, panel)
@@ -250,7 +245,7 @@ def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str,
 
 
 def _judge_values(scores: Scores, sets: dict, protocol: str) -> _Metrics:
-    """Give the score of each set in each dimension, or NaN. Under the default protocol, pairs with a missing panel count 0."""
+    """Compute the score of each set in each dimension, or NaN. By default, pairs with a missing panel count 0."""
     values: _Metrics = {name: {} for name in CONSISTENCY}
     for key, record in scores.records.items():
         panels = sets[key].num_panels
@@ -286,13 +281,10 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
         )
     for kind in sorted(first.scorers.keys() | second.scorers.keys()):
         names = [set(one.names(kind)) for one in (first, second)]
-        lacking = [
-            f"{system} lacks {', '.join(sorted(other - own))}"
-            for system, own, other in zip(systems, names, reversed(names), strict=True)
-            if other - own
-        ]
-        if lacking:
-            raise ValueError(f"The scores of {kind} are not those of both systems: {'; '.join(lacking)}. Score both.")
+        for system, other in zip(systems, (names[1] - names[0], names[0] - names[1]), strict=True):
+            if other:
+                other = ", ".join(sorted(other))
+                raise ValueError(f"The scores of {kind} are not those of both systems: {system} lacks {other}. Score both.")
         settings_of = {one.settings["scorer"]: one.settings for one in second.scorers[kind]}
         for scores in first.scorers[kind]:
             before, name = scores.settings, scores.settings["scorer"]
@@ -312,7 +304,7 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
 # From values to tables
 ################
 def _parts(metrics: _Metrics, name: str) -> tuple[list[dict[Unit, float]], list[float] | None] | None:
-    """Give what a metric is the weighted sum of: values by unit, and weights; `None` if a part was not scored."""
+    """Return the parts of a metric (values by unit) and their weights; `None` if a part was not scored."""
     names = {"alignment": ALIGNMENT, "consistency": CONSISTENCY, "average": DIMENSION_WEIGHTS}.get(name, [name])
     if not all(part in metrics for part in names):
         return None
@@ -321,16 +313,14 @@ def _parts(metrics: _Metrics, name: str) -> tuple[list[dict[Unit, float]], list[
 
 def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | None = None) -> tuple | None:
     """Compute the cells of a metric and of its difference; `None` if it was not scored."""
-    found, weights = [], None
-    for one in scored:
-        parts = _parts(one.metrics(judge), name)
-        if parts is None:
-            return None
-        values, weights = parts
-        if prompts is not None:
-            values = [{unit: value for unit, value in part.items() if unit[0] in prompts} for part in values]
-        found.append(values)
-    return paired_cells(found, weights)
+    found = [_parts(one.metrics(judge), name) for one in scored]
+    if None in found:
+        return None
+    values = [
+        [{unit: value for unit, value in part.items() if prompts is None or unit[0] in prompts} for part in parts]
+        for parts, _ in found
+    ]
+    return paired_cells(values, found[0][1])
 
 
 def paired_cells(
@@ -343,14 +333,8 @@ def paired_cells(
 
 def metric_row(metric: str, label: str, kind: str, cells: list[dict], change: dict | None) -> dict[str, Any]:
     """Make a row of a table of results."""
-    return {
-        "metric": metric,
-        "label": label,
-        "kind": kind,
-        "higher_is_better": metric != "duplicates",
-        "cells": cells,
-        "difference": change,
-    }
+    row = {"metric": metric, "label": label, "kind": kind, "higher_is_better": metric != "duplicates"}
+    return row | {"cells": cells, "difference": change}
 
 
 def breakdown(
@@ -360,14 +344,9 @@ def breakdown(
     rows = []
     for name, group in sorted(members.items()):
         found = {metric: cells(metric, group) for metric in columns}
-        rows.append(
-            {
-                "name": name,
-                "num_prompts": len(group),
-                "cells": {metric: own for metric, (own, _) in found.items()},
-                "difference": {metric: change for metric, (_, change) in found.items() if change is not None},
-            }
-        )
+        own = {metric: pair[0] for metric, pair in found.items()}
+        change = {metric: pair[1] for metric, pair in found.items() if pair[1] is not None}
+        rows.append({"name": name, "num_prompts": len(group), "cells": own, "difference": change})
     return {"title": title, "table": table, "columns": columns, "rows": rows}
 
 
@@ -392,9 +371,11 @@ def _breakdown(title: str, column: str, judge: str, scored: list[_Scored], rows:
         members.setdefault(row.get(column) or "without one", set()).add(name)
     metrics = ("consistency", "alignment", "aesthetics", "average", "duplicates")
     columns = [name for name in metrics if _parts(scored[0].metrics(judge), name) is not None]
-    return breakdown(
-        title, f"Judge: {judge}", columns, members, lambda metric, prompts: _cells(judge, scored, metric, prompts)
-    )
+
+    def cells(metric: str, prompts: set[str]) -> tuple:
+        return _cells(judge, scored, metric, prompts)
+
+    return breakdown(title, f"Judge: {judge}", columns, members, cells)
 
 
 def _sets(scored: list[_Scored], judge: str, rows: dict[str, dict]) -> list[dict[str, Any]]:
@@ -448,7 +429,7 @@ def _mean_of(values: list[float | None]) -> float | None:
 # Words
 ################
 def condition_notes(systems: Sequence[System]) -> list[str]:
-    """Say whether the images of two systems were generated under the same conditions."""
+    """List the conditions under which the images of two systems were generated differently."""
     if len(systems) < 2:
         return []
     first, second = [one.settings for one in systems]
