@@ -610,7 +610,7 @@ class TestScoring:
     def test_only_nonsense_ends_with_an_example(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
         server.say = lambda body: "I am a teapot."
-        with pytest.raises(ValueError, match="None of 24 answers of writer at http.* answer is .I am a teapot.'"):
+        with pytest.raises(ValueError, match="None of 24 answers of writer at http.* is 'I am a teapot.'"):
             score_edits(endpoint_of(server), prompts, found, tmp_path)
         assert len(server.requests) <= 24 + 8
         server.say = say  # nothing of it stays
@@ -900,7 +900,7 @@ class TestPublishedProtocol:
         for text, message in (
             (
                 PROMPTS_FILE.replace("_prompts_0shot_rule_PQ", "other"),
-                "no text _prompts_0shot_rule_PQ. It is of another",
+                "no text _prompts_0shot_rule_PQ. Clone the version",
             ),
             (PROMPTS_FILE.replace("<instruction>", "<prompt>"), "has no <instruction>"),
             (PROMPTS_FILE[:-5], "is not a Python file"),

@@ -19,16 +19,7 @@ from ..data.questions import (
     edit_reward_bench_following_question,
 )
 from ..utils.journals import Journal
-from .runs import (
-    RowImages,
-    batches,
-    check_scorer,
-    dataset_fingerprint,
-    mean_and_interval,
-    rows_in_order,
-    score_pairs,
-    shared_settings,
-)
+from . import runs
 
 
 if TYPE_CHECKING:
@@ -119,10 +110,10 @@ def evaluate_edit_reward(
     """
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
-    check_scorer(scorer, protocol)
+    runs.check_scorer(scorer, protocol)
     _check_rows(dataset)
     dataset = dataset.with_format(None)  # plain Python values
-    numbers, skipped = rows_in_order(dataset, {}, IMAGE_COLUMNS, skip_broken)
+    numbers, skipped = runs.rows_in_order(dataset, {}, IMAGE_COLUMNS, skip_broken)
     if skipped:
         dataset = dataset.select(numbers)
     rows = list(dataset.select_columns(list(TEXT_COLUMNS)))
@@ -131,16 +122,16 @@ def evaluate_edit_reward(
         "protocol": protocol,
         "scorer": scorer.name,
         "dataset_size": len(dataset),
-        "dataset_fingerprint": dataset_fingerprint(dataset, TEXT_COLUMNS, IMAGE_COLUMNS),
+        "dataset_fingerprint": runs.dataset_fingerprint(dataset, TEXT_COLUMNS, IMAGE_COLUMNS),
     }
     file = Journal(output_path, settings, key="key")
-    images = RowImages(dataset, IMAGE_COLUMNS, protocol)
+    images = runs.RowImages(dataset, IMAGE_COLUMNS, protocol)
 
     work = _work(rows)
     total = sum(len(keys) for _, keys in work)
     progress = tqdm(total=total, initial=len(file.by_key), desc=f"EditReward-Bench, {scorer.name}", unit="image")
     with progress:
-        for batch in batches(work, lambda one: sum(map(len, one[1].values())), batch_size):
+        for batch in runs.batches(work, lambda one: sum(map(len, one[1].values())), batch_size):
             records = _score_keys(scorer, images, rows, batch, set(file.by_key), protocol)
             if records:
                 file.append(*records)
@@ -150,7 +141,7 @@ def evaluate_edit_reward(
     groups = _groups(rows)
     present = {row["dimension"] for row in rows}
     return {
-        "settings": shared_settings(settings, scorer),
+        "settings": runs.shared_settings(settings, scorer),
         "num_instances": len(rows),
         "skipped": skipped,
         "num_keys": len(scores),
@@ -213,7 +204,7 @@ def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
     return list(work.items())
 
 
-def _score_keys(scorer, images: RowImages, rows, work, finished: set[str], protocol: str) -> list[dict[str, Any]]:
+def _score_keys(scorer, images: runs.RowImages, rows, work, finished: set[str], protocol: str) -> list[dict[str, Any]]:
     pairs, asked, names = [], [], []
     for index, keys in work:
         places = [place for place, key in enumerate(rows[index]["key"]) if key in keys and key not in finished]
@@ -229,7 +220,7 @@ def _score_keys(scorer, images: RowImages, rows, work, finished: set[str], proto
     if not pairs:
         return []
     records: dict[str, dict[str, Any]] = {}
-    scores, unanswered = score_pairs(scorer, pairs, asked, protocol, PUBLISHED_YES, PUBLISHED_NO)
+    scores, unanswered = runs.score_pairs(scorer, pairs, asked, protocol, PUBLISHED_YES, PUBLISHED_NO)
     for (key, question), score, is_none in zip(names, scores, unanswered, strict=True):
         record = records.setdefault(key, {"key": key, "scores": {}, "unanswered": 0})
         record["scores"][question] = score
@@ -262,7 +253,7 @@ def _accuracies(dimension: str, rows: list[dict], scores: dict[str, dict], group
         return {**means, "num_rows": len(places)}
 
     return {
-        **{kind: mean_and_interval(values, groups, strata=task_types) for kind, values in hits.items()},
+        **{kind: runs.mean_and_interval(values, groups, strata=task_types) for kind, values in hits.items()},
         "num_rows": len(selected),
         "num_ties": int(sum(hits["geq"]) - sum(hits["strict"])),
         "task_types": {name: of_type(name) for name in sorted(set(task_types))},

@@ -12,18 +12,8 @@ from ..data.image_sets import criteria_dict
 from ..data.questions import criterion_question, plain_question
 from ..data.rankings import check_ranking_types, default_question, find_broken_rankings
 from ..utils.journals import Journal
+from . import runs
 from .ranking import list_order_metrics, ranking_metrics
-from .runs import (
-    RowImages,
-    batches,
-    check_scorer,
-    dataset_fingerprint,
-    mean_and_interval,
-    rows_in_order,
-    score_pairs,
-    shared_settings,
-    without_nan,
-)
 
 
 if TYPE_CHECKING:
@@ -137,7 +127,7 @@ def evaluate_rankings(
     >>> results["metrics"]["accuracy"]["mean"]
     ```
     """
-    check_scorer(scorer, protocol)
+    runs.check_scorer(scorer, protocol)
     if template is None:
         template = "plain" if protocol == "published" else "theme"
     if template not in TEMPLATES:
@@ -152,7 +142,7 @@ def evaluate_rankings(
     check_ranking_types(dataset, "dataset")
     dataset = dataset.with_format(None)  # plain Python values
     broken = find_broken_rankings(dataset, "dataset")
-    numbers, skipped = rows_in_order(dataset, broken, IMAGE_COLUMNS, skip_broken)
+    numbers, skipped = runs.rows_in_order(dataset, broken, IMAGE_COLUMNS, skip_broken)
     if skipped:
         dataset = dataset.select(numbers)
     text_columns = ("prompt", "theme", "criteria", "ranking", "group", "id")
@@ -168,10 +158,10 @@ def evaluate_rankings(
         "scorer": scorer.name,
         "template": template,
         "dataset_size": len(dataset),
-        "dataset_fingerprint": dataset_fingerprint(dataset, text_columns, IMAGE_COLUMNS),
+        "dataset_fingerprint": runs.dataset_fingerprint(dataset, text_columns, IMAGE_COLUMNS),
     }
     file = Journal(output_path, settings, key="index")
-    images = RowImages(dataset, IMAGE_COLUMNS, protocol)
+    images = runs.RowImages(dataset, IMAGE_COLUMNS, protocol)
 
     def num_pairs(index: int) -> int:
         return len(rows[index]["ranking"]) * sum(map(len, questions[index]))
@@ -179,7 +169,7 @@ def evaluate_rankings(
     progress = tqdm(total=len(rows), initial=len(file.by_key), desc=f"Rankings, {scorer.name}", unit="row")
     with progress:
         # The batches of an uninterrupted run: the last bits of a score can depend on the batch
-        for batch in batches(range(len(rows)), num_pairs, batch_size):
+        for batch in runs.batches(range(len(rows)), num_pairs, batch_size):
             if remaining := [index for index in batch if index not in file.by_key]:
                 file.append(*_score_rows(scorer, images, rows, questions, remaining, protocol))
                 progress.update(len(remaining))
@@ -187,7 +177,7 @@ def evaluate_rankings(
     records = [file.by_key[index] for index in range(len(rows))]
     groups = [row["group"] for row in rows] if "group" in text_columns else None
     return {
-        "settings": shared_settings(settings, scorer),
+        "settings": runs.shared_settings(settings, scorer),
         "num_instances": len(rows),
         "skipped": skipped,
         "num_groups": len(set(groups)) if groups is not None else len(rows),
@@ -195,11 +185,15 @@ def evaluate_rankings(
         "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
         "num_unanswered": sum(record["unanswered"] for record in records),
         # None becomes NaN
-        "metrics": {name: mean_and_interval([one["metrics"][name] for one in records], groups) for name in METRICS},
+        "metrics": {
+            name: runs.mean_and_interval([one["metrics"][name] for one in records], groups) for name in METRICS
+        },
     }
 
 
-def _score_rows(scorer, images: RowImages, rows, questions, batch: list[int], protocol: str) -> list[dict[str, Any]]:
+def _score_rows(
+    scorer, images: runs.RowImages, rows, questions, batch: list[int], protocol: str
+) -> list[dict[str, Any]]:
     pairs, asked = [], []
     for index in batch:
         reference, *candidates = images[index]
@@ -207,7 +201,7 @@ def _score_rows(scorer, images: RowImages, rows, questions, batch: list[int], pr
             for question in (question for part in questions[index] for question in part):
                 pairs.append((reference, candidate))
                 asked.append(question)
-    scores, unanswered = score_pairs(scorer, pairs, asked, protocol)
+    scores, unanswered = runs.score_pairs(scorer, pairs, asked, protocol)
     answers = zip(scores, unanswered, strict=True)
 
     metrics = list_order_metrics if protocol == "published" else ranking_metrics
@@ -223,7 +217,7 @@ def _score_rows(scorer, images: RowImages, rows, questions, batch: list[int], pr
                 "scores": of_row,
                 "ranking": ranking,
                 "unanswered": sum(is_none for parts in of_candidates for part in parts for _, is_none in part),
-                "metrics": without_nan(metrics(of_row, ranking)),
+                "metrics": runs.without_nan(metrics(of_row, ranking)),
             }
         )
     return records

@@ -14,18 +14,7 @@ from huggingface_hub.utils import yaml_dump
 from ..utils.files import write_atomically
 from ..utils.names import public_name
 from ..utils.tables import markdown_text
-from .report_content import (
-    alerts,
-    benchmark_name,
-    facts,
-    in_sentence,
-    leakage_line,
-    metric_tables,
-    protocol_of,
-    public_results,
-    row_label,
-    scored_by,
-)
+from . import report_content as content
 from .report_markdown import bullet_list, report_table
 
 
@@ -64,7 +53,7 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     ```
     """
     card_path = check_card(card_path)
-    results = public_results(results)
+    results = content.public_results(results)
     roles = [system["role"] for system in results["systems"]]
     if "tuned" not in roles:
         raise ValueError(
@@ -109,32 +98,27 @@ def _eval_results(results: dict[str, Any], task_type: str) -> list[EvalResult]:
     place = [system["role"] for system in results["systems"]].index("tuned")
     dataset = public_name(results["dataset"] or results["benchmark"])
     entries: dict[tuple[str, str], EvalResult] = {}
-    for table in results["tables"]:
-        for row in table["rows"]:
-            mean = row["cells"][place]["mean"]
-            if row["kind"] not in _SHOWN_KINDS or mean is None:
-                continue
-            scorer = _scorer_of(row, table, results)
-            entries[row["metric"], scorer] = EvalResult(
-                task_type=task_type,
-                dataset_type=dataset if "/" in dataset else results["benchmark"],
-                dataset_name=results["benchmark"],
-                dataset_config=scorer,
-                dataset_args={"num_prompts": results["num_prompts"], "seeds": results["seeds"]},
-                metric_type=row["metric"],
-                metric_value=round(mean, 4),
-                metric_name=f"{row_label(row, results)}, {scorer}",
-            )
+    rows = [(table["title"], row) for table in results["tables"] for row in table["rows"]]
+    for title, row in rows:
+        mean = row["cells"][place]["mean"]
+        if row["kind"] not in _SHOWN_KINDS or mean is None:
+            continue
+        scorer = content.scored_by(row["metric"], title, results)
+        if not (scorer.startswith(("judge ", "scorer ")) or "judge: " in scorer):
+            # The title of a language does not name the only judge
+            scorer = f"{scorer}, judge {' and '.join(results['scorers']['consistency'])}"
+        scorer += ", published protocol" if content.protocol_of(results) == "published" else ""
+        entries[row["metric"], scorer] = EvalResult(
+            task_type=task_type,
+            dataset_type=dataset if "/" in dataset else results["benchmark"],
+            dataset_name=results["benchmark"],
+            dataset_config=scorer,
+            dataset_args={"num_prompts": results["num_prompts"], "seeds": results["seeds"]},
+            metric_type=row["metric"],
+            metric_value=round(mean, 4),
+            metric_name=f"{content.row_label(row, results)}, {scorer}",
+        )
     return list(entries.values())
-
-
-def _scorer_of(row: dict[str, Any], table: dict[str, Any], results: dict[str, Any]) -> str:
-    """Name what scored a metric, such as `judge Qwen2.5-VL-7B-Instruct`."""
-    scorer = scored_by(row["metric"], table["title"], results)
-    if not (scorer.startswith(("judge ", "scorer ")) or "judge: " in scorer):
-        # The title of a language does not name the only judge
-        scorer = f"{scorer}, judge {' and '.join(results['scorers']['consistency'])}"
-    return scorer + (", published protocol" if protocol_of(results) == "published" else "")
 
 
 def _with_results(metadata: str, body: str, card_path: Path, results: dict[str, Any], line_break: str) -> str:
@@ -157,9 +141,7 @@ def _with_results(metadata: str, body: str, card_path: Path, results: dict[str, 
     return metadata[: start.start()] + lines + (line_break + rest if rest else "")
 
 
-def _model_index(
-    metadata: str, body: str, card_path: Path
-) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str | None, str | None]]]:
+def _model_index(metadata: str, body: str, card_path: Path) -> tuple[dict[str, Any], dict[str, Any], list[tuple]]:
     """Read the metadata, its only model (a new one if there is none), and dataset and configuration of each result."""
     title = re.search(r"^# +(.+?)\s*$", body, re.MULTILINE)
     new = {"name": title[1] if title else card_path.absolute().parent.name, "results": []}
@@ -170,15 +152,15 @@ def _model_index(
         return values, model | {"name": model["name"]}, under
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"The `model-index` in the metadata of {card_path} does not have the Hub's form (one model with a name and "
-            "results, each with its dataset), so results cannot be added to it. Correct it, or delete it."
+            f"The `model-index` in the metadata of {card_path} does not have the Hub's form: one model with a name and results, "
+            "each with its dataset. Correct it, or delete it."
         ) from error
 
 
 def _with_section(body: str, results: dict[str, Any], number: int, line_break: str) -> str:
     """Replace the section of a table in the text of a card, or add it."""
     title = results["tables"][number]["title"]
-    name = re.sub(r"[^\w.,:-]+", " ", f"{benchmark_name(results)}, {title}").replace("--", "-")
+    name = re.sub(r"[^\w.,:-]+", " ", f"{content.benchmark_name(results)}, {title}").replace("--", "-")
     begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
     section = "\n\n".join([begin, *_section(results, number), end]).replace("\n", line_break)
     present = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", body, re.DOTALL)
@@ -193,15 +175,15 @@ def _with_section(body: str, results: dict[str, Any], number: int, line_break: s
 
 
 def _section(results: dict[str, Any], number: int) -> list[str]:
-    table = metric_tables(results)[number]
+    table = content.metric_tables(results)[number]
     (tuned,) = (system for system in results["systems"] if system["role"] == "tuned")
     counts = "; ".join(f"{name}: {count}" for name, count in tuned["counts"].items())
-    lines = [*table.lines, *([f"Counts: {counts}."] if counts else [])]
-    notes = [note for note in results["notes"] if note not in alerts(results)]
-    said = [*facts(results), leakage_line(results), *notes]
+    lines, alerts = [*table.lines, *([f"Counts: {counts}."] if counts else [])], content.alerts(results)
+    notes = [note for note in results["notes"] if note not in alerts]
+    listed = bullet_list([*content.facts(results), content.leakage_line(results), *notes])
     return [
-        f"## {markdown_text(f'{benchmark_name(results)}, {in_sentence(table.title)}')}",
+        f"## {markdown_text(f'{content.benchmark_name(results)}, {content.in_sentence(table.title)}')}",
         report_table(table),
         markdown_text(" ".join(lines)),
-        "\n".join(filter(None, (bullet_list(alerts(results), bold=True), bullet_list(said)))),
+        "\n".join(filter(None, (bullet_list(alerts, bold=True), listed))),
     ]

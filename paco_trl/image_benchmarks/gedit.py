@@ -9,6 +9,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,27 +22,13 @@ from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest, write_atomically
 from ..utils.generation import to_png
 from ..utils.text import shorten, some_of
+from . import gedit_published as published
+from . import t2is_comparison as comparison
 from .edit_generation import FoundEdits, edit_keys
-from .gedit_published import (
-    PUBLISHED_ATTEMPTS,
-    open_like_source,
-    published_request,
-    read_published_answer,
-    read_published_prompts,
-)
 from .gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
 from .image_sets import load_image_file
 from .score_store import ScoreStore, read_scores
 from .statistics import Unit
-from .t2is_comparison import (
-    PACKAGES,
-    System,
-    breakdown,
-    check_results_arguments,
-    condition_notes,
-    metric_row,
-    paired_cells,
-)
 
 
 if TYPE_CHECKING:
@@ -92,7 +79,7 @@ class EditScore(NamedTuple):
 class _Scored(NamedTuple):
     """A system with the scores of each judge, by key; `None` where a judge gave no readable answer."""
 
-    system: System
+    system: comparison.System
     by_judge: dict[str, dict[str, EditScore | None]]
     settings: dict[str, dict[str, Any]]
 
@@ -160,7 +147,7 @@ def score_edits(
     check_protocol(protocol)
     is_published = protocol == "published"
     if max_attempts is None:
-        max_attempts = PUBLISHED_ATTEMPTS if is_published else _MAX_ATTEMPTS
+        max_attempts = published.PUBLISHED_ATTEMPTS if is_published else _MAX_ATTEMPTS
     if type(max_attempts) is not int or max_attempts < 1:
         raise ValueError(f"`max_attempts` is {max_attempts!r}. It must be an int of at least 1.")
     if is_published != (gedit_repo is not None):
@@ -168,7 +155,7 @@ def score_edits(
             f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}. Give a clone of "
             "https://github.com/stepfun-ai/Step1X-Edit, which has the prompts, for the published protocol and only for it."
         )
-    questions = read_published_prompts(gedit_repo) if is_published else _QUESTIONS
+    questions = published.read_published_prompts(gedit_repo) if is_published else _QUESTIONS
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
         raise ValueError(
@@ -187,8 +174,8 @@ def score_edits(
         question = questions[kind].replace(PLACEHOLDER, instructions[row]) if kind == "semantic" else questions[kind]
         if is_published:
             (source,) = sources.load(row, in_rgb=False)
-            edited = open_like_source(edits.files[key], source)
-            return published_request(question, [source, edited] if kind == "semantic" else [edited])
+            edited = published.open_like_source(edits.files[key], source)
+            return published.published_request(question, [source, edited] if kind == "semantic" else [edited])
         images = [*(sources.load(row) if kind == "semantic" else ()), load_image_file(edits.files[key])]
         content: list[dict] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
         return ChatRequest(
@@ -199,7 +186,7 @@ def score_edits(
         )
 
     def read(text: str, is_retry: bool) -> Sequence[float] | None:
-        return read_published_answer(text, is_retry) if is_published else read_answer(text)
+        return published.read_published_answer(text, is_retry) if is_published else read_answer(text)
 
     digests = _digests(prompts, sources, edits)
     with ScoreStore(folder, f"{BENCHMARK} {protocol} {endpoint.model}", settings, digests, rescore_changed) as store:
@@ -218,7 +205,7 @@ def score_edits(
 
 def gedit_results(
     prompts: "Dataset",
-    systems: Sequence[System],
+    systems: Sequence[comparison.System],
     missing: str = "error",
     dataset_name: str | None = None,
     leakage: dict[str, Any] | None = None,
@@ -257,7 +244,7 @@ def gedit_results(
         ValueError: If there are more than two systems, an edit is missing, not scored or changed since, a column is
             missing, or the systems have scores of different judges or prompts.
     """
-    check_results_arguments(systems, missing, protocol)
+    comparison.check_results_arguments(systems, missing, protocol)
     keys = edit_keys(prompts)
     prompts = prompts.with_format(None)
     if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
@@ -319,7 +306,7 @@ def gedit_results(
             for number, (key, row) in enumerate(rows.items())
         ],
         "headline": "overall",
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in comparison.PACKAGES},
     }
 
 
@@ -333,55 +320,43 @@ def _query(
     read: Callable[[str, bool], Sequence[float] | None],
     max_attempts: int,
 ) -> None:
-    """Ask this process's part of the questions without an answer."""
+    """Ask this process's part of the questions without an answer, and those with an unreadable answer again."""
     from accelerate import PartialState
 
-    earlier = _earlier_attempts(store)
-    if not store.pending:
+    earlier, names = _earlier_attempts(store), store.pending
+    if not names:
         return
     endpoint.check()
-    waiting = iter(store.pending)
-    # Attempts of earlier runs count: their seeds would give the same answers again
-    attempts = {name: earlier.get(name, 0) for name in store.pending}
     # If some questions are done, there were readable answers before
-    num_replies, is_readable = 0, len(store.pending) < len(store.digests) // PartialState().num_processes
+    num_replies, is_readable = 0, len(names) < len(store.digests) // PartialState().num_processes
     title = f"Querying {endpoint.model} about edits"
-    bar = tqdm(total=len(store.pending), desc=title, unit="question", disable=not store.is_main_process)
-    with endpoint.asking() as asking, bar:
-        while True:
-            while asking.has_room and (name := next(waiting, None)) is not None:
-                asking.start(name, request(name, attempts[name]))
-            if not asking.under_way:
-                break
-            name, reply = asking.next()
-            attempts[name] += 1
-            num_replies += 1
-            num_own = attempts[name] - earlier.get(name, 0)
-            scores = None if reply.text is None else read(reply.text, num_own > 1)
-            is_readable = is_readable or scores is not None
-            if not is_readable and num_replies >= _ONLY_NONSENSE:
-                answer = (
-                    f"answer is {shorten(reply.text)}" if reply.text is not None else f"problem is {reply.problem}"
-                )
-                raise ValueError(
-                    f"None of {num_replies} answers of {endpoint.name} can be read as scores. The {answer} for {name!r}. "
-                    "Use a model that sees images and follows instructions, and turn long thinking off."
-                )
-            if scores is None and num_own < max_attempts:
-                asking.start(name, request(name, attempts[name]))
-                continue
-            store.append(
-                {
-                    "key": name,
-                    "digest": store.digests[name],
-                    "scores": None if scores is None else list(scores),
-                    "incomplete": scores is None,
-                    "attempts": attempts[name],
-                    "answer": reply.text,
-                    "problem": reply.problem,
-                }
-            )
-            bar.update()
+    with tqdm(total=len(names), desc=title, unit="question", disable=not store.is_main_process) as bar:
+        for attempt in range(max_attempts):
+            # Attempts of earlier runs count: their seeds would give the same answers again
+            numbers = [earlier.get(name, 0) + attempt for name in names]
+            unreadable = []
+            with closing(endpoint.ask_all(map(request, names, numbers))) as replies:
+                for place, reply in replies:
+                    name = names[place]
+                    num_replies += 1
+                    scores = None if reply.text is None else read(reply.text, attempt > 0)
+                    is_readable = is_readable or scores is not None
+                    if not is_readable and num_replies >= _ONLY_NONSENSE:
+                        answer = reply.problem if reply.text is None else shorten(reply.text)
+                        raise ValueError(
+                            f"None of {num_replies} answers of {endpoint.name} can be read as scores. That for {name!r} is "
+                            f"{answer}. Use a model that sees images and follows instructions, and turn long thinking off."
+                        )
+                    if scores is None and attempt + 1 < max_attempts:
+                        unreadable.append(name)
+                        continue
+                    record = {"key": name, "digest": store.digests[name], "scores": scores and list(scores)}
+                    record |= {"incomplete": scores is None, "attempts": numbers[place] + 1}
+                    store.append({**record, "answer": reply.text, "problem": reply.problem})
+                    bar.update()
+            names = unreadable
+            if not names:
+                return
 
 
 def _earlier_attempts(store: ScoreStore) -> dict[str, int]:
@@ -429,7 +404,7 @@ def _edit_scores(records: Mapping[str, Mapping[str, Any]], edits: FoundEdits) ->
 ################
 # Results
 ################
-def _scored(system: System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
+def _scored(system: comparison.System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
     digests = _digests(prompts, sources, system.found)
     found = read_scores(system.folder, digests, benchmark=BENCHMARK, protocol=protocol)
     if not found:
@@ -469,13 +444,13 @@ def _judge_tables(
                     of_system[row["id"], seed] = getattr(score, metric)
                 elif key not in one.system.found.files and protocol == "default":
                     of_system[row["id"], seed] = 0.0
-        return paired_cells([[of_system] for of_system in values], strata=strata)
+        return comparison.paired_cells([[of_system] for of_system in values], strata=strata)
 
     def table(title: str, part: dict[str, dict]) -> dict[str, Any]:
         strata = {(row["id"], seed): row["task_type"] for row in part.values()}
         kinds = {"overall": "average"}
         lines = [
-            metric_row(metric, label, kinds.get(metric, "dimension"), *cells(metric, part, strata))
+            comparison.metric_row(metric, label, kinds.get(metric, "dimension"), *cells(metric, part, strata))
             for metric, label in METRICS.items()
         ]
         return {"title": title, "rows": lines}
@@ -490,7 +465,9 @@ def _judge_tables(
         members: dict[str, dict[str, dict]] = {}
         for key, row in spoken.items():
             members.setdefault(row["task_type"], {})[key] = row
-        breakdowns.append(breakdown(f"By task type, {label}{of_judge}", title, list(METRICS), members, cells))
+        breakdowns.append(
+            comparison.breakdown(f"By task type, {label}{of_judge}", title, list(METRICS), members, cells)
+        )
         if subset := {key: row for key, row in spoken.items() if row.get("intersection")}:
             tables.append(table(f"{label}: intersection subset{of_judge}", subset))
     return tables, breakdowns
@@ -505,7 +482,7 @@ def _counts(one: _Scored) -> dict[str, int]:
 
 def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
     """List what readers must know next to the headline."""
-    alerts = condition_notes([one.system for one in scored])
+    alerts = comparison.condition_notes([one.system for one in scored])
     for one in scored:
         name, missing = one.system.name, one.system.found.missing
         if missing:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The published protocol of GEdit-Bench: what its own script (https://github.com/stepfun-ai/Step1X-Edit) asks GPT-4.1, and how
+Repeat the published protocol of GEdit-Bench: what its script (https://github.com/stepfun-ai/Step1X-Edit) asks GPT-4.1, and how
 it reads the answers. The texts are read from a clone that the user names, and are not part of this package.
 
-Not repeated is this. Where the script cannot read a second answer it takes a random score, or asks without an end: here
-there is no score. It takes numbers outside of 0 to 10, and what an answer said before it was cut: here they cannot be read.
-It asks both questions again when it cannot read one of the answers: here that one alone.
+Not repeated: a random score or endless retries where a second answer cannot be read (here there is no score); numbers outside
+of 0 to 10 and the start of an answer that was cut (here they cannot be read); asking both questions again when one answer
+cannot be read (here that one alone).
 """
 
 import ast
@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from ..utils.chat import ChatRequest
-from .gedit_rubric import PLACEHOLDER
+from .gedit_rubric import PLACEHOLDER, valid_scores
 from .image_sets import load_image_file
 
 
@@ -42,26 +42,23 @@ def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
     path = Path(gedit_repo).expanduser() / _PROMPTS_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"There is no file {path} with the benchmark's prompts. Give the folder of a clone: "
+            f"There is no file {path} with the benchmark's prompts. Give the directory of a clone: "
             "`git clone https://github.com/stepfun-ai/Step1X-Edit`."
         )
     try:
         statements = ast.parse(path.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{path} is not a Python file ({error}). Clone the benchmark's repository again.") from error
-    texts = {
-        statement.targets[0].id: statement.value.value
-        for statement in statements
-        if isinstance(statement, ast.Assign)
-        and isinstance(statement.targets[0], ast.Name)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    }
+    texts = {}
+    for statement in statements:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Constant(value=str(text))):
+                texts[name] = text
     missing = [name for names in _PARTS.values() for name in names if name not in texts]
     if missing:
+        missing = " and ".join(dict.fromkeys(missing))
         raise ValueError(
-            f"{path} has no text {' and '.join(dict.fromkeys(missing))}. It is of another version of the benchmark than "
-            "the one that this protocol repeats."
+            f"{path} has no text {missing}. Clone the version of the benchmark that the protocol repeats."
         )
     prompts = {kind: "\n".join(texts[name] for name in names) for kind, names in _PARTS.items()}
     if PLACEHOLDER not in prompts["semantic"]:
@@ -70,7 +67,7 @@ def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
 
 
 def published_request(question: str, images: Sequence[Image.Image]) -> ChatRequest:
-    """Ask as the script does: the text before the images, JPEG, neither temperature nor seed."""
+    """Build the script's request: the text before the images, JPEG, neither temperature nor seed."""
     content: list[dict[str, Any]] = [{"type": "text", "text": question}]
     for image in images:
         buffer = io.BytesIO()
@@ -97,15 +94,15 @@ def read_published_answer(text: str, again: bool) -> list[float] | None:
     text = text.strip().replace("\n", "")
     score = _score_of(text)
     if score is None:
-        return _checked(_score_of(_with_quotes(text)))
-    return _checked(score if isinstance(score, list) else [score])
+        return valid_scores(_score_of(_with_quotes(text)))
+    return valid_scores(score if isinstance(score, list) else [score])
 
 
 def _bare_scores(text: str) -> list[float] | None:
     """Scores of an answer that is a number, or has a list of two."""
     found = text[text.find("[") : text.rfind("]") + 1]
     try:
-        return _checked(json.loads(found) if re.fullmatch(r"\[\d+, ?\d+\]", found) else [int(text)])
+        return valid_scores(json.loads(found) if re.fullmatch(r"\[\d+, ?\d+\]", found) else [int(text)])
     except ValueError:
         return None
 
@@ -129,10 +126,3 @@ def _with_quotes(text: str) -> str:
         return f"{name}: {value}{end}"
 
     return re.sub(r'(".*?"):(.*?)(,|})', quoted, re.sub(r"(\w+):", r'"\1":', text))
-
-
-def _checked(scores: Any) -> list[float] | None:
-    # `bool` is an `int`; NaN is in no range
-    if not isinstance(scores, list) or not scores:
-        return None
-    return scores if all(type(score) in (int, float) and 0 <= score <= 10 for score in scores) else None

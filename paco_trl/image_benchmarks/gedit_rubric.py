@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What a judge is asked about an edit, how its answer is read, and what follows from it: the protocol of GEdit-Bench
-(https://huggingface.co/papers/2504.17761), which is that of VIEScore (https://arxiv.org/abs/2312.14867).
-
-The structure is theirs: two questions, each with two numbers from 0 to 10 and an answer in JSON. The wording is this
-project's own. Scores depend on wording and judge, so figures obtained with it do not compare with published tables; for
-those there is [`~paco_trl.image_benchmarks.gedit_published`].
+Define this project's questions about an edit, and read the answers. The structure is that of GEdit-Bench
+(https://huggingface.co/papers/2504.17761) and VIEScore (https://arxiv.org/abs/2312.14867): two questions, each with two numbers
+from 0 to 10 and an answer in JSON. Scores depend on wording and judge, so figures obtained with this wording do not compare
+with published tables; [`~paco_trl.image_benchmarks.gedit_published`] has the published one.
 """
 
 import json
@@ -66,26 +64,26 @@ Second number: how free is it of flaws?
 
 def read_answer(text: str) -> tuple[float, float] | None:
     """Read the two numbers of an answer; nothing is guessed, so that any other answer is unreadable."""
-    scores = {_scores_of(answer["score"]) for answer in _objects(text) if "score" in answer}
-    return scores.pop() if len(scores) == 1 else None
+    scores = [valid_scores(answer["score"]) for answer in _objects(text) if "score" in answer]
+    pairs = {None if one is None or len(one) != 2 else (float(one[0]), float(one[1])) for one in scores}
+    return pairs.pop() if len(pairs) == 1 else None
 
 
 def overall(consistency: float, quality: float) -> float:
-    """Overall score of an edit (O): the geometric mean sqrt(SC * PQ)."""
+    """Compute the overall score of an edit (O): the geometric mean sqrt(SC * PQ)."""
     return math.sqrt(consistency * quality)
 
 
-def _scores_of(value: Any) -> tuple[float, float] | None:
-    if not isinstance(value, list) or len(value) != 2:
-        return None
+def valid_scores(scores: Any) -> list[float] | None:
+    """Return a list of numbers from 0 to 10, or `None` for anything else."""
     # `bool` is an `int`; NaN is in no range
-    if not all(type(score) in (int, float) and 0 <= score <= 10 for score in value):
+    if not isinstance(scores, list) or not scores:
         return None
-    return float(value[0]), float(value[1])
+    return scores if all(type(score) in (int, float) and 0 <= score <= 10 for score in scores) else None
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in a text, those within others not counted."""
+    """Read the outermost JSON objects in a text."""
     decoder = json.JSONDecoder(strict=False, object_pairs_hook=_without_repeats)  # a line may end within a text
     objects, place = [], text.find("{")
     while place >= 0:

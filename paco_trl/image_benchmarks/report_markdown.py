@@ -9,27 +9,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..utils.tables import markdown_table, markdown_text
-from .report_content import (
-    ReportTable,
-    alerts,
-    count_table,
-    facts,
-    leakage_line,
-    metric_tables,
-    missing_lines,
-    public_results,
-    report_sections,
-    report_title,
-    summary,
-)
+from . import report_content as content
 
 
 def markdown_report(results: dict[str, Any]) -> str:
     """Write the report as Markdown."""
-    shown = public_results(results)
-    parts = [f"# {markdown_text(report_title(shown))}", markdown_text(" ".join(summary(shown)))]
-    parts += [bullet_list(alerts(shown), bold=True), bullet_list(facts(shown))]
-    for section in report_sections(results):
+    shown = content.public_results(results)
+    parts = [f"# {markdown_text(content.report_title(shown))}", markdown_text(" ".join(content.summary(shown)))]
+    parts += [bullet_list(content.alerts(shown), bold=True), bullet_list(content.facts(shown))]
+    for section in content.report_sections(results):
         parts += [f"## {section.title}", *map(markdown_text, section.text), bullet_list(section.bullets)]
         for table in section.tables:
             # The only table of a section needs no title
@@ -38,7 +26,7 @@ def markdown_report(results: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def report_table(table: ReportTable) -> str:
+def report_table(table: content.ReportTable) -> str:
     """Write a table as Markdown."""
     rows = [
         (f"**{row[0]}**", *row[1:]) if kind in ("group", "average") else row
@@ -64,11 +52,11 @@ def print_report(results: dict[str, Any], console: Console) -> None:
         console (`rich.console.Console`):
             Console to print to.
     """
-    results = public_results(results)
-    console.print(escape(" ".join(summary(results))))
-    for line in alerts(results):
+    results = content.public_results(results)
+    console.print(escape(" ".join(content.summary(results))))
+    for line in content.alerts(results):
         console.print(escape(line), style="bold")
-    for table in (*metric_tables(results), count_table(results)):
+    for table in (*content.metric_tables(results), content.count_table(results)):
         shown = Table(title=escape(table.title), caption=escape(" ".join(table.lines)), caption_justify="left")
         for number, name in enumerate(table.columns):
             shown.add_column(escape(name), overflow="fold", min_width=None if number else 12)
@@ -77,5 +65,5 @@ def print_report(results: dict[str, Any], console: Console) -> None:
             cells = [escape(cell.replace(" [", "\n[")) for cell in row]
             shown.add_row(*cells, style="bold" if kind in ("group", "average") else None)
         console.print(shown)
-    for line in (*missing_lines(results), leakage_line(results)):
+    for line in (*content.missing_lines(results), content.leakage_line(results)):
         console.print(escape(line))

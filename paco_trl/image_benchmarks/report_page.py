@@ -20,20 +20,7 @@ from PIL import Image, ImageOps
 
 from ..utils.files import write_atomically
 from ..utils.tables import number_text
-from .report_content import (
-    ReportTable,
-    alerts,
-    duplicate_metric,
-    facts,
-    leakage_line,
-    leaks,
-    public_results,
-    report_sections,
-    report_title,
-    summary,
-    system_name,
-    verdict,
-)
+from . import report_content as content
 from .report_markdown import markdown_report
 
 
@@ -90,10 +77,10 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
 
 
 def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> str:
-    sections = report_sections(results)
-    results = public_results(results)
+    sections = content.report_sections(results)
+    results = content.public_results(results)
     labels = {row["metric"]: row["label"] for row in (results["tables"] or [{"rows": ()}])[0]["rows"]}
-    headline, copies = (labels.get(name, name) for name in (results["headline"], duplicate_metric(results)))
+    headline, copies = (labels.get(name, name) for name in (results["headline"], content.duplicate_metric(results)))
     headline, copies = headline.lower(), (copies or "").lower()
     first, last = (results["systems"][place]["role"] for place in (0, -1))
     titles = {
@@ -113,13 +100,13 @@ def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> st
         (name, *titles[name], [_shown_set(results, results["sets"][number], labels, load) for number in numbers])
         for name, numbers in choose_sets(results, num_shown).items()
     ]
-    shown_leaks, num_more_leaks = leaks(results)
+    shown_leaks, num_more_leaks = content.leaks(results)
     return _template().render(
-        title=report_title(results),
-        systems=list(map(system_name, results["systems"])),
-        summary=summary(results),
-        alerts=alerts(results),
-        facts=[*facts(results), leakage_line(results, _LISTED_LEAKS)],
+        title=content.report_title(results),
+        systems=list(map(content.system_name, results["systems"])),
+        summary=content.summary(results),
+        alerts=content.alerts(results),
+        facts=[*content.facts(results), content.leakage_line(results, _LISTED_LEAKS)],
         sections=sections,
         charts=list(map(difference_chart, results["tables"])),
         galleries=galleries,
@@ -152,7 +139,7 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
     def ranked(values: dict[int, float]) -> list[int]:
         return sorted(values, key=values.get, reverse=True)
 
-    last, metric = values(-1, results["headline"]), duplicate_metric(results)
+    last, metric = values(-1, results["headline"]), content.duplicate_metric(results)
     num_best = min(num_shown, math.ceil(len(last) / 2))  # no set is among the best and the worst
     chosen = {"best": ranked(last)[:num_best], "worst": ranked(last)[num_best:][::-1][:num_shown]}
     if len(results["systems"]) > 1:
@@ -184,7 +171,7 @@ def difference_chart(table: dict[str, Any]) -> dict[str, Any] | None:
             "text": number_text(change["mean"], signed=True),
             "mean": place(change["mean"]),
             "ends": list(map(place, span)),
-            "kind": verdict(change, row["higher_is_better"])[5:] or "open",
+            "kind": content.verdict(change, row["higher_is_better"])[5:] or "open",
         }
         for (row, change), span in zip(found, spans, strict=True)
     ]
@@ -212,7 +199,7 @@ def _shown_set(results: dict[str, Any], one: dict[str, Any], labels: dict[str, s
         "key": one["key"],
         "categories": ", ".join(filter(None, (one.get("category"), one.get("subcategory")))),
         "prompt": one["prompt"],
-        "table": ReportTable(one["key"], columns, tuple(rows), kinds),
+        "table": content.ReportTable(one["key"], columns, tuple(rows), kinds),
         "images": images,
         "is_wide": any(shown["aspect"] > 1.6 for _, shown in images),
     }
@@ -259,7 +246,7 @@ def _load_image(directory: Path, path: str | Path | None, rows: int, cols: int) 
 
 def _portable(results: dict[str, Any], output_dir: Path) -> dict[str, Any]:
     """Copy results for `results.json`: readable on other machines, and again on this one."""
-    shown = public_results(results)
+    shown = content.public_results(results)
     directory = Path(os.path.abspath(output_dir))
     # Everything is below the root directory
     parent = directory.parent if directory.parent != Path(directory.anchor) else directory

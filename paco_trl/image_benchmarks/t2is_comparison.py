@@ -11,21 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.text import some_of
+from . import t2is_bench as bench
 from .edit_generation import FoundEdits
 from .image_sets import FoundImages
 from .score_store import Scores, read_scores
 from .scoring import COLUMNS, DUPLICATE
 from .statistics import Unit, cell, difference
-from .t2is_bench import (
-    ALIGNMENT,
-    CONSISTENCY,
-    DIMENSION_WEIGHTS,
-    WEIGHTS,
-    alignment_texts,
-    consistency_criteria,
-    dimension_score,
-    weighted_average,
-)
 
 
 if TYPE_CHECKING:
@@ -154,7 +145,7 @@ def t2is_results(
             "consistency": judges,
             **{kind: next(iter(scored[0].names(kind)), None) for kind in ("alignment", "aesthetics")},
         },
-        "weights": WEIGHTS,
+        "weights": bench.WEIGHTS,
         "tables": [_table(judge, scored) for judge in judges],
         "breakdowns": [
             _breakdown(title, column, judge, scored, rows)
@@ -230,9 +221,9 @@ def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str,
         return by_kind[kind][0].records.items() if kind in by_kind else ()
 
     for key, record in records("alignment"):
-        texts = alignment_texts(rows[sets[key].prompt_id])
+        texts = bench.alignment_texts(rows[sets[key].prompt_id])
         for panel, (expected, answers) in enumerate(zip(texts, record["scores"], strict=True)):
-            for name in ALIGNMENT:
+            for name in bench.ALIGNMENT:
                 own = [None] if name not in expected else [of_missing] if answers is None else answers[name]
                 add(name, key, None if None in own else fmean(own), panel)
     for key, record in records("aesthetics"):
@@ -246,11 +237,11 @@ def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str,
 
 def _judge_values(scores: Scores, sets: dict, protocol: str) -> _Metrics:
     """Compute the score of each set in each dimension, or NaN. By default, pairs with a missing panel count 0."""
-    values: _Metrics = {name: {} for name in CONSISTENCY}
+    values: _Metrics = {name: {} for name in bench.CONSISTENCY}
     for key, record in scores.records.items():
         panels = sets[key].num_panels
         for name, of_sets in values.items():
-            score = dimension_score(record["scores"].get(name, []), panels * (panels - 1) // 2, protocol)
+            score = bench.dimension_score(record["scores"].get(name, []), panels * (panels - 1) // 2, protocol)
             of_sets[sets[key].prompt_id, sets[key].seed] = math.nan if score is None else score
     return values
 
@@ -284,7 +275,9 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
         for system, other in zip(systems, (names[1] - names[0], names[0] - names[1]), strict=True):
             if other:
                 other = ", ".join(sorted(other))
-                raise ValueError(f"The scores of {kind} are not those of both systems: {system} lacks {other}. Score both.")
+                raise ValueError(
+                    f"The scores of {kind} are not those of both systems: {system} lacks {other}. Score both."
+                )
         settings_of = {one.settings["scorer"]: one.settings for one in second.scorers[kind]}
         for scores in first.scorers[kind]:
             before, name = scores.settings, scores.settings["scorer"]
@@ -305,10 +298,12 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
 ################
 def _parts(metrics: _Metrics, name: str) -> tuple[list[dict[Unit, float]], list[float] | None] | None:
     """Return the parts of a metric (values by unit) and their weights; `None` if a part was not scored."""
-    names = {"alignment": ALIGNMENT, "consistency": CONSISTENCY, "average": DIMENSION_WEIGHTS}.get(name, [name])
+    names = {"alignment": bench.ALIGNMENT, "consistency": bench.CONSISTENCY, "average": bench.DIMENSION_WEIGHTS}.get(
+        name, [name]
+    )
     if not all(part in metrics for part in names):
         return None
-    return [metrics[part] for part in names], list(DIMENSION_WEIGHTS.values()) if name == "average" else None
+    return [metrics[part] for part in names], list(bench.DIMENSION_WEIGHTS.values()) if name == "average" else None
 
 
 def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | None = None) -> tuple | None:
@@ -353,9 +348,9 @@ def breakdown(
 def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
     labels = {
         "aesthetics": ("Aesthetics", "dimension"),
-        **{name: (title, "dimension") for name, title in ALIGNMENT.items()},
+        **{name: (title, "dimension") for name, title in bench.ALIGNMENT.items()},
         "alignment": ("Prompt alignment", "group"),
-        **{name: (title, "dimension") for name, title in CONSISTENCY.items()},
+        **{name: (title, "dimension") for name, title in bench.CONSISTENCY.items()},
         "consistency": ("Visual consistency", "group"),
         "average": ("Weighted average", "average"),
         "duplicates": ("Duplicate rate", "other"),
@@ -410,13 +405,13 @@ def _scores_of_sets(one: _Scored, judge: str, rows: dict[str, dict]) -> dict[str
         if key in one.gaps.get("aesthetics", ()):
             scores["aesthetics"] = None
         if key in one.gaps.get("alignment", ()):
-            scores |= dict.fromkeys(ALIGNMENT)
+            scores |= dict.fromkeys(bench.ALIGNMENT)
         # Of all dimensions of this prompt: over fewer it would not compare with the other system's
-        asked = () if key in one.gaps[judge] else consistency_criteria(rows[of_set.prompt_id])
+        asked = () if key in one.gaps[judge] else bench.consistency_criteria(rows[of_set.prompt_id])
         scores["consistency"] = _mean_of([scores.get(name) for name in asked])
-        scores["alignment"] = _mean_of([scores[name] for name in ALIGNMENT if scores.get(name) is not None])
-        has_all = all(scores.get(name) is not None for name in DIMENSION_WEIGHTS)
-        scores["average"] = weighted_average(scores) if has_all else None
+        scores["alignment"] = _mean_of([scores[name] for name in bench.ALIGNMENT if scores.get(name) is not None])
+        has_all = all(scores.get(name) is not None for name in bench.DIMENSION_WEIGHTS)
+        scores["average"] = bench.weighted_average(scores) if has_all else None
         found[key] = scores
     return found
 
