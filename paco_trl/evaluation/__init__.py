@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Evaluate judges: how well do the scores of image pairs agree with people? And models trained at a reduced resolution: do
-their scores carry over to the inference resolution, and do their images show a grid?
+Evaluate judges against human preferences, and models trained at a reduced resolution.
 
 A scorer is any object with `score(images, prompts) -> list[float]` and a `name` (str): `images` is a list of
-`(first, second)` pairs of PIL images, `prompts` has one question per pair, and a higher score means more consistent.
-[`~paco_trl.PaCoReward`] is one; [`ClipIScorer`] and [`DreamSimScorer`] are baselines to compare it with.
+`(first, second)` pairs of PIL images, `prompts` has one question per pair, and a higher score means more consistent, such
+as [`~paco_trl.PaCoReward`] and the baselines [`ClipIScorer`] and [`DreamSimScorer`].
 """
 
 from typing import TYPE_CHECKING

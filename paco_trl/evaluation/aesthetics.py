@@ -63,7 +63,7 @@ class AestheticScorer:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of a sample of the weights: tells the scorer from another one of the same name."""
+        """Digest of a sample of the weights, which identifies the scorer."""
         return weights_fingerprint(self.clip.model, self.head)
 
     @torch.inference_mode()

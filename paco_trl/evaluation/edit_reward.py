@@ -261,7 +261,7 @@ def _accuracies(dimension: str, rows: list[dict], scores: dict[str, dict], group
 
 
 def _score(dimension: str, scores: dict[str, float]) -> float:
-    """Give the score of a dimension; `overall` is sqrt(consistency * prompt_following) (PaCo-RL, Part 2)."""
+    """Return the score of a dimension; `overall` is sqrt(consistency * prompt_following) (PaCo-RL, Part 2)."""
     if dimension != "overall":
         return scores[dimension]
     if min(scores.values()) < 0:

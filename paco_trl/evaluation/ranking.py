@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Measure the agreement of scores with a human ranking (ConsistencyRank, https://huggingface.co/papers/2512.04784).
+"""Measure the agreement of scores with a human ranking (ConsistencyRank, https://huggingface.co/papers/2512.04784)."""
 
-Notation: n items; an *order* lists the items, best first; the *rank* of an item is its place in the order, from 1. As
-permutations the two are inverse to one another, and a correlation of orders is not a correlation of ranks.
-"""
-
+# n items; an order lists the items, best first; the rank of an item is its place in the order, from 1. As permutations the
+# two are inverse to one another, and a correlation of orders is not a correlation of ranks
 import math
 from collections.abc import Sequence
 

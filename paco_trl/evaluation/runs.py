@@ -117,7 +117,7 @@ def score_pairs(
     yes: Sequence[str] = ("Yes",),
     no: Sequence[str] = ("No",),
 ) -> tuple[list[float], list[bool]]:
-    """Give a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer."""
+    """Return a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer."""
     by_tokens = protocol == "published" and _reads_questions(scorer)
     answers = scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS) if by_tokens else scorer.score(pairs, questions)
     answers = list(answers)

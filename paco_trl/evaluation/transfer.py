@@ -107,7 +107,7 @@ def resolution_transfer(
     Returns:
         `list[ResolutionTransfer]`: one result per reward, in the order of `pairs.training`. A reward with fewer than 3
         pairs, or whose scores are all the same at one resolution, has no correlation; one with a single prompt has no
-        interval. Its `note` says so.
+        interval. Its `note` tells so.
     """
     results = []
     for reward in pairs.training:
@@ -137,7 +137,7 @@ def transfer_table(results: list[ResolutionTransfer]) -> str:
 
 
 def transfer_warning(results: list[ResolutionTransfer]) -> str | None:
-    """Give a warning about the rewards whose scores at the training resolution say little about inference."""
+    """Describe the rewards whose scores at the training resolution predict little about inference, if there are any."""
     lines = []
     for result in results:
         includes_zero = result.low <= 0 <= result.high  # False for NaN

@@ -79,7 +79,7 @@ def draw_edits(
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`]):
-            Any pipeline that edits an image (`image`) as a text (`prompt`) says.
+            Any pipeline that edits an image (`image`) as a text (`prompt`) describes.
         prompts ([`~datasets.Dataset`]):
             Editing prompts with `id` and, where known, `language`.
         folder ([`~paco_trl.dataset_building.StageFolder`]):
@@ -140,8 +140,7 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
     """
     Find the edited image of each prompt, by its id.
 
-    The name of a file without its extension has to be the id, letter by letter: the plain id, or as [`draw_edits`]
-    writes it. Searched are `<folder>/<language>/`, `<folder>/images/<language>/` (where [`draw_edits`] writes) and
+    The name of a file without its extension must be the id, plain or as [`draw_edits`] writes it. Searched are `<folder>/<language>/`, `<folder>/images/<language>/` (where [`draw_edits`] writes) and
     `<folder>/fullset/<task_type>/<language>/` (the layout of GEdit-Bench's own script), or the same without `<language>`
     if the prompts have no such column. Copies of sources, `<id>_SRCIMG`, which the benchmark's own example writes, are
     skipped.
@@ -220,11 +219,8 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
 
 
 def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -> None:
-    purpose = (
-        "edit a given image as a text says, from given noise. Choose an editing pipeline, such as FLUX.1-Kontext or "
-        "Qwen-Image-Edit."
-    )
-    check_call(pipeline, _CALL, purpose)
+    advice = "Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
+    check_call(pipeline, _CALL, f"edit a given image as a text describes, from given noise. {advice}")
     parameters = inspect.signature(type(pipeline).__call__).parameters
     unknown = [f"`{name}`" for name in call_arguments if name not in parameters or name in _CALL]
     if unknown:
@@ -242,18 +238,18 @@ def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -
 def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str]) -> None:
     from ..rollout.families import FAMILIES
 
-    if type(pipeline).__name__ not in FAMILIES:
-        return
-    family = FAMILIES[type(pipeline).__name__]()
-    if family.max_images is not None and sources.max_count > family.max_images:
+    name = type(pipeline).__name__
+    family = FAMILIES[name]() if name in FAMILIES else None
+    most = family.max_images if family is not None else None
+    if most is not None and sources.max_count > most:
         raise ValueError(
-            f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images, but "
-            f"{type(pipeline).__name__} takes at most {family.max_images}. Leave such rows out "
-            f"(`load_edit_prompts(..., max_images={family.max_images})`)."
+            f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images, but {name} takes at most "
+            f"{most}. Leave such rows out (`load_edit_prompts(..., max_images={most})`)."
         )
     for row, key in enumerate(keys):
+        sizes = sources.sizes(row)  # finds unreadable sources of any pipeline
         try:
-            for width, height in sources.sizes(row):
+            for width, height in sizes if family is not None else ():
                 family.check_image_size(width, height)
         except ValueError as error:
             raise ValueError(f"The prompt {key!r}: {error}") from error
@@ -262,13 +258,13 @@ def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: l
 def _size_arguments(
     pipeline: "DiffusionPipeline", row: dict[str, Any], sizes: list[tuple[int, int]], call_arguments: dict[str, Any]
 ) -> dict[str, int]:
-    """Give the size arguments of a row, other than those that were given for all rows."""
+    """Return the size arguments of a row, other than those that were given for all rows."""
     from ..rollout.families import FAMILIES
 
     height, width = (call_arguments.get(name) or row.get(name) for name in ("height", "width"))
     if "max_area" not in inspect.signature(type(pipeline).__call__).parameters:
         return {} if height is None or width is None else {"height": height, "width": width}
-    # The pipeline makes a size of its own of an area, by default of a megapixel, whatever height and width say
+    # The pipeline derives the size from an area, by default of a megapixel, whatever height and width are
     if height is None or width is None:
         family = FAMILIES["FluxKontextPipeline"]()
         height, width = family.edited_size(pipeline, sizes, call_arguments.get("max_area") or _AREA)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Evaluate edits on GEdit-Bench (https://huggingface.co/papers/2504.17761): a served vision-language model rates how well
-instructions are carried out, how well the rest is preserved, and how good the image is.
-"""
+"""Evaluate edits on GEdit-Bench (https://huggingface.co/papers/2504.17761), scored by a served vision-language model."""
 
 import base64
 import logging
@@ -40,9 +37,7 @@ logger = logging.getLogger(__name__)
 
 BENCHMARK = "GEdit-Bench"
 METRICS = {
-    "semantic_consistency": "Semantic consistency",
-    "perceptual_quality": "Perceptual quality",
-    "overall": "Overall",
+    name: name.replace("_", " ").capitalize() for name in ("semantic_consistency", "perceptual_quality", "overall")
 }
 LANGUAGES = {"en": "English", "cn": "Chinese"}
 
@@ -98,7 +93,7 @@ def score_edits(
     gedit_repo: str | Path | None = None,
 ) -> dict[str, EditScore | None]:
     """
-    Ask a served vision-language model two questions about each edit, each with two numbers from 0 to 10: from source and
+    Query a served vision-language model with two questions about each edit, each with two numbers from 0 to 10: from source and
     edit, how far the instruction was carried out and how well the rest was preserved; from the edit alone, how natural
     and how free of flaws it is. The lower number of each pair counts, and overall their geometric mean.
 
@@ -313,14 +308,8 @@ def gedit_results(
 ################
 # Queries
 ################
-def _query(
-    endpoint: ChatEndpoint,
-    store: ScoreStore,
-    request: Callable[[str, int], ChatRequest],
-    read: Callable[[str, bool], Sequence[float] | None],
-    max_attempts: int,
-) -> None:
-    """Ask this process's part of the questions without an answer, and those with an unreadable answer again."""
+def _query(endpoint: ChatEndpoint, store: ScoreStore, request: Callable, read: Callable, max_attempts: int) -> None:
+    """Query the judge with this process's part of the questions, and again where an answer is unreadable."""
     from accelerate import PartialState
 
     earlier, names = _earlier_attempts(store), store.pending
@@ -425,14 +414,14 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
     for judge in first.by_judge:
         if first.settings[judge]["rubric"] != second.settings[judge]["rubric"]:
             raise ValueError(
-                f"{judge} was asked with other prompts about {first.system.name!r} than about {second.system.name!r}. "
-                "Delete the scores of one of them, and score it again."
+                f"{judge} has scored {first.system.name!r} with other prompts than {second.system.name!r}. Delete the scores of "
+                "one of them, and score it again."
             )
 
 
 def _judge_tables(
     scored: list[_Scored], judge: str, rows: dict[str, dict], seed: int, protocol: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[dict], list[dict]]:
     """Compute the tables and breakdowns of a judge, by language."""
 
     def cells(metric: str, part: dict[str, dict], strata: dict | None = None) -> tuple:
@@ -448,12 +437,12 @@ def _judge_tables(
 
     def table(title: str, part: dict[str, dict]) -> dict[str, Any]:
         strata = {(row["id"], seed): row["task_type"] for row in part.values()}
-        kinds = {"overall": "average"}
-        lines = [
-            comparison.metric_row(metric, label, kinds.get(metric, "dimension"), *cells(metric, part, strata))
-            for metric, label in METRICS.items()
+        kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
+        cells_of = {metric: cells(metric, part, strata) for metric in METRICS}
+        rows = [
+            comparison.metric_row(metric, METRICS[metric], kinds[metric], *own) for metric, own in cells_of.items()
         ]
-        return {"title": title, "rows": lines}
+        return {"title": title, "rows": rows}
 
     tables, breakdowns = [], []
     of_judge = f", judge: {judge}" if len(scored[0].by_judge) > 1 else ""
@@ -501,23 +490,26 @@ def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
 def _notes(first: _Scored, leakage: dict[str, Any] | None) -> list[str]:
     notes = []
     for judge, settings in first.settings.items():
-        how = (
-            "with this project's own wording of the benchmark's two questions. Scores depend on the wording and on the "
-            "judge: these do not compare with published tables."
-            if settings["protocol"] == "default"
-            else f"under the published protocol, with the benchmark's own prompts (digest {settings['rubric']}). They compare "
-            "with published tables only if the judge is that of the table."
+        own = (
+            "with this project's own wording of the benchmark's two questions. Scores depend on the wording and on the judge: "
+            "these do not compare with published tables."
         )
+        published_how = (
+            f"under the published protocol, with the benchmark's own prompts (digest {settings['rubric']}). They compare with "
+            "published tables only if the judge is that of the table."
+        )
+        how = own if settings["protocol"] == "default" else published_how
         notes.append(f"Scores are from 0 to 10, given by {judge} {how}")
     notes.append(
         "Each value is the mean over the task types of the mean over the edits of each. Overall is the geometric mean of "
         "semantic consistency and perceptual quality of each edit, not of their means."
     )
-    only_texts = (
-        "Leakage was checked in the texts of the instructions only: the same instruction for another source image is another "
-        "edit."
-    )
-    return notes + [only_texts] * (leakage is not None)
+    if leakage is not None:
+        notes.append(
+            "Leakage was checked in the texts of the instructions only: the same instruction for another source image is "
+            "another edit."
+        )
+    return notes
 
 
 def _source_file(sources: SourceImages, row: int, source_folder: str | Path | None) -> str | None:

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Repeat the published protocol of GEdit-Bench: what its script (https://github.com/stepfun-ai/Step1X-Edit) asks GPT-4.1, and how
-it reads the answers. The texts are read from a clone that the user names, and are not part of this package.
-
-Not repeated: a random score or endless retries where a second answer cannot be read (here there is no score); numbers outside
-of 0 to 10 and the start of an answer that was cut (here they cannot be read); asking both questions again when one answer
-cannot be read (here that one alone).
-"""
+"""Repeat the requests of GEdit-Bench's own script, and its reading of the answers; docs/evaluate_generation.md has the rest."""
 
 import ast
 import base64

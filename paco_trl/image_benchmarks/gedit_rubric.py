@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Define this project's questions about an edit, and read the answers. The structure is that of GEdit-Bench
-(https://huggingface.co/papers/2504.17761) and VIEScore (https://arxiv.org/abs/2312.14867): two questions, each with two numbers
-from 0 to 10 and an answer in JSON. Scores depend on wording and judge, so figures obtained with this wording do not compare
-with published tables; [`~paco_trl.image_benchmarks.gedit_published`] has the published one.
-"""
+"""Define this project's own questions about an edit, in the structure of GEdit-Bench and VIEScore, and read the answers."""
 
 import json
 import math
@@ -13,7 +8,7 @@ from typing import Any
 from ..utils.text import shorten
 
 
-# What stands for the instruction
+# Stands for the instruction
 PLACEHOLDER = "<instruction>"
 
 _ANSWER = """\

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
-# A grid may be this much wider or higher than its prompt asks for, relatively: sides are rounded
+# Relative tolerance of the aspect ratio of a grid: sides are rounded
 _ASPECT_TOLERANCE = 0.02
 
 
@@ -53,7 +53,7 @@ class ImageSet:
     @property
     def missing(self) -> list[int]:
         """Numbers of the missing panels, from 0."""
-        files = self.files * self.num_panels if self.is_grid else self.files
+        files = self.files * (self.num_panels if self.is_grid else 1)
         return [number for number, file in enumerate(files) if file is None]
 
     def panels(self) -> list["Image | None"]:
@@ -69,7 +69,7 @@ class ImageSet:
             raise ValueError(f"{self.files[0]}: {error}") from error
 
     def digest(self) -> str:
-        """Give the SHA-256 of the files, missing ones included."""
+        """Compute the SHA-256 of the files, missing ones included."""
         parts = [b"missing" if file is None else hashlib.sha256(file.read_bytes()).digest() for file in self.files]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 

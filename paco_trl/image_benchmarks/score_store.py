@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store scores on disk: they survive a kill, several processes share the work, and two runs do not mix."""
+"""Store scores on disk, for runs that are interrupted or have several processes."""
 
 import json
 import re
@@ -54,20 +54,16 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
 
 
 class ScoreStore:
-    """
-    Store the scores of one system by one scorer: a record for each set, with `key`, `digest` and, if something could not be
-    scored, a true `incomplete`, which makes the set pending again in the next run.
+    """Store the scores of one system by one scorer: a record for each set, with `key`, `digest` and `incomplete`."""
 
-    Each process writes `scores/<name>.<process>.jsonl` and reads all of these files, since the next run may have another
-    number of processes. As a context manager it has a lock, and `pending` are the keys that this process has to score.
-    Records of other `settings` are an error; those of other images (`digests`) are too, or `rescore_changed` drops them.
-    """
-
+    # Each process writes `<name>.<process>.jsonl` and reads all of these files, since the next run may have another number
+    # of processes. What has no record, or an incomplete one, is `pending`. Records of other settings are an error; those
+    # of other images are too, or are dropped with `rescore_changed`
     def __init__(
         self,
         folder: str | Path,
         name: str,
-        settings: Mapping[str, Any],
+        settings: Mapping,
         digests: Mapping[str, str],
         rescore_changed: bool = False,
     ):

@@ -30,16 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Pairs of at least this similarity are near-identical: the threshold of `DuplicateReward`, which says where it is from
+# Pairs of at least this similarity are near-identical: the threshold of `DuplicateReward`, which documents its source
 DUPLICATE = 0.9
 
 # Columns of the benchmark that scores of a kind depend on
-COLUMNS = {
-    "consistency": ("id", "rows", "cols", "criteria"),
-    "alignment": ("id", "rows", "cols", "alignment"),
-    "aesthetics": ("id", "rows", "cols"),
-    "duplicates": ("id", "rows", "cols"),
-}
+COLUMNS = dict.fromkeys(("aesthetics", "duplicates"), ("id", "rows", "cols"))
+COLUMNS |= {"consistency": ("id", "rows", "cols", "criteria"), "alignment": ("id", "rows", "cols", "alignment")}
 
 Record = dict[str, Any]
 # Questions about a set, and a function that makes its record from an iterator of their answers
@@ -109,7 +105,7 @@ def score_consistency(
     settings = {"question": t2is_bench_question("{criterion}"), "side": side}
     query = partial(_probabilities, judge, judge.score)
     where = (found, benchmark, folder, batch_size, rescore_changed)
-    return _score(judge, "consistency", settings, prepare, query, *where)
+    return _score(judge, "consistency", settings, prepare, query, where)
 
 
 def score_alignment(
@@ -166,7 +162,7 @@ def score_alignment(
     settings = {"question": shows_question("{text}")}
     query = partial(_probabilities, judge, judge.score_images)
     where = (found, benchmark, folder, batch_size, rescore_changed)
-    return _score(judge, "alignment", settings, prepare, query, *where)
+    return _score(judge, "alignment", settings, prepare, query, where)
 
 
 def score_aesthetics(
@@ -205,7 +201,7 @@ def score_aesthetics(
         return _checked_scores(scorer, scorer.score_images(panels), len(panels))
 
     where = (found, benchmark, folder, batch_size, rescore_changed)
-    return _score(scorer, "aesthetics", {}, prepare, query, *where)
+    return _score(scorer, "aesthetics", {}, prepare, query, where)
 
 
 def score_duplicates(
@@ -236,7 +232,7 @@ def score_duplicates(
         return [panel_similarity(*pair) for pair in pairs]
 
     where = (found, benchmark, folder, 1, rescore_changed)
-    return _score(SimpleNamespace(name="panel_similarity"), "duplicates", {}, prepare, query, *where)
+    return _score(SimpleNamespace(name="panel_similarity"), "duplicates", {}, prepare, query, where)
 
 
 def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
@@ -245,18 +241,10 @@ def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
 
 
 def _score(
-    scorer: Any,
-    kind: str,
-    settings: dict[str, Any],
-    prepare: Callable[[ImageSet, dict], Prepared],
-    query: Callable[[list], list[float | None]],
-    found: FoundImages,
-    benchmark: "Dataset",
-    folder: str | Path,
-    batch_size: int,
-    rescore_changed: bool,
+    scorer: Any, kind: str, settings: dict, prepare: Callable, query: Callable, where: tuple
 ) -> dict[str, Record]:
     """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""
+    found, benchmark, folder, batch_size, rescore_changed = where
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     benchmark = benchmark.with_format(None)

@@ -71,7 +71,7 @@ class _Scored(NamedTuple):
     gaps: dict[str, list[str]]
 
     def names(self, kind: str) -> list[str]:
-        """Names of the scorers of a kind."""
+        """List the scorers of a kind."""
         return [one.settings["scorer"] for one in self.scorers.get(kind, [])]
 
     def metrics(self, judge: str) -> _Metrics:
@@ -252,8 +252,8 @@ def _check_asked(scores: Scores, benchmark: "Dataset", system: System) -> None:
     lacking = [name for name in columns if name not in benchmark.column_names]
     if lacking:
         raise ValueError(
-            f"{kind} of {system.name!r} was scored ({system.folder}), but the benchmark has no {', '.join(lacking)} now. Load "
-            "it as before, for alignment with the alignment file."
+            f"{kind} of {system.name!r} was scored ({system.folder}), but the benchmark has no {', '.join(lacking)} now. Load it "
+            "with the same files."
         )
     if scores.settings["benchmark"] != dataset_fingerprint(benchmark, columns, ()):
         raise ValueError(
