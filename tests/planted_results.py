@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of evaluations of image models with planted numbers and real small pictures, to make reports of."""
+"""Results of evaluations of image models with planted numbers and small real images, to make reports of."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ PROMPT = 'A fox & a "hare" | in <b>four</b> seasons <script>document.title = "ha
 BASE = [0.30, 0.35, 0.40, 0.25, 0.45, 0.50, 0.55, 0.80, 0.42, 0.38]
 TUNED = [0.10, 0.60, 0.62, 0.95, 0.50, 0.90, 0.70, 0.40, 0.44, 0.48]
 COPIES = [0.0, 0.0, 0.0, 0.17, 0.0, 1.0, 0.33, 0.0, 0.0, 0.0]
-COLOURS = ("#7aa6c2", "#c28f7a", "#8fb878", "#b07ac2", "#c2b37a")
+COLORS = ("#7aa6c2", "#c28f7a", "#8fb878", "#b07ac2", "#c2b37a")
 
 
 def panel(number: int, place: int, size: tuple[int, int] = (96, 96)) -> Image.Image:
-    """A picture that differs by set and place."""
+    """An image that differs by set and place."""
     width, height = size
-    image = Image.new("RGB", size, COLOURS[number % len(COLOURS)])
+    image = Image.new("RGB", size, COLORS[number % len(COLORS)])
     draw = ImageDraw.Draw(image)
     left = 6 + 11 * place % max(width - 40, 1)
     draw.ellipse((left, height // 3, left + width // 3, height // 3 + width // 3), fill="#40342c")

@@ -85,7 +85,7 @@ def color_image(red, green=0, blue=0, size=(8, 8)):
 
 
 class ColorScorer:
-    """1 - the distance of the mean colours; counts what it is asked, and can fail after some pairs."""
+    """1 - the distance of the mean colors; counts what it is asked, and can fail after some pairs."""
 
     name = "color"
 
@@ -415,7 +415,7 @@ class TestBinary:
 
 
 class QuestionScorer(ColorScorer):
-    """Scores that depend on the question only, or on the question and the colour of the second image."""
+    """Scores that depend on the question only, or on the question and the color of the second image."""
 
     name = "question"
 
@@ -428,7 +428,7 @@ class QuestionScorer(ColorScorer):
 
 
 def in_human_order(dataset):
-    """Rankings in which people agree with the colours: the candidate nearest to the reference is the best."""
+    """Rankings in which people agree with the colors: the candidate nearest to the reference is the best."""
     orders = []
     for row in dataset:
         reds = [image.getpixel((0, 0))[0] for image in row["candidates"]]
@@ -474,7 +474,7 @@ class TestEvaluateRankings:
         assert [record["ranking"] for record in records] == dataset["ranking"]
         assert [record["metrics"] for record in records] == expected
 
-    def test_without_groups_each_row_is_drawn_alone(self):
+    def test_without_groups_each_row_is_resampled_alone(self):
         results = evaluate_rankings(ColorScorer(), rankings().remove_columns(["group", "id", "criteria"]))
         grouped = evaluate_rankings(ColorScorer(), rankings())
         assert (results["num_groups"], grouped["num_groups"]) == (8, 4)
@@ -510,7 +510,7 @@ class TestEvaluateRankings:
             reds = [image.getpixel((0, 0))[0] for image in row["candidates"]]
             assert record["scores"] == pytest.approx([((1.0 + 0.5) / 2 + red / 1000) / 2 for red in reds])
 
-    def test_calls_hold_whole_rows_and_one_reference_object_per_row(self):
+    def test_calls_have_full_rows_and_one_reference_object_per_row(self):
         for batch_size, template, calls in ((8, "theme", [8, 8, 4]), (11, "theme", [8, 8, 4]), (4, "theme", [4] * 5),
                                             (2, "theme", [4] * 5), (24, "criteria", [24, 24, 12])):  # fmt: skip
             scorer = ColorScorer()
@@ -832,8 +832,8 @@ class TestImagesOfRows:
         name, folder = names[0 if place is None else 1], tmp_path if by_path else None
         for row in (0, 2):  # the first row is also read for the fingerprint
             path = tmp_path / f"{row}.jsonl"
-            whole = stored(NOISE, folder, "an image.png")
-            evaluate(make_scorer(), dataset_with(whole, row, place), output_path=path, batch_size=4)
+            full = stored(NOISE, folder, "an image.png")
+            evaluate(make_scorer(), dataset_with(full, row, place), output_path=path, batch_size=4)
             # What cannot be read is found in one place for all rows
             for content in (PNG[:-100], PNG[:20], b"<html>", b"") if row else (PNG[:20],):
                 path.unlink(missing_ok=True)
@@ -882,7 +882,7 @@ class TestImagesOfRows:
             scorer = make_scorer()
             evaluate(scorer, dataset_with(image, 2))
             seen = scorer.calls[-1][0][-1][0]
-            # 56 x 56 pixels are whole patches: the judge does not resize them
+            # 56 x 56 pixels are full patches: the judge does not resize them
             expected = load_image(image, 14, "The image")
             assert seen.mode == "RGB"
             assert np.array_equal(np.asarray(seen), np.asarray(expected))
@@ -908,10 +908,10 @@ class TestImagesOfRows:
             assert evaluate(scorer, dataset, output_path=path, skip_broken=True) == results
             assert scorer.calls == []
             # Repaired, it is another dataset
-            whole = dataset_with(NOISE, row, 1)
+            full = dataset_with(NOISE, row, 1)
             with pytest.raises(ValueError, match="`dataset_size` is 2 there and 3 now"):
-                evaluate(make_scorer(), whole, output_path=path, skip_broken=True)
-            assert evaluate(make_scorer(), whole, skip_broken=True)["skipped"] == []
+                evaluate(make_scorer(), full, output_path=path, skip_broken=True)
+            assert evaluate(make_scorer(), full, skip_broken=True)["skipped"] == []
         one = dataset_with(truncated, 2, 1).select([2])
         with pytest.raises(ValueError, match="All 1 rows are broken, so that `skip_broken=True` leaves none"):
             evaluate(make_scorer(), one, skip_broken=True)
@@ -966,26 +966,26 @@ class TestResume:
             evaluate_rankings(ColorScorer(), rankings(2), output_path=path)
 
     @pytest.fixture
-    def whole(self, tmp_path):
+    def full(self, tmp_path):
         """An uninterrupted run: its results, and its file."""
         scorer = ColorScorer()
-        results = evaluate_rankings(scorer, rankings(), output_path=tmp_path / "whole.jsonl", batch_size=8)
+        results = evaluate_rankings(scorer, rankings(), output_path=tmp_path / "full.jsonl", batch_size=8)
         assert scorer.pairs == 32
-        return results, (tmp_path / "whole.jsonl").read_bytes()
+        return results, (tmp_path / "full.jsonl").read_bytes()
 
-    def test_after_an_exception(self, whole, tmp_path):
+    def test_after_an_exception(self, full, tmp_path):
         path = tmp_path / "new" / "scores.jsonl"
         with pytest.raises(RuntimeError, match="the scorer broke"):
             evaluate_rankings(ColorScorer(fail_after=20), rankings(), output_path=path, batch_size=8)
-        assert path.read_bytes() == b"".join(whole[1].splitlines(keepends=True)[:5])
+        assert path.read_bytes() == b"".join(full[1].splitlines(keepends=True)[:5])
         scorer = ColorScorer()
-        assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == whole[0]
+        assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == full[0]
         assert scorer.pairs == 16
-        assert path.read_bytes() == whole[1]
+        assert path.read_bytes() == full[1]
         # A run that is complete asks nothing
         scorer = ColorScorer()
-        assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == whole[0]
-        assert scorer.calls == [] and path.read_bytes() == whole[1]
+        assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == full[0]
+        assert scorer.calls == [] and path.read_bytes() == full[1]
 
     def test_after_a_kill(self, tmp_path):
         dataset = rankings(40)
@@ -1010,9 +1010,9 @@ class TestResume:
         assert resumed == uninterrupted
         assert path.read_bytes() == (tmp_path / "other.jsonl").read_bytes()
 
-    def test_a_half_written_line_is_dropped(self, whole, tmp_path):
+    def test_a_half_written_line_is_dropped(self, full, tmp_path):
         path = tmp_path / "scores.jsonl"
-        lines = whole[1].splitlines(keepends=True)
+        lines = full[1].splitlines(keepends=True)
         for cut, rows in (
             (len(b"".join(lines[:4])) + 10, 3),  # in the fourth row
             (len(b"".join(lines[:5])) - 1, 4),  # all of it but the end of the line
@@ -1021,14 +1021,14 @@ class TestResume:
             (len(lines[0]) - 5, 0),  # in the header
             (0, 0),
         ):
-            path.write_bytes(whole[1][:cut])
+            path.write_bytes(full[1][:cut])
             scorer = ColorScorer()
-            assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == whole[0]
+            assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == full[0]
             assert scorer.pairs == 4 * (8 - rows)
-            assert path.read_bytes() == whole[1]
+            assert path.read_bytes() == full[1]
 
-    def test_a_file_of_another_run_is_refused(self, whole, tmp_path):
-        path = tmp_path / "whole.jsonl"
+    def test_a_file_of_another_run_is_refused(self, full, tmp_path):
+        path = tmp_path / "full.jsonl"
 
         class Other(ColorScorer):
             name = "other"
@@ -1051,22 +1051,22 @@ class TestResume:
                 evaluate_rankings(scorer, dataset, output_path=path)
         with pytest.raises(ValueError, match="exists and is not a result file of this benchmark"):
             evaluate_edit_reward(EditScorer(), edits(), output_path=path)
-        assert scorer.calls == [] and path.read_bytes() == whole[1]
+        assert scorer.calls == [] and path.read_bytes() == full[1]
         # The same rows from elsewhere, with columns that are not read, are the same dataset
         rankings().add_column("image", [0] * 8).cast_column("ranking", List(Value("int32"))).save_to_disk(
             tmp_path / "saved"
         )
-        assert evaluate_rankings(scorer, load_from_disk(tmp_path / "saved"), output_path=path) == whole[0]
+        assert evaluate_rankings(scorer, load_from_disk(tmp_path / "saved"), output_path=path) == full[0]
 
-    def test_other_files_are_left_alone(self, whole, tmp_path):
+    def test_other_files_are_left_alone(self, full, tmp_path):
         path = tmp_path / "notes.txt"
         for content, message in (
             ("my notes", "exists and is not a result file of an evaluation"),
             ("my notes\n", "line 1 is not valid JSON"),
             ('["a"]\n', "exists and is not a result file of this benchmark"),
-            (whole[1].decode().replace('{"index": 3', '{"index 3'), "line 5 is not valid JSON"),
+            (full[1].decode().replace('{"index": 3', '{"index 3'), "line 5 is not valid JSON"),
             (
-                whole[1].decode().replace('{"index": 3', '{"index": 1'),
+                full[1].decode().replace('{"index": 3', '{"index": 1'),
                 "Line 5 of .* has the index 1 of an earlier line",
             ),
         ):
@@ -1076,21 +1076,21 @@ class TestResume:
             assert path.read_text() == content
 
     def test_of_edit_reward(self, tmp_path):
-        paths = [tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"]
-        whole = evaluate_edit_reward(EditScorer(), edits(), output_path=paths[0], batch_size=4)
+        paths = [tmp_path / "full.jsonl", tmp_path / "resumed.jsonl"]
+        full = evaluate_edit_reward(EditScorer(), edits(), output_path=paths[0], batch_size=4)
         with pytest.raises(RuntimeError, match="the scorer broke"):
             evaluate_edit_reward(EditScorer(fail_after=6), edits(), output_path=paths[1], batch_size=4)
         records = paths[1].read_text().splitlines()[1:]
         assert [json.loads(record)["key"] for record in records] == ["a", "b", "c"]
         scorer = EditScorer()
-        assert evaluate_edit_reward(scorer, edits(), output_path=paths[1], batch_size=4) == whole
+        assert evaluate_edit_reward(scorer, edits(), output_path=paths[1], batch_size=4) == full
         assert scorer.pairs == 13 - 5
         assert paths[0].read_bytes() == paths[1].read_bytes()
         # A kill between the two images of a row
         lines = paths[0].read_bytes().splitlines(keepends=True)
         paths[1].write_bytes(b"".join(lines[:2]) + lines[2][:5])
         scorer = EditScorer()
-        assert evaluate_edit_reward(scorer, edits(), output_path=paths[1], batch_size=4) == whole
+        assert evaluate_edit_reward(scorer, edits(), output_path=paths[1], batch_size=4) == full
         assert scorer.pairs == 13 - 2
         assert paths[0].read_bytes() == paths[1].read_bytes()
 
@@ -1163,7 +1163,7 @@ class TestClipI:
 
 
 class MeanColorDistance(torch.nn.Module):
-    """In the place of DreamSim: the mean absolute difference of the mean colours, as a module of two batches."""
+    """In the place of DreamSim: the mean absolute difference of the mean colors, as a module of two batches."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEdit-Bench: edits that are drawn or found, a planted judge that answers by the pixels it sees, and the figures."""
+"""GEdit-Bench: edits that are generated or found, a planted judge that answers by the pixels it sees, and the figures."""
 
 import base64
 import io
@@ -113,10 +113,10 @@ def test_the_questions():
     assert SEMANTIC.count(PLACEHOLDER) == 1 and PLACEHOLDER not in QUALITY
 
 
-# ---- Drawing ----
+# ---- Generation ----
 
 
-def picture(width: int, height: int, seed: int) -> Image.Image:
+def noise_image(width: int, height: int, seed: int) -> Image.Image:
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -127,10 +127,10 @@ def edits_of(rows: list[dict], **features) -> Dataset:
     return Dataset.from_list(rows, features=Features({name: kinds[name] for name in rows[0]}))
 
 
-DRAWN = [
-    {"id": "a/1", "prompt": "Add a red hat.", "language": "en", "image": picture(96, 64, 0)},
-    {"id": "a/1", "prompt": "加一顶红帽子。", "language": "cn", "image": picture(96, 64, 0)},
-    {"id": "b", "prompt": "Make it night.", "language": "en", "image": picture(64, 96, 1)},
+EDITS = [
+    {"id": "a/1", "prompt": "Add a red hat.", "language": "en", "image": noise_image(96, 64, 0)},
+    {"id": "a/1", "prompt": "加一顶红帽子。", "language": "cn", "image": noise_image(96, 64, 0)},
+    {"id": "b", "prompt": "Make it night.", "language": "en", "image": noise_image(64, 96, 1)},
 ]
 
 
@@ -148,9 +148,9 @@ STEPS = {"num_inference_steps": 1, "guidance_scale": 2.5, "max_area": 128 * 128}
 
 
 @pytest.fixture(scope="module")
-def drawn(pipeline, tmp_path_factory) -> tuple[Dataset, Path]:
+def generated(pipeline, tmp_path_factory) -> tuple[Dataset, Path]:
     path = tmp_path_factory.mktemp("edits") / "edits"
-    return draw_edits(pipeline, edits_of(DRAWN), StageFolder(path), seed=3, **STEPS), path
+    return draw_edits(pipeline, edits_of(EDITS), StageFolder(path), seed=3, **STEPS), path
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -158,8 +158,8 @@ def files(path: Path) -> dict[str, bytes]:
 
 
 class TestDrawing:
-    def test_columns_files_and_order(self, drawn):
-        edits, path = drawn
+    def test_columns_files_and_order(self, generated):
+        edits, path = generated
         assert edits["id"] == ["a/1", "a/1", "b"] and edits["language"] == ["en", "cn", "en"]
         assert edits["seed"] == [3, 3, 3]
         assert list(files(path)) == ["images/cn/a%2F1.png", "images/en/a%2F1.png", "images/en/b.png"]
@@ -171,13 +171,13 @@ class TestDrawing:
         assert StageFolder(path).load()["id"] == edits["id"]
         assert edits[0]["image"].tobytes() != edits[1]["image"].tobytes()  # another instruction
 
-    def test_they_are_those_of_the_pipeline_in_the_shape_of_the_source(self, drawn, pipeline):
-        edits, _ = drawn
+    def test_they_are_those_of_the_pipeline_in_the_shape_of_the_source(self, generated, pipeline):
+        edits, _ = generated
         assert [image.size for image in edits["image"]] == [(160, 96), (160, 96), (96, 160)]
         for row, (height, width) in ((0, (96, 160)), (2, (160, 96))):
             by_hand = pipeline(
-                image=DRAWN[row]["image"],
-                prompt=DRAWN[row]["prompt"],
+                image=EDITS[row]["image"],
+                prompt=EDITS[row]["prompt"],
                 height=height,
                 width=width,
                 max_area=height * width,
@@ -188,9 +188,9 @@ class TestDrawing:
             assert by_hand.tobytes() == edits[row]["image"].tobytes()
 
     @pytest.mark.slow
-    def test_stopped_and_resumed_is_the_same(self, drawn, pipeline, tmp_path, caplog):
-        whole, path = drawn
-        prompts = edits_of(DRAWN)
+    def test_stopped_and_resumed_is_the_same(self, generated, pipeline, tmp_path, caplog):
+        complete, path = generated
+        prompts = edits_of(EDITS)
         with Calls(pipeline.vae.decoder, stop_after=2), pytest.raises(KeyboardInterrupt):
             draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
         assert len(files(tmp_path)) == 2 and not StageFolder(tmp_path).is_done
@@ -199,27 +199,27 @@ class TestDrawing:
         with Calls(pipeline.vae.decoder) as calls, caplog.at_level(logging.WARNING):
             resumed = draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
         assert calls.count == 2 and f"{first} cannot be used" in caplog.text
-        assert files(tmp_path) == files(path) and resumed["id"] == whole["id"]
+        assert files(tmp_path) == files(path) and resumed["id"] == complete["id"]
         with Calls(pipeline.vae.decoder) as calls:
             draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
         assert calls.count == 0
 
     @pytest.mark.slow
-    def test_a_tuned_model_draws_something_else_from_the_same_noise(self, drawn, kontext, tmp_path):
-        whole, _ = drawn
-        tuned, prompts = load_pipeline(str(kontext), torch.float32, "cpu"), edits_of(DRAWN[:1])
+    def test_a_tuned_model_generates_something_else_from_the_same_noise(self, generated, kontext, tmp_path):
+        complete, _ = generated
+        tuned, prompts = load_pipeline(str(kontext), torch.float32, "cpu"), edits_of(EDITS[:1])
         noises = []
         tuned.transformer.register_forward_pre_hook(
             lambda module, args, kwargs: noises.append(kwargs["hidden_states"].clone()), with_kwargs=True
         )
         tuned.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights="gaussian"))
         untrained = draw_edits(tuned, prompts, StageFolder(tmp_path / "0"), seed=3, **STEPS)
-        assert untrained[0]["image"].tobytes() == whole[0]["image"].tobytes()
+        assert untrained[0]["image"].tobytes() == complete[0]["image"].tobytes()
         for name, parameter in tuned.transformer.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
         trained = draw_edits(tuned, prompts, StageFolder(tmp_path / "1"), seed=3, **STEPS)
-        assert trained[0]["image"].tobytes() != whole[0]["image"].tobytes()
+        assert trained[0]["image"].tobytes() != complete[0]["image"].tobytes()
         assert torch.equal(noises[0], noises[1])
         draw_edits(tuned, prompts, StageFolder(tmp_path / "2"), seed=4, **STEPS)
         assert not torch.equal(noises[0], noises[2])
@@ -229,7 +229,7 @@ class TestDrawing:
         folder = tiny.build_tiny_qwen_image_edit(tmp_path / "tiny-qwen-image-edit")
         qwen = load_pipeline(str(folder), torch.float32, "cpu")
         call = {"num_inference_steps": 1, "true_cfg_scale": 4.0, "negative_prompt": " "}
-        row = {**DRAWN[0], "height": 64, "width": 128}
+        row = {**EDITS[0], "height": 64, "width": 128}
         prompts = edits_of([row], height=Value("int64"), width=Value("int64")).remove_columns("language")
         edits = draw_edits(qwen, prompts, StageFolder(tmp_path / "edits"), **call)
         assert list(files(tmp_path / "edits")) == ["images/a%2F1.png"]
@@ -243,14 +243,14 @@ class TestDrawing:
         handle = pipeline.vae.decoder.register_forward_hook(lambda *args: torch.zeros_like(args[-1]))
         try:
             with caplog.at_level(logging.WARNING):
-                draw_edits(pipeline, edits_of(DRAWN[2:]), StageFolder(tmp_path), **STEPS)
+                draw_edits(pipeline, edits_of(EDITS[2:]), StageFolder(tmp_path), **STEPS)
         finally:
             handle.remove()
         assert StageFolder(tmp_path).report["flat edits"] == ["en/b"]
         assert "1 of 1 edits are one flat color" in caplog.text
 
-    def test_what_is_refused_before_anything_is_drawn(self, pipeline, tiny_flux, tmp_path):
-        def refused(message, rows=DRAWN, with_pipeline=pipeline, **arguments):
+    def test_what_is_refused_before_anything_is_generated(self, pipeline, tiny_flux, tmp_path):
+        def refused(message, rows=EDITS, with_pipeline=pipeline, **arguments):
             prompts = rows if isinstance(rows, Dataset) else edits_of(rows)
             with Calls(pipeline.transformer) as calls, pytest.raises(ValueError, match=message):
                 draw_edits(with_pipeline, prompts, StageFolder(tmp_path), **{**STEPS, **arguments})
@@ -262,13 +262,13 @@ class TestDrawing:
         refused("`height` is 64 and `width` None", height=64)
         refused("`seed` is -1", seed=-1)
         refused("`seed` is True", seed=True)
-        refused("no column `id`", edits_of(DRAWN).remove_columns("id"))
-        refused(r"Rows 0 and 1 .* same `id` 'a/1', so", edits_of(DRAWN).remove_columns("language"))
-        refused(r"Rows 0 and 3 .* in the same `language`", [*DRAWN, DRAWN[0]])
-        refused("`id` of row 1 of the prompts is ''", [DRAWN[0], {**DRAWN[1], "id": ""}])
-        refused("Row 1 of the prompts: its source image is None", [DRAWN[0], {**DRAWN[1], "image": None}])
+        refused("no column `id`", edits_of(EDITS).remove_columns("id"))
+        refused(r"Rows 0 and 1 .* same `id` 'a/1', so", edits_of(EDITS).remove_columns("language"))
+        refused(r"Rows 0 and 3 .* in the same `language`", [*EDITS, EDITS[0]])
+        refused("`id` of row 1 of the prompts is ''", [EDITS[0], {**EDITS[1], "id": ""}])
+        refused("Row 1 of the prompts: its source image is None", [EDITS[0], {**EDITS[1], "image": None}])
         pair = Dataset.from_list(
-            [{"id": "x", "prompt": "Join.", "images": [picture(64, 64, 0), picture(64, 64, 1)]}],
+            [{"id": "x", "prompt": "Join.", "images": [noise_image(64, 64, 0), noise_image(64, 64, 1)]}],
             features=Features({"id": Value("string"), "prompt": Value("string"), "images": List(ImageFeature())}),
         )
         refused("'x' has 2 source images, but FluxKontextPipeline takes at most 1", pair)
@@ -302,22 +302,22 @@ def prompts() -> Dataset:
     return planted_prompts()
 
 
-def colour_of(number: int, language: str = "en") -> tuple[int, int, int]:
+def color_of(number: int, language: str = "en") -> tuple[int, int, int]:
     """By which the planted judge knows an edit. Scores are tenths of it: 9.0, 8.9, ... and so on."""
     first = 90 - number - 20 * (language == "cn")
     return first, 100 - 15 * number, 40 + 10 * number - 5 * (language == "cn")
 
 
 def plant(
-    folder: Path, change=lambda colour: colour, places="{language}/{id}.png", leave_out=(), count: int = 6
+    folder: Path, change=lambda color: color, places="{language}/{id}.png", leave_out=(), count: int = 6
 ) -> Path:
     for language in ("en", "cn"):
         for number in range(count):
             if f"{language}/k{number}" not in leave_out:
                 name = places.format(language=language, id=f"k{number}", task_type=TASKS[number >= count // 2])
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                colour = change(colour_of(number, language))
-                Image.new("RGB", (60 + 20 * number, 60), colour).save(folder / name)
+                color = change(color_of(number, language))
+                Image.new("RGB", (60 + 20 * number, 60), color).save(folder / name)
     return folder
 
 
@@ -338,9 +338,9 @@ class TestFinding:
         assert len(found.files) == 12 and found.missing == found.unknown == []
         assert found.files["cn/k4"].parent.name == "cn"
 
-    def test_what_draw_edits_wrote(self, drawn):
-        edits, path = drawn
-        found = find_edits(path, edits_of(DRAWN))
+    def test_what_draw_edits_wrote(self, generated):
+        edits, path = generated
+        found = find_edits(path, edits_of(EDITS))
         assert found.missing == found.unknown == []
         stored = edits.cast_column("image", ImageFeature(decode=False))["image"]
         assert [str(file) for file in found.files.values()] == [image["path"] for image in stored]
@@ -355,7 +355,7 @@ class TestFinding:
         for name in ("k1_0.png", "k10.png", "K2 copy.png"):  # begin alike
             shutil.copy(tmp_path / "en/k0.png", tmp_path / "en" / name)
         shutil.copy(tmp_path / "en/k0.png", tmp_path / "en/k0_SRCIMG.png")  # as the benchmark's own example writes
-        (tmp_path / "en" / "notes.txt").write_text("no picture")
+        (tmp_path / "en" / "notes.txt").write_text("no image")
         with caplog.at_level(logging.WARNING):
             found = find_edits(tmp_path, prompts)
         assert found.missing == ["en/k1", "cn/k3"] and len(found.files) == 10
@@ -394,9 +394,9 @@ class TestFinding:
             find_edits(tmp_path, prompts)
 
     def test_ids_that_look_like_written_ones(self, tmp_path):
-        rows = [{"id": name, "prompt": "Edit.", "image": picture(8, 8, 0)} for name in ("a b", "a%20b")]
-        for name, colour in (("a%20b", "red"), ("a%2520b", "blue")):
-            Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+        rows = [{"id": name, "prompt": "Edit.", "image": noise_image(8, 8, 0)} for name in ("a b", "a%20b")]
+        for name, color in (("a%20b", "red"), ("a%2520b", "blue")):
+            Image.new("RGB", (8, 8), color).save(tmp_path / f"{name}.png")
         found = find_edits(tmp_path, edits_of(rows))
         assert {key: path.stem for key, path in found.files.items()} == {"a b": "a%20b", "a%20b": "a%2520b"}
 
@@ -418,7 +418,7 @@ class TestFinding:
             find_edits(tmp_path, prompts)
         (tmp_path / "en/other.png").unlink()
         plant(tmp_path)
-        (tmp_path / "cn/k3.png").write_text("no picture")
+        (tmp_path / "cn/k3.png").write_text("no image")
         with pytest.raises(ValueError, match="cn/k3.png is not a readable image"):
             find_edits(tmp_path, prompts)
 
@@ -427,7 +427,7 @@ class TestFinding:
 
 
 def say(body: dict) -> str:
-    """Numbers that are a function of the pixels: tenths of the colours of the edit, less what the source differs by."""
+    """Numbers that are a function of the pixels: tenths of the colors of the edit, less what the source differs by."""
     images, text = pictures_of(body)
     red, green, blue = images[-1].getpixel((5, 5))
     if len(images) == 2:
@@ -437,8 +437,8 @@ def say(body: dict) -> str:
     return json.dumps({"reasoning": "Seen.", "score": [blue / 10, 10]})
 
 
-def by_hand(number: int, language: str = "en", change=lambda colour: colour) -> EditScore:
-    red, green, blue = (value / 10 for value in change(colour_of(number, language)))
+def by_hand(number: int, language: str = "en", change=lambda color: color) -> EditScore:
+    red, green, blue = (value / 10 for value in change(color_of(number, language)))
     return EditScore(min(red, green), min(blue, 10.0), math.sqrt(min(red, green) * min(blue, 10.0)))
 
 
@@ -546,9 +546,9 @@ class TestScoring:
 
         def sometimes_bad(body):
             seen[asked(body)] += 1
-            if asked(body) == ("semantic", colour_of(3)[0]) and seen[asked(body)] <= bad_until:
+            if asked(body) == ("semantic", color_of(3)[0]) and seen[asked(body)] <= bad_until:
                 return ["I give it 9 of 10.", answer('{"score": [1, ', "length")][seen[asked(body)] % 2]
-            if asked(body) == ("quality", colour_of(4)[0]) and seen[asked(body)] <= bad_until:
+            if asked(body) == ("quality", color_of(4)[0]) and seen[asked(body)] <= bad_until:
                 return (400, "this image is refused")
             return say(body)
 
@@ -575,7 +575,7 @@ class TestScoring:
 
     def test_each_run_asks_with_seeds_of_its_own(self, server, prompts, tmp_path, caplog):
         found = find_edits(plant(tmp_path), prompts)
-        silent = "quality", colour_of(3)[0]
+        silent = "quality", color_of(3)[0]
         server.say = lambda body: "No." if asked(body) == silent else say(body)
         with caplog.at_level(logging.WARNING):
             for max_attempts in (2, 3, 1):
@@ -596,7 +596,7 @@ class TestScoring:
         assert len(server.requests) == 23 + 7
         assert server.requests[-1]["seed"] not in {body["seed"] for body in bodies}
 
-    def test_edits_that_have_changed_are_scored_anew_if_asked_for(self, server, prompts, tmp_path):
+    def test_edits_that_have_changed_are_scored_again_on_request(self, server, prompts, tmp_path):
         before = score_edits(endpoint_of(server), prompts, find_edits(plant(tmp_path), prompts), tmp_path)
         Image.new("RGB", (100, 60), (50, 40, 30)).save(tmp_path / "cn/k2.png")
         changed, num_requests = find_edits(tmp_path, prompts), len(server.requests)
@@ -625,13 +625,13 @@ class TestScoring:
         assert set(score_edits(endpoint_of(server), prompts, found, tmp_path).values()) == {None}
         assert len(server.requests) - num_requests == 12 * 3
 
-    def test_bad_arguments_and_pictures(self, server, prompts, tmp_path):
+    def test_bad_arguments_and_images(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
         with pytest.raises(ValueError, match="`max_attempts` is 0"):
             score_edits(endpoint_of(server), prompts, found, tmp_path, max_attempts=0)
         noise = tmp_path / "noise.png"
-        picture(100, 60, 1).save(noise)
-        found.files["en/k2"].write_bytes(noise.read_bytes()[:-100])  # its header is whole
+        noise_image(100, 60, 1).save(noise)
+        found.files["en/k2"].write_bytes(noise.read_bytes()[:-100])  # its header is complete
         cut = find_edits(tmp_path, prompts)
         with pytest.raises(ValueError, match="en/k2.png cannot be read"):
             score_edits(endpoint_of(server), prompts, cut, tmp_path)
@@ -640,9 +640,9 @@ class TestScoring:
 # ---- The figures ----
 
 
-def better(colour):
+def better(color):
     """An edit that is carried out further, with less damage."""
-    red, green, blue = colour
+    red, green, blue = color
     return red + 10, min(green + 10, 100), blue
 
 
@@ -654,7 +654,7 @@ def systems(prompts, tmp_path_factory):
         "base": find_edits(plant(folders["base"]), prompts),
         "tuned": find_edits(plant(folders["tuned"], better, leave_out=("en/k1",)), prompts),
     }
-    silent = colour_of(4, "cn")
+    silent = color_of(4, "cn")
 
     def mostly(body):
         images, _ = pictures_of(body)
@@ -667,7 +667,7 @@ def systems(prompts, tmp_path_factory):
     return [System(name, f"the {name} one", found[name], folders[name], settings) for name in found]
 
 
-def expected(metric, language, numbers=range(6), change=lambda colour: colour, zero=(), left_out=()):
+def expected(metric, language, numbers=range(6), change=lambda color: color, zero=(), left_out=()):
     """The mean of task types' means, by hand."""
     means = []
     for task in (range(3), range(3, 6)):
@@ -689,9 +689,9 @@ class TestResults:
         for metric, row in zip(
             gedit.METRICS, zip(*(table["rows"] for table in results["tables"]), strict=True), strict=True
         ):
-            whole, subset, chinese, chinese_subset = row
+            complete, subset, chinese, chinese_subset = row
             assert [line["metric"] for line in row] == [metric] * 4
-            base, tuned = whole["cells"]
+            base, tuned = complete["cells"]
             assert base["mean"] == expected(metric, "en") and base["count"] == 6
             assert tuned["mean"] == expected(metric, "en", change=better, zero=[1])
             assert subset["cells"][0]["mean"] == expected(metric, "en", range(5)) and subset["cells"][0]["count"] == 5
@@ -760,7 +760,7 @@ class TestResults:
         with pytest.raises(ValueError, match="`missing` is 'skip'"):
             gedit_results(prompts, systems, missing="skip")
 
-    def test_what_is_said_beside_the_figures(self, prompts, systems):
+    def test_counts_notes_and_settings(self, prompts, systems):
         results = gedit_results(prompts, systems, missing="zero")
         assert (
             results["protocol"] == "default"
@@ -783,7 +783,7 @@ class TestResults:
         assert "different conditions: num_inference_steps 8 and 4." in compared["alerts"][0]
         assert len(compared["alerts"]) == 3
 
-    def test_alerts_are_what_matters_beside_the_headline(self, prompts, systems):
+    def test_alerts_next_to_the_headline(self, prompts, systems):
         first, second = systems
         results = gedit_results(prompts, systems, missing="zero")
         left_out, zero = results["alerts"]
@@ -811,12 +811,12 @@ class TestResults:
         assert one["category"] == "text_change" and one["prompt"] == "cn instruction 5." and one["panels"] == [1, 1]
         for number, path in enumerate([one["source"], *(of_system[0] for of_system in one["pictures"])]):
             with Image.open(path) as image:
-                colours = [(5, 7, 9), colour_of(5, "cn"), better(colour_of(5, "cn"))]
-                assert image.getpixel((0, 0)) == colours[number]
+                colors = [(5, 7, 9), color_of(5, "cn"), better(color_of(5, "cn"))]
+                assert image.getpixel((0, 0)) == colors[number]
         assert one["scores"][1] == pytest.approx(by_hand(5, "cn", better)._asdict())
         assert sets["en/k1"]["pictures"][1] == [] and sets["en/k1"]["scores"][1] == dict.fromkeys(gedit.METRICS)
         assert sets["cn/k4"]["scores"][0] == dict.fromkeys(gedit.METRICS)
-        assert sets["en/k5"]["source"] == one["source"]  # the same picture
+        assert sets["en/k5"]["source"] == one["source"]  # the same image
         assert all(one["source"] is None for one in gedit_results(prompts, systems[:1])["sets"])
         # A source that is a file already
         path = tmp_path / "source.png"
@@ -910,7 +910,7 @@ class TestPublishedProtocol:
                 read_published_prompts(tmp_path / "clone")
 
     def test_what_the_judge_is_sent(self, server, gedit_repo, tmp_path):
-        source, edited = picture(90, 30, 0), picture(50, 100, 1).convert("RGBA")
+        source, edited = noise_image(90, 30, 0), noise_image(50, 100, 1).convert("RGBA")
         edited.putalpha(100)
         edited.save(tmp_path / "k.png")
         prompts = edits_of([{"id": "k", "prompt": "Do {it}.", "image": source}])
@@ -931,7 +931,7 @@ class TestPublishedProtocol:
                 "max_tokens": 1400,
             }
         assert len(score) == 1
-        score_edits(endpoint_of(server), prompts, found, tmp_path)  # ours: the pictures first, PNG, another size
+        score_edits(endpoint_of(server), prompts, found, tmp_path)  # ours: the images first, PNG, another size
         parts = server.requests[-1]["messages"][0]["content"]
         assert parts[-1]["type"] == "text" and parts[0]["image_url"]["url"].startswith("data:image/png")
 
@@ -965,7 +965,7 @@ class TestPublishedProtocol:
         published = {"protocol": "published", "gedit_repo": gedit_repo}
 
         def odd(body):
-            # JPEG changes a colour a little: an edit is known by its width
+            # JPEG changes a color a little: an edit is known by its width
             images, text = pictures_of(body)
             number, kind = (images[-1].width - 60) // 20, len(images)
             if number == 4 and "cn" in text:
@@ -1042,22 +1042,22 @@ state.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(drawn, kontext, prompts, server, tmp_path):
-    edits_of(DRAWN).save_to_disk(tmp_path / "drawn")
+def test_two_processes_equal_one(generated, kontext, prompts, server, tmp_path):
+    edits_of(EDITS).save_to_disk(tmp_path / "generated")
     prompts.save_to_disk(tmp_path / "planted")
     plant(tmp_path / "edits")
     (tmp_path / "script.py").write_text(SCRIPT)
     config = launching.write_ddp_config(tmp_path)
-    folders = [str(tmp_path / name) for name in ("drawn", "two", "planted", "edits")]
+    folders = [str(tmp_path / name) for name in ("generated", "two", "planted", "edits")]
     printed = launching.check_run([tmp_path / "script.py", kontext, *folders, server.url], config=config)
     total = sum(by_hand(n, language).overall for n in range(6) for language in ("en", "cn"))
     assert f"process 0 of 2: {total:.6f}" in printed and f"process 1 of 2: {total:.6f}" in printed
     assert len(server.requests) == 24 and len(set(map(asked, server.requests))) == 24
     parts = sorted((tmp_path / "edits" / "scores").glob("*.jsonl"))
     assert len(parts) == 2 and all(len(part.read_text().splitlines()) == 1 + 12 for part in parts)
-    alone = files(drawn[1])
+    alone = files(generated[1])
     assert files(tmp_path / "two").keys() == alone.keys()
     for name in alone:
-        with Image.open(tmp_path / "two" / name) as two, Image.open(drawn[1] / name) as one:
+        with Image.open(tmp_path / "two" / name) as two, Image.open(generated[1] / name) as one:
             # Not bit for bit: another process may round the last bit of a sum in another way
             assert abs(np.asarray(two).astype(int) - np.asarray(one)).max() <= 1

@@ -324,7 +324,7 @@ def test_summary_of_edits_says_the_headline_once(tmp_path):
     assert line.startswith("Overall (English: all instructions): 6.469")
 
 
-def test_alerts_stand_under_the_summary(results, tmp_path):
+def test_alerts_are_under_the_summary(results, tmp_path):
     (alert,) = results["alerts"]
     results["alerts"].append("The two systems drew under <b>different</b> conditions.")
     markdown = markdown_report(results)
@@ -476,7 +476,7 @@ def test_published_figures_are_those_of_the_same_scorers(results, tmp_path):
     assert comparable_tables(edits) == [] and PUBLISHED_HEADING not in markdown_report(edits)
 
 
-def test_published_figures_stand_only_beside_the_published_protocol(results, tmp_path):
+def test_published_figures_only_with_the_published_protocol(results, tmp_path):
     for protocol in ("default", "published"):
         paths = save_generation_report({**results, "protocol": protocol}, tmp_path / protocol)
         is_published = protocol == "published"
@@ -585,7 +585,7 @@ def test_page_shows_the_planted_sets(tmp_path, per_panel):
     assert frames.count("worst") == 2 * per_panel and ("panels are missing" in page.text("worst")) == per_panel
 
 
-def test_missing_pictures_are_shown_as_empty_frames(results, tmp_path):
+def test_missing_images_are_shown_as_empty_frames(results, tmp_path):
     def frames(page: Page) -> int:
         return sum(tag == "div" and attrs.get("class") == "empty" for tag, where, attrs in page.tags)
 
@@ -829,7 +829,7 @@ def test_a_card_written_twice_is_the_same_card(results, card):
     assert "0.812 [" not in text
 
 
-def test_results_of_both_protocols_stand_beside_one_another(results, card):
+def test_results_of_both_protocols_are_kept(results, card):
     add_results_to_card(card, results)
     once = card.read_text(encoding="utf-8")
     results["protocol"] = "published"
@@ -848,7 +848,7 @@ def test_results_of_both_protocols_stand_beside_one_another(results, card):
     assert values["scorer clip-flant5-xxl, published protocol", "entity"] == 0.721
 
 
-def test_results_of_edits_stand_beside_others(results, card, tmp_path):
+def test_results_of_edits_are_added_to_others(results, card, tmp_path):
     add_results_to_card(card, results)
     add_results_to_card(card, plant_gedit(tmp_path / "edits"))
     text = card.read_text(encoding="utf-8")
@@ -909,7 +909,9 @@ def test_cards_that_results_cannot_go_into(results, card, tmp_path):
     before = card.read_bytes()
     base = copy.deepcopy(results)
     base["systems"] = base["systems"][:1]
-    with pytest.raises(ValueError, match="results are of 'base', and a card has results of its own model, with the role 'tuned'"):
+    with pytest.raises(
+        ValueError, match="results are of 'base', and a card has results of its own model, with the role 'tuned'"
+    ):
         add_results_to_card(card, base)
     assert card.read_bytes() == before
     card.write_bytes(before.replace(b"- name: fox-lora", b"- title: fox-lora"))

@@ -104,7 +104,7 @@ def test_every_number_of_the_tables_is_on_the_page(open_page, report, results):
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_fits_a_telephone_and_a_desk(open_page, report, width):
+def test_the_page_fits_a_phone_and_a_desktop(open_page, report, width):
     page = open_page(report, width)
     assert page.evaluate(LEFT_OF_PAGE) == 0
     assert page.evaluate("() => document.images.length") > 30
@@ -120,7 +120,7 @@ def test_the_page_fits_a_telephone_and_a_desk(open_page, report, width):
     assert frame.count() == 1 and frame.inner_text() == "missing" and frame.bounding_box()["height"] > 60
 
 
-def test_the_table_scrolls_in_its_own_frame_on_a_telephone(open_page, report):
+def test_the_table_scrolls_in_its_own_frame_on_a_phone(open_page, report):
     page = open_page(report, 390)
     frame = page.locator("#results .scroll").first
     assert frame.evaluate("box => box.scrollWidth > box.clientWidth")
@@ -129,7 +129,7 @@ def test_the_table_scrolls_in_its_own_frame_on_a_telephone(open_page, report):
     assert frame.locator("tbody th").first.bounding_box()["x"] == pytest.approx(frame.bounding_box()["x"], abs=1)
 
 
-def test_leaks_and_settings_on_a_telephone(open_page, leaky):
+def test_leaks_and_settings_on_a_phone(open_page, leaky):
     page = open_page(leaky, 390)
     assert page.evaluate(LEFT_OF_PAGE) == 0
     rows = page.locator("#leakage details")

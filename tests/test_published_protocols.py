@@ -216,7 +216,7 @@ def test_who_cannot_follow_the_protocol(judge, rankings):
     assert results[0]["metrics"]["kendall_tau"] != results[1]["metrics"]["kendall_tau"]
 
 
-def test_published_figures_stand_beside_the_published_protocol_only(rankings, edits, tmp_path):
+def test_published_figures_only_with_the_published_protocol(rankings, edits, tmp_path):
     for evaluate, dataset in ((evaluate_rankings, rankings), (evaluate_edit_reward, edits)):
         save_report(evaluate(NoQuestions(), dataset), tmp_path)
     text = (tmp_path / "results.md").read_text()

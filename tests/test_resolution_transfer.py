@@ -270,7 +270,7 @@ class TestResolutionTransfer:
         fisher = [math.tanh(math.atanh(result.correlation) + sign * 1.96 / math.sqrt(1597)) for sign in (-1, 1)]
         assert (result.low, result.high) == pytest.approx(fisher, abs=0.012)
 
-    def test_the_draws_are_those_of_whole_prompts(self):
+    def test_resamples_are_of_full_prompts(self):
         pairs = correlated(7, 3, 0.6, share=0.9, seed=2)
         (result,) = resolution_transfer(pairs, n_resamples=2000)
         scores = np.stack([pairs.training["clip_t"], pairs.inference["clip_t"]]).reshape(2, 7, 3)
@@ -376,7 +376,7 @@ class TestResolutionTransfer:
         both = only([0.1, 0.2, 0.4], [0.1, 0.3, 0.2], [7, 7, 8])
         assert not math.isnan(both.low) and both.note == ""
 
-    def test_draws_without_spread_are_left_out(self):
+    def test_resamples_without_spread_are_left_out(self):
         # One image per prompt: one draw in 9 holds a single image three times, and has no correlation
         pairs = ScorePairs(["a", "b", "c"], {"r": [0.1, 0.2, 0.4]}, {"r": [0.3, 0.5, 0.6]})
         with warnings.catch_warnings():
@@ -385,7 +385,7 @@ class TestResolutionTransfer:
         assert -1 <= result.low <= result.correlation + 1e-9
         assert result.high == pytest.approx(1.0)  # two distinct images lie on a line
 
-    def test_draws_of_a_single_image_are_left_out_in_spite_of_rounding(self):
+    def test_resamples_of_a_single_image_are_left_out_in_spite_of_rounding(self):
         for seed in range(20):
             rng = np.random.default_rng(seed)
             falling = [np.sort(rng.random(3)), np.sort(rng.random(3))[::-1]]
@@ -487,7 +487,7 @@ class TestPicture:
         assert np.ptp(places[1][:, 0]) > 0.2 * pixels.shape[0]  # both of its pairs
         assert "matplotlib.pyplot" not in sys.modules or "pyplot" not in save_resolution_transfer.__code__.co_names
 
-    def test_missing_pairs_are_not_drawn_and_rewards_have_panels(self, tmp_path):
+    def test_missing_pairs_are_not_plotted_and_rewards_have_panels(self, tmp_path):
         def size_and_ink(pairs):
             save_resolution_transfer(resolution_transfer(pairs), pairs, tmp_path / "transfer.png")
             with Image.open(tmp_path / "transfer.png") as image:

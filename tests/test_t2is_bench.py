@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T2IS-Bench on planted pictures: flat panels, whose every score is known by hand."""
+"""T2IS-Bench on planted images: flat panels, whose every score is known by hand."""
 
 import json
 import math
@@ -52,12 +52,12 @@ def panel(value: int) -> Image.Image:
 
 
 def pair_score(first: int, second: int, text: str) -> float:
-    """What the planted judge says of two panels: 0.9 for the same colour, 0.1 for others, more by the criterion."""
+    """Score of the planted judge for two panels: 0.9 for the same color, 0.1 for others, more by the criterion."""
     return (0.9 if first == second else 0.1) + BONUS[text]
 
 
 class PlantedJudge:
-    """Says [`pair_score`] from the pixels, and how bright a picture is."""
+    """Give [`pair_score`] from the pixels, and how bright an image is."""
 
     name = "planted"
 
@@ -227,7 +227,7 @@ class TestStatistics:
         alone = bootstrap_interval(list(values.values()))
         assert expected[1] - expected[0] > 1.2 * (alone[1] - alone[0])
 
-    def test_parts_share_their_draws(self):
+    def test_parts_share_their_resamples(self):
         rng = np.random.default_rng(0)
         first = {(n,): float(value) for n, value in enumerate(rng.random(30))}
         opposite = {unit: 1 - value for unit, value in first.items()}
@@ -449,7 +449,7 @@ class TestOwnFiles:
 
 
 class TestFolders:
-    def test_grids_and_panels_are_the_same_pictures(self, bench, tmp_path):
+    def test_grids_and_panels_are_the_same_images(self, bench, tmp_path):
         grids = find_image_sets(write_grids(tmp_path / "grids", FOREIGN), bench)
         for start in (0, 1):
             panels = find_image_sets(write_panels(tmp_path / f"panels{start}", FOREIGN, start), bench)
@@ -797,7 +797,7 @@ class TestResume:
         assert (rest.calls, whole.calls) == (1, 3)
         t2is_results(bench, [system])
 
-    def test_a_changed_picture(self, bench, tmp_path):
+    def test_a_changed_image(self, bench, tmp_path):
         folder = write_grids(tmp_path / "grids", FOREIGN)
         found = find_image_sets(folder, bench)
         score_consistency(PlantedJudge(), found, bench, tmp_path / "scores")
