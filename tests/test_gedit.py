@@ -157,7 +157,7 @@ def files(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted((path / "images").rglob("*.png"))}
 
 
-class TestDrawing:
+class TestGeneration:
     def test_columns_files_and_order(self, generated):
         edits, path = generated
         assert edits["id"] == ["a/1", "a/1", "b"] and edits["language"] == ["en", "cn", "en"]

@@ -102,6 +102,9 @@ def evaluate_edit_reward(
     Example:
 
     ```python
+    >>> from datasets import load_dataset
+    >>> from paco_trl import PaCoReward
+
     >>> judge = PaCoReward.from_pretrained("X-GenGroup/PaCo-Reward-7B", device="cuda")
     >>> dataset = load_dataset("EditScore/EditReward-Bench", split="train")
     >>> results = evaluate_edit_reward(judge, dataset, output_path="results/paco-reward-7b-edit.jsonl")
