@@ -34,7 +34,7 @@ from paco_trl.image_benchmarks.leakage import find_leaks
 from paco_trl.image_benchmarks.t2is_comparison import System
 from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
 from paco_trl.utils.stage_folder import StageFolder
-from test_draw_grids import Calls
+from test_generate_grids import Calls
 
 
 # ---- Reading answers ----

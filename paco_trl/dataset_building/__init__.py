@@ -21,7 +21,7 @@ from .annotators import annotator_kinds, judge_annotator_name, rank_automaticall
 from .build_pairs import build_pairs
 from .categories import CATEGORIES, DIMENSIONS
 from .diversify import diversify_prompts
-from .draw_grids import draw_grids
+from .generate_grids import draw_grids
 from .pair_panels import cut_panels, make_instances
 from .publish import publish_dataset
 from .write_prompts import write_prompts

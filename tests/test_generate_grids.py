@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline, EulerAncestralDiscreteScheduler, Stable
 from PIL import Image
 
 import launching
-from paco_trl.dataset_building.draw_grids import draw_grids, plan_batches
+from paco_trl.dataset_building.generate_grids import draw_grids, plan_batches
 from paco_trl.utils.generation import load_pipeline
 from paco_trl.utils.stage_folder import StageFolder
 
