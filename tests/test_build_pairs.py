@@ -246,7 +246,7 @@ class TestAnnotations:
             ("in.csv", b"annotator,instance,ranking\nanna,x,1>0>2,3\n", "line 2 has another number of cells"),
             ("in.json", b'[{"annotator": "anna", "instance": ["x"], "ranking": [0, 1, 2]}]', r"no instance \['x'\]"),
             ("in.json", b'[{"annotator": "anna", "instance": "x", "skipped": "no"}]', "must have one of `ranking`"),
-            ("in.txt", b"", "no file of annotations"),
+            ("in.txt", b"", "not a file of annotations"),
         ],
     )
     def test_files_that_are_not_whole(self, tmp_path, name, content, message):
@@ -290,7 +290,7 @@ class TestAnnotations:
         path.write_bytes("\ufeffannotator,instance,ranking,note\r\nanna,x,1>0>2,ok\r\nben,x,,\r\n".encode())
         assert import_annotations(path, tmp_path, tasks({"x": 3})) == {"anna": 1, "ben": 1}
         path.write_text("annotator,instance\nanna,x\n")
-        with pytest.raises(ValueError, match=r"needs \['ranking'\] besides"):
+        with pytest.raises(ValueError, match=r"lacks the columns \['ranking'\]"):
             import_annotations(path, tmp_path, tasks({"x": 3}))
         path.write_text("annotator,instance,ranking\nanna,x,1>0\n")
         with pytest.raises(ValueError, match=r"in\.csv, line 2: it ranks 2 candidates"):
@@ -699,7 +699,7 @@ class TestJudge:
         judge.unanswered = {"p002/0-1.png"}
         counts = rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path)
         assert counts == {"ranked": 276, "found": 0, "unanswered": 12}  # the candidates at position 1 of p002
-        assert "left 12 of 288 instances unanswered" in caplog.text
+        assert "did not score 12 of 288 instances" in caplog.text
         judge.unanswered = set()
         assert rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path) == {
             "ranked": 12,

@@ -728,7 +728,7 @@ class TestLoadPacoDataset:
         [
             (
                 {"own": {"hf_hub_url": "a/b"}},
-                "dataset_info.json has for 'own': {'hf_hub_url': 'a/b'}. It must have a `file_name`",
+                "dataset_info.json has for 'own': {'hf_hub_url': 'a/b'}. It needs a `file_name`",
             ),
             ({"own": {"file_name": "own.json", "formatting": "alpaca"}}, "has for 'own': .*'alpaca'"),
             ({"own": {"file_name": "../own.json"}}, "path '../own.json' is absolute or leaves"),
@@ -848,8 +848,8 @@ class TestLoadPacoDataset:
         [
             ("version https://git-lfs", "own.json is not valid JSON .*Git LFS"),
             ('[{"images": ', "not valid JSON"),
-            ("[]", "own.json holds no list of records, or an empty one"),
-            ('{"images": []}', "holds no list of records"),
+            ("[]", "own.json is not a list of JSON objects, or an empty one"),
+            ('{"images": []}', "is not a list of JSON objects"),
         ],
     )
     def test_broken_file(self, tmp_path, text, message, skip_broken):
@@ -985,8 +985,8 @@ class TestZipFiles:
         write_image(folder / "b.png", 4)
         data = (folder / "x.zip").read_bytes()
         for damaged, message in (
-            (data[: len(data) // 2], rf"x.zip is no zip file, or an incomplete one \({len(data) // 2} bytes\)"),
-            (b"version https://git-lfs.github.com/spec/v1", "x.zip is no zip file.*Git LFS"),
+            (data[: len(data) // 2], rf"x.zip is not a zip file, or an incomplete one \({len(data) // 2} bytes\)"),
+            (b"version https://git-lfs.github.com/spec/v1", "x.zip is not a zip file.*Git LFS"),
             (data[:5000] + b"?" * 9 + data[5009:], r"data/x.zip cannot be extracted \(Bad CRC"),
         ):
             (folder / "x.zip").write_bytes(damaged)
@@ -1022,7 +1022,7 @@ class TestZipFiles:
             assert seeds_of(self.load(tmp_path / "data", path, path)) == [[3, 3]]
         assert not list(own_cache.rglob("evil.png")) and list(own_cache.rglob("a.png"))
         archive.write_bytes(archive.read_bytes()[:-300] if name == "images.tgz" else b"version https://git-lfs")
-        with pytest.raises(tarfile.ReadError, match="cannot be extracted|is no tar file.*Git LFS"):
+        with pytest.raises(tarfile.ReadError, match="cannot be extracted|is not a tar file.*Git LFS"):
             self.load(tmp_path / "data", "1/a.png", "1/a.png", skip_broken=True)
 
     @pytest.mark.parametrize("name", ["images.tar.gz.part-aa", "images.tar.00", "images.zip.001", "sub/images.z01"])

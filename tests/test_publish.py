@@ -491,10 +491,10 @@ def test_without_what_is_not_known(hub, client, tmp_path):
         ({"repo_id": "others/foxes"}, PermissionError, "it has no right to 'others'"),
         ({"generator": "nobody/nothing"}, ValueError, "'nobody/nothing'.*cannot be read.*Set `license`"),
         ({"generator": None}, ValueError, "Neither `license` nor `generator`.*Set `license`"),
-        ({"license": "flux-1-dev"}, ValueError, "does not take the metadata.*'flux-1-dev'.*\"other\""),
+        ({"license": "flux-1-dev"}, ValueError, "refuses the metadata.*'flux-1-dev'.*\"other\""),
         ({"report": {"prompts": {"language": "English"}}}, ValueError, "correct `language`"),
         ({"repo_id": "tester/other"}, ValueError, "1 files that are not part.*'data.csv'.*another `repo_id`"),
-        ({"repo_id": "tester/public"}, ValueError, "is there and public"),
+        ({"repo_id": "tester/public"}, ValueError, "exists and is public"),
     ],
 )  # fmt: skip
 def test_nothing_is_sent_when_something_is_wrong(hub, client, tmp_path, arguments, kind, message):

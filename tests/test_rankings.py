@@ -117,7 +117,7 @@ class TestCheckRankingColumns:
             ({"ranking": [0, 1, -1]}, r"is \[0, 1, -1\]"),
             ({"ranking": [0, 1, None]}, r"is \[0, 1, None\]"),
             ({"ranking": None}, "is None"),
-            ({"ranking": [0], "candidates": [color(1)]}, "Row 1 of `bench` has 1 candidates, which cannot be ranked"),
+            ({"ranking": [0], "candidates": [color(1)]}, "Row 1 of `bench` has 1 candidates, but a ranking needs at least 2"),
             ({"ranking": [], "candidates": []}, "has 0 candidates"),
             ({"candidates": None}, "has 0 candidates"),
             ({"prompt": " "}, "`prompt` of row 1 of `bench` is ' '"),
@@ -208,7 +208,7 @@ class TestLoadConsistencyRank:
         names = [".cache", "consistency_full_rank.jsonl", "images.zip", "prompt_data.jsonl"]
         assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == names
         (tmp_path / "bench" / "images.zip").write_bytes(b"version https://git-lfs.github.com/spec/v1")
-        with pytest.raises(zipfile.BadZipFile, match="images.zip is no zip file, or an incomplete one .42 bytes"):
+        with pytest.raises(zipfile.BadZipFile, match="images.zip is not a zip file, or an incomplete one .42 bytes"):
             load_consistency_rank(tmp_path / "bench", skip_broken=True)
 
     def test_from_the_hub(self, tmp_path):
@@ -326,7 +326,7 @@ class TestLoadConsistencyRank:
             ([{"prompt": "A fox."}], "has the idx None"),
             ([{"idx": "1", "prompt": "A fox."}, {"idx": 1, "prompt": "A fox."}], "line 2 has the idx 1 of an earlier"),
             ([{"idx": "1", "prompt": "A fox.", "criteria": {"Style": "Ink."}}], "criteria {'Style': 'Ink.'}"),
-            ([{"idx": "1", "prompt": "A fox.", "criteria": "Ink."}], "criteria 'Ink.'. They must be a dictionary"),
+            ([{"idx": "1", "prompt": "A fox.", "criteria": "Ink."}], "criteria 'Ink.'. They must be dimension -> name -> text"),
         ],
     )
     def test_prompts(self, tmp_path, prompts, message):

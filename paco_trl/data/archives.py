@@ -23,7 +23,7 @@ _DAMAGE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMA
 
 
 def _extract(archive: Path) -> Path:
-    """Extract an archive into the cache of `datasets`, unless it is there, and give its folder in the cache."""
+    """Extract an archive into the cache of `datasets`, unless it is there, and return its directory."""
     from datasets import config
     from datasets.utils.extract import TarExtractor, ZipExtractor
     from huggingface_hub.utils import WeakFileLock
@@ -33,7 +33,7 @@ def _extract(archive: Path) -> Path:
     error_type = zipfile.BadZipFile if is_zip else tarfile.ReadError
     if not (zipfile.is_zipfile(archive) if is_zip else tarfile.is_tarfile(archive)):
         raise error_type(
-            f"{archive} is no {'zip' if is_zip else 'tar'} file, or an incomplete one ({stat.st_size} bytes). Download it "
+            f"{archive} is not a {'zip' if is_zip else 'tar'} file, or an incomplete one ({stat.st_size} bytes). Download it "
             "again; a clone without Git LFS has only pointers of about 130 bytes."
         )
     # An archive that replaces another one at its place gets a folder of its own
@@ -58,7 +58,7 @@ def _extract(archive: Path) -> Path:
 
 
 class ImageFinder:
-    """Finds images in a folder or in its archives, which are extracted when first needed."""
+    """Find images in a directory or in its archives, which are extracted when first needed."""
 
     def __init__(self, folder: Path, num_proc: int | None = None):
         self.folder = folder
@@ -68,7 +68,7 @@ class ImageFinder:
 
     @cached_property
     def extracted(self) -> list[tuple[PurePath, Path]]:
-        """Extract all archives: the path of each in the folder, and its folder in the cache."""
+        """Extract all archives; return the path of each and its directory in the cache."""
         archives = []
         for path in sorted(self.folder.rglob("*")):
             # `hf download --local-dir` keeps `.cache/huggingface/download/images.zip.metadata`
@@ -93,8 +93,8 @@ class ImageFinder:
     def _find_in_archives(self, path: PurePath) -> Path:
         hits: dict[PurePath, Path] = {}
         for name, folder in self.extracted:
-            # As if the archive were unpacked in the folder, where it lies, or into a folder with its own name; and its
-            # one top folder may have its name, and not be part of the path
+            # As if it were unpacked in the dataset's directory, next to itself, or into a directory of its name; its one
+            # top directory may have its name too, and not be part of the path
             stem = _ARCHIVE.sub("", name.name)
             places = [PurePath(), name.parent, name.parent / stem]
             inside = [path.relative_to(place) for place in places if path.is_relative_to(place)]
@@ -114,10 +114,10 @@ class ImageFinder:
     def _describe_archives(self) -> str:
         archives = [str(name) for name, _ in self.extracted]
         where = f"the archives {archives}" if archives else "an archive, of which there are none"
+        remedy = "Check that the download is complete."
         if self.parts:
-            where += f"; {self.parts[:3]} look like parts of archives, which are not put together here"
+            where += f"; {self.parts[:3]} look like parts of archives, which are not joined here"
+            remedy = f"Join and unpack them in {self.folder} (`cat <parts> | tar -xz`, or `zip -s 0`)."
         if (self.folder / "decompress.sh").is_file():
-            return f"{where}. Check that the download is complete, and unpack it: `cd {self.folder} && bash decompress.sh`."
-        if self.parts:
-            return f"{where}. Join and unpack them in {self.folder} (`cat <parts> | tar -xz`, or `zip -s 0`)."
-        return f"{where}. Check that the download is complete."
+            remedy = f"Check that the download is complete, and unpack it: `cd {self.folder} && bash decompress.sh`."
+        return f"{where}. {remedy}"

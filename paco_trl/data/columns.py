@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks of datasets share: types of columns, lists of images, lengths."""
+"""Check the columns of datasets: types, lists of images, lengths."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def column_types(**kinds: Any) -> "Features":
-    """Give the types of columns: by the names of Arrow or `"image"`, a list of one of them for a list, or a dictionary."""
+    """Return the types of columns: by the names of Arrow or `"image"`, a list of one for a list, or a dictionary."""
     from datasets import Features, Image, List, Value
 
     def type_of(kind: Any) -> Any:
@@ -26,7 +26,7 @@ def column_types(**kinds: Any) -> "Features":
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:
-    """Check that something is a loaded dataset with rows."""
+    """Check that an object is a loaded dataset with rows."""
     from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
     if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
@@ -71,6 +71,16 @@ def check_image_list(dataset: "Dataset", column: str, name: str, decoded: bool =
     inner = feature.feature if isinstance(feature, (List, LargeList)) else None
     kinds = ("a list of images", "datasets.List(datasets.Image())")
     _check_image_type(inner, feature, (column, name), kinds, decoded)
+
+
+def by_id(dataset: "Dataset", column: str) -> dict[Any, Any]:
+    """Read a column by the `id` of the rows; images are not decoded."""
+    from datasets import Image
+
+    if isinstance(dataset.features[column], Image):
+        dataset = dataset.cast_column(column, Image(decode=False))
+    columns = dataset.with_format(None).select_columns(["id", column])[:]
+    return dict(zip(columns["id"], columns[column], strict=True))
 
 
 def list_lengths(dataset: "Dataset", column: str) -> "np.ndarray":

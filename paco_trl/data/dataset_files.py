@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loaders of datasets share: finding files, reading JSON, refusing unsafe paths, leaving out broken rows."""
+"""Share code between the loaders of datasets: find files, read JSON, refuse unsafe paths, skip broken rows."""
 
 import json
 import logging
@@ -21,28 +21,26 @@ _SAVED = ("state.json", "dataset_dict.json")  # by `save_to_disk`
 
 
 def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
-    """Find the folder of a published dataset, on disk or, when there is none, on the Hub."""
+    """Find the directory of a published dataset on disk, else on the Hub."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.absolute()
     if folder.is_file():
-        raise ValueError(f"{str(path)!r} is a file, but a dataset is a folder. Give the folder that the file is in.")
+        raise ValueError(f"{str(path)!r} is a file, but a dataset is a directory. Give the folder of the file.")
     if isinstance(path, Path) or is_local(path):
-        raise FileNotFoundError(
-            f"There is no folder {str(path)!r}. Check the path, or give the id of a dataset on the Hub."
-        )
+        raise FileNotFoundError(f"There is no folder {str(path)!r}. Check the path, or give the Hub id of a dataset.")
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
 
 
 def find_prompts(name: str | Path, what: str) -> Path:
-    """Find a file or folder of prompts; a path that does not exist can be a Hub id."""
+    """Find a file or directory of prompts; a path that does not exist can be a Hub id."""
     path = Path(name).expanduser()
     if not path.exists() and (isinstance(name, Path) or is_local(name) or path.suffix in (".json", ".jsonl")):
         raise FileNotFoundError(
-            f"There is no file or folder {str(name)!r} with {what}. Check the path; the image-set prompts that come with "
-            "the package are at `paco_trl.data.demo_prompts_path()`."
+            f"There is no file or folder {str(name)!r} with {what}. Check the path; the demo image-set prompts are at "
+            "`paco_trl.data.demo_prompts_path()`."
         )
     if path.is_file() and path.suffix not in (".json", ".jsonl"):
         raise ValueError(f"The file {str(path)!r} is not read: {what} are `.jsonl` or `.json` files.")
@@ -50,7 +48,7 @@ def find_prompts(name: str | Path, what: str) -> Path:
 
 
 def is_saved(path: str | Path) -> bool:
-    """Tell whether `save_to_disk` wrote a folder."""
+    """Tell whether `save_to_disk` wrote a directory."""
     return any((Path(path) / marker).is_file() for marker in _SAVED)
 
 
@@ -70,7 +68,7 @@ def load_split(path: str | Path, split: str) -> "Dataset":
 
 
 def dataset_of_rows(rows: list[dict[str, Any]]) -> "Dataset":
-    """Make a dataset of rows, with the keys of all of them: `Dataset.from_list` takes those of the first row."""
+    """Build a dataset of rows, with the keys of all of them: `Dataset.from_list` takes those of the first row."""
     from datasets import Dataset
 
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -85,7 +83,7 @@ def find_dataset_file(folder: Path, name: str) -> Path:
         if len(there) > _MAX_LISTED:
             listed += f" and {len(there) - _MAX_LISTED} more"
         raise FileNotFoundError(
-            f"There is no file {name!r} in {folder}, only: {listed}. Check the name, or that the folder is complete."
+            f"There is no file {name!r} in {folder}, only: {listed}. Check that the folder is complete."
         )
     return folder / name
 
@@ -96,42 +94,39 @@ def parse_json(text: str, where: str | Path) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"{where} is not valid JSON ({error}). Correct the file, or download it again: a clone without Git LFS has "
-            "only a pointer."
+            f"{where} is not valid JSON ({error}). Correct it, or download it again: a clone without Git LFS has pointers."
         ) from error
 
 
 def read_json_lines(path: Path) -> list[tuple[str, Any]]:
-    """Read the JSON of each line, with the place that it is at."""
+    """Read the JSON of each line, with its place."""
     # Not `splitlines`, which would also cut at characters that JSON allows inside a string
     lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
-    return [
-        (place, parse_json(line, place))
-        for place, line in ((f"{path.name}, line {n}", s) for n, s in lines if s.strip())
-    ]
+    places = [(f"{path.name}, line {number}", line) for number, line in lines if line.strip()]
+    return [(place, parse_json(line, place)) for place, line in places]
 
 
-def read_json_objects(path: Path, wanted: str) -> dict[str, dict[str, Any]]:
+def read_json_objects(path: Path, expected: str) -> dict[str, dict[str, Any]]:
     """Read a JSON object of objects."""
     content = parse_json(path.read_text(encoding="utf-8"), path)
     if not isinstance(content, dict) or not all(isinstance(value, dict) for value in content.values()):
-        raise ValueError(f"{path} must be a JSON object of objects: {wanted}.")
+        raise ValueError(f"{path} must be a JSON object of objects: {expected}.")
     return content
 
 
 def path_inside(path: str) -> PurePath:
-    """Give a path that a dataset names, if it stays in the dataset's folder."""
+    """Normalize a path that a dataset names, if it stays in the dataset's directory."""
     if not isinstance(path, str) or not path:
         raise ValueError(f"an image is {path!r}, but it must be a path relative to the folder.")
     inside = PurePath(os.path.normpath(path))
     if inside.anchor or inside.parts[:1] == ("..",):
         raise ValueError(
-            f"the path {path!r} is absolute or leaves the folder of the dataset. It must be relative and stay in it."
+            f"the path {path!r} is absolute or leaves the folder of the dataset. It must be relative, inside it."
         )
     return inside
 
 
-def settle_broken(broken: list[str], total: int, what: str, skip_broken: bool) -> None:
+def report_broken(broken: list[str], total: int, what: str, skip_broken: bool) -> None:
     """Raise an error for broken rows, or warn that they are left out."""
     if not broken:
         return
@@ -139,9 +134,7 @@ def settle_broken(broken: list[str], total: int, what: str, skip_broken: bool) -
         count = f" ({len(broken)} of {total} {what} are broken; this is the first one.)" if len(broken) > 1 else ""
         raise ValueError(f"{broken[0]} Correct it, or leave such {what} out with `skip_broken=True`.{count}")
     if len(broken) == total:
-        raise ValueError(
-            f"All {total} {what} are broken, so that `skip_broken=True` leaves none. The first: {broken[0]}"
-        )
+        raise ValueError(f"All {total} {what} are broken, so `skip_broken=True` leaves none. The first: {broken[0]}")
     lines = [f"Left out {len(broken)} of {total} {what} that are broken:", *broken[:_MAX_LISTED]]
     if len(broken) > _MAX_LISTED:
         lines.append(f"and {len(broken) - _MAX_LISTED} more.")

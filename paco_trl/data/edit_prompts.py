@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Editing prompts: an instruction, and the image or images that it is about.
+"""
+Editing prompts: an instruction, and the image or images to edit.
 
-The columns are `prompt` (the instruction), `image` (the source) or `images` (a list of sources) and, where known, `id`,
+Columns: `prompt` (the instruction), `image` (the source) or `images` (a list of sources) and, where known, `id`,
 `height` and `width` (inference size), and `rows`, `cols` and `panels` where the edited image is itself a grid.
 """
 
@@ -18,7 +19,7 @@ from .dataset_files import dataset_of_rows, find_prompts, load_split, path_insid
 from .grids import pixels_sha256
 from .image_sets import check_row, read_json_rows
 from .source_images import MANY_ROWS, SourceImages
-from .texts import normalized
+from .texts import is_text, normalized
 
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _GRID_COLUMNS = ["rows", "cols", "panels"]
 
-# Side of the thumbnails that say whether two images look the same, and the mean difference of their pixels (of 255)
-# below which they do. Encoding and resizing change less than 3; different pictures differ by tens
+# Two images look the same if the pixels of their thumbnails of this side differ by less on average (of 255). Encoding and
+# resizing change less than 3; different images differ by tens
 _THUMBNAIL = 16
 _LOOKS_THE_SAME = 8
 
@@ -50,51 +51,45 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     Raises:
         TypeError: If it is not a [`~datasets.Dataset`].
         ValueError: If it has no rows, a column is missing or of the wrong type, there are both `image` and `images`,
-        or a row has an empty instruction, half a size, or a grid that its panels do not fit.
+        or a row has an empty instruction, half a size, or a grid that does not fit its panels.
     """
     check_is_dataset(dataset, name)
     names = dataset.column_names
     sources = [column for column in ("image", "images") if column in names]
     if "prompt" not in names or not sources:
-        missing = ["prompt"] * ("prompt" not in names) + ["image` or `images"] * (not sources)
+        missing = ["`prompt`"] * ("prompt" not in names) + ["`image` or `images`"] * (not sources)
         hint = "Rename or add them."
         if _is_gedit(names):
-            hint = "These look like raw GEdit-Bench rows: `paco_trl.data.convert_gedit_bench(dataset)`."
+            hint = "Convert GEdit-Bench with `paco_trl.data.convert_gedit_bench(dataset)`."
         elif _is_sharegpt(names):
-            hint = (
-                "These look like raw ShareGPT-4o-Image rows: "
-                "`paco_trl.data.convert_sharegpt_4o_image(dataset, image_folder)`."
-            )
+            hint = "Convert ShareGPT-4o-Image with `paco_trl.data.convert_sharegpt_4o_image(dataset, image_folder)`."
         raise ValueError(
-            f"Editing prompts need `{'` and `'.join(missing)}`, but `{name}` has only the columns {names}. {hint}"
+            f"Editing prompts need {' and '.join(missing)}, but `{name}` has only the columns {names}. {hint}"
         )
     if len(sources) == 2:
         raise ValueError(f'`{name}` has both `image` and `images`. Remove one: `dataset.remove_columns("image")`.')
-    if sources == ["image"]:
-        check_image_column(dataset, "image", name, decoded=False)
-    else:
-        check_image_list(dataset, "images", name, decoded=False)
+    check = check_image_column if sources == ["image"] else check_image_list
+    check(dataset, sources[0], name, decoded=False)
 
     plain = dataset.with_format(None)
     prompts = list(plain["prompt"])
     for row, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) or not prompt.strip():
+        if not is_text(prompt):
             raise ValueError(
                 f"`prompt` of row {row} of `{name}` is {shorten(prompt)}. It must be an instruction that is not empty."
             )
     sizes = [plain[column] if column in names else [None] * len(dataset) for column in ("height", "width")]
-    for row, size in enumerate(zip(*sizes, strict=True)):
-        if size != (None, None) and not all(type(value) is int and value > 0 for value in size):
+    for row, (height, width) in enumerate(zip(*sizes, strict=True)):
+        if (height, width) != (None, None) and not all(type(side) is int and side > 0 for side in (height, width)):
             raise ValueError(
-                f"`height` and `width` of row {row} of `{name}` are {size[0]!r} and {size[1]!r}. Give both, as positive ints, or neither."
+                f"`height` and `width` of row {row} of `{name}` are {height!r} and {width!r}. Give both, as positive "
+                "ints, or neither."
             )
-    grid = [column for column in _GRID_COLUMNS if column in names]
-    if not grid:
+    missing = [column for column in _GRID_COLUMNS if column not in names]
+    if len(missing) == len(_GRID_COLUMNS):
         return
-    if grid != _GRID_COLUMNS:
-        raise ValueError(
-            f"`{name}` has {grid} without {[one for one in _GRID_COLUMNS if one not in grid]}. A grid needs all three."
-        )
+    if missing:
+        raise ValueError(f"`{name}` has columns of a grid without {missing}. A grid needs {_GRID_COLUMNS}.")
     for row, values in enumerate(zip(*(plain[column] for column in _GRID_COLUMNS), strict=True)):
         if values != (None, None, None):
             check_row(row, prompts[row], *values)
@@ -149,13 +144,8 @@ def convert_gedit_bench(
     check_is_dataset(dataset, "dataset")
     names = dataset.column_names
     source = source_column or ("input_image_raw" if "input_image_raw" in names else "input_image")
-    renamed = {
-        "key": "id",
-        "instruction": "prompt",
-        source: "image",
-        "task_type": "task_type",
-        "instruction_language": "language",
-    }
+    renamed = {"key": "id", "instruction": "prompt", source: "image"}
+    renamed |= {"task_type": "task_type", "instruction_language": "language"}
     missing = [column for column in renamed if column not in names]
     if missing:
         raise ValueError(
@@ -168,23 +158,16 @@ def convert_gedit_bench(
         if language not in languages:
             raise ValueError(f"No instruction is in the language {language!r}, only in {sorted(set(languages))}.")
         dataset = dataset.select([row for row, value in enumerate(languages) if value == language])
-    subset = _intersection(dataset) if "Intersection_exist" in names else None
-    dataset = dataset.select_columns(list(renamed)).rename_columns(
-        {old: new for old, new in renamed.items() if old != new}
-    )
-    dataset = dataset if subset is None else dataset.add_column("intersection", subset)
+    intersection = list(dataset["Intersection_exist"]) if "Intersection_exist" in names else []
+    for row, value in enumerate(intersection):
+        if value not in (True, False):  # also 1 and 0
+            raise ValueError(f"`Intersection_exist` of row {row} is {shorten(value)}, but must be true or false.")
+    changed = {old: new for old, new in renamed.items() if old != new}
+    dataset = dataset.select_columns(list(renamed)).rename_columns(changed)
+    if intersection:
+        dataset = dataset.add_column("intersection", [bool(value) for value in intersection])
     check_edit_columns(dataset)
     return dataset
-
-
-def _intersection(dataset: "Dataset") -> list[bool]:
-    values = list(dataset["Intersection_exist"])
-    for row, value in enumerate(values):
-        if value not in (True, False):  # also 1 and 0
-            raise ValueError(
-                f"`Intersection_exist` of row {row} is {shorten(value)}, but must be true or false. Correct it or remove the column."
-            )
-    return [bool(value) for value in values]
 
 
 def convert_sharegpt_4o_image(
@@ -194,15 +177,15 @@ def convert_sharegpt_4o_image(
     Convert raw editing rows of ShareGPT-4o-Image (https://huggingface.co/papers/2506.18095) to editing prompts.
 
     The layout is the one that public code reads from `text_and_image_to_image.json` of
-    `FreedomIntelligence/ShareGPT-4o-Image`: `input_prompt`, `input_image` (a list of paths) and `output_image` (not
-    read; its path becomes `id`), with the images in tar archives, to be extracted first. It was not compared with the
-    data on the Hub. Images are stored as paths.
+    `FreedomIntelligence/ShareGPT-4o-Image`: `input_prompt`, `input_image` (a list of paths) and `output_image` (not read;
+    its path becomes `id`), with the images in tar archives, to be extracted first. It was not compared with the data on the
+    Hub. Images are stored as paths.
 
     Args:
         rows (`Iterable[Mapping]` or [`~datasets.Dataset`]):
             The raw rows.
         image_folder (`str` or `Path`):
-            Folder that the paths are relative to.
+            Directory that the paths are relative to.
         max_images (`int`, *optional*):
             Largest number of sources of a row; rows with more are left out, and counted. No limit if `None`.
 
@@ -219,11 +202,10 @@ def convert_sharegpt_4o_image(
     for number, row in enumerate(rows):
         prompt, paths = row.get("input_prompt"), row.get("input_image")
         paths = [paths] if isinstance(paths, str) else paths
-        if not isinstance(prompt, str) or not prompt.strip() or not isinstance(paths, list) or not paths:
+        if not is_text(prompt) or not isinstance(paths, list) or not paths:
             raise ValueError(
                 f"Row {number} of ShareGPT-4o-Image has the `input_prompt` {shorten(prompt)} and the `input_image` "
-                f"{shorten(paths)}. It must have an instruction and at least one path; rows that generate from "
-                "text alone are not editing prompts."
+                f"{shorten(paths)}. An editing prompt has an instruction and at least one path; leave out text alone."
             )
         if max_images is not None and len(paths) > max_images:
             left_out += 1
@@ -233,22 +215,13 @@ def convert_sharegpt_4o_image(
         sources.append([_find_image(path, folder, f"Row {number} of ShareGPT-4o-Image") for path in paths])
     _report_left_out(left_out, max_images)
     if not prompts:
-        raise ValueError("ShareGPT-4o-Image has no rows. Check the file that they come from, and `max_images`.")
+        raise ValueError("ShareGPT-4o-Image has no rows. Check the file and `max_images`.")
     if all(len(paths) == 1 for paths in sources):
         images, kinds = {"image": [path for (path,) in sources]}, {"image": "image"}
     else:
         images, kinds = {"images": sources}, {"images": ["image"]}
     features = column_types(id="string", prompt="string", **kinds)
     return Dataset.from_dict({"id": ids, "prompt": prompts, **images}, features=features)
-
-
-def _limit_images(dataset: "Dataset", max_images: int) -> "Dataset":
-    """Keep the rows with so many source images at most. Nothing is decoded."""
-    kept = (list_lengths(dataset, "images") <= max_images).nonzero()[0]
-    _report_left_out(len(dataset) - len(kept), max_images)
-    if len(kept) == 0:
-        raise ValueError(f"All rows have more than {max_images} source image(s) (`max_images`): none is left.")
-    return dataset.select(kept)
 
 
 def _report_left_out(count: int, max_images: int | None) -> None:
@@ -264,9 +237,7 @@ def _find_image(path: Any, folder: Path, where: str) -> str:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if not found.is_file():
-        raise ValueError(
-            f"{where}: there is no image {found}. Check the path, `image_folder`, and that archives are extracted."
-        )
+        raise ValueError(f"{where}: there is no image {found}. Check the path, `image_folder`, and the extraction.")
     return str(found)
 
 
@@ -276,19 +247,17 @@ def _edit_rows_of_file(path: Path, image_folder: str | Path | None, max_images: 
     names = {name for row in rows for name in row}
     if _is_sharegpt(names) and "prompt" not in names:
         return convert_sharegpt_4o_image(rows, folder, max_images)
-    types = column_types(image="image", images=["image"])
     for number, row in enumerate(rows):
-        where = f"Row {number} of {path}"
+        where, images = f"Row {number} of {path}", row.get("images")
         if "image" in names:
             row["image"] = _find_image(row.get("image"), folder, where)
         if "images" in names:
-            images = row.get("images")
             if not isinstance(images, list) or not images:
                 raise ValueError(f"{where}: `images` is {images!r}. It must be a list of at least one path.")
             row["images"] = [_find_image(image, folder, where) for image in images]
     dataset = dataset_of_rows(rows)
-    for name in names & set(types):
-        dataset = dataset.cast_column(name, types[name])
+    for name, feature in column_types(image="image", images=["image"]).items():
+        dataset = dataset.cast_column(name, feature) if name in names else dataset
     return dataset
 
 
@@ -308,18 +277,16 @@ def load_edit_prompts(
 
     Args:
         name_or_path (`str` or `Path`):
-            A `.jsonl` or `.json` file with the paths of the images in it, such as ShareGPT-4o-Image's; a folder
-            written by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
+            A `.jsonl` or `.json` file with the paths of the images in it, such as ShareGPT-4o-Image's; a directory written
+            by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
         image_folder (`str` or `Path`, *optional*):
-            Folder that the paths in a file are relative to, and that they may not leave. If `None`, the folder of the
-            file.
+            Directory that the paths in a file are relative to and must stay in. If `None`, the directory of the file.
         exclude ([`~datasets.Dataset`], *optional*):
             Editing prompts that must not be trained on, such as a benchmark's, see [`disjoint_from`].
         max_images (`int`, *optional*):
-            Largest number of source images of a row, such as the pipeline takes; rows with more are left out, and
-            counted. No limit if `None`.
+            Largest number of source images of a row; rows with more are left out, and counted. No limit if `None`.
         source_column (`str`, *optional*):
             Column of raw GEdit-Bench rows that becomes `image`, see [`convert_gedit_bench`]. Other rows are an error.
 
@@ -328,8 +295,7 @@ def load_edit_prompts(
 
     Raises:
         FileNotFoundError: If `name_or_path` is a local path and does not exist.
-        ValueError: If there is no such split, the rows are not editing prompts, an image file is missing, or no row is
-        left.
+        ValueError: If there is no such split, the rows are not editing prompts, an image is missing, or no row is left.
 
     Example:
 
@@ -340,7 +306,7 @@ def load_edit_prompts(
     >>> dataset = load_edit_prompts("ShareGPT-4o-Image/text_and_image_to_image.json", exclude=benchmark)
     ```
     """
-    path = find_prompts(name_or_path, "editing prompts")
+    path, shown = find_prompts(name_or_path, "editing prompts"), repr(str(name_or_path))
     if path.is_file():
         dataset = _edit_rows_of_file(path, image_folder, max_images)
     else:
@@ -348,24 +314,25 @@ def load_edit_prompts(
         if _is_sharegpt(dataset.column_names) and "prompt" not in dataset.column_names:
             if image_folder is None:
                 raise ValueError(
-                    f"{str(name_or_path)!r} has raw ShareGPT-4o-Image rows. Give the folder of the extracted images as `image_folder`."
+                    f"{shown} has raw ShareGPT-4o-Image rows. Set `image_folder` to the extracted images."
                 )
             needed = [name for name in ("input_prompt", "input_image", "output_image") if name in dataset.column_names]
             rows = dataset.with_format(None).select_columns(needed)
             dataset = convert_sharegpt_4o_image(rows, image_folder, max_images)
         elif image_folder is not None:
-            raise ValueError(
-                f"`image_folder` is {str(image_folder)!r}, but {str(name_or_path)!r} does not have paths in it. Leave `image_folder` out."
-            )
+            given = f"`image_folder` is {str(image_folder)!r}"
+            raise ValueError(f"{given}, but {shown} does not have paths in it. Leave `image_folder` out.")
     if _is_gedit(dataset.column_names) and "prompt" not in dataset.column_names:
         dataset = convert_gedit_bench(dataset, source_column=source_column)
     elif source_column is not None:
-        raise ValueError(
-            f"`source_column` is {source_column!r}, but {str(name_or_path)!r} has no raw rows of GEdit-Bench: {dataset.column_names}."
-        )
+        raise ValueError(f"`source_column` is {source_column!r}, but {shown} has no raw rows of GEdit-Bench.")
     check_edit_columns(dataset, str(name_or_path))
     if max_images is not None and "images" in dataset.column_names:
-        dataset = _limit_images(dataset, max_images)
+        kept = (list_lengths(dataset, "images") <= max_images).nonzero()[0]
+        _report_left_out(len(dataset) - len(kept), max_images)
+        if len(kept) == 0:
+            raise ValueError(f"All rows have more than {max_images} source image(s) (`max_images`): none is left.")
+        dataset = dataset.select(kept)
     return dataset if exclude is None else disjoint_from(dataset, exclude)
 
 
@@ -375,20 +342,20 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
 
     A row is left out when
 
-    - one of its source images is one of the benchmark's: the same file, or the same pixels in RGB. The instruction
-      does not matter: a reward for keeping an image as it is requires having seen it;
+    - one of its source images is one of the benchmark's: the same file, or the same pixels in RGB. The instruction does not
+      matter: a reward for keeping an image unchanged requires having seen it;
     - or it shares its instruction with the benchmark (ignoring case, punctuation, whitespace and forms of Unicode
       characters), and a source image that looks the same in another size or compression.
 
     An instruction alone leaks nothing ("Remove the background."), so such a row is kept. So is, and this is a limit, a
     resized or recompressed source image with another instruction. Only rows whose image size or instruction is in the
-    benchmark are decoded. One line in the log says how many were left out.
+    benchmark are decoded. The number of rows left out is logged.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             Editing prompts to train on.
         benchmark ([`~datasets.Dataset`]):
-            Editing prompts to keep away from.
+            Editing prompts to keep out.
 
     Returns:
         [`~datasets.Dataset`]: the other rows of `dataset`, in their order; no image is copied.
@@ -402,7 +369,7 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
     sources, held_out = SourceImages(dataset, "the dataset"), SourceImages(benchmark, "the benchmark")
 
     sizes: set[tuple[int, int]] = set()
-    contents: set[str] = set()  # of files and of pixels; the two kinds of digests do not meet
+    contents: set[str] = set()  # digests of files and of pixels
     thumbnails: dict[str, list[np.ndarray]] = {}
     for row, instruction in enumerate(_progress(benchmark, "Reading the benchmark")):
         images = held_out.load(row)
@@ -413,23 +380,19 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
     kept, same_image, same_edit = [], 0, 0
     for row, instruction in enumerate(_progress(dataset, "Comparing with the benchmark")):
         may_be_same = not sizes.isdisjoint(sources.sizes(row))
-        if may_be_same and not contents.isdisjoint(sources.digests(row)):  # spares the decoding
+        if may_be_same and not contents.isdisjoint(sources.digests(row)):  # saves decoding
             same_image += 1
             continue
         others = thumbnails.get(instruction, [])
         images = sources.load(row) if may_be_same or others else []
         if may_be_same and not contents.isdisjoint(map(pixels_sha256, images)):
             same_image += 1
-        elif others and any(
-            abs(_thumbnail(image) - other).mean() < _LOOKS_THE_SAME for image in images for other in others
-        ):
+        elif any(abs(_thumbnail(image) - other).mean() < _LOOKS_THE_SAME for other in others for image in images):
             same_edit += 1
         else:
             kept.append(row)
     if not kept:
-        raise ValueError(
-            f"All {len(dataset)} rows of the dataset are in the benchmark, so that none are left. Give other data."
-        )
+        raise ValueError(f"All {len(dataset)} rows of the dataset are in the benchmark. Choose other data.")
     left_out = same_image + same_edit
     logger.log(
         logging.WARNING if left_out else logging.INFO,
@@ -440,7 +403,7 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
 
 
 def _progress(dataset: "Dataset", description: str) -> Iterable[str]:
-    """Give the normalized instruction of each row."""
+    """Iterate over the normalized instructions, with a progress bar."""
     prompts = dataset.with_format(None)["prompt"]
     return map(normalized, tqdm(prompts, desc=description, unit="row", disable=len(dataset) <= MANY_ROWS))
 

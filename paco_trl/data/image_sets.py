@@ -2,7 +2,7 @@
 """
 Image-set prompts: one text that asks for a grid of images which belong together.
 
-The columns are `prompt`, `rows`, `cols`, `panels` and, where known, `theme`, `criteria`, `height`, `width` and `id`.
+Columns: `prompt`, `rows`, `cols`, `panels` and, where known, `theme`, `criteria`, `height`, `width` and `id`.
 """
 
 import itertools
@@ -22,9 +22,11 @@ from .dataset_files import (
     is_saved,
     load_split,
     parse_json,
+    read_json_lines,
     read_json_objects,
 )
 from .grids import panel_size
+from .texts import is_text
 
 
 if TYPE_CHECKING:
@@ -80,41 +82,36 @@ def ends_sentence(text: str) -> bool:
 
 
 def _find_markers(prompt: str) -> list[re.Match]:
-    """Find the markers which open a panel: those after the end of a sentence, or directly after another marker."""
+    """Find the markers that open a panel: those after the end of a sentence or directly after a marker."""
     markers = []
     for match in _MARKER.finditer(prompt):
         before = prompt[: match.start()].rstrip()
-        # Directly after a marker, the panel in between is empty: this is reported as such and not as a missing marker
-        after_marker = bool(markers) and len(before) == markers[-1].end()
-        if after_marker or ends_sentence(before):
+        # Directly after a marker: the panel in between is empty, and reported as such
+        if markers and len(before) == markers[-1].end() or ends_sentence(before):
             markers.append(match)
     return markers
 
 
 def _position_markers(rows: int, cols: int) -> list[str] | None:
-    """Give the markers by position, row by row; None for a layout whose positions have no names."""
+    """Return the markers by position, row by row; None for a layout whose positions have no names."""
     if rows not in _ROW_NAMES or cols not in _COL_NAMES or rows == cols == 1:
         return None
     positions = [filter(None, place) for place in itertools.product(_ROW_NAMES[rows], _COL_NAMES[cols])]
     return ["-".join(f"[{name}]" for name in names) + ":" for names in positions]
 
 
-def _number_markers(rows: int, cols: int) -> list[str]:
-    return [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]
-
-
 def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     """
-    Split an image-set prompt in the T2IS format into its parts.
+    Parse an image-set prompt in the T2IS format.
 
     The format is `FOUR-PANEL Images with a 2x2 grid layout <subject>. <shared description> [TOP]-[LEFT]:<panel 1>
-    [TOP]-[RIGHT]:<panel 2> ...`. A grid of one row has `[LEFT]:`, `[MIDDLE]:`, `[RIGHT]:`; any grid may have
-    `PANEL-1:`, `PANEL-2:` ... instead. A marker opens a panel only after the end of a sentence, so a panel may mention
-    `[LEFT]:` or `PANEL-2:` inside one.
+    [TOP]-[RIGHT]:<panel 2> ...`. A grid of one row has `[LEFT]:`, `[MIDDLE]:`, `[RIGHT]:`; any grid may have `PANEL-1:`,
+    `PANEL-2:` ... instead. A marker opens a panel only after the end of a sentence, so a panel may mention `[LEFT]:` or
+    `PANEL-2:` inside one.
 
     Args:
         prompt (`str`):
-            The whole prompt.
+            The prompt.
 
     Returns:
         [`ImageSetPrompt`].
@@ -125,47 +122,45 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     markers = _find_markers(prompt)
     theme = prompt[: markers[0].start()].strip() if markers else prompt.strip()
 
+    shown = shorten(prompt)
     layout = _LAYOUT_PHRASE.search(theme)
     if layout is None:
         raise ValueError(
-            f"The prompt {shorten(prompt)} names no `RxC grid layout` in front of its first panel, so its rows and "
-            'columns are unknown. Write for example "FOUR-PANEL Images with a 2x2 grid layout ...".'
+            f"The prompt {shown} names no `RxC grid layout` in front of its first panel, so its rows and columns are "
+            'unknown. Write for example "FOUR-PANEL Images with a 2x2 grid layout ...".'
         )
     rows, cols = int(layout[1]), int(layout[2])
     if rows < 1 or cols < 1:
-        raise ValueError(f"The prompt {shorten(prompt)} asks for a {rows}x{cols} grid, which has no panels.")
+        raise ValueError(f"The prompt {shown} asks for a {rows}x{cols} grid, which has no panels.")
 
     found = [marker[0] for marker in markers]
     by_position = _position_markers(rows, cols)
-    wanted = f"`PANEL-1:` to `PANEL-{rows * cols}:`"
+    expected = f"`PANEL-1:` to `PANEL-{rows * cols}:`"
     if by_position is not None:
-        wanted = f"`{' '.join(by_position)}` or {wanted}"
+        expected = f"`{' '.join(by_position)}` or {expected}"
     if len(found) != rows * cols:
         inside = len(_MARKER.findall(prompt)) - len(found)
         raise ValueError(
-            f"The prompt {shorten(prompt)} has {len(found)} panel markers, but its {rows}x{cols} grid layout has "
-            f"{rows * cols} panels. Markers found: {' '.join(found) or 'none'}; {inside} more stand inside a sentence "
-            f"and do not count. Write {wanted}, each after the end of a sentence."
+            f"The prompt {shown} has {len(found)} panel markers, but its {rows}x{cols} grid layout has {rows * cols} "
+            f"panels. Markers found: {' '.join(found) or 'none'}; {inside} more stand inside a sentence and do not "
+            f"count. Write {expected}, each after the end of a sentence."
         )
-    if found not in (by_position, _number_markers(rows, cols)):
+    if found not in (by_position, [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]):
         raise ValueError(
-            f"The panel markers of the prompt {shorten(prompt)} are duplicate, out of order or of another layout: "
-            f"{' '.join(found)}. For its {rows}x{cols} grid layout write {wanted}."
+            f"The panel markers of the prompt {shown} are duplicate, out of order or of another layout: "
+            f"{' '.join(found)}. For its {rows}x{cols} grid layout write {expected}."
         )
 
     ends = [marker.start() for marker in markers[1:]] + [len(prompt)]
     panels = [prompt[marker.end() : end].strip() for marker, end in zip(markers, ends, strict=True)]
-    for marker, panel in zip(found, panels, strict=True):
-        if not panel:
-            raise ValueError(
-                f"The panel {marker} of the prompt {shorten(prompt)} is empty. Describe it after its marker."
-            )
+    if "" in panels:
+        raise ValueError(f"The panel {found[panels.index('')]} of the prompt {shown} is empty. Describe it.")
     return ImageSetPrompt(theme, rows, cols, panels)
 
 
 def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str]) -> str:
     """
-    Write an image-set prompt in the T2IS format, the inverse of [`parse_image_set_prompt`].
+    Format an image-set prompt in the T2IS format, the inverse of [`parse_image_set_prompt`].
 
     Panels are marked by position (`[TOP]-[LEFT]:`) where all positions of the layout have names, else by number
     (`PANEL-1:`).
@@ -196,7 +191,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     """
     if rows < 1 or cols < 1 or len(panels) != rows * cols:
         raise ValueError(
-            f"There are {len(panels)} panel texts for a {rows}x{cols} grid (rows x cols). Give {rows * cols}, row by row."
+            f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Give {rows * cols}, row by row."
         )
     theme, panels = theme.strip(), [panel.strip() for panel in panels]
     if not theme:
@@ -204,12 +199,12 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     if _LAYOUT_PHRASE.search(theme) is None:
         number = _NUMBER_WORDS.get(rows * cols, str(rows * cols))
         theme = f"{number}-PANEL Images with a {rows}x{cols} grid layout: {theme}"
-    markers = _position_markers(rows, cols) or _number_markers(rows, cols)
+    markers = _position_markers(rows, cols) or [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]
     prompt = " ".join([theme, *map("".join, zip(markers, panels, strict=True))])
     for what, text in [("theme", theme), *((f"panel {index}", text) for index, text in enumerate(panels[:-1]))]:
         if not ends_sentence(text):
             raise ValueError(
-                f"The {what} does not end a sentence: {shorten(text)}. End it with a full stop: a panel marker comes next."
+                f"The {what} does not end a sentence: {shorten(text)}. A panel marker comes next: end it with `.`."
             )
     try:
         parsed = parse_image_set_prompt(prompt)
@@ -217,27 +212,24 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
         raise ValueError(f"These texts do not make an image-set prompt: {error}") from error
     if parsed != (theme, rows, cols, panels):
         raise ValueError(
-            f"The texts of the prompt {shorten(prompt)} would not be read as they are: its theme names a "
-            f"{parsed.rows}x{parsed.cols} grid layout and not {rows}x{cols}, or a text has a panel marker inside. Take it "
-            "out."
+            f"The texts of the prompt {shorten(prompt)} would be parsed differently: the theme names a "
+            f"{parsed.rows}x{parsed.cols} grid layout and not {rows}x{cols}, or a text has a panel marker inside. Remove it."
         )
     return prompt
 
 
 def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> dict[str, dict[str, str]]:
     """
-    Give the criteria of one row as dimension -> name -> text, whichever way they are stored.
+    Convert the criteria of one row to dimension -> name -> text, whichever way they are stored.
 
     Args:
         criteria (`Mapping` or `Iterable` or `None`):
-            The list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of dictionaries
-            or of lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out.
+            The list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of dictionaries or of
+            lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out.
 
     Returns:
         `dict[str, dict[str, str]]`: the criteria of this row only; empty for `None`.
     """
-    if criteria is None:
-        return {}
     if isinstance(criteria, Mapping):
         entries = [
             (dimension, name, text)
@@ -246,7 +238,7 @@ def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
             for name, text in (part or {}).items()
         ]
     else:
-        entries = [(entry["dimension"], entry["name"], entry["text"]) for entry in criteria]
+        entries = [(entry["dimension"], entry["name"], entry["text"]) for entry in criteria or []]
     result: dict[str, dict[str, str]] = {}
     for dimension, name, text in entries:
         if text is not None:
@@ -255,7 +247,7 @@ def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
 
 
 def criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> list[dict[str, str]]:
-    """Give criteria as a list of entries, which Arrow keeps as they are."""
+    """Convert criteria to a list of entries, which Arrow stores unchanged."""
     return [
         {"dimension": dimension, "name": name, "text": text}
         for dimension, texts in criteria_dict(criteria).items()
@@ -267,26 +259,23 @@ def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name in _T2IS_COLUMNS if row.get(name) is None]
     if missing:
         raise ValueError(
-            f"A raw T2IS row needs {_T2IS_COLUMNS}, but {missing} are missing or None; it has {list(row)}. Rows which "
-            "already have `rows`, `cols` and `panels` need no conversion."
+            f"A raw T2IS row needs {_T2IS_COLUMNS}, but {missing} are missing or None; it has {list(row)}. Rows that have "
+            "`rows`, `cols` and `panels` need no conversion."
         )
     try:
         parsed = parse_image_set_prompt(row["prompt"])
         layout = _LAYOUT.fullmatch(row["layout"].strip())
         if layout is None or (int(layout[1]), int(layout[2])) != (parsed.rows, parsed.cols):
-            raise ValueError(
-                f"`layout` is {row['layout']!r}, but the prompt asks for a {parsed.rows}x{parsed.cols} grid layout. Correct one."
-            )
+            asked = f"{parsed.rows}x{parsed.cols}"
+            raise ValueError(f"`layout` is {row['layout']!r}, but the prompt asks for a {asked} grid layout.")
         panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
     except ValueError as error:
         raise ValueError(f"T2IS row with idx {row['idx']!r}: {error}") from error
     return {
         "id": str(row["idx"]),
         "prompt": row["prompt"],
+        **parsed._asdict(),
         "theme": row.get("theme") or parsed.theme,
-        "rows": parsed.rows,
-        "cols": parsed.cols,
-        "panels": parsed.panels,
         "criteria": criteria_list(row.get("criteria")),
         "height": row["height"],
         "width": row["width"],
@@ -300,23 +289,22 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
     """
     Convert raw rows of T2IS-Bench (https://huggingface.co/papers/2506.23275) to image-set prompts.
 
-    The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`,
-    `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a list of
-    `{"dimension", "name", "text"}`: an Arrow column of the raw dictionaries would give every row the names of all
-    rows. [`criteria_dict`] restores the raw form.
+    The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`, `category`,
+    `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a list of `{"dimension", "name",
+    "text"}`: an Arrow column of the raw dictionaries would give every row the names of all rows. [`criteria_dict`] restores
+    the raw form.
 
     Args:
         row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
-            One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
-            `theme`, `criteria`, `category`, `task_name` and `original_idx`.
+            One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally, `theme`,
+            `criteria`, `category`, `task_name` and `original_idx`.
 
     Returns:
         `dict` or [`~datasets.Dataset`]: the converted row or dataset.
 
     Raises:
-        ValueError: If a column is missing, a prompt does not parse, `layout` contradicts the prompt, or the size does
-        not
-            divide into the panels.
+        ValueError: If a column is missing, a prompt does not parse, `layout` contradicts the prompt, or the size does not
+        divide into the panels.
     """
     from datasets import Dataset
 
@@ -331,22 +319,15 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
 
 
 def _t2is_features() -> "Features":
-    """Give the types of the columns, which the first rows may not show."""
-    layout = {"rows": "int64", "cols": "int64", "panels": ["string"], "criteria": CRITERIA_TYPE}
-    names = ("category", "subcategory", "case_id")
-    return column_types(
-        id="string",
-        prompt="string",
-        theme="string",
-        **layout,
-        height="int64",
-        width="int64",
-        **dict.fromkeys(names, "string"),
-    )
+    """Return the types of the columns, which the first rows may not show."""
+    texts = ("id", "prompt", "theme", "category", "subcategory", "case_id")
+    numbers = ("rows", "cols", "height", "width")
+    lists = {"panels": ["string"], "criteria": CRITERIA_TYPE}
+    return column_types(**dict.fromkeys(texts, "string"), **dict.fromkeys(numbers, "int64"), **lists)
 
 
 def find_t2is_bench(path_or_id: str | Path) -> Path | None:
-    """Find the folder of T2IS-Bench's own files, downloaded if needed; None for data in another layout."""
+    """Find the directory of T2IS-Bench's own files, downloaded if needed; None for data in another layout."""
     path = Path(path_or_id).expanduser()
     if path.name == _T2IS_BENCH:
         path = path.parent
@@ -366,7 +347,7 @@ def read_t2is_bench(folder: Path) -> "Dataset":
     lacking = [name for name in cases if name not in criteria]
     if lacking:
         raise ValueError(
-            f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of the {len(cases)} cases of {_T2IS_BENCH}, {lacking[0]!r} first."
+            f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of {len(cases)} cases, {lacking[0]!r} first."
         )
     rows = []
     for name, case in cases.items():
@@ -383,9 +364,7 @@ def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]
     except AttributeError:
         listed = None
     if listed is None or not all(isinstance(entry["text"], str) for entry in listed):
-        raise ValueError(
-            f"its criteria in {_T2IS_CRITERIA} are {shorten(criteria)}. They must be dimension -> [{{name: text}}]."
-        )
+        raise ValueError(f"its criteria are {shorten(criteria)}. They must be dimension -> [{{name: text}}].")
     # Only `task_name_case_id` and `output_image_count` are named in the benchmark's code: the prompt is the text of a
     # case that describes a grid, else the longest one
     texts = sorted((text for text in case.values() if isinstance(text, str)), key=len, reverse=True)
@@ -425,9 +404,8 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
             The dataset, of which only the needed columns are read, or its rows.
 
     Raises:
-        ValueError: If there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty
-        prompt, an
-            empty panel, or another number of panels than its grid.
+        ValueError: If there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty prompt, an
+        empty panel, or another number of panels than its grid.
     """
     from datasets import Dataset
 
@@ -439,26 +417,21 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
         names = [name for name in dataset_or_rows[0] if all(name in row for row in dataset_or_rows)] if size else []
     if size == 0:
         raise ValueError("The image-set prompts have no rows. Check the file or the split that they come from.")
-
     missing = [name for name in _NEEDED_COLUMNS if name not in names]
     if missing:
         hint = "Rename or add them."
         if "layout" in names:
             hint = "These look like raw T2IS rows: convert them with `paco_trl.data.convert_t2is(dataset)`."
         raise ValueError(f"Image-set prompts need the columns {missing}, but there are only {names}. {hint}")
-
-    if isinstance(dataset_or_rows, Dataset):
-        # Whole columns of plain Python values; image columns are not touched
-        columns = dataset_or_rows.with_format(None).select_columns(_NEEDED_COLUMNS)[:]
-    else:
-        columns = {name: [row[name] for row in dataset_or_rows] for name in _NEEDED_COLUMNS}
-    for index, values in enumerate(zip(*(columns[name] for name in _NEEDED_COLUMNS), strict=True)):
-        check_row(index, *values)
+    if isinstance(dataset_or_rows, Dataset):  # images are not read
+        dataset_or_rows = dataset_or_rows.with_format(None).select_columns(_NEEDED_COLUMNS)
+    for index, row in enumerate(dataset_or_rows):
+        check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
 
 
 def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
-    """Refuse a row whose prompt, layout or panels cannot work."""
-    if not isinstance(prompt, str) or not prompt.strip():
+    """Check the prompt, the layout and the panels of a row."""
+    if not is_text(prompt):
         raise ValueError(f"The `prompt` of row {index} is {prompt!r}. It must be a text that is not empty.")
     for name, value in (("rows", rows), ("cols", cols)):
         if type(value) is not int or value < 1:
@@ -466,30 +439,25 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
     if type(panels) not in (list, tuple):
         raise ValueError(f"`panels` of row {index} is {panels!r}. It must be a list with one text for each panel.")
     if len(panels) != rows * cols:
-        raise ValueError(
-            f"`panels` of row {index} has {len(panels)} texts, but its {rows}x{cols} grid (rows x cols) has {rows * cols} panels."
-        )
+        grid = f"{rows}x{cols} grid (rows x cols) has {rows * cols} panels"
+        raise ValueError(f"`panels` of row {index} has {len(panels)} texts, but its {grid}.")
     for number, panel in enumerate(panels):
-        if not isinstance(panel, str) or not panel.strip():
+        if not is_text(panel):
             raise ValueError(f"`panels[{number}]` of row {index} is {panel!r}. It must be a text that is not empty.")
 
 
 def read_json_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of one file, raw T2IS rows converted."""
+    """Read the rows of one file; raw T2IS rows are converted."""
     # Not `load_dataset("json")`: it writes a copy into the user's cache, and what it makes of T2IS's `criteria`, with
     # other names in every row, depends on the version of `datasets`
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json" and text.lstrip().startswith("["):
         rows = parse_json(text, path)
     else:
-        # Not `splitlines`, which would also cut at characters that JSON allows inside a string
-        lines = enumerate(text.split("\n"), start=1)
-        rows = [parse_json(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+        rows = [row for _, row in read_json_lines(path)]
     for index, row in enumerate(rows):
         if type(row) is not dict:
-            raise ValueError(
-                f"Row {index} of {path} is {row!r}. It must be a JSON object with the columns as its keys."
-            )
+            raise ValueError(f"Row {index} of {path} is {row!r}. It must be a JSON object with the columns as keys.")
         if "layout" in row and "panels" not in row:
             rows[index] = _convert_t2is_row(row)
         elif "criteria" in row:
@@ -498,16 +466,15 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _json_lines_of_split(folder: Path, split: str) -> list[Path]:
-    """Choose a split's files as `load_dataset` does: by the start of the name; names of no split are `train`."""
+    """Find a split's files as `load_dataset` does: by the start of the name; names of no split are `train`."""
     splits = {"train", "validation", "test", split}
     paths = sorted(folder.glob("*.jsonl"))
     chosen = [path for path in paths if path.name.startswith(split)]
     if split == "train":
         chosen += [path for path in paths if not any(path.name.startswith(name) for name in splits)]
     if paths and not chosen:
-        raise ValueError(
-            f"{folder} has no JSON lines file whose name starts with the split {split!r}, only {[path.name for path in paths]}."
-        )
+        names = [path.name for path in paths]
+        raise ValueError(f"{folder} has no JSON lines file whose name starts with the split {split!r}, only {names}.")
     return chosen
 
 
@@ -517,8 +484,8 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
 
     Args:
         path_or_id (`str` or `Path`):
-            A `.jsonl` or `.json` file; a folder of `.jsonl` files; the folder of T2IS-Bench's own files, or its Hub
-            id, if its cases have prompts of grids; a folder written by `save_to_disk`; or anything else that
+            A `.jsonl` or `.json` file; a directory of `.jsonl` files; the directory of T2IS-Bench's own files, or its Hub
+            id, if its cases have prompts of grids; a directory written by `save_to_disk`; or anything else that
             [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
@@ -545,7 +512,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
     json_paths = [path] if path.is_file() else [] if is_saved(path) else _json_lines_of_split(path, split)
     if json_paths:
         rows = [row for json_path in json_paths for row in read_json_rows(json_path)]
-        # On the rows, before Arrow sees them: its error for a wrong type names neither the row nor the column
+        # Before Arrow sees the rows: its error for a wrong type names neither row nor column
         check_image_set_columns(rows)
         return dataset_of_rows(rows)
 
@@ -557,5 +524,5 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
 
 
 def demo_prompts_path() -> Path:
-    """Give the path of the 24 image-set prompts that come with the package, a `.jsonl` file."""
+    """Return the path of the 24 image-set prompts that come with the package, a `.jsonl` file."""
     return Path(str(files("paco_trl.data") / "prompts" / "demo.jsonl"))

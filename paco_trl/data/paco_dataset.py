@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loader of the published PaCo-Dataset: ShareGPT-style JSON files, with images as files or in archives."""
+"""Load the published PaCo-Dataset: ShareGPT-style JSON files, with images as files or in archives."""
 
 import re
 from pathlib import Path, PurePath
@@ -13,9 +13,10 @@ from .dataset_files import (
     parse_json,
     path_inside,
     read_json_objects,
-    settle_broken,
+    report_broken,
 )
 from .pairs import decision_of, pair_features
+from .texts import is_text
 
 
 if TYPE_CHECKING:
@@ -32,20 +33,17 @@ _PLACEHOLDER = "<image>"
 
 
 def _read_turns(record: dict[str, Any], columns: dict[str, str], tags: dict[str, str]) -> dict[str, str]:
-    """Give the texts of a record by role. The errors of this module continue `<file>, record <number>: `."""
-    turns = record.get(columns.get("messages", "conversations"), record.get("messages"))
+    """Read the texts of a record by role. The errors of this module continue `<file>, record <number>: `."""
+    key = columns.get("messages", "conversations")
+    turns = record.get(key, record.get("messages"))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError(
-            f"it has no list of turns in `{columns.get('messages', 'conversations')}` or `messages`, only the keys "
-            f"{list(record)}. A record is "
-            '`{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}], "images": [...]}`.'
-        )
+        raise ValueError(f"it has no list of turns in `{key}` or `messages`, only the keys {list(record)}.")
     known = _ROLES | {tags[tag]: role for tag, role in _ROLE_TAGS.items() if tag in tags}
     names = [turn.get(tags.get("role_tag", "from"), turn.get("role")) for turn in turns]
     roles = [known.get(name) for name in names]
     if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
         raise ValueError(
-            f"its turns are {names}, but a pair is one question and one answer, with at most one system turn in front."
+            f"its turns are {names}, but a pair is one question and one answer, with an optional system turn."
         )
     content = tags.get("content_tag", "value")
     texts = dict(zip(roles, (turn.get(content, turn.get("content")) for turn in turns), strict=True))
@@ -53,7 +51,7 @@ def _read_turns(record: dict[str, Any], columns: dict[str, str], tags: dict[str,
     if system:
         texts.setdefault("system", system)
     for role, text in texts.items():
-        if not isinstance(text, str) or not text.strip():
+        if not is_text(text):
             raise ValueError(f"the text of its {role} turn is {text!r}. It must be a text that is not empty.")
     return texts
 
@@ -62,7 +60,7 @@ def _read_question(text: str) -> str:
     count = text.count(_PLACEHOLDER)
     if count not in (0, 2):
         raise ValueError(
-            f"its question has {count} placeholders `{_PLACEHOLDER}`, but a pair has 2 images: write two or none."
+            f"its question has {count} placeholders `{_PLACEHOLDER}`, but a pair has 2 images: write 2 or none."
         )
     question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
     if _PLACEHOLDER in question:
@@ -93,7 +91,7 @@ def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
     """Find the file of a name, whose entry in `dataset_info.json` may be empty."""
     if entry.get("formatting", "sharegpt") != "sharegpt" or (entry and "file_name" not in entry):
         raise ValueError(
-            f"{folder / 'dataset_info.json'} has for {name!r}: {entry}. It must have a `file_name` and be in the format `sharegpt`."
+            f"{folder / 'dataset_info.json'} has for {name!r}: {entry}. It needs a `file_name` and the format `sharegpt`."
         )
     return find_dataset_file(folder, str(path_inside(entry.get("file_name", f"{name}.json"))))
 
@@ -101,7 +99,7 @@ def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
 def _read_records(path: Path) -> list[Any]:
     records = parse_json(path.read_text(encoding="utf-8"), path)
     if not isinstance(records, list) or not records:
-        raise ValueError(f"{path} holds no list of records, or an empty one. It must be a list of JSON objects.")
+        raise ValueError(f"{path} is not a list of JSON objects, or an empty one.")
     return records
 
 
@@ -111,18 +109,18 @@ def load_paco_dataset(
     """
     Load the published PaCo-Dataset as pairs.
 
-    The layout is that of `X-GenGroup/PaCo-Dataset`: ShareGPT-style JSON files whose records have `conversations`
-    (`from`, `value`) or `messages` (`role`, `content`), and `images`, two paths. Both images come before the question,
-    as the weights were trained: the placeholders `<image>` in front of it are removed. LLaMA-Factory's
-    `dataset_info.json`, if there is one, maps names to files, columns and roles.
+    The layout is that of `X-GenGroup/PaCo-Dataset`: ShareGPT-style JSON files whose records have `conversations` (`from`,
+    `value`) or `messages` (`role`, `content`), and `images`, two paths. Both images come before the question, as the weights
+    were trained: the placeholders `<image>` in front of it are removed. LLaMA-Factory's `dataset_info.json`, if there is
+    one, maps names to files, columns and roles.
 
-    An image is looked up in the folder first, then in its zip and tar archives, which are extracted once into the
-    cache of `datasets`. Archives that were split into parts are not joined: the error has the command. Images are
-    stored as paths and not decoded: [`validate_pairs`] does that.
+    An image is searched in the directory first, then in its zip and tar archives, which are extracted once into the cache of
+    `datasets`. Archives split into parts are not joined: the error has the command. Images are stored as paths and not
+    decoded: [`validate_pairs`] does that.
 
     Args:
         path (`str` or `Path`):
-            The folder, or the id of a dataset on the Hub.
+            The directory, or the Hub id of a dataset.
         files (`list[str]`, *optional*):
             Names of datasets in `dataset_info.json`, or of JSON files. If `None`, what the paper trains on:
             `consistency_reward_cot_train` and `sharegpt_editing_cot`.
@@ -135,9 +133,9 @@ def load_paco_dataset(
         [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name in `files`.
 
     Raises:
-        FileNotFoundError: If there is no such folder or file.
+        FileNotFoundError: If there is no such directory or file.
         ValueError: If a file is not a list of records, a record is broken, or `skip_broken` leaves none.
-        zipfile.BadZipFile, tarfile.ReadError: If an archive is damaged, and an image is not in the folder itself.
+        zipfile.BadZipFile, tarfile.ReadError: If an archive is damaged, and an image is not in the directory itself.
 
     Example:
 
@@ -154,9 +152,7 @@ def load_paco_dataset(
         raise ValueError(f"`files` is {files!r}, but it must be a list of names, or None for the training files.")
     folder = find_dataset_folder(path, _PATTERNS)
     finder = ImageFinder(folder, num_proc)
-    columns: dict[str, list[Any]] = {"images": [], "prompt": [], "completion": [], "source": []}
-    broken = []
-    total = 0
+    rows, broken, total = [], [], 0
     names = [name.removesuffix(".json") for name in files or _TRAINING_FILES]
     info = _read_dataset_info(folder)
     json_paths = [_find_records(folder, name, info.get(name, {})) for name in names]
@@ -176,9 +172,8 @@ def load_paco_dataset(
                 broken.append(f"{json_path.name}, record {number}: {error}")
                 continue
             system = [{"role": "system", "content": texts["system"]}] if "system" in texts else []
-            columns["images"].append(images)
-            columns["prompt"].append([*system, {"role": "user", "content": question}])
-            columns["completion"].append([{"role": "assistant", "content": answer}])
-            columns["source"].append(name)
-    settle_broken(broken, total, "records", skip_broken)
-    return Dataset.from_dict(columns, features=Features({**pair_features(), **column_types(source="string")}))
+            prompt = [*system, {"role": "user", "content": question}]
+            completion = [{"role": "assistant", "content": answer}]
+            rows.append({"images": images, "prompt": prompt, "completion": completion, "source": name})
+    report_broken(broken, total, "records", skip_broken)
+    return Dataset.from_list(rows, features=Features({**pair_features(), **column_types(source="string")}))

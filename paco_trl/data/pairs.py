@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs: two images, a question about them, and an answer that begins with Yes or No. PaCo-Reward trains on them.
+"""
+Pairs: two images, a question about them, and an answer that begins with Yes or No. PaCo-Reward trains on them.
 
 The format is TRL's conversational prompt-completion format with two images: `images` (list of 2), `prompt` (one user
 turn with the question, with or without a system turn in front) and `completion` (one assistant turn).
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.text import shorten
 from .columns import check_image_list, check_is_dataset, column_types, list_lengths
-from .dataset_files import settle_broken
+from .dataset_files import report_broken
+from .texts import is_text
 
 
 if TYPE_CHECKING:
@@ -39,15 +41,13 @@ def make_pair(
     first: Any, second: Any, question: str, decision: str | bool, reasons: str | None = None
 ) -> dict[str, Any]:
     """
-    Make one row of the pair format.
+    Build one row of the pair format.
 
     Args:
-        first (`PIL.Image.Image`, `str` or anything else that [`~datasets.Image`] stores):
-            The first image; in editing, the original.
-        second (the same):
-            The second image; in editing, the edited one.
+        first, second (`PIL.Image.Image`, `str` or anything else that [`~datasets.Image`] stores):
+            The two images; in editing, the original and the edited one.
         question (`str`):
-            The question, see [`theme_question`] and its neighbors.
+            The question, such as [`theme_question`].
         decision (`str` or `bool`):
             `"Yes"` or `True` for a consistent pair, `"No"` or `False` for an inconsistent one.
         reasons (`str`, *optional*):
@@ -74,14 +74,11 @@ def make_pair(
     if isinstance(decision, bool):
         decision = "Yes" if decision else "No"
     if decision not in ("Yes", "No"):
-        raise ValueError(
-            f'`decision` is {decision!r}, but the judge decides between two tokens. Give "Yes", "No" or a `bool`.'
-        )
-    for name, text in (("question", question), ("reasons", reasons)):
-        if (name, text) != ("reasons", None) and (not isinstance(text, str) or not text.strip()):
-            raise ValueError(
-                f"`{name}` is {text!r}. It must be a text that is not empty; leave `reasons` out for a decision alone."
-            )
+        raise ValueError(f'`decision` is {decision!r}, but the judge answers Yes or No. Give "Yes", "No" or a `bool`.')
+    if not is_text(question):
+        raise ValueError(f"`question` is {question!r}. It must be a text that is not empty.")
+    if reasons is not None and not is_text(reasons):
+        raise ValueError(f"`reasons` is {reasons!r}. Give a text, or leave `reasons` out for a decision alone.")
     answer = decision if reasons is None else f"{decision}. {reasons}"
     return {
         "images": [first, second],
@@ -91,17 +88,18 @@ def make_pair(
 
 
 def pair_features() -> "Features":
-    """Give the column types of the pair format."""
+    """Return the column types of the pair format."""
     turns = [{"role": "string", "content": "string"}]
     return column_types(images=["image"], prompt=turns, completion=turns)
 
 
-def _is_conversation(turns: Any) -> bool:
-    return isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)
+def _roles(turns: Any) -> list[Any] | None:
+    is_valid = isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)
+    return [turn.get("role") for turn in turns] if is_valid else None
 
 
 def content_text(content: str | list[dict[str, Any]]) -> str | None:
-    """Give the text of a turn."""
+    """Return the text of a turn, or None if its content is not valid."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
@@ -116,7 +114,7 @@ def _count_image_parts(content: Any) -> int:
 def _completion_text(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
-    if not _is_conversation(completion) or [turn.get("role") for turn in completion] != ["assistant"]:
+    if _roles(completion) != ["assistant"]:
         raise ValueError(
             f"The completion is {shorten(completion)}. It must be one assistant turn: "
             '`[{"role": "assistant", "content": "Yes"}]`.'
@@ -146,8 +144,8 @@ def decision_of(completion: str | list[dict[str, Any]]) -> str:
     match = _DECISION.match(text)
     if match is None:
         raise ValueError(
-            f"The completion {shorten(text)} does not begin with the word Yes or No. The judge reads its score at "
-            "the first token, so case matters and nothing may come before, no space either. Write the decision first."
+            f"The completion {shorten(text)} does not begin with the word Yes or No. The judge's score is read at the first "
+            "token, so case matters, and nothing may come before, no space either."
         )
     return match[1]
 
@@ -163,8 +161,8 @@ def _problem_of_length(length: int) -> str | None:
 
 
 def _problem_of_texts(prompt: Any, completion: Any) -> str | None:
-    """Say what is wrong with the texts of one row, or None."""
-    roles = [turn.get("role") for turn in prompt] if _is_conversation(prompt) else None
+    """Describe what is wrong with the texts of one row, or None."""
+    roles = _roles(prompt)
     if roles not in (["user"], ["system", "user"]):
         given = f"has the turns {roles}" if roles is not None else f"is {shorten(prompt)}"
         return (
@@ -173,7 +171,7 @@ def _problem_of_texts(prompt: Any, completion: Any) -> str | None:
         )
     content = prompt[-1].get("content")
     text = content_text(content)
-    if text is None or not text.strip():
+    if not is_text(text):
         return f"The user turn of the prompt has the content {shorten(content)}. It must be a text that is not empty."
     if isinstance(content, list) and _count_image_parts(content) != 2:
         return (
@@ -203,13 +201,13 @@ def _check_columns(dataset: Any, name: str) -> None:
         )
     if dataset.format["type"] == "custom":
         raise ValueError(
-            f"`{name}` has a transform of its own (`with_transform`), which would not be called. Apply it with `dataset.map`."
+            f"`{name}` has a transform of its own, which would not be called. Apply it with `dataset.map`."
         )
     check_image_list(dataset, "images", name)
 
 
 def iter_texts(dataset: "Dataset") -> Iterator[tuple[int, Any, Any]]:
-    """Iterate over the texts of pairs; their images are not read."""
+    """Iterate over the texts of pairs, with the number of the row; their images are not read."""
     row = 0
     for batch in dataset.with_format(None).select_columns(["prompt", "completion"]).iter(batch_size=1000):
         for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True):
@@ -235,17 +233,14 @@ def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
     _check_columns(dataset, name)
     remedy = "Correct the row, or leave such rows out with `paco_trl.data.validate_pairs(dataset, skip_broken=True)`."
     lengths = list_lengths(dataset, "images")
-    if (lengths != 2).any():
-        row = int((lengths != 2).argmax())
-        raise ValueError(f"Row {row} of `{name}`: {_problem_of_length(lengths[row])} {remedy}")
     for row, prompt, completion in iter_texts(dataset):
-        problem = _problem_of_texts(prompt, completion)
+        problem = _problem_of_length(lengths[row]) or _problem_of_texts(prompt, completion)
         if problem is not None:
             raise ValueError(f"Row {row} of `{name}`: {problem} {remedy}")
 
 
 def _problem_of_image(image: Mapping[str, Any] | None, feature: "Image") -> str | None:
-    """Say why an image cannot be decoded, or None."""
+    """Describe why an image cannot be decoded, or None."""
     if image is None:
         return "is missing (None)"
     try:
@@ -266,7 +261,10 @@ def _find_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
         # As Arrow tables, which have the images as they are stored
         for batch in dataset.with_format("arrow").select_columns(["images"]).iter(batch_size=64):
             rows = [
-                [(image and (image["path"], _digest(image["bytes"])), image) for image in images or []]
+                [
+                    (image and (image["path"], image["bytes"] and hashlib.blake2b(image["bytes"]).digest()), image)
+                    for image in images or []
+                ]
                 for images in batch["images"].to_pylist()
             ]
             new = {key: image for row in rows for key, image in row if key not in found}
@@ -277,20 +275,15 @@ def _find_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
     return problems
 
 
-def _digest(data: bytes | None) -> bytes | None:
-    return None if data is None else hashlib.blake2b(data).digest()
-
-
 def _state_of_files(dataset: "Dataset") -> str | None:
-    """Digest the paths, sizes and times of a dataset's image files; None if an image is not a local file."""
+    """Compute a digest of paths, sizes and times of the image files; None if an image is not local."""
     import pyarrow.compute as pc
 
-    # The whole column, also of chosen rows: the bytes of images inside the dataset are not touched
+    # The full column, also if rows are selected: the bytes of embedded images are not read
     images = pc.list_flatten(dataset.data.column("images"))
     digest = hashlib.sha256(f"Pillow {version('pillow')}\n".encode())  # another one may decode more, or less
-    for path in pc.unique(
-        pc.struct_field(images, "path").filter(pc.struct_field(images, "bytes").is_null())
-    ).to_pylist():
+    is_file = pc.struct_field(images, "bytes").is_null()
+    for path in pc.unique(pc.struct_field(images, "path").filter(is_file)).to_pylist():
         if path is None:
             continue
         if "://" in path:
@@ -305,7 +298,7 @@ def _state_of_files(dataset: "Dataset") -> str | None:
 
 
 def _cached_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
-    """Run [`_find_image_problems`] once for a dataset, until one of its files changes."""
+    """Run [`_find_image_problems`], or return its cached result if no file has changed since."""
     import datasets
 
     from ..utils.files import write_atomically
@@ -314,25 +307,23 @@ def _cached_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str
     if files is None or not datasets.is_caching_enabled():
         return _find_image_problems(dataset, num_proc)
     path = Path(datasets.config.HF_DATASETS_CACHE) / "paco_trl" / f"images-{dataset._fingerprint}.json"
-    remembered = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if remembered.get("files") != files:
+    cached = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if cached.get("files") != files:
         found = _find_image_problems(dataset, num_proc)
-        remembered = {"files": files, "problems": {str(row): text for row, text in enumerate(found) if text}}
+        cached = {"files": files, "problems": {str(row): text for row, text in enumerate(found) if text}}
         try:
-            write_atomically(path, json.dumps(remembered))
+            write_atomically(path, json.dumps(cached))
         except OSError as error:  # a cache that can only be read
-            logger.warning(f"What was found is not remembered for the next start: {path} cannot be written ({error}).")
-    return [remembered["problems"].get(str(row), "") for row in range(len(dataset))]
+            logger.warning(f"The check of images is not cached: {path} cannot be written ({error}).")
+    return [cached["problems"].get(str(row), "") for row in range(len(dataset))]
 
 
 def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken: bool = False) -> "Dataset":
     """
-    Check everything that [`check_pair_columns`] does, and decode every image, so that a run does not end at a damaged
-    one.
+    Check everything that [`check_pair_columns`] does, and decode every image, so that a run does not end at a damaged one.
 
-    The result is cached with the dataset's fingerprint and the sizes and times of its image files: the next start
-    decodes again only if one of them has changed. With an image behind a URL, or after `datasets.disable_caching()`,
-    nothing is cached.
+    The result is cached with the dataset's fingerprint and the sizes and times of its image files: images are decoded again
+    only after one has changed. With an image behind a URL, or after `datasets.disable_caching()`, nothing is cached.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -357,7 +348,5 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
         for row, prompt, completion in iter_texts(dataset)
     ]
     broken = [f"Row {row}: {problem}" for row, problem in enumerate(problems) if problem]
-    settle_broken(broken, len(dataset), "rows", skip_broken)
-    if not broken:
-        return dataset
-    return dataset.select([row for row, problem in enumerate(problems) if not problem])
+    report_broken(broken, len(dataset), "rows", skip_broken)
+    return dataset if not broken else dataset.select([row for row, problem in enumerate(problems) if not problem])

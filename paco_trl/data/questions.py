@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The questions of the pairwise judge, and those of benchmarks.
+Questions of the pairwise judge, and of benchmarks.
 
-P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation all take them from
-here. The strings are those of the published code (https://github.com/X-GenGroup/PaCo-RL), uneven wording (`"Yes" and
-"No" first`) included. The paper (https://arxiv.org/abs/2512.04784) prints `"Yes" or "No"` in all; which of the two the
-published weights were trained on is not known. Texts are inserted as they are; an empty one raises `ValueError`.
+P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation take them from here. The
+strings are those of the published code (https://github.com/X-GenGroup/PaCo-RL), uneven wording (`"Yes" and "No" first`)
+included. The paper (https://arxiv.org/abs/2512.04784) prints `"Yes" or "No"` in all; which of the two the published
+weights were trained on is not known. Texts are inserted unchanged; an empty one raises `ValueError`.
 """
 
 _EDIT_COMPARISON = "Compare the edited image (second) with the original image (first)."

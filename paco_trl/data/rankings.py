@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rankings: a reference image and candidates, in the order of their consistency with it.
+"""
+Rankings: a reference image and candidates, in the order of their consistency with it.
 
-The columns are `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best first),
-`prompt` and, where known, `theme`, `criteria` (see [`criteria_dict`]), `group` (instances of the same prompt) and `id`.
+Columns: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best first), `prompt`
+and, where known, `theme`, `criteria` (see [`criteria_dict`]), `group` (instances of the same prompt) and `id`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import check_image_column, check_image_list, check_is_dataset, column_types, list_lengths
-from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, read_json_lines, settle_broken
+from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, read_json_lines, report_broken
 from .image_sets import CRITERIA_TYPE, criteria_list, parse_image_set_prompt
 from .pairs import make_pair, pair_features
 from .questions import theme_question
+from .texts import is_text
 
 
 if TYPE_CHECKING:
@@ -39,8 +41,8 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
 
     Raises:
         TypeError: If it is not a [`~datasets.Dataset`].
-        ValueError: If it has no rows, a column is missing or of the wrong type, or a row has fewer than two
-        candidates, an empty prompt, or a `ranking` that does not name each candidate exactly once.
+        ValueError: If it has no rows, a column is missing or of the wrong type, or a row has fewer than two candidates, an
+        empty prompt, or a `ranking` that does not name each candidate exactly once.
     """
     check_ranking_types(dataset, name)
     broken = find_broken_rankings(dataset, name)
@@ -60,30 +62,32 @@ def check_ranking_types(dataset: "Dataset", name: str) -> None:
     check_image_list(dataset, "candidates", name)
 
 
+def is_order(ranking: Any, count: int) -> bool:
+    """Tell whether a ranking has each index from 0 to `count - 1` exactly once."""
+    is_list = isinstance(ranking, (list, tuple)) and all(type(index) is int for index in ranking)
+    return is_list and sorted(ranking) == list(range(count))
+
+
 def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
     """Find the rows that are not valid rankings, without reading their images."""
     broken = {}
     counts = list_lengths(dataset, "candidates").tolist()
     texts = dataset.with_format(None).select_columns(["ranking", "prompt"])[:]
     for row, (count, ranking, prompt) in enumerate(zip(counts, texts["ranking"], texts["prompt"], strict=True)):
-        is_order = isinstance(ranking, list) and all(type(index) is int for index in ranking)
         if count < 2:
-            broken[row] = (
-                f"Row {row} of `{name}` has {max(count, 0)} candidates, which cannot be ranked. Give at least 2, or "
-                "remove the row."
-            )
-        elif not is_order or sorted(ranking) != list(range(count)):
+            broken[row] = f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2."
+        elif not is_order(ranking, count):
             broken[row] = (
                 f"`ranking` of row {row} of `{name}` is {ranking}, but there are {count} candidates. It must have each "
                 f"index from 0 to {count - 1} exactly once, the best candidate first."
             )
-        elif not isinstance(prompt, str) or not prompt.strip():
+        elif not is_text(prompt):
             broken[row] = f"`prompt` of row {row} of `{name}` is {prompt!r}. It must be a text that is not empty."
     return broken
 
 
 def ranking_features() -> "Features":
-    """Give the column types of rankings."""
+    """Return the column types of rankings."""
     texts = {"id": "string", "group": "string", "prompt": "string", "criteria": CRITERIA_TYPE}
     return column_types(**texts, reference="image", candidates=["image"], ranking=["int64"])
 
@@ -100,22 +104,19 @@ def _read_json_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
-    """Give prompt and criteria by folder."""
+    """Read prompt and criteria by folder."""
     prompts: dict[str, dict[str, Any]] = {}
     for place, record in _read_json_lines(path):
         idx, prompt = record.get("idx"), record.get("prompt")
-        if idx is None or not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError(
-                f"{place} has the idx {idx!r} and the prompt {prompt!r}. It must have both, and a prompt that is not "
-                "empty."
-            )
+        if idx is None or not is_text(prompt):
+            raise ValueError(f"{place} has the idx {idx!r} and the prompt {prompt!r}. It must have both.")
         if str(idx) in prompts:
             raise ValueError(f"{place} has the idx {idx!r} of an earlier line. Remove one of the two.")
         try:
             criteria = criteria_list(record.get("criteria"))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{place} has the criteria {record['criteria']!r}. They must be a dictionary: dimension -> name -> text."
+                f"{place} has the criteria {record['criteria']!r}. They must be dimension -> name -> text."
             ) from error
         prompts[str(idx)] = {"prompt": prompt, "criteria": criteria}
     return prompts
@@ -140,22 +141,22 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
     Load the published ConsistencyRank benchmark as rankings.
 
     The layout is that of `X-GenGroup/ConsistencyRank-Bench`: `consistency_full_rank.jsonl` with `folder`, `ref_image`,
-    `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the folder), `prompt` and `criteria`,
-    and the images in `images/<folder>/`: unpacked, or in `images.zip`, which is extracted once into the cache of
-    `datasets`. Images are stored as paths.
+    `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the folder), `prompt` and `criteria`, and
+    the images in `images/<folder>/`: unpacked, or in `images.zip`, which is extracted once into the cache of `datasets`.
+    Images are stored as paths.
 
     Args:
         path (`str` or `Path`):
-            The folder, or the id of a dataset on the Hub.
+            The directory, or the Hub id of a dataset.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
 
     Returns:
-        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a
-        reference), `group` (the folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
+        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a reference),
+        `group` (the folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
-        FileNotFoundError: If there is no such folder or file.
+        FileNotFoundError: If there is no such directory or file.
         ValueError: If a line is not a JSON object, a record is broken, or `skip_broken` leaves none.
         zipfile.BadZipFile: If `images.zip` is damaged.
     """
@@ -166,13 +167,11 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
     records = _read_json_lines(find_dataset_file(folder, _RANK_FILE))
     prompts = _read_prompts(find_dataset_file(folder, _PROMPT_FILE))
 
-    features = ranking_features()
-    columns: dict[str, list[Any]] = {name: [] for name in features}
-    broken = []
+    rows, broken = [], []
     counts: dict[str, int] = {}
     for place, record in records:
         group = str(record.get("folder"))
-        # Counted before anything can be left out: the id of a record does not depend on its neighbours
+        # Counted before anything is left out: the id of a record does not depend on other records
         prefix = f"{group}/{record.get('ref_image', record.get('ref_img'))}"
         number = counts[prefix] = counts.get(prefix, -1) + 1
         try:
@@ -182,35 +181,35 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
         except ValueError as error:
             broken.append(f"{place}: {error}")
             continue
-        row = {"id": f"{prefix}/{number}", "group": group, **prompts[group], **ranking}
-        for name, value in row.items():
-            columns[name].append(value)
-    settle_broken(broken, len(records), "records", skip_broken)
-    return Dataset.from_dict(columns, features=features)
+        rows.append({"id": f"{prefix}/{number}", "group": group, **prompts[group], **ranking})
+    report_broken(broken, len(records), "records", skip_broken)
+    return Dataset.from_list(rows, features=ranking_features())
 
 
-def default_question(row: dict[str, Any]) -> str:
-    """Ask about the theme of a ranking: its own, that of its image-set prompt, or its whole prompt."""
-    theme = row.get("theme")
-    if isinstance(theme, str) and theme.strip():
-        return theme_question(theme)
+def theme_of(row: Mapping[str, Any]) -> str:
+    """Return the theme of a row: its own, that of its image-set prompt, or its prompt."""
+    if is_text(row.get("theme")):
+        return row["theme"]
     try:
-        return theme_question(parse_image_set_prompt(row["prompt"]).theme)
+        return parse_image_set_prompt(row["prompt"]).theme
     except ValueError:
-        return theme_question(row["prompt"])
+        return row["prompt"]
+
+
+def default_question(row: Mapping[str, Any]) -> str:
+    """Return the question about the theme of a row."""
+    return theme_question(theme_of(row))
 
 
 def _make_pairs(
     batch: "pa.Table", rows: list[int], num_positives: int, num_negatives: int, questions: list[str], names: list[str]
 ) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {name: [] for name in names}
+    pairs = []
     for number, row in zip(rows, batch.to_pylist(), strict=True):
         best, worst = row["ranking"][:num_positives], row["ranking"][-num_negatives:]
         for index, decision in [*((index, "Yes") for index in best), *((index, "No") for index in worst)]:
-            pair = {**row, **make_pair(row["reference"], row["candidates"][index], questions[number], decision)}
-            for name in names:
-                columns[name].append(pair[name])
-    return columns
+            pairs.append(row | make_pair(row["reference"], row["candidates"][index], questions[number], decision))
+    return {name: [pair[name] for pair in pairs] for name in names}
 
 
 def rankings_to_pairs(
@@ -221,7 +220,7 @@ def rankings_to_pairs(
     skip_broken: bool = False,
 ) -> "Dataset":
     """
-    Make pairs of rankings: the reference is consistent with its best candidates, inconsistent with its worst ones.
+    Convert rankings to pairs: the reference is consistent with its best candidates, inconsistent with its worst ones.
 
     The paper keeps "clear positives and negatives" and does not say how many candidates these are. The completions are
     label-only.
@@ -232,19 +231,18 @@ def rankings_to_pairs(
         num_positives (`int`, *optional*, defaults to `1`), num_negatives (`int`, *optional*, defaults to `1`):
             Number of candidates that are consistent, from the best, and inconsistent, from the worst.
         question (`Callable[[dict], str]`, *optional*):
-            Gives the question of a row, which it is called with, without `reference` and `candidates`. If `None`,
-            [`theme_question`] of the row's theme, of that of its image-set prompt, or of its whole prompt.
+            Function from a row, without `reference` and `candidates`, to its question. If `None`, [`theme_question`] of the
+            row's theme, of that of its image-set prompt, or of its prompt.
         skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave rows that are not valid rankings out, with one warning that lists them. Images are not looked at:
-            [`validate_pairs`] does so with the pairs.
+            Leave rows that are not valid rankings out, with one warning that lists them. Images are not checked:
+            [`validate_pairs`] does that with the pairs.
 
     Returns:
         [`~datasets.Dataset`]: the pairs, the reference as the first image, and `group` if the rankings have it.
 
     Raises:
         TypeError: If it is not a [`~datasets.Dataset`].
-        ValueError: If it does not have the rankings format, a row has too few candidates, or `skip_broken` leaves
-        none.
+        ValueError: If it does not have the rankings format, a row has too few candidates, or `skip_broken` leaves none.
     """
     from datasets import Features
 
@@ -253,15 +251,14 @@ def rankings_to_pairs(
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` is {value!r}. It must be an int of at least 1: the judge needs both answers.")
     broken = find_broken_rankings(dataset, "dataset")
-    settle_broken(list(broken.values()), len(dataset), "rows", skip_broken)
+    report_broken(list(broken.values()), len(dataset), "rows", skip_broken)
     if broken:
         dataset = dataset.select([row for row in range(len(dataset)) if row not in broken])
     counts = list_lengths(dataset, "candidates")
     if counts.min() < num_positives + num_negatives:
         raise ValueError(
             f"`num_positives` is {num_positives} and `num_negatives` is {num_negatives}, together "
-            f"{num_positives + num_negatives}, but row {counts.argmin()} has {counts.min()} candidates, so that one "
-            "would be both consistent and inconsistent. Lower one of the two numbers."
+            f"{num_positives + num_negatives}, but row {counts.argmin()} has {counts.min()} candidates. Lower one."
         )
     features = pair_features()
     if "group" in dataset.column_names:

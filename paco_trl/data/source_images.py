@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source images of editing prompts: checked by their headers before a run, decoded one row at a time."""
+"""Source images of editing prompts: check them by their headers before a run, decode them one row at a time."""
 
 import hashlib
 import io
@@ -21,8 +21,6 @@ MANY_ROWS = 1000
 
 # Orientations that swap width and height
 _TURNED_SIDEWAYS = (5, 6, 7, 8)
-
-_WHAT_TO_DO = "Replace the file, or leave the row out."
 
 
 class _BufferStream(io.RawIOBase):
@@ -58,10 +56,10 @@ def has_source_images(dataset: "Dataset") -> bool:
 
 class SourceImages:
     """
-    The source images of a dataset, with their sizes.
+    Source images of a dataset, with their sizes.
 
-    Reads the header of every image and no pixels, so that a missing or unreadable file is found before a model is
-    loaded. Nothing is fetched from a network. The dataset itself stays as it is.
+    Reads the header of every image and no pixels, so that a missing or unreadable file is found before a model is loaded.
+    Nothing is fetched from a network. The dataset itself is not changed.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -76,8 +74,7 @@ class SourceImages:
             Largest number of images in a row, and the first row with so many.
 
     Raises:
-        ValueError: If an image is missing, a URL, or unreadable, or a list of images is empty, with the number of the
-        row.
+        ValueError: If an image is missing, a URL, or unreadable, or a list of images is empty, with the number of the row.
     """
 
     def __init__(self, dataset: "Dataset", where: str):
@@ -88,16 +85,12 @@ class SourceImages:
         feature = dataset.features[self.column]
         # Decodes as `datasets` does: rewards may see what it decodes
         self._feature = ImageFeature(mode=getattr(feature, "feature", feature).mode)
-        # As Arrow, which decodes nothing; casting a list of images to `decode=False` would write a copy of all bytes
+        # As Arrow, which decodes nothing; casting a list of images to `decode=False` would copy all bytes
         self._table = dataset.select_columns(self.column).with_format("arrow")
         self._digests: dict[int, tuple[str, ...]] = {}
-        numbers = tqdm(
-            range(len(dataset)),
-            desc=f"Reading the headers of the source images of {where}",
-            unit="row",
-            disable=len(dataset) <= MANY_ROWS,
-        )
-        self._sizes = [self._read_sizes(row) for row in numbers]
+        description, is_quick = f"Reading the headers of the source images of {where}", len(dataset) <= MANY_ROWS
+        rows = tqdm(range(len(dataset)), desc=description, unit="row", disable=is_quick)
+        self._sizes = [self._read_sizes(row) for row in rows]
         counts = [len(sizes) for sizes in self._sizes]
         self.max_count = max(counts, default=0)
         self.row_with_most = counts.index(self.max_count) if counts else 0
@@ -106,11 +99,11 @@ class SourceImages:
         return len(self._sizes)
 
     def sizes(self, row: int) -> list[tuple[int, int]]:
-        """Give width and height of each image of a row when decoded, turned as its EXIF orientation says."""
+        """Return width and height of each decoded image of a row, turned as its EXIF orientation says."""
         return self._sizes[row]
 
     def digests(self, row: int) -> tuple[str, ...]:
-        """Give the BLAKE2b digest of the bytes of each image of a row, computed once."""
+        """Compute the BLAKE2b digest of the bytes of each image of a row, once."""
         if row not in self._digests:
             images = self._images(row)
             self._digests[row] = tuple(self._digest(row, index, image) for index, image in enumerate(images))
@@ -121,104 +114,85 @@ class SourceImages:
         return row in self._digests
 
     def remember(self, digests: dict[int, tuple[str, ...]]) -> None:
-        """Take over digests that other processes have computed, by number of the row."""
+        """Add digests that other processes have computed, by row."""
         self._digests |= digests
 
     def lengths(self, row: int) -> list[int]:
-        """Give the number of bytes of each image file of a row."""
+        """Return the number of bytes of each image file of a row."""
         return [
             len(image["bytes"].as_buffer()) if _has_bytes(image) else Path(_path_of(image)).stat().st_size
             for image in self._images(row)
         ]
 
     def files(self, row: int) -> list[Path | None]:
-        """Give the stored paths of the images of a row; `None` for an image that the dataset has as bytes."""
+        """Return the stored paths of the images of a row; `None` for an embedded image."""
         return [None if _has_bytes(image) else Path(_path_of(image)) for image in self._images(row)]
 
     def load(self, row: int, in_rgb: bool = True) -> list["Image.Image"]:
-        """
-        Decode the images of a row.
-
-        Args:
-            row (`int`):
-                Number of the row.
-            in_rgb (`bool`, *optional*, defaults to `True`):
-                Whether to convert them to RGB (see [`~paco_trl.utils.images.to_rgb`]) instead of keeping their modes.
-
-        Raises:
-            ValueError: If pixels are damaged, the mode has no RGB, or the file has changed since its header was read.
-        """
+        """Decode the images of a row, in RGB or in their own modes; raise `ValueError` for damaged or changed ones."""
         return [self._load(row, index, image, in_rgb) for index, image in enumerate(self._images(row))]
 
     def _images(self, row: int) -> list["pa.StructScalar"]:
-        """Give the images of a row as Arrow has them: `bytes` and `path`, not copied."""
+        """Return the images of a row as Arrow has them: `bytes` and `path`, not copied."""
         value = self._table[row].column(self.column)[0]
         if self.column == "image":
             return [value]
         return list(value.values) if value.is_valid else []
 
     def _name(self, row: int, index: int) -> str:
-        return f"Row {row} of {self.where}: " + (
-            "its source image" if self.column == "image" else f"its source image {index} (counted from 0)"
-        )
+        which = "" if self.column == "image" else f" {index} (counted from 0)"
+        return f"Row {row} of {self.where}: its source image{which}"
 
     def _read_sizes(self, row: int) -> list[tuple[int, int]]:
         images = self._images(row)
         if not images:
-            raise ValueError(
-                f"Row {row} of {self.where}: `images` is empty or None. Give a source image, or leave the row out."
-            )
-        return [self._read_size(row, index, image) for index, image in enumerate(images)]
+            raise ValueError(f"Row {row} of {self.where}: `images` is empty or None. Add a source image.")
+        return [self._read_size(self._name(row, index), image) for index, image in enumerate(images)]
 
-    def _read_size(self, row: int, index: int, image: "pa.StructScalar") -> tuple[int, int]:
-        name, path = self._name(row, index), _path_of(image)
+    def _read_size(self, name: str, image: "pa.StructScalar") -> tuple[int, int]:
+        path = _path_of(image)
         if not _has_bytes(image):
             if path is None:
                 raise ValueError(f"{name} is None. Give an image, or leave the row out.")
             if "://" in path:
-                raise ValueError(
-                    f"{name} is {path!r}, which is not a file on this machine, and nothing is downloaded during a run. "
-                    "Download it first, and store its path or its bytes."
-                )
+                raise ValueError(f"{name} is {path!r}, which is not a file on this machine. Download it first.")
             if not Path(path).is_file():
                 raise ValueError(
-                    f"{name} is {path!r}, and there is no such file (a relative path counts from the working "
-                    "directory). Correct the path, or leave the row out."
+                    f"{name} is {path!r}, and there is no such file (relative paths start at the working directory)."
                 )
         try:
             with _open_stream(image) as stream:
                 return _decoded_size(stream)
         except Exception as error:  # Pillow raises half a dozen kinds
-            raise self._unreadable(name, path, error) from error
+            raise _unreadable(name, path, error) from error
 
     def _digest(self, row: int, index: int, image: "pa.StructScalar") -> str:
         try:
             with _open_stream(image) as stream:
                 return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
         except OSError as error:
-            raise self._unreadable(self._name(row, index), _path_of(image), error) from error
+            raise _unreadable(self._name(row, index), _path_of(image), error) from error
 
     def _load(self, row: int, index: int, image: "pa.StructScalar", in_rgb: bool) -> "Image.Image":
         from ..utils.images import to_rgb
 
-        name, path = self._name(row, index), _path_of(image)
+        name, size = self._name(row, index), self._sizes[row][index]
         try:
             decoded = self._feature.decode_example(image.as_py())
             decoded = to_rgb(decoded, "The image") if in_rgb else decoded
         except Exception as error:  # Pillow raises half a dozen kinds
-            raise self._unreadable(name, path, error) from error
-        if decoded.size != self._sizes[row][index]:
+            raise _unreadable(name, _path_of(image), error) from error
+        if decoded.size != size:
             raise ValueError(
-                f"{name} has {decoded.width} x {decoded.height} pixels (width x height), but its header said "
-                f"{' x '.join(map(str, self._sizes[row][index]))} when the run began. Files must not change during a "
-                "run: start it again."
+                f"{name} has {decoded.width} x {decoded.height} pixels (width x height), but its header said {size[0]} "
+                f"x {size[1]} when the run began. Files must not change during a run: start it again."
             )
         return decoded
 
-    @staticmethod
-    def _unreadable(name: str, path: str | None, error: Exception) -> ValueError:
-        which = f" ({path})" if path else ""
-        return ValueError(f"{name} cannot be read{which}: {type(error).__name__}: {error}. {_WHAT_TO_DO}")
+
+def _unreadable(name: str, path: str | None, error: Exception) -> ValueError:
+    problem = f"{type(error).__name__}: {error}. Replace the file, or leave the row out."
+    return ValueError(f"{name} cannot be read{f' ({path})' if path else ''}: {problem}")
 
 
 def _has_bytes(image: "pa.StructScalar") -> bool:
@@ -242,7 +216,7 @@ def _decoded_size(stream: BinaryIO) -> tuple[int, int]:
     image = Image.open(stream)
     width, height = image.size
     if image.format == "TIFF":
-        # As stored: newer versions of Pillow give the size as turned, though they turn the image only when it is read
+        # As stored: newer versions of Pillow already report the turned size
         width, height = (image.tag_v2[tag] for tag in (ExifTags.Base.ImageWidth, ExifTags.Base.ImageLength))
     if image.format == "PNG" and not _has_data_after_pixels(stream):
         exif = Image.Image.getexif(image)  # that of PNG decodes the pixels to see what comes after them

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well annotators agree: with each other, with the majority of the others, and with gold questions."""
+"""Measure how well annotators agree: with each other, with the majority of the others, with gold questions."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def _fraction(counts: Iterable[tuple[int, int]]) -> float | None:
 
 
 def _by_instance(annotations: Iterable[Annotation]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Give the ranks by instance and annotator."""
+    """Return the ranks by instance and annotator."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for annotation in annotations:
         if annotation.ranks is not None:
@@ -61,10 +61,10 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
             Annotations that are known to be right, of some of the instances.
 
     Returns:
-        `dict`: `instances` and `instances_of_several` (ranked by two annotators or more); `kendalls_w`, its mean over
-        the latter; `pairwise_agreement`, the share of the pairs of candidates that two annotators put in the same
-        order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped`, `agreement_with_others` (with the
-        majority of the others) and `gold_agreement`. What cannot be computed is `None`.
+        `dict`: `instances` and `instances_of_several` (ranked by two annotators or more); `kendalls_w`, its mean over the
+        latter; `pairwise_agreement`, the fraction of the pairs of candidates that two annotators put in the same order
+        (chance: 0.5); and `annotators`, for each one `ranked`, `skipped`, `agreement_with_others` (with the majority of the
+        others) and `gold_agreement`. What cannot be computed is `None`.
     """
     by_instance, truth = _by_instance(annotations), {annotation.instance: annotation.ranks for annotation in gold}
     several = [list(ranks.values()) for ranks in by_instance.values() if len(ranks) > 1]
@@ -85,19 +85,13 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
             instance: [other for annotator, other in by_instance[instance].items() if annotator != name]
             for instance in ranked
         }
+        against_others = [_count_against_majority(ranked[one], ranks) for one, ranks in others.items() if ranks]
+        against_gold = [count_agreement(ranks, truth[one]) for one, ranks in ranked.items() if truth.get(one)]
         report["annotators"][name] = {
             "ranked": len(ranked),
             "skipped": len(own) - len(ranked),
-            "agreement_with_others": _fraction(
-                _count_against_majority(ranks, others[instance])
-                for instance, ranks in ranked.items()
-                if others[instance]
-            ),
-            "gold_agreement": _fraction(
-                count_agreement(ranks, truth[instance])
-                for instance, ranks in ranked.items()
-                if truth.get(instance) is not None
-            ),
+            "agreement_with_others": _fraction(against_others),
+            "gold_agreement": _fraction(against_gold),
         }
     return report
 
@@ -119,14 +113,14 @@ def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -
         ValueError: If it is out of range, or nobody answered a gold question.
     """
     if not 0 <= min_gold_agreement <= 1:
-        raise ValueError(f"`min_gold_agreement` is {min_gold_agreement}, but it is a share: from 0 to 1.")
-    shares = {name: entry["gold_agreement"] for name, entry in report["annotators"].items()}
-    if all(share is None for share in shares.values()):
+        raise ValueError(f"`min_gold_agreement` is {min_gold_agreement}, but must be a fraction from 0 to 1.")
+    fractions = {name: entry["gold_agreement"] for name, entry in report["annotators"].items()}
+    if all(fraction is None for fraction in fractions.values()):
         raise ValueError(
-            f"`min_gold_agreement` is {min_gold_agreement}, but none of the annotators {list(shares)} answered a gold "
-            "question. Give gold questions to the annotators, or leave `min_gold_agreement` out."
+            f"`min_gold_agreement` is {min_gold_agreement}, but none of the annotators {list(fractions)} answered a gold "
+            "question. Leave it out, or collect answers to gold questions first."
         )
-    return [name for name, share in shares.items() if share is not None and share < min_gold_agreement]
+    return [name for name, fraction in fractions.items() if fraction is not None and fraction < min_gold_agreement]
 
 
 def _count_against_majority(ranks: Sequence[int], others: Sequence[Sequence[int]]) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Gradio app on which people rank the candidates of ranking instances."""
+"""Serve a Gradio app in which people rank the candidates of ranking instances."""
 
 import html
 import logging
@@ -176,7 +176,7 @@ document.addEventListener("keyup", (event) => { if (event.key === " ") large.clo
 
 
 @contextmanager
-def _errors_on_the_page() -> Iterator[None]:
+def _shown_errors() -> Iterator[None]:
     import gradio as gr
 
     try:
@@ -191,7 +191,7 @@ def _errors_on_the_page() -> Iterator[None]:
 
 
 def make_app(work: AnnotationWork) -> "Blocks":
-    """Make the app: a name first, then one instance after the other."""
+    """Build the app: a name first, then one instance after the other."""
     import gradio as gr
 
     def show(annotator: str, instance: str | None = None, saved: str | None = None) -> list[Any]:
@@ -212,19 +212,16 @@ def make_app(work: AnnotationWork) -> "Blocks":
         annotator = name or request.query_params.get("annotator")
         if not annotator:
             return [gr.skip()] * 6
-        with _errors_on_the_page():
+        with _shown_errors():
             return show(annotator, None if name else request.query_params.get("instance"))
 
     def save(task: dict[str, Any]) -> list[Any]:
-        with _errors_on_the_page():
+        with _shown_errors():
             work.save(task["annotator"], task["instance"], task["order"], time.time() - task["shown_at"])
             return show(task["annotator"], saved=task["instance"])
 
-    def skip(task: dict[str, Any]) -> list[Any]:
-        return save(task | {"order": None})
-
     def back(task: dict[str, Any]) -> list[Any]:
-        with _errors_on_the_page():
+        with _shown_errors():
             return show(task["annotator"], task["previous"])
 
     with gr.Blocks(title="Rank images by consistency", analytics_enabled=False, fill_width=True) as app:
@@ -245,13 +242,13 @@ def make_app(work: AnnotationWork) -> "Blocks":
         app.load(open_, name, outputs, **options)
         gr.on([name.submit, start_button.click], open_, name, outputs, **options)
         save_button.click(save, board, outputs, **options)
-        skip_button.click(skip, board, outputs, **options)
+        skip_button.click(lambda task: save(task | {"order": None}), board, outputs, **options)
         back_button.click(back, board, outputs, **options)
     return app
 
 
-async def _only_the_page_itself(request: "Request", call_next: Any) -> "Response":
-    """Refuse what a page of another origin sends, and allow nothing from elsewhere."""
+async def _same_origin_only(request: "Request", call_next: Any) -> "Response":
+    """Refuse requests from pages of another origin, and allow no content from elsewhere."""
     from starlette.responses import PlainTextResponse
 
     origin = request.headers.get("origin")
@@ -278,8 +275,8 @@ def serve_annotation(
 
     if host in ("", "0.0.0.0", "::"):
         raise ValueError(
-            f"`host` is {host!r}, which stands for all addresses, so that requests under a foreign name could not be "
-            "told apart. Give the address or the name by which the annotators reach this machine."
+            f"`host` is {host!r}, which stands for all addresses, so requests under a foreign name could not be refused. "
+            "Give the address or the name by which the annotators reach this machine."
         )
 
     def image(request: "Request") -> Response:
@@ -308,7 +305,7 @@ def serve_annotation(
             "middleware": [
                 # A name of another site that was made to point here
                 Middleware(TrustedHostMiddleware, allowed_hosts=[host.lower(), "127.0.0.1", "localhost"]),
-                Middleware(BaseHTTPMiddleware, dispatch=_only_the_page_itself),
+                Middleware(BaseHTTPMiddleware, dispatch=_same_origin_only),
             ],
         },
     )

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Which instance an annotator ranks next, in which order its candidates are shown, and what is saved.
+Choose which instance an annotator ranks next, in which order its candidates are shown, and save the rankings.
 
-Orders come from hashes of names, not from random numbers: they are the same after a restart and in every tab, and
-differ between annotators, so that no candidate always comes first and no instance is always ranked by tired people.
+Orders come from hashes of names, not from random numbers: they are the same after a restart and in every tab, and differ
+between annotators, so that no candidate always comes first and no instance is always ranked by tired people.
 """
 
 import hashlib
+import itertools
 import json
 import threading
 from collections import Counter
@@ -15,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.image_sets import parse_image_set_prompt
+from ..data.columns import by_id
+from ..data.rankings import theme_of
 from ..utils.journals import read_lines
 from ..utils.text import shorten
 from .annotations import (
@@ -48,7 +50,7 @@ def shown_order(annotator: str, instance: str, count: int) -> list[int]:
 
 
 def is_gold_turn(annotator: str, number: int) -> bool:
-    """Whether an annotator's next instance is a gold question: one in each ten, at a place that changes."""
+    """Tell whether an annotator's next instance is a gold question: one in each ten, at a changing place."""
     block, place = divmod(number, GOLD_EVERY)
     return place == _number("gold", annotator, block) % GOLD_EVERY
 
@@ -72,7 +74,7 @@ def next_instance(
 
 
 class AnnotationWork:
-    """Hold the instances and the rankings of all annotators, on disk and in memory."""
+    """Instances and rankings of all annotators, on disk and in memory."""
 
     def __init__(
         self,
@@ -84,8 +86,6 @@ class AnnotationWork:
         gold: str | Path | None = None,
         not_people: Collection[str] = (),
     ):
-        from datasets import Image
-
         if annotations_per_instance < 1:
             raise ValueError(f"`annotations_per_instance` is {annotations_per_instance}. It must be at least 1.")
         self.folder, self.annotations_per_instance = Path(folder), annotations_per_instance
@@ -94,37 +94,27 @@ class AnnotationWork:
         self._rows = {row["id"]: row for row in instances.with_format(None)}
         self._digests = digests_by_instance(instances)
         self._prompts = {row["id"]: row for row in prompts.with_format(None)}
-        # Not decoded: an image is sent as it is on disk
-        columns = panels.with_format(None).cast_column("image", Image(decode=False))
-        columns = columns.select_columns(["id", "sha256", "image"])[:]
-        self._sha_of = dict(zip(columns["id"], columns["sha256"], strict=True))
-        # The address of an image says what is in it, so that a browser may keep it, and not which seed it is from
-        paths = (image["path"] for image in columns["image"])
-        self.image_files: dict[str, str] = dict(zip(columns["sha256"], paths, strict=True))
+        self._sha_of = by_id(panels, "sha256")
+        # The address of an image is the digest of its pixels: a browser may keep it, and it does not tell the seed
+        self.image_files = {self._sha_of[name]: image["path"] for name, image in by_id(panels, "image").items()}
         self.gold = self._read_gold(gold, instances)
         self._regular = [name for name in self._rows if name not in self.gold]
         if not self._regular:
             raise ValueError(f"All {len(self.gold)} instances are gold questions of {gold}: nothing is left to rank.")
-        self._read_annotations(instances)
+        paths = sorted(self.folder.glob("*.jsonl"))
+        ranks = {(one.annotator, one.instance): one.ranks for one in read_annotations(paths, instances)}
+        # Of each annotator, by instance, in the order in which they were first ranked: this is the way back
+        self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
+        for _, record in itertools.chain.from_iterable(map(read_lines, paths)):
+            annotator, instance = record["annotator"], record["instance"]
+            self._done.setdefault(annotator, {})[instance] = ranks[annotator, instance]
 
     def _read_gold(self, gold: str | Path | None, instances: "Dataset") -> set[str]:
         if gold is None:
             return set()
         if Path(gold).resolve().parent == self.folder.resolve():
-            raise ValueError(
-                f"The gold questions {gold} are in the directory of the annotations. Move them elsewhere."
-            )
+            raise ValueError(f"The gold questions {gold} are in the directory of the annotations. Move them.")
         return {annotation.instance for annotation in read_annotations([gold], instances) if annotation.ranks}
-
-    def _read_annotations(self, instances: "Dataset") -> None:
-        paths = sorted(self.folder.glob("*.jsonl"))
-        ranks = {(one.annotator, one.instance): one.ranks for one in read_annotations(paths, instances)}
-        # Of each annotator, by instance, in the order in which they were first done: this is the way back
-        self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
-        for path in paths:
-            for _, record in read_lines(path):
-                annotator, instance = record["annotator"], record["instance"]
-                self._done.setdefault(annotator, {})[instance] = ranks[annotator, instance]
 
     def check_name(self, annotator: Any) -> str:
         """Check the name that a person gives."""
@@ -143,13 +133,13 @@ class AnnotationWork:
                 for name, ranks in rankings.items()
                 if other not in self._not_people and ranks is not None and name not in self.gold
             )
-        wanted = self.annotations_per_instance
+        needed = self.annotations_per_instance
         if instance not in self._rows:
-            instance = next_instance(annotator, self._regular, self.gold, done, counts, wanted)
+            instance = next_instance(annotator, self._regular, self.gold, done, counts, needed)
         history = list(done)
         history = history[: history.index(instance)] if instance in done else history
         ranked = sum(ranks is not None for ranks in done.values())
-        finished = sum(min(count, wanted) for count in counts.values()) / (wanted * len(self._regular))
+        finished = sum(min(count, needed) for count in counts.values()) / (needed * len(self._regular))
         task = {
             "annotator": annotator,
             "instance": instance,
@@ -165,20 +155,17 @@ class AnnotationWork:
         prompt = self._prompts[row["prompt_id"]]
         shown = shown_order(annotator, instance, len(row["candidates"]))
         return {
-            "theme": _theme(prompt),
+            "theme": theme_of(prompt),
             "dimensions": prompt.get("dimensions") or _DIMENSIONS,
-            "reference": self._address(row["reference"]),
-            "images": [self._address(row["candidates"][index]) for index in shown],
+            "reference": f"/image/{self._sha_of[row['reference']]}",
+            "images": [f"/image/{self._sha_of[row['candidates'][index]]}" for index in shown],
             # Places of the shown images, best first
             "order": [] if ranks is None else sorted(range(len(shown)), key=lambda place: ranks[shown[place]]),
             "was_skipped": instance in done and ranks is None,
         }
 
-    def _address(self, panel: str) -> str:
-        return f"/image/{self._sha_of[panel]}"
-
     def save(self, annotator: Any, instance: Any, order: Any, seconds: float) -> None:
-        """Check an order of the shown images (`None` to skip the instance), and write it to the disk."""
+        """Check an order of the shown images (`None` to skip the instance), and save it."""
         annotator = self.check_name(annotator)
         if instance not in self._rows:
             raise ValueError(f"There is no instance {shorten(instance)}. Reload the page.")
@@ -198,12 +185,3 @@ class AnnotationWork:
         with self._lock:
             append_annotation(self.folder, record)
             self._done.setdefault(annotator, {})[instance] = ranks
-
-
-def _theme(prompt: Mapping[str, Any]) -> str:
-    if prompt.get("theme"):
-        return prompt["theme"]
-    try:
-        return parse_image_set_prompt(prompt["prompt"]).theme
-    except ValueError:  # a prompt that is not an image set is shown whole
-        return prompt["prompt"]

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Annotations: in which order an annotator puts the candidates of a ranking instance.
+Annotations: the order in which an annotator puts the candidates of a ranking instance.
 
-A file has a record for each instance that an annotator ranked: JSON lines, a list in a `.json` file, or a `.csv` file.
+A file has a record for each ranked instance: JSON lines, a list in a `.json` file, or a `.csv` file.
 
     {"annotator": "anna", "instance": "fox/0/1/3", "ranking": [2, 0, 1, 3]}           # candidates, best first
     {"annotator": "judge", "instance": "fox/0/1/3", "ranks": [2, 3, 1, 3]}            # rank of each, equal = tied
     {"annotator": "anna", "instance": "fox/0/1/4", "skipped": true}                   # looked at, not ranked
 
-In CSV the columns are `annotator`, `instance` and `ranking`, a text such as `2>0>1=3` (empty for a skipped instance).
-
-`digest`, where a record has it, is that of the instance's images ([`instance_digest`]): a ranking of other images under
-the same id is an error.
+A `.csv` file has the columns `annotator`, `instance` and `ranking`, such as `2>0>1=3` (empty for a skipped instance).
+A record may have the `digest` of the instance's images ([`instance_digest`]): a ranking of other images is an error.
 """
 
 import csv
@@ -23,6 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..data.columns import by_id
+from ..data.rankings import is_order
 from ..utils.files import digest, write_atomically
 from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 AUTOMATIC = "automatic"
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
-_REMEDY = "Nothing of this file was taken. Correct it and try again."
+_REMEDY = "Nothing was imported. Correct the file and try again."
 
 
 class Annotation(NamedTuple):
     """
-    What one annotator says of one instance.
+    Ranking of one instance by one annotator.
 
     Attributes:
         annotator (`str`):
@@ -59,56 +59,43 @@ class Annotation(NamedTuple):
 
 
 def instance_digest(reference: str, candidates: Sequence[str]) -> str:
-    """Give a digest of what an instance shows, in its order."""
+    """Compute the digest of the images of an instance, in their order."""
     return digest([reference, *candidates])[:16]
 
 
 def check_annotator(name: Any) -> str:
-    """Check the name of an annotator, which is the name of a file too."""
+    """Check the name of an annotator, which is also the name of a file."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
         raise ValueError(
-            f"The annotator's name is {shorten(name)}. It must be 1 to 40 letters (a to z), digits, `.`, `_` or `-`, "
-            "and not begin with a full stop, because it names a file."
+            f"The annotator's name is {shorten(name)}. It names a file, so use 1 to 40 letters (a to z), digits, `.`, `_` "
+            "or `-`, not beginning with `.`."
         )
     return name
 
 
 def ranks_of_ranking(ranking: Sequence[int]) -> tuple[int, ...]:
     """
-    Give the rank of each candidate from their order.
+    Compute the rank of each candidate from their order.
 
     Args:
         ranking (`Sequence[int]`):
             Indices of the candidates, best first: a permutation of 0 to n - 1.
 
     Returns:
-        `tuple[int, ...]`: the ranks, 1 for the best.
+        `tuple[int, ...]`: the ranks, 1 for the best: `(2, 3, 1)` for `[2, 0, 1]`.
 
     Raises:
-        ValueError: If it is no permutation.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.dataset_building import ranks_of_ranking
-
-    >>> ranks_of_ranking([2, 0, 1])
-    (2, 3, 1)
-    ```
+        ValueError: If it is not a permutation.
     """
-    is_order = all(type(index) is int for index in ranking)
-    if not is_order or sorted(ranking) != list(range(len(ranking))):
+    if not is_order(ranking, len(ranking)):
         raise ValueError(
             f"the ranking {shorten(list(ranking))} does not name each of {len(ranking)} candidates exactly once."
         )
-    ranks = [0] * len(ranking)
-    for rank, index in enumerate(ranking, start=1):
-        ranks[index] = rank
-    return tuple(ranks)
+    return tuple(ranking.index(candidate) + 1 for candidate in range(len(ranking)))
 
 
 def format_ranking(ranks: Sequence[int]) -> str:
-    """Write ranks as a text, candidates by index: `2>0>1=3` is 2 before 0, and 1 and 3 tied behind them."""
+    """Write ranks as a text, candidates by index: in `2>0>1=3`, 1 and 3 are tied behind 2 and 0."""
     groups = [[index for index, rank in enumerate(ranks) if rank == value] for value in sorted(set(ranks))]
     return ">".join("=".join(map(str, group)) for group in groups)
 
@@ -116,29 +103,21 @@ def format_ranking(ranks: Sequence[int]) -> str:
 def parse_ranking(text: str) -> tuple[int, ...]:
     """Read the ranks from a text such as `2>0>1=3`; the inverse of [`format_ranking`]."""
     groups = [group.split("=") for group in text.split(">")]
-    names = [name.strip() for group in groups for name in group]
-    if not all(re.fullmatch(r"[0-9]+", name) for name in names):
-        raise ValueError(
-            f"the ranking {shorten(text)} is not of the form `2>0>1=3`, with the numbers of the candidates from 0."
-        )
-    ranks_of_ranking([int(name) for name in names])
-    ranks, before = [0] * len(names), 0
-    for group in groups:
-        for name in group:
-            ranks[int(name)] = before + 1
-        before += len(group)
-    return tuple(ranks)
+    if not all(re.fullmatch(r"\s*[0-9]+\s*", name) for group in groups for name in group):
+        raise ValueError(f"the ranking {shorten(text)} does not have the form `2>0>1=3` (candidates by index from 0).")
+    order = [int(name) for group in groups for name in group]
+    ranks_of_ranking(order)  # checks it
+    firsts = [1 + sum(map(len, groups[:place])) for place, group in enumerate(groups) for _ in group]
+    return tuple(firsts[order.index(candidate)] for candidate in range(len(order)))
 
 
 def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
-    """Read the ranks of one record. The errors go on after `<file>, line <number>: `."""
+    """Read the ranks of one record. The errors continue `<file>, line <number>: `."""
     if record.get("skipped") is True:
         return None
     ranking, ranks = record.get("ranking"), record.get("ranks")
     if (ranking is None) == (ranks is None):
-        raise ValueError(
-            f"it has the keys {list(record)}, but must have one of `ranking`, `ranks` and `skipped: true`."
-        )
+        raise ValueError(f"it must have one of `ranking`, `ranks` and `skipped: true`, not {list(record)}.")
     if isinstance(ranking, str):
         ranks = parse_ranking(ranking)
     elif ranking is not None:
@@ -153,46 +132,41 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
 
 
 def _read_records(path: Path) -> list[tuple[str, Any]]:
-    """Give each record with the place that it is at."""
+    """Read each record with its place in the file."""
     if path.suffix == ".jsonl":
         return [(f"{path.name}, line {number}", record) for number, record in read_lines(path)]
+    if path.suffix not in (".csv", ".json"):
+        raise ValueError(f"{path} is not a file of annotations. It must end in .jsonl, .json or .csv.")
     try:
         text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
-        return _parse_records(path, text)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}). Save it as UTF-8, with each quote closed. {_REMEDY}"
-        ) from error
-
-
-def _parse_records(path: Path, text: str) -> list[tuple[str, Any]]:
-    if path.suffix == ".csv":
-        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        missing = [name for name in ("annotator", "instance", "ranking") if name not in (reader.fieldnames or [])]
-        if missing:
-            raise ValueError(
-                f"{path.name} has the columns {reader.fieldnames}, but needs {missing} besides. {_REMEDY}"
-            )
-        rows = []
-        for row in reader:
-            place = f"{path.name}, line {reader.line_num}"
-            if None in row or None in row.values():
-                raise ValueError(f"{place} has another number of cells than the first line. {_REMEDY}")
-            record = {name: row[name] for name in ("annotator", "instance", "ranking")}
-            # The empty cell of an instance that cannot be ranked
-            rows.append((place, record if row["ranking"].strip() else record | {"skipped": True}))
-        return rows
-    if path.suffix != ".json":
-        raise ValueError(f"{path} is no file of annotations. It must end in .jsonl, .json or .csv.")
-    try:
+        if path.suffix == ".csv":
+            return _read_csv(path.name, text)
         records = json.loads(text)
-        if not isinstance(records, list):
-            raise ValueError("it is not a list of records")
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}). {_REMEDY}") from error
+    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}). Save it as valid UTF-8 {path.suffix}. {_REMEDY}"
+        ) from error
+    if not isinstance(records, list):
+        raise ValueError(f"{path} is not a list of records. {_REMEDY}")
     if is_label_studio(records):
         records = records_of_label_studio(records)
     return [(f"{path.name}, record {number}", record) for number, record in enumerate(records)]
+
+
+def _read_csv(name: str, text: str) -> list[tuple[str, dict[str, Any]]]:
+    columns = ("annotator", "instance", "ranking")
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    missing = [column for column in columns if column not in (reader.fieldnames or [])]
+    if missing:
+        raise ValueError(f"{name} lacks the columns {missing}; it has {reader.fieldnames}. {_REMEDY}")
+    rows = []
+    for row in reader:
+        place = f"{name}, line {reader.line_num}"
+        if None in row or None in row.values():
+            raise ValueError(f"{place} has another number of cells than the first line. {_REMEDY}")
+        record = {column: row[column] for column in columns}
+        rows.append((place, record if row["ranking"].strip() else record | {"skipped": True}))
+    return rows
 
 
 def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[Annotation]:
@@ -209,14 +183,11 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
         `list[Annotation]`: the last one of each annotator and instance, by annotator and in the order of the instances.
 
     Raises:
-        ValueError: If a file cannot be read, or a record has an instance that does not exist, a ranking that is not
-            complete, or a name that is none; the error names file and line.
+        ValueError: If a file cannot be read, or a record has an unknown instance, an incomplete ranking or a wrong
+        annotator's name; the error names file and line.
     """
-    columns = instances.with_format(None).select_columns(
-        [name for name in ("id", "candidates", "digest") if name in instances.column_names]
-    )[:]
-    counts = {name: len(candidates) for name, candidates in zip(columns["id"], columns["candidates"], strict=True)}
-    digests = dict(zip(columns["id"], columns.get("digest", [None] * len(counts)), strict=True))
+    counts = {name: len(candidates) for name, candidates in by_id(instances, "candidates").items()}
+    digests = digests_by_instance(instances)
     place_of = {name: place for place, name in enumerate(counts)}
     found: dict[tuple[str, str], Annotation] = {}
     for path in paths:
@@ -226,14 +197,12 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
             try:
                 annotator, instance = check_annotator(record.get("annotator")), record.get("instance")
                 if not isinstance(instance, str) or instance not in counts:
+                    raise ValueError(f"there is no instance {shorten(instance)}; the first is {next(iter(counts))!r}.")
+                images = digests.get(instance, {}).get("digest")
+                if images is not None and record.get("digest", images) != images:
                     raise ValueError(
-                        f"there is no instance {shorten(instance)}; the first is {next(iter(counts))!r}. (Were fewer "
-                        "instances asked for since it was ranked?)"
-                    )
-                if digests[instance] is not None and record.get("digest", digests[instance]) != digests[instance]:
-                    raise ValueError(
-                        f"the instance {instance!r} has other images now than those that were ranked. Move the "
-                        "annotations of before away, and rank again."
+                        f"the instance {instance!r} has other images now than those that were ranked. Move the earlier "
+                        "annotations away, and rank again."
                     )
                 ranks = ranks_of_record(record, counts[instance])
             except ValueError as error:
@@ -244,29 +213,29 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
 
 def append_annotation(folder: str | Path, record: Mapping[str, Any]) -> None:
     """
-    Save one annotation, at once and onto the disk, in the file of its annotator.
+    Save one annotation in the file of its annotator, flushed to disk.
 
     Args:
         folder (`str` or `Path`):
-            Folder of the annotations.
+            Directory of the annotations.
         record (`Mapping`):
-            The record; what is beside `annotator`, `instance` and the ranking is kept and not read.
+            The record. Fields other than `annotator`, `instance` and the ranking are kept and not read.
 
     Raises:
-        ValueError: If the name of the annotator is none.
+        ValueError: If the annotator's name cannot be used.
     """
     append_lines(Path(folder) / f"{check_annotator(record.get('annotator'))}.jsonl", [record])
 
 
 def annotation_files(folder: str | Path, annotators: Sequence[str] | None = None) -> list[Path]:
     """
-    Find the files of annotations in a folder.
+    Find the files of annotations in a directory.
 
     Args:
         folder (`str` or `Path`):
-            The folder.
+            The directory.
         annotators (`Sequence[str]`, *optional*):
-            Names of those to take; all when left out.
+            Names of the annotators; all if `None`.
 
     Returns:
         `list[Path]`: the files, by name.
@@ -286,14 +255,13 @@ def annotation_files(folder: str | Path, annotators: Sequence[str] | None = None
 
 def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset") -> dict[str, int]:
     """
-    Take over the annotations of a file that another tool wrote, all of them or none.
+    Import the annotations of a file that another tool wrote, all of them or none.
 
     Args:
         path (`str` or `Path`):
-            The file (`.jsonl`, `.json` or `.csv`; `.json` may be a project that Label Studio exported).
+            The file: `.jsonl`, `.csv`, or `.json`, which may be a project that Label Studio exported.
         folder (`str` or `Path`):
-            Folder of the annotations. What an annotator already has there stays, and is replaced where the file has
-            the same instance.
+            Directory of the annotations. Earlier ones of an annotator stay, and are replaced for the same instance.
         instances ([`~datasets.Dataset`]):
             The ranking instances.
 
@@ -304,66 +272,51 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
         ValueError: As [`read_annotations`].
     """
     if Path(path).suffix == ".jsonl":
-        _check_last_line(Path(path))
+        # An unfinished last line is not that of a process killed here: the file was not copied completely
+        last = Path(path).read_bytes().rstrip().rpartition(b"\n")[2]
+        try:
+            json.loads(last)
+        except ValueError as error:
+            raise ValueError(f"The last line of {path} is not valid JSON ({error}). {_REMEDY}") from error
     annotations = read_annotations([path], instances)
     if any(annotation.annotator == AUTOMATIC for annotation in annotations):
-        raise ValueError(
-            f"{path} has annotations by {AUTOMATIC!r}, the name of rankings by construction. Name another."
-        )
+        raise ValueError(f"{path} has annotations by {AUTOMATIC!r}, the name of rankings by construction. Rename it.")
     digests = digests_by_instance(instances)
     records: dict[str, list[dict]] = defaultdict(list)
     for annotation in annotations:
-        records[annotation.annotator].append(_record(annotation) | digests.get(annotation.instance, {}))
+        record = {"annotator": annotation.annotator, "instance": annotation.instance}
+        ranks = {"skipped": True} if annotation.ranks is None else {"ranks": list(annotation.ranks)}
+        records[annotation.annotator].append(record | ranks | digests.get(annotation.instance, {}))
     for annotator, own in records.items():
         append_lines(Path(folder) / f"{annotator}.jsonl", own)
     return {annotator: len(own) for annotator, own in records.items()}
 
 
-def _check_last_line(path: Path) -> None:
-    """A last line that is not whole is no work of a process that was killed here: the file itself is not whole."""
-    last = path.read_bytes().rstrip().rpartition(b"\n")[2]
-    try:
-        json.loads(last)
-    except ValueError as error:
-        raise ValueError(f"The last line of {path} is not valid JSON ({error}). {_REMEDY}") from error
-
-
 def digests_by_instance(instances: "Dataset") -> dict[str, dict[str, str]]:
-    """Give what ties an annotation to the images of its instance."""
+    """Return the field of a record that ties it to the images of its instance, by instance."""
     if "digest" not in instances.column_names:
         return {}
-    columns = instances.with_format(None).select_columns(["id", "digest"])[:]
-    return {name: {"digest": value} for name, value in zip(columns["id"], columns["digest"], strict=True)}
-
-
-def _record(annotation: Annotation) -> dict[str, Any]:
-    known = {"annotator": annotation.annotator, "instance": annotation.instance}
-    return known | ({"skipped": True} if annotation.ranks is None else {"ranks": list(annotation.ranks)})
-
-
-def _to_csv(rows: list[dict[str, Any]]) -> str:
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+    return {name: {"digest": value} for name, value in by_id(instances, "digest").items()}
 
 
 def _write(rows: list[dict[str, Any]], path: str | Path) -> None:
-    path = Path(path)
+    path, file = Path(path), io.StringIO(newline="")
     if not rows:
         raise ValueError(f"There is nothing to write to {path}.")
     if path.suffix == ".csv":
-        write_atomically(path, _to_csv(rows))
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
     elif path.suffix == ".json":
-        write_atomically(path, json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+        file.write(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
     else:
         raise ValueError(f"{path} must end in .csv or .json.")
+    write_atomically(path, file.getvalue())
 
 
 def export_annotations(annotations: Iterable[Annotation], path: str | Path) -> None:
     """
-    Write annotations for other tools; [`import_annotations`] reads them back.
+    Write annotations for other tools; [`import_annotations`] reads them.
 
     Args:
         annotations (`Iterable[Annotation]`):
@@ -372,56 +325,42 @@ def export_annotations(annotations: Iterable[Annotation], path: str | Path) -> N
             The file, `.csv` or `.json`.
 
     Raises:
-        ValueError: If there are none, or the file has another ending.
+        ValueError: If there are no annotations, or the file has another suffix.
     """
+    skipped = {"ranking": ""} if Path(path).suffix == ".csv" else {"ranking": None, "skipped": True}
     rows = [
-        {
-            "annotator": annotation.annotator,
-            "instance": annotation.instance,
-            "ranking": "" if annotation.ranks is None else format_ranking(annotation.ranks),
-        }
-        for annotation in annotations
+        {"annotator": annotator, "instance": instance}
+        | (skipped if ranks is None else {"ranking": format_ranking(ranks)})
+        for annotator, instance, ranks in annotations
     ]
-    if Path(path).suffix != ".csv":
-        rows = [row if row["ranking"] else {**row, "ranking": None, "skipped": True} for row in rows]
     _write(rows, path)
 
 
 def export_tasks(instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path) -> None:
     """
-    Write the ranking instances for other tools: one row each, with the image files.
+    Write the ranking instances for other tools: one row each, with the paths of the images.
 
     Args:
-        instances ([`~datasets.Dataset`]):
-            The ranking instances.
-        panels ([`~datasets.Dataset`]):
-            The panels, with images given by path.
-        prompts ([`~datasets.Dataset`]):
-            The prompts.
+        instances, panels, prompts ([`~datasets.Dataset`]):
+            The ranking instances, their panels (with images given by path) and prompts.
         path (`str` or `Path`):
-            The file, `.csv` or `.json`, with `instance`, `prompt`, `reference` and `candidate_0`, `candidate_1` ...,
-            whose numbers are those of the `ranking` that comes back.
+            The file, `.csv` or `.json`, with `instance`, `prompt`, `reference` and `candidate_0`, `candidate_1` ...; an
+            imported `ranking` has these numbers.
 
     Raises:
-        ValueError: If there are none, or the file has another ending.
+        ValueError: If there are no instances, or the file has another suffix.
     """
-    from datasets import Image
-
-    columns = panels.cast_column("image", Image(decode=False)).select_columns(["id", "image"])[:]
-    files = {name: image["path"] for name, image in zip(columns["id"], columns["image"], strict=True)}
-    texts = dict(zip(prompts["id"][:], prompts["prompt"][:], strict=True))
+    images, texts = by_id(panels, "image"), by_id(prompts, "prompt")
     most = max((len(candidates) for candidates in instances["candidates"][:]), default=0)
     rows = []
     for instance in instances.with_format(None):
-        names = [files[name] for name in instance["candidates"]]
-        rows.append(
-            {
-                "instance": instance["id"],
-                "prompt": texts[instance["prompt_id"]],
-                "reference": files[instance["reference"]],
-                **{f"candidate_{number}": name for number, name in enumerate(names + [""] * (most - len(names)))},
-            }
-        )
+        row = {
+            "instance": instance["id"],
+            "prompt": texts[instance["prompt_id"]],
+            "reference": images[instance["reference"]]["path"],
+        } | {f"candidate_{number}": "" for number in range(most)}
+        row |= {f"candidate_{number}": images[name]["path"] for number, name in enumerate(instance["candidates"])}
+        rows.append(row)
     _write(rows, path)
 
 
@@ -429,22 +368,18 @@ def export_label_studio(
     instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path, root: str | Path
 ) -> Path:
     """
-    Write the ranking instances as tasks for Label Studio, and beside them the labeling configuration.
+    Write the ranking instances as tasks for Label Studio, and next to them its labeling configuration.
 
     Args:
-        instances ([`~datasets.Dataset`]):
-            The ranking instances.
-        panels ([`~datasets.Dataset`]):
-            The panels, with images given by path.
-        prompts ([`~datasets.Dataset`]):
-            The prompts.
+        instances, panels, prompts ([`~datasets.Dataset`]):
+            The ranking instances, their panels (with images given by path) and prompts.
         path (`str` or `Path`):
             The file of the tasks, `.json`. [`import_annotations`] reads the JSON file that Label Studio exports.
         root (`str` or `Path`):
             Directory that Label Studio serves files from (`LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT`).
 
     Returns:
-        `Path`: the file of the labeling configuration, with the ending `.xml`.
+        `Path`: the labeling configuration, with the suffix `.xml`.
 
     Raises:
         ValueError: If there are no instances, `path` does not end in `.json`, or a panel is not below `root`.

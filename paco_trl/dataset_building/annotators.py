@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotators that are not people: the construction of the grids, and a judge."""
+"""Rank instances without people: by the construction of the grids, or with a judge."""
 
 import itertools
 import json
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from ..data.columns import by_id
 from ..data.rankings import default_question
 from ..utils.files import write_atomically
 from ..utils.journals import read_lines
@@ -34,27 +35,24 @@ logger = logging.getLogger(__name__)
 
 
 def construction_ranks(reference_seed: int, candidate_seeds: list[int]) -> tuple[int, ...]:
-    """Rank candidates by how they were made: one of the reference's own grid is more consistent with it."""
+    """Rank candidates by construction: one of the reference's own grid is more consistent with it."""
     return tuple(1 if seed == reference_seed else 2 for seed in candidate_seeds)
 
 
 def rank_automatically(instances: "Dataset", panels: "Dataset", folder: str | Path) -> int:
     """
-    Rank all instances by construction, as the annotator `automatic`: a panel of the reference's own grid is more
-    consistent.
+    Rank all instances by construction, as the annotator `automatic`: a panel of the reference's own grid is more consistent.
 
     Args:
-        instances ([`~datasets.Dataset`]):
-            The ranking instances.
-        panels ([`~datasets.Dataset`]):
-            The panels, with `id` and `seed`.
+        instances, panels ([`~datasets.Dataset`]):
+            The ranking instances, and the panels, with `id` and `seed`.
         folder (`str` or `Path`):
-            Folder of the annotations. An earlier `automatic.jsonl` there is replaced.
+            Directory of the annotations. An earlier `automatic.jsonl` there is replaced.
 
     Returns:
         `int`: number of annotations.
     """
-    seeds = dict(zip(panels["id"][:], panels["seed"][:], strict=True))
+    seeds = by_id(panels, "seed")
     digests, lines = digests_by_instance(instances), []
     for instance in tqdm(instances.with_format(None), desc="Ranking by construction", unit="instance"):
         ranks = construction_ranks(seeds[instance["reference"]], [seeds[name] for name in instance["candidates"]])
@@ -70,19 +68,19 @@ def ranks_of_scores(scores: list[float]) -> tuple[int, ...]:
 
 
 def judge_annotator_name(name: str) -> str:
-    """Name a judge as an annotator: by the last part of its Hub id or folder."""
+    """Return the annotator's name of a judge: the last part of its Hub id or directory."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name.rstrip("/")).name)[:40].strip(".-") or "judge"
 
 
 def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None) -> dict[str, str]:
     """
-    Tell who annotated: people, a judge, or the construction.
+    Return the kind of each annotator: people, a judge, or the construction.
 
     Args:
         folder (`str` or `Path`):
-            Folder of the annotations.
+            Directory of the annotations.
         annotators (`Sequence[str]`, *optional*):
-            Names of those to include; all if `None`.
+            Names of the annotators; all if `None`.
 
     Returns:
         `dict[str, str]`: `"people"`, `"judge"` (its annotations have scores) or `"automatic"`, by name.
@@ -106,7 +104,7 @@ def _done_by_judge(folder: str | Path, annotator: str, judge: str, instances: "D
     others = sorted({str(record.get("judge", "a person")) for _, record in read_lines(file)} - {judge})
     if others:
         raise ValueError(
-            f"The annotator {annotator!r} is {others[0]!r} already, not {judge!r}. Give another `annotator`, or move {file} away."
+            f"The annotator {annotator!r} is {others[0]!r} already, not {judge!r}. Choose another `annotator`, or move {file}."
         )
     return {annotation.instance for annotation in read_annotations([file], instances)}
 
@@ -117,26 +115,26 @@ def rank_with_judge(
     """
     Rank the instances with a judge: by P(Yes) that the reference and the candidate are consistent.
 
-    The instances of a prompt are scored in one call, so that a judge in the process encodes each panel once.
-    Annotations are saved after each prompt, and interrupted runs resume automatically. What the judge could not answer
-    is left out, counted, and asked again by the next run.
+    The instances of a prompt are scored in one call, so that a judge in the process encodes each panel once. Annotations are
+    saved after each prompt, and interrupted runs resume automatically. Instances that the judge could not score are left
+    out, counted, and scored by the next run.
 
     Args:
         instances, panels, prompts ([`~datasets.Dataset`]):
-            What the stages before made. The judge is asked about the theme of the prompts.
+            Results of the earlier stages. The judge is given the theme of the prompts.
         judge ([`~paco_trl.rewards.Judge`]):
             [`~paco_trl.PaCoReward`] in the process, or [`~paco_trl.rewards.ServedJudge`] on a server.
         annotator (`str`):
             Name under which it annotates.
         folder (`str` or `Path`):
-            Folder of the annotations.
+            Directory of the annotations.
 
     Returns:
         `dict[str, int]`: `ranked` (now), `found` (by an earlier run), `unanswered`.
 
     Raises:
         ValueError: If an instance has an unknown prompt, or the name cannot be used.
-        JudgeUnavailableError: If the judge cannot be asked at all. What it answered before is saved.
+        JudgeUnavailableError: If the judge cannot be reached. Earlier annotations are saved.
     """
     from datasets import Image
 
@@ -150,10 +148,8 @@ def rank_with_judge(
     questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
     unknown = next((row for row in rows if row["prompt_id"] not in questions), None)
     if unknown is not None:
-        raise ValueError(
-            f"The instance {unknown['id']!r} is of the prompt {unknown['prompt_id']!r}, which is not among the "
-            f"{len(questions)} prompts. Give the prompts that the grids were generated from."
-        )
+        of_unknown = f"{unknown['id']!r} is of the prompt {unknown['prompt_id']!r}"
+        raise ValueError(f"The instance {of_unknown}, which is not among the {len(questions)} prompts.")
 
     def source(panel: str) -> Any:
         image = columns[row_of[panel]]["image"]
@@ -175,8 +171,5 @@ def rank_with_judge(
                 append_annotation(folder, record | {"scores": own, "judge": judge.name} | digests.get(row["id"], {}))
             bar.update(len(of_prompt))
     if unanswered:
-        logger.warning(
-            f"{annotator} left {unanswered} of {len(rows)} instances unanswered: they are not ranked. Run this stage "
-            "again to ask for them once more."
-        )
+        logger.warning(f"{annotator} did not score {unanswered} of {len(rows)} instances. Rerun to score them.")
     return {"ranked": len(rows) - unanswered, "found": len(done), "unanswered": unanswered}

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ranked instances to the dataset: pairs in two splits, rankings that are held out, and a report."""
+"""Build the dataset from ranked instances: pairs in two splits, held-out rankings, and a report."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..data.columns import by_id
 from .annotations import Annotation
 from .make_pairs import decide_pairs, pairs_dataset, vote_on_instances
 from .pair_panels import instances_to_rankings
@@ -27,30 +28,29 @@ def build_pairs(
     seed: int = 0,
 ) -> tuple["DatasetDict", "Dataset | None", dict[str, Any]]:
     """
-    Make pairs of annotated instances, split by prompt, and hold out rankings as a benchmark.
+    Build pairs from annotated instances, split them by prompt, and hold out rankings as a benchmark.
 
     Args:
         instances, panels, prompts ([`~datasets.Dataset`]):
-            What the stages before made.
+            Results of the earlier stages.
         annotations (`Sequence[Annotation]`):
             The annotations of one or several annotators.
         num_negatives (`int`, *optional*, defaults to `1`):
-            Inconsistent pairs of an instance at most, when several candidates are tied at the bottom.
+            Largest number of inconsistent pairs of an instance, where several candidates are tied at the bottom.
         test_size (`float`, *optional*, defaults to `0.1`):
-            Share of the prompts that are held out. (The paper holds out 9 % of the instances at random, so that
-            prompts and images are in both parts.)
+            Fraction of the prompts that are held out. (The paper holds out 9 % of the instances at random, so that prompts
+            and images are in both parts.)
         max_rankings (`int`, *optional*, defaults to `3136`):
-            Most rankings to hold out (paper), chosen at random with the seed; `None` for all.
+            Largest number of held-out rankings (paper), chosen at random with the seed; `None` for all.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the split and of all choices.
 
     Returns:
-        `tuple[DatasetDict, Dataset | None, dict]`: the pairs, `train` and, unless `test_size` is 0, `test`; the
-        rankings of the held-out prompts that have a majority for each two candidates, `None` without any; and the
-        report:
+        `tuple[DatasetDict, Dataset | None, dict]`: the pairs, `train` and, unless `test_size` is 0, `test`; the rankings of
+        the held-out prompts whose candidates the majority puts in one order, `None` if there are none; and the report:
 
-        - `instances`, and `votes`: how many of them are `ranked`, `ordered` (all candidates in one order),
-          `with_ties`, `circular`, `without_best`, `without_worst`, and the discarded `tied_pairs` of candidates;
+        - `instances`, and `votes`: how many of them are `ranked`, `ordered` (all candidates in one order), `with_ties`,
+          `circular`, `without_best`, `without_worst`, and the discarded `tied_pairs` of candidates;
         - dropped pairs: `contradictions` (as many votes for Yes as for No), `without_votes` (the majority puts the
           candidate first or last, but no single annotator does), `same_image_twice`;
         - `splits` (each with `pairs`, `consistent`, `inconsistent`, `prompts`, `images`, `categories`) and
@@ -63,7 +63,7 @@ def build_pairs(
 
     rows = list(instances.with_format(None))
     votes = vote_on_instances(annotations)
-    hashes = dict(zip(panels["id"][:], panels["sha256"][:], strict=True))
+    hashes = by_id(panels, "sha256")
     found = decide_pairs(rows, votes, num_negatives, seed)
     # The same image twice (two flat grids, for example) would be a lie or a triviality
     decisions = [one for one in found if hashes[one.first] != hashes[one.second]]
@@ -77,33 +77,27 @@ def build_pairs(
     }
     if len(pairs) == 0:
         raise ValueError(
-            f"{len(annotations)} annotations of {len(rows)} instances give no pair: {report['votes']}, and "
-            f"{report['contradictions']} pairs with as many votes for Yes as for No. Rank more instances, or take an "
-            "odd number of annotators."
+            f"{len(annotations)} annotations of {len(rows)} instances give no pair: {report['votes']}, "
+            f"{report['contradictions']} contradictions. Rank more instances, or take an odd number of annotators."
         )
 
-    texts = dict(zip(prompts["id"][:], prompts["prompt"][:], strict=True))
-    used = set(pairs["group"][:])
+    texts, used = by_id(prompts, "prompt"), set(pairs["group"][:])
     images: dict[str, set[str]] = {}
-    for name, prompt_id in zip(panels["id"][:], panels["prompt_id"][:], strict=True):
+    for name, prompt_id in by_id(panels, "prompt_id").items():
         images.setdefault(prompt_id, set()).add(hashes[name])
     groups = connected_prompts({name: text for name, text in texts.items() if name in used}, images)
     held_out = split_prompts(groups, test_size, seed)
 
-    of_test = [row for row, group in enumerate(pairs["group"][:]) if group in held_out]
-    of_train = [row for row, group in enumerate(pairs["group"][:]) if group not in held_out]
-    splits = DatasetDict(train=pairs.select(of_train))
-    if of_test:
-        splits["test"] = pairs.select(of_test)
+    is_test = [group in held_out for group in pairs["group"][:]]
+    splits = DatasetDict(train=pairs.select([row for row, test in enumerate(is_test) if not test]))
+    if any(is_test):
+        splits["test"] = pairs.select([row for row, test in enumerate(is_test) if test])
         check_no_leak(splits["train"], splits["test"], texts, hashes)
 
-    orders = {
-        row["id"]: votes[row["id"]][0].ranking for row in rows if row["prompt_id"] in held_out and row["id"] in votes
-    }
-    orders = {name: ranking for name, ranking in orders.items() if ranking is not None}
-    if max_rankings is not None and len(orders) > max_rankings:
-        kept = set(sorted(orders, key=lambda name: keyed_hash(seed, name))[:max_rankings])
-        orders = {name: ranking for name, ranking in orders.items() if name in kept}
+    names = [row["id"] for row in rows if row["prompt_id"] in held_out and row["id"] in votes]
+    names = [name for name in names if votes[name][0].ranking is not None]
+    names = sorted(names, key=lambda name: keyed_hash(seed, name))[:max_rankings]
+    orders = {name: votes[name][0].ranking for name in names}
     rankings = instances_to_rankings(instances, panels, prompts, orders) if orders else None
 
     report["splits"] = {name: _describe(split) for name, split in splits.items()}

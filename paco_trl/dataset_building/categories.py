@@ -5,17 +5,17 @@ from typing import NamedTuple
 
 
 class Category(NamedTuple):
-    """A kind of image set: its name and group, and the dimensions (keys of `DIMENSIONS`) that its images share."""
+    """Kind of image set: its name and group, and the dimensions (keys of `DIMENSIONS`) that its images share."""
 
     name: str
     group: str
     dimensions: tuple[str, ...]
 
 
-# Dimension -> what it asks of a set, as an LLM or a VLM is told
+# Dimension -> its meaning, as LLMs and VLMs are told
 DIMENSIONS = {
     "identity": (
-        "the same person, animal or object is recognisable in every image: face, hair, build, clothing, shape, "
+        "the same person, animal or object is recognizable in every image: face, hair, build, clothing, shape, "
         "proportions and marks stay the same"
     ),
     "style": (

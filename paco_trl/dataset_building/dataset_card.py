@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The card of a built dataset, filled in from the data: what is in it, how it was made, how to load it."""
+"""Build the card of a dataset from its data: contents, method, use."""
 
 import math
 import re
@@ -27,7 +27,7 @@ TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
 # Upper ends of the Hub's size categories
 _SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M")]
 
-# What the card says in its own words or tables, and so not among the other values of a stage
+# Values of a stage that the card has in its own words or tables
 _SHOWN_ELSEWHERE = {
     "prompts": {"language", "model", "source"},
     "grids": {"model"},
@@ -36,24 +36,17 @@ _SHOWN_ELSEWHERE = {
     "reasons": {"keys", "model"},
 }
 
-# Further columns, with what they are
-_PAIR_COLUMNS = {
-    "id": "",
-    "group": " (the prompt)",
-    "category": "",
-    "dimensions": "",
-    "panels": " (ids of the two images)",
-    "sha256": " (digests of the pixels)",
-    "votes": " (for `yes` and for `no`)",
-}
-_RANKING_COLUMNS = {"id": "", "group": " (the prompt)", "theme": "", "criteria": ""}
+# Further columns
+_PAIR_COLUMNS = ["`id`", "`group` (the prompt)", "`category`", "`dimensions`", "`panels` (ids of the two images)"]
+_PAIR_COLUMNS += ["`sha256` (digests of the pixels)", "`votes` (for `yes` and for `no`)"]
+_RANKING_COLUMNS = ["`id`", "`group` (the prompt)", "`theme`", "`criteria`"]
 
 # A path in the middle of a text, such as that of an error
 _LOCAL_PATH = re.compile(r"(?<![\w:/])(?:~|[A-Za-z]:)?(?:[\\/][\w.~-]+){2,}")
 
 
 def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
-    """Count what is in a split of pairs."""
+    """Count the contents of a split of pairs."""
     columns = pairs.with_format(None)
     completions = columns["completion"][:]
     consistent = sum(decision_of(completion) == "Yes" for completion in completions)
@@ -73,7 +66,7 @@ def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
 
 
 def describe_rankings(rankings: "Dataset", num_images: int) -> dict[str, Any]:
-    """Count what is in rankings."""
+    """Count the contents of rankings."""
     counts = list_lengths(rankings, "candidates")
     return {
         "rows": len(rankings),
@@ -103,6 +96,9 @@ def dataset_card(
     report = {stage: dict(values) for stage, values in report.items() if values}
     ranking, prompts = report.get("ranking", {}), report.get("prompts", {})
     title = pretty_name or repo_id.split("/")[-1]
+    generator_text = public_name(generator) if generator else None
+    if generator and generator_text == generator:  # a model on the Hub
+        generator_text = f"[{generator}](https://huggingface.co/{generator})"
     card_data = DatasetCardData(
         language=prompts.get("language"),
         license=license.identifier,
@@ -127,7 +123,7 @@ def dataset_card(
             has_reasons=any(split["with_reasons"] for split in splits.values()),
             split_by_prompt=len(splits) > 1 and all(split["prompts"] for split in splits.values()),
             pictures=pictures,
-            generator=_link(generator) if generator else None,
+            generator=generator_text,
             licence=license,
             is_generators_license=is_generators_license,
             models={stage: public_name(values["model"]) for stage, values in report.items() if values.get("model")},
@@ -149,39 +145,31 @@ def dataset_card(
     return card
 
 
-def _link(generator: str) -> str:
-    """Name a model, with a link if others can see it."""
-    name = public_name(generator)
-    return f"[{name}](https://huggingface.co/{name})" if name == generator else name
-
-
 def _table(columns: Mapping[str, Sequence[Any]]) -> str:
-    """Make a table of those columns that have values."""
+    """Format a table of the columns that have values."""
     kept = {name: values for name, values in columns.items() if any(value is not None for value in values)}
     rows = zip(*kept.values(), strict=True)
     return markdown_table(kept, [["-" if cell is None else cell for cell in row] for row in rows])
 
 
-def _percent(share: float | None) -> str | None:
-    return None if share is None else f"{100 * share:.1f} %"
+def _percent(fraction: float | None) -> str | None:
+    return None if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def _pairs_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
     def of_class(name: str) -> list[str]:
         return [f"{split[name]} ({_percent(split[name] / split['rows'])})" for split in splits.values()]
 
-    def counts(name: str) -> list[int | None]:
-        return [split[name] for split in splits.values()]
-
+    counts = {name: [split[name] for split in splits.values()] for name in ("rows", "prompts", "images")}
     return _table(
         {
             "pairs": list(splits),
-            "rows": counts("rows"),
+            "rows": counts["rows"],
             "consistent": of_class("consistent"),
             "inconsistent": of_class("inconsistent"),
-            "prompts": counts("prompts"),
-            "images": counts("images"),
-            "with reasons": [number or None for number in counts("with_reasons")],
+            "prompts": counts["prompts"],
+            "images": counts["images"],
+            "with reasons": [split["with_reasons"] or None for split in splits.values()],
         }
     )
 
@@ -200,7 +188,7 @@ def _rankings_table(rankings: Mapping[str, Any]) -> str:
 
 
 def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Make tables of categories and of dimensions, the most frequent first, where they are known."""
+    """Format tables of categories and of dimensions, the most frequent first, where they are known."""
     for label, key in (("category", "categories"), ("dimension of consistency", "dimensions")):
         names = [name for name, _ in sum((split[key] for split in splits.values()), Counter()).most_common()]
         if names:
@@ -208,53 +196,47 @@ def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             yield _table({label: names, **counts})
 
 
-def _columns(names: Sequence[str], known: Mapping[str, str]) -> str:
-    return ", ".join(f"`{name}`{known[name]}" for name in known if name in names)
+def _columns(names: Sequence[str], known: Sequence[str]) -> str:
+    return ", ".join(text for text in known if text.split("`")[1] in names)
 
 
 def _agreement(ranking: Mapping[str, Any]) -> list[str]:
-    concordance, share = ranking.get("kendalls_w"), ranking.get("pairwise_agreement")
-    lines = []
+    concordance, fraction, lines = ranking.get("kendalls_w"), ranking.get("pairwise_agreement"), []
     if concordance is not None:
         lines.append(
             "Kendall's W, mean over the instances that several annotators ranked: "
             f"{concordance:.3f} (1: all give the same order)"
         )
-    if share is not None:
-        lines.append(f"two annotators put two candidates in the same order: {_percent(share)} (chance: 50 %)")
+    if fraction is not None:
+        lines.append(f"two annotators put two candidates in the same order: {_percent(fraction)} (chance: 50 %)")
     return lines
 
 
 def _annotators_table(ranking: Mapping[str, Any]) -> str:
     """Compare the annotators, if there is something to compare them with; people are numbered."""
     annotators = ranking.get("annotators", {})
-    shares = ("agreement_with_others", "gold_agreement")
-    if all(found[name] is None for found in annotators.values() for name in shares):
-        return ""
     judges = [judge_annotator_name(judge) for judge in ranking.get("judges") or []]
     people = [name for name in annotators if name not in (AUTOMATIC, *judges)]
-    return _table(
-        {
-            "annotator": [
-                f"person {people.index(name) + 1}" if name in people else public_name(name) for name in annotators
-            ],
-            "ranked": [found["ranked"] for found in annotators.values()],
-            "skipped": [found["skipped"] for found in annotators.values()],
-            "as the majority of the others": [
-                _percent(found["agreement_with_others"]) for found in annotators.values()
-            ],
-            "as the gold answers": [_percent(found["gold_agreement"]) for found in annotators.values()],
-        }
-    )
+    names = [f"person {people.index(name) + 1}" if name in people else public_name(name) for name in annotators]
+    of_each = {key: [found[key] for found in annotators.values()] for key in ("ranked", "skipped")}
+    fractions = {
+        label: [_percent(found[key]) for found in annotators.values()]
+        for label, key in (
+            ("as the majority of the others", "agreement_with_others"),
+            ("as the gold answers", "gold_agreement"),
+        )
+    }
+    has_any = any(value is not None for values in fractions.values() for value in values)
+    return _table({"annotator": names, **of_each, **fractions}) if has_any else ""
 
 
 def _words(value: Any) -> str:
-    """Write a text of a report, without paths of this machine."""
+    """Format a text of a report, without paths of this machine."""
     return markdown_text(_LOCAL_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], public_name(str(value))))
 
 
 def _value(value: Any) -> str:
-    """Write a value of a report; empty if there is nothing to say."""
+    """Format a value of a report; empty if there is nothing to report."""
     if value is None or isinstance(value, float) and math.isnan(value):
         return ""
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):  # a digest of inputs
@@ -264,14 +246,19 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
-        said = {_words(name).replace("_", " "): _value(one) for name, one in value.items()}
-        return ", ".join(f"{name} {one}" for name, one in said.items() if one)
+        return ", ".join(f"{name} {text}" for name, text in _named(value).items())
     if isinstance(value, (list, tuple)):
         return ", ".join(filter(None, map(_value, value))) if len(value) <= 16 else f"{len(value)} values"
     return _words(value)
 
 
-def _facts(values: Mapping[str, Any], told: set[str]) -> str:
-    """List what a stage reports and the card does not say elsewhere."""
-    said = {_words(name).replace("_", " "): _value(value) for name, value in values.items() if name not in told}
-    return "".join(f"- {name}: {value}\n" for name, value in said.items() if value) + "\n"
+def _named(values: Mapping[str, Any]) -> dict[str, str]:
+    """Format the values of a report that have something to report."""
+    texts = {_words(name).replace("_", " "): _value(value) for name, value in values.items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _facts(values: Mapping[str, Any], shown: set[str]) -> str:
+    """List the values of a stage that the card does not show elsewhere."""
+    others = {name: value for name, value in values.items() if name not in shown}
+    return "".join(f"- {name}: {text}\n" for name, text in _named(others).items()) + "\n"

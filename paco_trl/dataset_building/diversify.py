@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diversification: the k of n prompts that best represent all of them, and of which no two are nearly the same."""
+"""Diversify prompts: select those that best represent all of them, no two of them nearly the same."""
 
 import heapq
 import math
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Similarities are whole ten-thousandths: sums of them do not depend on the order, nor on the last bits of a product,
-# which are others with another number of threads
+# Similarities are integer ten-thousandths: their sums depend neither on the order nor on the last bits of a product,
+# which change with the number of threads
 _SCALE = 10_000
 # Elements of a block of the similarity matrix: 64 MiB
 _BLOCK_ELEMENTS = 2**24
@@ -27,12 +27,12 @@ _COVERAGE_THRESHOLD = 0.8
 
 
 class Diversified(NamedTuple):
-    """What was selected, and how well it represents the rest."""
+    """Selected rows, and how well they represent the rest."""
 
     indices: "np.ndarray"  # in the order of selection: the first m are the selection of m
-    coverage: float  # share of all rows with a selected one at `coverage_threshold` or more
-    coverage_of_first: float  # the same for the first rows, as many
-    coverage_of_random: float  # the same for random rows, as many, from a fixed seed
+    coverage: float  # fraction of all rows with a selected one at `coverage_threshold` or more
+    coverage_of_first: float  # the same for as many first rows
+    coverage_of_random: float  # the same for as many random rows, from a fixed seed
     num_duplicates: int  # rows left out because a selected one is at `duplicate_threshold` or more
     mean_similarity: float  # of a row to the selected one nearest to it
     min_similarity: float  # that of the row that is farthest from all selected ones
@@ -48,15 +48,13 @@ def diversify(
     """
     Select rows of unit vectors (n, d) that cover all others, no two of them near-duplicates.
 
-    1. Graph: each row is linked with itself (similarity 1) and with the `num_neighbors` rows most similar to it, both
-    ways. 2. Greedy facility location: the next row has the largest sum, over the rows i linked with it, of max(0,
-    similarity - best_i), where best_i is the largest similarity of i to a selected row, linked or not (at least 0).
-    Ties go to the lower row. 3. After each selection all rows with a similarity to it of at least
-    `duplicate_threshold` are removed.
+    1. Graph: link each row with itself (similarity 1) and with the `num_neighbors` rows most similar to it, both ways.
+    2. Greedy facility location: the next row has the largest sum, over the rows i linked with it, of max(0, similarity -
+    best_i), where best_i is the largest similarity of i to a selected row, linked or not (at least 0). Ties go to the lower
+    row. 3. After each selection all rows with a similarity to it of at least `duplicate_threshold` are removed.
 
     The paper says "graph-based diversification on text embeddings" and no more; this is our reading of it. The result
-    depends on the embeddings alone, rounded to four decimals of similarity. Memory: the embeddings, 64 MiB, and about
-    50 bytes a link, see benchmarks/diversify.json.
+    depends on the embeddings alone, rounded to four decimals of similarity. Memory: see benchmarks/diversify.json.
     """
     import numpy as np
 
@@ -74,16 +72,15 @@ def diversify(
         best = np.maximum(nearest[graph.indices[links]], 0)
         return int(np.maximum(graph.data[links] - best, 0).sum())
 
-    # Gains only shrink as rows are selected. So one that is still the largest after an update is the largest of all, and
-    # few are updated ("lazy greedy"). Equal gains come in the order of the rows.
+    # Lazy greedy: gains only shrink, so one that is still the largest after an update is the largest of all. Equal gains
+    # come in the order of the rows
     heap = [(-gain(row), row) for row in range(total)]
     heapq.heapify(heap)
     while len(selected) < num_selected:
         if not heap:
             raise ValueError(
-                f"{num_selected} of {total} rows are to be selected, but after {len(selected)} of them every other one "
-                f"has a similarity of at least {duplicate_threshold} (`duplicate_threshold`) to one of these. Select at "
-                f"most {len(selected)}, raise the threshold, or give more rows that differ."
+                f"{num_selected} of {total} rows are to be selected, but after {len(selected)} of them all others are "
+                f"near-duplicates (`duplicate_threshold` is {duplicate_threshold}). Select fewer, or raise the threshold."
             )
         _, row = heapq.heappop(heap)
         if not is_open[row]:
@@ -119,16 +116,16 @@ def diversify_prompts(
     """
     Select image-set prompts that cover all others, no two of them near-duplicates, by greedy facility location.
 
-    The theme and the texts of the panels are embedded, without the panel markers. A CLIP reads 77 tokens of it, which
-    is the theme and little more; a sentence-embedding model reads all.
+    The theme and the texts of the panels are embedded, without the panel markers. A CLIP reads 77 tokens of it, which is the
+    theme and little more; a sentence-embedding model reads all.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             Image-set prompts.
         model (`str` or `Path`):
-            Hub id or folder of a sentence-embedding model or a CLIP.
+            Hub id or directory of a sentence-embedding model or a CLIP.
         num_selected (`int`):
-            Prompts to select.
+            Number of prompts to select.
         duplicate_threshold (`float`, *optional*, defaults to `0.95`):
             Cosine similarity from which two prompts are near-duplicates, in (0, 1].
 
@@ -136,22 +133,16 @@ def diversify_prompts(
         `tuple[Dataset, dict]`: the selected rows, in the order of selection, and a report of their coverage.
 
     Raises:
-        ValueError: If an argument is out of range, the model cannot be used, or too few prompts are not
-        near-duplicates.
+        ValueError: If an argument is out of range, the model cannot be used, or too few prompts are not near-duplicates.
     """
     from ..data.image_sets import check_image_set_columns
 
     check_is_dataset(dataset, "dataset")
     check_image_set_columns(dataset)
-    if not 1 <= num_selected <= len(dataset):  # before anything is embedded
-        raise ValueError(_out_of_range(num_selected, len(dataset)))
+    _check_num_selected(num_selected, len(dataset))  # before anything is embedded
     names = [name for name in ("theme", "prompt", "panels") if name in dataset.column_names]
-    columns = dataset.with_format(None).select_columns(names)[:]
-    themes = columns.get("theme") or [None] * len(dataset)
-    texts = [
-        " ".join([theme, *panels]) if theme else prompt
-        for theme, prompt, panels in zip(themes, columns["prompt"], columns["panels"], strict=True)
-    ]
+    rows = dataset.with_format(None).select_columns(names)
+    texts = [" ".join([row["theme"], *row["panels"]]) if row.get("theme") else row["prompt"] for row in rows]
     embeddings, cut = embed_texts(model, texts)
     result = diversify(embeddings, num_selected, duplicate_threshold)
     report = {
@@ -171,8 +162,9 @@ def diversify_prompts(
     return dataset.select(result.indices.tolist()), report
 
 
-def _out_of_range(num_selected: int, total: int) -> str:
-    return f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}."
+def _check_num_selected(num_selected: int, total: int) -> None:
+    if not 1 <= num_selected <= total:
+        raise ValueError(f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}.")
 
 
 def _checked(
@@ -183,8 +175,7 @@ def _checked(
     if embeddings.ndim != 2:
         raise ValueError(f"`embeddings` has the shape {embeddings.shape}, but must be (n, d).")
     embeddings = np.ascontiguousarray(embeddings, dtype=np.float32)  # no copy if it is so already
-    if not 1 <= num_selected <= len(embeddings):
-        raise ValueError(_out_of_range(num_selected, len(embeddings)))
+    _check_num_selected(num_selected, len(embeddings))
     if not 0 < duplicate_threshold <= 1:
         raise ValueError(f"`duplicate_threshold` is {duplicate_threshold}, but must be in (0, 1].")
     if num_neighbors < 1:
@@ -194,13 +185,13 @@ def _checked(
     if wrong.any():
         row = int(wrong.argmax())
         raise ValueError(
-            f"Row {row} of `embeddings` has the length {math.sqrt(squares[row]):.4g}, but must have the length 1. Normalize it."
+            f"Row {row} of `embeddings` has the length {math.sqrt(squares[row]):.4g}, but must have length 1. Normalize it."
         )
     return embeddings
 
 
 def _rounded(similarities: "np.ndarray") -> "np.ndarray":
-    """Round to ten-thousandths, in place, as float32, which holds whole numbers up to 16 million exactly."""
+    """Round to ten-thousandths, in place, as float32, which holds integers up to 16 million exactly."""
     import numpy as np
 
     similarities *= _SCALE

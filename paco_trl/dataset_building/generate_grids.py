@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: a diffusers pipeline generates a grid of panels for each prompt with each seed."""
+"""Stage 2: generate a grid of panels for each prompt with each seed, with a diffusers pipeline."""
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.columns import column_types
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-_CALL = ("prompt", "height", "width", "num_images_per_prompt", "generator")
 _LARGEST_SEED = 2**63 - 1  # of a column of int64
 
 
@@ -71,56 +69,72 @@ def draw_grids(
         prompts ([`~datasets.Dataset`]):
             Image-set prompts with `id`.
         folder ([`StageFolder`]):
-            Folder of the stage. Its settings should have all that the images depend on.
+            Directory of the stage. Its settings should have all that the images depend on.
         seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2, 3)`):
             Seeds of each prompt.
         batch_size (`int`, *optional*, defaults to `1`):
-            Images of a call at most. With a multiple of the number of seeds, each prompt is encoded once.
+            Largest number of images of a call. With a multiple of the number of seeds, each prompt is encoded once.
         height (`int`, *optional*), width (`int`, *optional*):
             Size of the images in pixels; that of the prompt's row if `None`.
         **call_arguments:
-            Further arguments of the pipeline's call, such as `num_inference_steps`, `guidance_scale` or
-            `negative_prompt`.
+            Further arguments of the pipeline's call, such as `num_inference_steps` or `guidance_scale`.
 
     Returns:
         [`~datasets.Dataset`]: the grids in the order of the prompts, then of the seeds: `id` (`"<prompt id>/<seed>"`),
-        `prompt_id`, `seed`, `rows`, `cols` and `image`, a path. Also saved in the folder, with a report and
-        `sample.png`.
+        `prompt_id`, `seed`, `rows`, `cols` and `image`, a path. Also saved in `folder`, with a report and `sample.png`.
 
     Raises:
-        ValueError: If prompts, ids, seeds, sizes or the pipeline cannot be used (before anything is generated), or an
-        image has another size than requested.
+        ValueError: If prompts, ids, seeds, sizes or the pipeline cannot be used (before anything is generated), or an image
+        has another size than requested.
     """
     from accelerate import PartialState
+    from datasets import Dataset
 
     check_image_set_columns(prompts)
     ids = name_prompts(prompts, "grids")
     seeds = _check_seeds(seeds)
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size!r}. It must be an int of at least 1.")
-    purpose = "generate grids of a given size with given seeds. Choose a text-to-image pipeline."
-    check_call(pipeline, _CALL, purpose)
+    arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
+    check_call(
+        pipeline, arguments, "generate grids of a given size with given seeds. Choose a text-to-image pipeline."
+    )
     sizes = _sizes(prompts, ids, height, width, _size_multiple(pipeline))
 
     state = PartialState()
     batches = plan_batches(sizes, seeds, batch_size)
-    paths = [{(row, seed): _path(folder, ids[row], seed) for row in b.rows for seed in b.seeds} for b in batches]
-    texts = prompts.with_format(None).select_columns("prompt")[:]["prompt"]
+    files = {(name, seed): folder.images / file_name(name) / f"{seed}.png" for name in ids for seed in seeds}
+    paths = [{(row, seed): files[ids[row], seed] for row in b.rows for seed in b.seeds} for b in batches]
+    columns = prompts.with_format(None).select_columns(["prompt", "rows", "cols"])[:]
 
     def read(number: int, place: tuple[int, int]) -> "Image | None":
         return read_image(paths[number][place], (batches[number].width, batches[number].height))
 
     def generate(number: int) -> dict[tuple[int, int], "Image"]:
-        return _generate(pipeline, texts, ids, batches[number], call_arguments)
+        return _generate(pipeline, columns["prompt"], ids, batches[number], call_arguments)
 
     flat = generate_missing(paths, read, generate, "Generating grids")
 
-    dataset = _make_dataset(prompts, ids, seeds, folder)
+    layouts = dict(zip(ids, zip(columns["rows"], columns["cols"], strict=True), strict=True))
+    rows = [(f"{name}/{seed}", name, seed, *layouts[name], str(path)) for (name, seed), path in files.items()]
+    kinds = {"seed": "int64", "rows": "int64", "cols": "int64", "image": "image"}
+    features = column_types(id="string", prompt_id="string", **kinds)
+    dataset = Dataset.from_dict(
+        dict(zip(features, map(list, zip(*rows, strict=True)), strict=True)), features=features
+    )
     if state.is_main_process:
         flat_ids = [f"{ids[row]}/{seed}" for row, seed in sorted(flat, key=lambda f: (f[0], seeds.index(f[1])))]
         warn_of_flat(flat_ids, len(dataset), "grids")
         grids_sheet(dataset, prompts, folder.path / "sample.png")
-        folder.finish(dataset, _report(dataset, len(prompts), seeds, sizes, flat_ids))
+        counts = Counter(f"{height}x{width}" for height, width in sizes)
+        report = {
+            "prompts": len(prompts),
+            "seeds": seeds,
+            "grids": len(dataset),
+            "grids by size (height x width)": {size: count * len(seeds) for size, count in counts.items()},
+            "flat grids": flat_ids,
+        }
+        folder.finish(dataset, report)
     state.wait_for_everyone()
     return dataset
 
@@ -133,20 +147,18 @@ def _check_seeds(seeds: Sequence[int]) -> list[int]:
         if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
             raise ValueError(f"`seeds[{place}]` is {seed!r}. A seed must be an int from 0 to {_LARGEST_SEED}.")
         if seed in seeds[:place]:
-            raise ValueError(
-                f"`seeds` has {seed} twice, which would generate the same images again. Remove one of them."
-            )
+            raise ValueError(f"`seeds` has {seed} twice, which would generate the same images. Remove one.")
     return seeds
 
 
 def _size_multiple(pipeline: "DiffusionPipeline") -> int:
-    """Give what sizes have to be multiples of, as far as the pipeline tells; one that resizes is noticed later."""
+    """Return what sizes must be multiples of, as far as the pipeline tells; resizing is noticed later."""
     from ..rollout.families import FAMILIES
 
     family = FAMILIES.get(type(pipeline).__name__)
     if family is not None:
         return family().size_multiple(pipeline)
-    # With the patches of a transformer in it, in most; `vae_scale_factor` of the pipeline is without them
+    # It includes the patches of a transformer in most; `vae_scale_factor` of the pipeline does not
     processor = getattr(pipeline, "image_processor", None)
     return processor.config.vae_scale_factor if processor is not None else getattr(pipeline, "vae_scale_factor", 1)
 
@@ -156,33 +168,27 @@ def _sizes(
 ) -> list[tuple[int, int]]:
     from ..rollout.resolution import check_inference_size
 
-    columns = prompts.with_format(None).select_columns(
-        [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
-    )[:]
-    own = {
-        "height": [height] * len(ids) if height is not None else columns.get("height", [None] * len(ids)),
-        "width": [width] * len(ids) if width is not None else columns.get("width", [None] * len(ids)),
+    names = [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
+    columns = {name: [None] * len(ids) for name in ("height", "width")}
+    columns |= prompts.with_format(None).select_columns(names)[:]
+    columns |= {
+        name: [given] * len(ids) for name, given in (("height", height), ("width", width)) if given is not None
     }
-    sizes = list(zip(own["height"], own["width"], strict=True))
+    sizes = list(zip(columns["height"], columns["width"], strict=True))
     for row, (size, rows, cols) in enumerate(zip(sizes, columns["rows"], columns["cols"], strict=True)):
         where = f"row {row} of the prompts (id {ids[row]!r})"
         for name, value in zip(("height", "width"), size, strict=True):
             if type(value) is not int:
-                raise ValueError(
-                    f"The {name} of {where} is {value!r}. Give the column `{name}` in pixels, or `{name}` for all rows."
-                )
+                remedy = f"Give the column `{name}` in pixels, or `{name}` for all rows."
+                raise ValueError(f"The {name} of {where} is {value!r}. {remedy}")
         check_inference_size(*size, rows, cols, multiple, where)
     return sizes
-
-
-def _path(folder: StageFolder, prompt_id: str, seed: int) -> Path:
-    return folder.images / file_name(prompt_id) / f"{seed}.png"
 
 
 def _generate(
     pipeline: "DiffusionPipeline", texts: list[str], ids: list[str], batch: GridBatch, call_arguments: dict[str, Any]
 ) -> dict[tuple[int, int], "Image"]:
-    """Call the pipeline once; give the images by row and seed."""
+    """Call the pipeline once; return the images by row and seed."""
     import torch
     from PIL import Image
 
@@ -200,48 +206,13 @@ def _generate(
     ).images
     if len(images) != len(places) or not all(isinstance(image, Image.Image) for image in images):
         raise ValueError(
-            f"{type(pipeline).__name__} returned {len(images)} of {type(images[0]).__name__} for {len(batch.rows)} "
-            f"prompt(s) with {len(batch.seeds)} seed(s) each, but {len(places)} PIL images are needed. Choose another "
-            "pipeline, or leave out the call argument that changes its output."
+            f"{type(pipeline).__name__} returned {len(images)} of {type(images[0]).__name__}, but {len(places)} PIL "
+            "images are needed. Choose another pipeline, or leave out the call argument that changes its output."
         )
     for (row, seed), image in zip(places, images, strict=True):
         if image.size != (batch.width, batch.height):
             raise ValueError(
-                f"{type(pipeline).__name__} generated the grid '{ids[row]}/{seed}' with {image.height}x{image.width} pixels "
-                f"(height x width) instead of {batch.height}x{batch.width}, so its panels would be cut in wrong "
-                "places. Choose a size that the pipeline does not change."
+                f"{type(pipeline).__name__} generated the grid '{ids[row]}/{seed}' with {image.height}x{image.width} "
+                f"pixels (height x width) instead of {batch.height}x{batch.width}. Choose a size that it does not change."
             )
     return dict(zip(places, images, strict=True))
-
-
-def _make_dataset(prompts: "Dataset", ids: list[str], seeds: list[int], folder: StageFolder) -> "Dataset":
-    from datasets import Dataset
-
-    layouts = prompts.with_format(None).select_columns(["rows", "cols"])[:]
-    rows = [
-        {
-            "id": f"{name}/{seed}",
-            "prompt_id": name,
-            "seed": seed,
-            "rows": layouts["rows"][row],
-            "cols": layouts["cols"][row],
-            "image": str(_path(folder, name, seed)),
-        }
-        for row, name in enumerate(ids)
-        for seed in seeds
-    ]
-    kinds = {"seed": "int64", "rows": "int64", "cols": "int64", "image": "image"}
-    return Dataset.from_list(rows, features=column_types(id="string", prompt_id="string", **kinds))
-
-
-def _report(
-    dataset: "Dataset", num_prompts: int, seeds: list[int], sizes: list[tuple[int, int]], flat: list[str]
-) -> dict[str, Any]:
-    counts = Counter(f"{height}x{width}" for height, width in sizes)
-    return {
-        "prompts": num_prompts,
-        "seeds": seeds,
-        "grids": len(dataset),
-        "grids by size (height x width)": {size: count * len(seeds) for size, count in counts.items()},
-        "flat grids": flat,
-    }

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Ranking instances as tasks of a Label Studio project, and the rankings made there.
+Convert ranking instances to tasks of a Label Studio project, and read the rankings made there.
 
-The formats are those of https://labelstud.io/tags/ranker and https://labelstud.io/guide/task_format, checked against
-label-studio-sdk 2.1.2.
+Formats: https://labelstud.io/tags/ranker and https://labelstud.io/guide/task_format, as of label-studio-sdk 2.1.2.
 """
 
 import html
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from ..data.columns import by_id
 from ..utils.files import digest
 from ..utils.text import shorten
 
@@ -35,19 +35,12 @@ def label_studio_tasks(
     instances: "Dataset", panels: "Dataset", prompts: "Dataset", root: str | Path
 ) -> list[dict[str, Any]]:
     """Make tasks for [`LABELING_CONFIG`], with images by their paths below `root`, from which they are served."""
-    from datasets import Image
-
-    columns = panels.cast_column("image", Image(decode=False)).select_columns(["id", "image"])[:]
-    files = {name: image["path"] for name, image in zip(columns["id"], columns["image"], strict=True)}
-    texts = dict(zip(prompts["id"][:], prompts["prompt"][:], strict=True))
-    root = Path(root).resolve()
+    images, texts, root = by_id(panels, "image"), by_id(prompts, "prompt"), Path(root).resolve()
 
     def address(panel: str) -> str:
-        path = Path(files[panel]).resolve()
+        path = Path(images[panel]["path"]).resolve()
         if not path.is_relative_to(root):
-            raise ValueError(
-                f"The panel {panel!r} ({path}) is not below {root}, from which Label Studio serves files."
-            )
+            raise ValueError(f"The panel {panel!r} ({path}) is not below {root}, which Label Studio serves.")
         # Not a data URL: the list's HTML is sanitized, and loses these
         # (https://github.com/HumanSignal/label-studio/blob/develop/web/libs/editor/src/utils/html.js)
         return f"/data/local-files/?d={quote(str(path.relative_to(root)))}"
@@ -58,12 +51,8 @@ def label_studio_tasks(
         # (https://github.com/HumanSignal/label-studio/blob/develop/web/libs/editor/src/components/Ranker/Item.tsx)
         shown = sorted(range(len(row["candidates"])), key=lambda index: digest([row["id"], index]))
         candidates = [
-            {
-                "id": f"#{place}",
-                "candidate": index,
-                "html": f'<img src="{html.escape(address(row["candidates"][index]))}">',
-            }
-            for place, index in enumerate(shown, start=1)
+            {"id": f"#{place}", "candidate": index, "html": f'<img src="{html.escape(address(name))}">'}
+            for place, (index, name) in enumerate(((index, row["candidates"][index]) for index in shown), start=1)
         ]
         data = {
             "instance": row["id"],
@@ -77,7 +66,7 @@ def label_studio_tasks(
 
 
 def is_label_studio(records: Sequence[Any]) -> bool:
-    """Whether the records of a JSON file are tasks that Label Studio exported."""
+    """Tell whether the records of a JSON file are tasks that Label Studio exported."""
     return bool(records) and isinstance(records[0], dict) and {"data", "annotations"} <= set(records[0])
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-From annotations to pairs.
+Convert annotations to pairs.
 
 The rule, where the paper (Sec. 3.1 of https://arxiv.org/abs/2512.04784) says "clear positives and negatives":
 
 1. In each instance the annotators vote on each pair of candidates; a pair without a majority is a tie.
-2. The reference and a candidate are **consistent** if the majority puts the candidate before each other one,
-   **inconsistent** if it puts it before none and behind at least one. Of several such candidates (they are tied)
+2. The reference and a candidate are **consistent** if the majority ranks the candidate above each other one,
+   **inconsistent** if it ranks it above none and below at least one. Of several (tied) inconsistent candidates
    `num_negatives` are taken.
-3. Two panels meet in several instances. In those where they are clearly consistent, each annotator who put the
-   candidate alone at the top is a vote for Yes; where they are clearly inconsistent, each who put it at the bottom one
-   for No. More votes decide; as many of both contradict each other, and the pair is dropped.
+3. Two panels can meet in several instances. Where they are consistent, each annotator who ranks the candidate alone at
+   the top is a vote for Yes; where they are inconsistent, each who ranks it at the bottom is a vote for No. The
+   majority decides, and a tie drops the pair.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from ..data.columns import column_types
+from ..data.columns import by_id, column_types
 from ..data.pairs import make_pair, pair_features
 from ..data.rankings import default_question
 from .annotations import Annotation
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Decision(NamedTuple):
-    """What all instances say of two panels."""
+    """Votes of all instances on two panels."""
 
     first: str
     second: str
@@ -49,45 +49,40 @@ def vote_on_instances(annotations: Sequence[Annotation]) -> dict[str, tuple[Vote
     return {instance: (majority_vote(given), given) for instance, given in ranks.items()}
 
 
-def _votes_for_yes(given: Sequence[Sequence[int]], index: int) -> int:
-    """Count the annotators who put a candidate alone at the top."""
-    return sum(ranks[index] == min(ranks) and ranks.count(ranks[index]) == 1 for ranks in map(list, given))
-
-
-def _votes_for_no(given: Sequence[Sequence[int]], index: int) -> int:
-    """Count the annotators who put a candidate at the bottom, with or without others."""
-    return sum(ranks[index] == max(ranks) > min(ranks) for ranks in given)
-
-
 def decide_pairs(
     instances: Sequence[Mapping[str, Any]],
     votes: Mapping[str, tuple[Vote, Sequence[Sequence[int]]]],
     num_negatives: int = 1,
     seed: int = 0,
 ) -> list[Decision]:
-    """Add up what the instances say of each two panels, by the rule of this module."""
-    found: dict[tuple[str, str], Decision] = {}
+    """Add up the votes on each pair of panels, by the rule of this module."""
+    found: dict[frozenset[str], Decision] = {}
 
     def add(row: Mapping[str, Any], index: int, yes: int, no: int) -> None:
         reference, candidate = row["reference"], row["candidates"][index]
-        key = (min(reference, candidate), max(reference, candidate))
-        before = found.get(key, Decision(reference, candidate, row["prompt_id"], 0, 0))
-        found[key] = before._replace(yes=before.yes + yes, no=before.no + no)
+        key = frozenset((reference, candidate))
+        earlier = found.get(key, Decision(reference, candidate, row["prompt_id"], 0, 0))
+        found[key] = earlier._replace(yes=earlier.yes + yes, no=earlier.no + no)
 
     for row in instances:
         if row["id"] not in votes:
             continue
         vote, given = votes[row["id"]]
         if vote.best is not None:
-            add(row, vote.best, _votes_for_yes(given, vote.best), 0)
+            add(
+                row,
+                vote.best,
+                sum(ranks[vote.best] == min(ranks) and ranks.count(min(ranks)) == 1 for ranks in given),
+                0,
+            )
         worst = sorted(vote.worst, key=lambda index: keyed_hash(seed, row["id"], index))[:num_negatives]
         for index in sorted(worst):
-            add(row, index, 0, _votes_for_no(given, index))
+            add(row, index, 0, sum(ranks[index] == max(ranks) > min(ranks) for ranks in given))
     return list(found.values())
 
 
 def built_pair_features() -> "Features":
-    """Give the column types of built pairs."""
+    """Return the column types of built pairs."""
     from datasets import Features
 
     lists = {"dimensions": ["string"], "panels": ["string"], "sha256": ["string"]}
@@ -96,15 +91,11 @@ def built_pair_features() -> "Features":
 
 
 def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Dataset") -> "Dataset":
-    """Make the pairs of decisions; those with as many votes for Yes as for No are left out."""
-    from datasets import Dataset, Image
+    """Build the pairs of decisions; those with as many votes for Yes as for No are left out."""
+    from datasets import Dataset
 
-    stored = panels.cast_column("image", Image(decode=False))
-    row_of = {name: row for row, name in enumerate(stored["id"][:])}
-    sha_of = dict(zip(stored["id"][:], stored["sha256"][:], strict=True))
+    images, sha_of = by_id(panels, "image"), by_id(panels, "sha256")
     decided = [decision for decision in decisions if decision.yes != decision.no]
-    names = {name for decision in decided for name in (decision.first, decision.second)}
-    images = {name: stored[row_of[name]]["image"] for name in names}
     rows = {row["id"]: row for row in prompts.with_format(None)}
     questions = {name: default_question(rows[name]) for name in {decision.prompt_id for decision in decided}}
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ..data.columns import check_is_dataset, column_types
 from ..data.grids import panel_size, pixels_sha256, split_grid
 from ..data.image_sets import criteria_list
-from ..data.rankings import ranking_features
+from ..data.rankings import is_order, ranking_features
 from ..utils.files import file_name, write_atomically
 from ..utils.generation import to_png
 from ..utils.stage_folder import StageFolder
@@ -23,13 +23,11 @@ from .annotations import instance_digest
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-_JOURNAL = "panels"
+    from PIL.Image import Image
 
 
 class _Grid(NamedTuple):
-    """A row of the grids, without its pixels."""
+    """Row of the grids, without its pixels."""
 
     id: str
     prompt_id: str
@@ -45,21 +43,20 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
 
     Args:
         grids ([`~datasets.Dataset`]):
-            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. All prompts must have the
-            same seeds. Panels keep the mode of their grid; palettes are resolved.
+            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. All prompts must have the same
+            seeds. Panels keep the mode of their grid; palettes are resolved.
         folder ([`StageFolder`]):
-            Folder of the stage. Its settings should have a digest of the grids.
+            Directory of the stage. Its settings should have a digest of the grids.
         num_workers (`int`, *optional*, defaults to `1`):
             Number of threads that cut.
 
     Returns:
-        [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt
-        id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a
-        path. Also saved in the folder, with a report.
+        [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt id>/<seed>/<position>"`),
+        `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a path. Also saved in `folder`.
 
     Raises:
-        ValueError: If a grid is duplicate, missing, damaged or not divisible into its panels, the grids of a prompt
-        have different layouts, or a prompt lacks a seed that another one has.
+        ValueError: If a grid is duplicate, missing, damaged or not divisible into its panels, the grids of a prompt have
+        different layouts, or a prompt lacks a seed that another one has.
     """
     from datasets import Dataset
 
@@ -67,13 +64,19 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
         raise ValueError(f"`num_workers` is {num_workers!r}. It must be an int of at least 1.")
     rows = _read_grids(grids)
     _check_seeds([(grid.prompt_id, grid.seed) for grid in rows], "grids")
-    _check_layouts(rows)
     for grid in tqdm(rows, desc="Checking grids", unit="grid"):
-        _check_file(grid)
+        with _open_grid(grid) as image:  # reads its header
+            panel_size(image.height, image.width, grid.rows, grid.cols)
 
-    journal = folder.journal(_JOURNAL)
+    journal = folder.journal("panels")
     hashes = {record["grid"]: record["sha256"] for record in journal.records}
-    paths = {grid.id: _panel_paths(folder, grid) for grid in rows}
+    paths = {
+        grid.id: [
+            str(folder.images / file_name(grid.prompt_id) / f"{grid.seed}-{position}.png")
+            for position in range(grid.rows * grid.cols)
+        ]
+        for grid in rows
+    }
     todo = [grid for grid in rows if grid.id not in hashes or not all(Path(path).is_file() for path in paths[grid.id])]
     bar = tqdm(total=len(rows), initial=len(rows) - len(todo), desc="Cutting panels", unit="grid")
     # Pillow and hashlib release the GIL
@@ -113,27 +116,31 @@ def _read_grids(grids: "Dataset") -> list[_Grid]:
     check_is_dataset(grids, "grids")
     columns = _columns(grids, [*_Grid._fields[:-1], "image"], "grids")
     rows = [_Grid(*values) for values in zip(*columns.values(), strict=True)]
-    seen = set()
+    seen: set[str] = set()
+    first_of: dict[str, _Grid] = {}
     for number, grid in enumerate(rows):
-        if grid.id != f"{grid.prompt_id}/{grid.seed}":
-            raise ValueError(
-                f"Row {number} of the grids has the id {grid.id!r}, of another grid. Name it '{grid.prompt_id}/{grid.seed}'."
-            )
+        name = f"{grid.prompt_id}/{grid.seed}"
+        if grid.id != name:
+            raise ValueError(f"Row {number} of the grids has the id {grid.id!r}, of another grid. Name it {name!r}.")
         if grid.id in seen:
             raise ValueError(f"The grid {grid.id!r} is there twice. Remove one of the two rows.")
         seen.add(grid.id)
+        first = first_of.setdefault(grid.prompt_id, grid)
+        if (grid.rows, grid.cols) != (first.rows, first.cols):
+            raise ValueError(
+                f"The grid {grid.id!r} has {grid.rows}x{grid.cols} panels (rows x cols), but {first.id!r} of the same "
+                f"prompt {first.rows}x{first.cols}. Generate one of them again."
+            )
     return rows
 
 
 def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[Any]]:
-    """Read whole columns as Python values, a column `image` as paths."""
+    """Read full columns as Python values, a column `image` as paths."""
     from datasets import Image
 
     missing = [name for name in names if name not in dataset.column_names]
     if missing:
-        raise ValueError(
-            f"The {what} have no column {', '.join(map(repr, missing))}, only {dataset.column_names}. Give those of the stage before."
-        )
+        raise ValueError(f"The {what} have no column {', '.join(map(repr, missing))}, only {dataset.column_names}.")
     dataset = dataset.with_format(None).select_columns(names)
     if "image" not in names:
         return dataset[:]
@@ -141,14 +148,14 @@ def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[
     for row, image in enumerate(columns["image"]):
         if image is None or image["path"] is None or image["bytes"] is not None:
             raise ValueError(
-                f"Row {row} of the {what} ({columns[names[0]][row]!r}) has no image given by its path. Its image must "
-                "be a file on this machine, so that it is there once and not in every dataset that refers to it."
+                f"Row {row} of the {what} ({columns[names[0]][row]!r}) has no image given by its path. Save the image as a "
+                "file: an embedded one would be copied into every dataset that refers to it."
             )
     return columns | {"image": [image["path"] for image in columns["image"]]}
 
 
 def _check_seeds(pairs: Iterable[tuple[str, int]], what: str) -> dict[str, list[int]]:
-    """Give the seeds of each prompt, in order; every prompt must have every seed that any prompt has."""
+    """Return the seeds of each prompt, in order; every prompt must have every seed that any prompt has."""
     seeds_of: dict[str, dict[int, None]] = {}
     for prompt_id, seed in pairs:
         seeds_of.setdefault(prompt_id, {})[seed] = None
@@ -158,61 +165,34 @@ def _check_seeds(pairs: Iterable[tuple[str, int]], what: str) -> dict[str, list[
         if missing:
             raise ValueError(
                 f"The {what} of the prompt {prompt_id!r} have the seeds {list(seeds)}, but {missing} are missing, which "
-                "other prompts have. Candidates are compared over the same seeds: generate the missing grids, or leave the "
-                "prompt out."
+                "other prompts have. Generate the missing grids, or leave the prompt out."
             )
     return {prompt_id: list(seeds) for prompt_id, seeds in seeds_of.items()}
 
 
-def _check_layouts(rows: list[_Grid]) -> None:
-    first_of: dict[str, _Grid] = {}
-    for grid in rows:
-        first = first_of.setdefault(grid.prompt_id, grid)
-        if (grid.rows, grid.cols) != (first.rows, first.cols):
-            raise ValueError(
-                f"The grid {grid.id!r} has {grid.rows}x{grid.cols} panels (rows x cols), but {first.id!r} of the same "
-                f"prompt {first.rows}x{first.cols}, so its panels have no common positions. Generate one of them again."
-            )
-
-
-def _check_file(grid: _Grid) -> None:
+@contextmanager
+def _open_grid(grid: _Grid) -> Iterator["Image"]:
+    """Open the image of a grid; errors inside name the grid."""
     from PIL import Image
 
-    with _named(grid), Image.open(grid.path) as image:  # reads its header
-        panel_size(image.height, image.width, grid.rows, grid.cols)
-
-
-@contextmanager
-def _named(grid: _Grid) -> Iterator[None]:
-    """Name the grid in errors."""
+    remedy = "Rerun the stage `grids`, which generates it again."
     try:
-        yield
+        with Image.open(grid.path) as image:
+            yield image
     except FileNotFoundError as error:
-        raise ValueError(
-            f"The grid {grid.id!r} has no file at {grid.path}. Run the stage `grids` again, which adds what is missing."
-        ) from error
+        raise ValueError(f"The grid {grid.id!r} has no file at {grid.path}. {remedy}") from error
     except (OSError, SyntaxError) as error:  # what Pillow raises
-        raise ValueError(
-            f"The grid {grid.id!r} cannot be read: {error} ({grid.path}). Run the stage `grids` again, which replaces it."
-        ) from error
+        raise ValueError(f"The grid {grid.id!r} cannot be read: {error} ({grid.path}). {remedy}") from error
     except ValueError as error:
         raise ValueError(f"The grid {grid.id!r} ({grid.path}): {error}") from error
 
 
-def _panel_paths(folder: StageFolder, grid: _Grid) -> list[str]:
-    of_prompt = folder.images / file_name(grid.prompt_id)
-    return [str(of_prompt / f"{grid.seed}-{position}.png") for position in range(grid.rows * grid.cols)]
-
-
 def _cut(grid: _Grid, paths: list[str]) -> list[str]:
-    """Cut and save the panels of one grid; give their digests."""
-    from PIL import Image
-
-    with _named(grid), Image.open(grid.path) as image:
+    """Cut and save the panels of one grid; return their digests."""
+    with _open_grid(grid) as image:
         image.load()
-        if image.mode == "P":  # the pixels would say nothing without the palette
-            image = image.convert()
-        panels = split_grid(image, grid.rows, grid.cols)
+        # The pixels of a palette image say nothing without the palette
+        panels = split_grid(image.convert() if image.mode == "P" else image, grid.rows, grid.cols)
     for panel, path in zip(panels, paths, strict=True):
         write_atomically(path, to_png(panel))
     return [pixels_sha256(panel) for panel in panels]
@@ -220,41 +200,36 @@ def _cut(grid: _Grid, paths: list[str]) -> list[str]:
 
 def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = None, seed: int = 0) -> "Dataset":
     """
-    Make the ranking instances of the panels.
+    Combine panels into ranking instances.
 
-    The reference is any panel; its candidates are the panels at one other position, of all grids of the prompt. A
-    prompt with `P` panels and `S` seeds has `S * P * (P - 1)` instances with `S` candidates: 48 for 2 x 2 panels and 4
-    seeds.
+    The reference is any panel; its candidates are the panels at one other position, of all grids of the prompt. A prompt
+    with `P` panels and `S` seeds has `S * P * (P - 1)` instances with `S` candidates: 48 for 2 x 2 panels and 4 seeds.
 
     Args:
         panels ([`~datasets.Dataset`]):
             The panels: `id`, `prompt_id`, `seed`, `position`, `sha256`. Images are not read.
         max_instances_per_prompt (`int`, *optional*):
-            Instances of a prompt at most, all if `None`. The choice follows from `seed` and the ids alone, and a
+            Largest number of instances of a prompt, all if `None`. The choice depends on `seed` and the ids alone, and a
             larger number keeps those of a smaller one.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the choice.
 
     Returns:
-        [`~datasets.Dataset`]: by prompt, seed, position and other position: `id` (`"<prompt
-        id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, in the
-        order of the seeds) and `digest` (of their images).
+        [`~datasets.Dataset`]: by prompt, seed, position and other position: `id` (`"<prompt id>/<seed>/<position>/<other
+        position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, in the order of the seeds) and `digest`
+        (of their images).
 
     Raises:
-        ValueError: If there are fewer than two seeds, or a prompt has only one panel, lacks a seed, or has different
-        layouts.
+        ValueError: If there are fewer than two seeds, or a prompt has only one panel, lacks a seed or a panel.
     """
     from datasets import Dataset
 
     check_is_dataset(panels, "panels")
-    if max_instances_per_prompt is not None and (
-        type(max_instances_per_prompt) is not int or max_instances_per_prompt < 1
-    ):
-        raise ValueError(
-            f"`max_instances_per_prompt` is {max_instances_per_prompt!r}. It must be an int of at least 1, or None for all."
-        )
-    columns = _columns(panels, ["id", "prompt_id", "seed", "position"], "panels")
-    sha_of = dict(zip(columns["id"], _columns(panels, ["sha256"], "panels")["sha256"], strict=True))
+    limit = max_instances_per_prompt
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ValueError(f"`max_instances_per_prompt` is {limit!r}. It must be an int of at least 1, or None for all.")
+    columns = _columns(panels, ["id", "prompt_id", "seed", "position", "sha256"], "panels")
+    sha_of = dict(zip(columns["id"], columns.pop("sha256"), strict=True))
     seeds_of = _check_seeds(zip(columns["prompt_id"], columns["seed"], strict=True), "panels")
     panel_of = _panels_by_place(columns)
     rows: list[dict[str, Any]] = []
@@ -272,12 +247,9 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
             for other in positions
             if other != position
         ]
-        if max_instances_per_prompt is not None:
-            chosen = sorted(instances, key=lambda instance: _random_key(instance["id"], seed))[
-                :max_instances_per_prompt
-            ]
-            instances = [instance for instance in instances if instance in chosen]
-        rows += instances
+        # At random, each by its id alone, whatever other instances there are
+        chosen = sorted(instances, key=lambda one: hashlib.sha256(f"{seed}\n{one['id']}".encode()).digest())[:limit]
+        rows += [instance for instance in instances if limit is None or instance in chosen]
     for row in rows:
         row["digest"] = instance_digest(sha_of[row["reference"]], [sha_of[name] for name in row["candidates"]])
     kinds = {"reference": "string", "candidates": ["string"], "digest": "string"}
@@ -285,13 +257,14 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
 
 
 def _panels_by_place(columns: Mapping[str, list[Any]]) -> dict[str, dict[tuple[int, int], str]]:
-    """Give the ids of the panels by prompt, then by seed and position."""
+    """Return the ids of the panels by prompt, then by seed and position."""
     panel_of: dict[str, dict[tuple[int, int], str]] = {}
     for name, prompt_id, seed, position in zip(*columns.values(), strict=True):
         places = panel_of.setdefault(prompt_id, {})
         if (seed, position) in places:
             raise ValueError(
-                f"The panels {places[seed, position]!r} and {name!r} are both at position {position} of the grid with seed {seed}."
+                f"The panels {places[seed, position]!r} and {name!r} are both at position {position} of the grid with seed "
+                f"{seed}. Remove one."
             )
         places[seed, position] = name
     return panel_of
@@ -300,89 +273,61 @@ def _panels_by_place(columns: Mapping[str, list[Any]]) -> dict[str, dict[tuple[i
 def _check_positions(prompt_id: str, seeds: list[int], places: Mapping[tuple[int, int], str]) -> range:
     if len(seeds) < 2:
         raise ValueError(
-            f"The prompt {prompt_id!r} has the seeds {seeds} alone, so that an instance would have {len(seeds)} "
-            "candidate, and nothing to rank. Generate its grids with at least two seeds."
+            f"The prompt {prompt_id!r} has the seeds {seeds} alone, so there is nothing to rank. Generate its grids with "
+            "at least two seeds."
         )
     positions = range(max(position for _, position in places) + 1)
     if len(positions) == 1:
         raise ValueError(
-            f"The grids of the prompt {prompt_id!r} have one panel, which has none to be compared with. Leave the "
-            "prompt out, or generate it with a layout of at least two panels."
+            f"The grids of the prompt {prompt_id!r} have one panel, so there is nothing to compare. Leave the prompt out."
         )
     for seed in seeds:
         missing = [position for position in positions if (seed, position) not in places]
         if missing:
             raise ValueError(
                 f"The grid with seed {seed} of the prompt {prompt_id!r} has no panels at the positions {missing}, of "
-                f"{len(positions)}. All grids of a prompt need the same layout, with all of its panels."
+                f"{len(positions)}. Cut the grids again."
             )
     return positions
-
-
-def _random_key(name: str, seed: int) -> bytes:
-    """Sort instances at random: each by its id alone, whatever others there are."""
-    return hashlib.sha256(f"{seed}\n{name}".encode()).digest()
 
 
 def instances_to_rankings(
     instances: "Dataset", panels: "Dataset", prompts: "Dataset", rankings: Mapping[str, Sequence[int]]
 ) -> "Dataset":
-    """Give ranked instances (id -> candidates, best first) in the rankings format; no image is copied."""
+    """Convert ranked instances (id -> candidates, best first) to the rankings format; no image is copied."""
     from datasets import Dataset, Features
 
     if not rankings:
         raise ValueError("There are no rankings. Rank instances first: by people, a judge, or automatically.")
-    instances = instances.with_format(None)
-    unknown = set(rankings).difference(instances["id"])
+    unknown = set(rankings).difference(instances["id"][:])
     if unknown:
         raise ValueError(
             f"{len(unknown)} of {len(rankings)} rankings are of instances that do not exist; the first is {min(unknown)!r}."
         )
-    panel_columns = _columns(panels, ["id", "image"], "panels")
-    paths = dict(zip(panel_columns["id"], panel_columns["image"], strict=True))
+    paths = dict(zip(panels["id"][:], _columns(panels, ["id", "image"], "panels")["image"], strict=True))
     names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
     prompt_of = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}
-
     features = ranking_features()
     if "theme" in names:
         features = Features({**features, **column_types(theme="string")})
-    columns: dict[str, list[Any]] = {name: [] for name in features}
-    for instance in instances:
-        if instance["id"] not in rankings:
+    rows = []
+    for instance in instances.with_format(None):
+        name, prompt_id, candidates = instance["id"], instance["prompt_id"], instance["candidates"]
+        if name not in rankings:
             continue
-        row = _ranked(instance, list(rankings[instance["id"]]), paths, prompt_of)
-        for name, values in columns.items():
-            values.append(row[name])
-    return Dataset.from_dict(columns, features=features)
-
-
-def _ranked(
-    instance: Mapping[str, Any], ranking: list[int], paths: Mapping[str, str], prompt_of: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
-    is_order = all(type(index) is int for index in ranking)
-    if not is_order or sorted(ranking) != list(range(len(instance["candidates"]))):
-        raise ValueError(
-            f"The ranking of the instance {instance['id']!r} is {shorten(ranking)}, but it has "
-            f"{len(instance['candidates'])} candidates. Name each index from 0 once, the best candidate first."
-        )
-    for name in (instance["reference"], *instance["candidates"]):
-        if name not in paths:
+        ranking = list(rankings[name])
+        if not is_order(ranking, len(candidates)):
             raise ValueError(
-                f"The instance {instance['id']!r} has the panel {name!r}, which is not among the panels. Give all of them."
+                f"The ranking of the instance {name!r} is {shorten(ranking)}, but it has {len(candidates)} candidates. "
+                "Name each index from 0 once, the best candidate first."
             )
-    if instance["prompt_id"] not in prompt_of:
-        raise ValueError(
-            f"The instance {instance['id']!r} is of the prompt {instance['prompt_id']!r}, which is not among the "
-            "prompts. Give the prompts that the grids were generated from."
-        )
-    prompt = prompt_of[instance["prompt_id"]]
-    return {
-        "id": instance["id"],
-        "group": instance["prompt_id"],
-        "prompt": prompt["prompt"],
-        "theme": prompt.get("theme"),
-        "criteria": criteria_list(prompt.get("criteria")),
-        "reference": paths[instance["reference"]],
-        "candidates": [paths[name] for name in instance["candidates"]],
-        "ranking": ranking,
-    }
+        missing = next((panel for panel in (instance["reference"], *candidates) if panel not in paths), None)
+        if missing is not None:
+            raise ValueError(f"The instance {name!r} has the panel {missing!r}, which is not among the panels.")
+        if prompt_id not in prompt_of:
+            raise ValueError(f"The instance {name!r} is of the prompt {prompt_id!r}, which is not among the prompts.")
+        row = {"theme": None, **prompt_of[prompt_id], "id": name, "group": prompt_id, "ranking": ranking}
+        row["criteria"] = criteria_list(row.get("criteria"))
+        row |= {"reference": paths[instance["reference"]], "candidates": [paths[panel] for panel in candidates]}
+        rows.append(row)
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in features}, features=features)

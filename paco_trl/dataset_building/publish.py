@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publish a built dataset: pairs and rankings as Parquet files with their images inside, and a card."""
 
+import functools
 import hashlib
 import os
 import shutil
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _PAIRS = "pairs"
 _RANKINGS = "rankings"
 # What to do when the Hub is down
-_REMEDY = "Nothing is lost: run the stage again, and it sends only what has not arrived."
+_REMEDY = "Nothing is lost: run the stage again, which sends only what is missing."
 _IMAGE_COLUMNS = {_PAIRS: ["images"], _RANKINGS: ["reference", "candidates"]}
 
 
@@ -47,12 +48,11 @@ def publish_dataset(
     pretty_name: str | None = None,
 ) -> str:
     """
-    Push pairs and rankings to the Hub, with a card that fills itself in.
+    Push pairs and rankings to the Hub, with a card that describes them.
 
-    The repository has the configurations `pairs` (the default, with the splits of `pairs`) and `rankings` (split
-    `test`), as [`~datasets.DatasetDict.push_to_hub`] writes them, with the images inside, named by their digests.
-    Everything is checked before anything is sent; data go first and the card last. Interrupted uploads resume when it
-    is run again.
+    The repository has the configurations `pairs` (the default, with the splits of `pairs`) and `rankings` (split `test`),
+    as [`~datasets.DatasetDict.push_to_hub`] writes them, with the images inside, named by their digests. Everything is
+    checked before anything is sent; data go first and the card last. Interrupted uploads resume when it is run again.
 
     Args:
         pairs ([`~datasets.DatasetDict`]):
@@ -60,23 +60,23 @@ def publish_dataset(
         rankings ([`~datasets.Dataset`] or `None`):
             Rankings of prompts that are not in `train`.
         repo_id (`str`):
-            Repository, such as `"user/name"`; a name alone is put under the user of the token. It is created if
-            needed. One that has other files in it is refused.
+            Repository, such as `"user/name"`; a name alone is put under the user of the token. It is created if needed,
+            and refused if it has other files.
         report (`Mapping[str, Mapping]`):
-            What the stages report. The card lists every value in it, and knows these keys:
+            Reports of the stages. The card lists every value, and knows these keys:
 
             - `prompts`: `source` (Hub id of where they come from), `model` (that wrote them), `language` (ISO codes);
             - `grids`: any, such as `num_inference_steps`, `seeds`, `layouts`;
-            - `ranking`: what [`agreement_report`] gives, `by` (list of `"people"`, `"judge"`, `"automatic"`), `judges`
+            - `ranking`: what [`agreement_report`] returns, `by` (list of `"people"`, `"judge"`, `"automatic"`), `judges`
               (their names among the annotators) and `excluded` (names of those who are not counted);
-            - `pairs`: what [`build_pairs`] reports;
-            - `reasons`: `model` (that wrote them), and what [`write_reasons`] reports.
+            - `pairs`: the report of [`build_pairs`];
+            - `reasons`: `model` (that wrote them), and the report of [`write_reasons`].
         private (`bool`, *optional*, defaults to `True`):
             Whether the repository is private.
         license (`str`, *optional*):
             License, as the Hub names it (`"apache-2.0"`, `"other"`, ...). If `None`, that on the card of `generator`.
         generator (`str`, *optional*):
-            Model that generated the images: Hub id or folder.
+            Hub id or directory of the model that generated the images.
         token (`str`, *optional*):
             Token that may write to the repository; that of `hf auth login` if `None`.
         max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
@@ -89,8 +89,8 @@ def publish_dataset(
 
     Raises:
         TypeError: If `pairs` is not a [`~datasets.DatasetDict`].
-        ValueError: If pairs or rankings do not have their formats, an image is missing, a prompt or an image is both
-        in `train` and in what is held out, `repo_id` cannot be used, or the license is not known.
+        ValueError: If pairs or rankings do not have their formats, an image is missing, a prompt or an image is both in
+        `train` and held out, `repo_id` cannot be used, or the license is not known.
         PermissionError: If the token is missing, wrong, or may not write there.
         ConnectionError: If the Hub cannot be reached, or an upload fails.
     """
@@ -108,13 +108,13 @@ def publish_dataset(
     found = License(license) if license is not None else _find_license(generator, api.token)
 
     with tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as folder:
-        pictures = _draw_pictures(parts, Path(folder))
+        sheets = {"pairs.png": Path(folder) / "pairs.png"}
+        pairs_sheet(next(iter(parts.values())), sheets["pairs.png"])
+        if rankings is not None:
+            sheets["rankings.png"] = Path(folder) / "rankings.png"
+            rankings_sheet(rankings, sheets["rankings.png"])
         card = dataset_card(
-            {
-                split: describe_pairs(parts[name, split], len(digests[name, split]))
-                for name, split in parts
-                if name == _PAIRS
-            },
+            {split: describe_pairs(dataset, len(digests[_PAIRS, split])) for split, dataset in pairs.items()},
             describe_rankings(rankings, len(digests[_RANKINGS, "test"])) if rankings is not None else None,
             repo_id,
             report,
@@ -122,24 +122,23 @@ def publish_dataset(
             generator,
             license is None,
             pretty_name,
-            list(pictures),
+            list(sheets),
         )
         _check_card(api, card, found)
         images.link(Path(folder) / "images")
         named = {part: images.renamed(dataset, part) for part, dataset in parts.items()}
         with hub_errors(api, repo_id, _REMEDY):
-            _push(api, repo_id, named, card, pictures, private, max_shard_size, is_update=earlier)
+            _push(api, repo_id, named, card, sheets, private, max_shard_size, is_update=earlier)
     return f"{api.endpoint}/datasets/{repo_id}"
 
 
 def _check_splits(pairs: "DatasetDict", rankings: "Dataset | None") -> dict[tuple[str, str], "Dataset"]:
-    """Check the formats; give each split by the names of its configuration and its own."""
+    """Check the formats; return each split by the names of its configuration and its own."""
     from datasets import DatasetDict
 
     if not isinstance(pairs, DatasetDict):
         raise TypeError(
-            f"`pairs` is a `{type(pairs).__name__}`, but must be a `datasets.DatasetDict` of the splits `train`, `test` "
-            'or both: `DatasetDict({"train": dataset})`.'
+            f"`pairs` is a `{type(pairs).__name__}`, but must be a `datasets.DatasetDict` of the splits `train`, `test` or both."
         )
     if not pairs or not set(pairs) <= {"train", "test"}:
         raise ValueError(f"`pairs` has the splits {list(pairs)}, but must have `train`, `test` or both. Rename them.")
@@ -157,13 +156,13 @@ def _name_of(part: tuple[str, str]) -> str:
 
 
 class _Images:
-    """The image files of a dataset, by path: checked, then linked under the digests of their bytes."""
+    """Image files of a dataset, by path: checked, then linked under the digests of their bytes."""
 
     def __init__(self):
         self.names: dict[str, str] = {}  # of the link, by path
 
     def check(self, dataset: "Dataset", part: tuple[str, str]) -> set[str]:
-        """Check that all images of a split open; give their digests."""
+        """Check that all images of a split open; return their digests."""
         columns, digests = _IMAGE_COLUMNS[part[0]], set()
         stored = dataset.with_format("arrow").select_columns(columns)
         with tqdm(total=len(dataset), desc=f"Checking images of {_name_of(part)}", unit="row") as bar:
@@ -171,7 +170,8 @@ class _Images:
                 for offset, row in enumerate(batch.to_pylist()):
                     for column, value in row.items():
                         where = f"`{column}` of row {bar.n + offset} of `{_name_of(part)}`"
-                        digests.update(self._check(image, where) for image in _as_list(value))
+                        images = value if isinstance(value, list) else [value]
+                        digests.update(self._check(image, where) for image in images)
                 bar.update(len(batch))
         return digests
 
@@ -191,16 +191,15 @@ class _Images:
         except FileNotFoundError as error:
             raise ValueError(f"{where} is the file {path}, which does not exist. {remedy}") from error
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            named = f"the file {path}" if image["bytes"] is None else "an embedded image"
-            raise ValueError(
-                f"{where} is {named}, which does not open: {type(error).__name__}: {error}. {remedy}"
-            ) from error
+            file = f"the file {path}" if image["bytes"] is None else "an embedded image"
+            problem = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{where} is {file}, which does not open: {problem}. {remedy}") from error
         if image["bytes"] is None:
             self.names[path] = name
         return name.partition(".")[0]
 
     def link(self, folder: Path) -> None:
-        """Give each file a second name, without a copy: `datasets` stores the name with the bytes."""
+        """Link each file under its new name, which `datasets` stores with the bytes."""
         folder.mkdir()
         self.folder = folder
         for path, name in self.names.items():
@@ -212,16 +211,12 @@ class _Images:
                 shutil.copyfile(path, folder / name)
 
     def renamed(self, dataset: "Dataset", part: tuple[str, str]) -> "Dataset":
-        """Refer to the links. Texts only: no image is read."""
+        """Refer to the links. No image is read."""
         if not self.names:  # all images are embedded
             return dataset
+        rename = functools.partial(self._rename, columns=_IMAGE_COLUMNS[part[0]])
         options = {"features": dataset.features, "keep_in_memory": True, "desc": "Naming images"}
-        fn_kwargs = {"columns": _IMAGE_COLUMNS[part[0]]}
-        return (
-            dataset.with_format("arrow")
-            .map(self._rename, batched=True, fn_kwargs=fn_kwargs, **options)
-            .with_format(None)
-        )
+        return dataset.with_format("arrow").map(rename, batched=True, **options).with_format(None)
 
     def _rename(self, table: "pa.Table", columns: list[str]) -> "pa.Table":
         import pyarrow as pa
@@ -232,27 +227,21 @@ class _Images:
             return value if value["bytes"] is not None else {"path": str(self.folder / self.names[value["path"]])}
 
         for column in columns:
-            place = table.schema.get_field_index(column)
+            place, field = table.schema.get_field_index(column), table.schema.field(column)
             values = [rename(value) for value in table.column(column).to_pylist()]
-            table = table.set_column(
-                place, table.schema.field(place), pa.array(values, table.schema.field(place).type)
-            )
+            table = table.set_column(place, field, pa.array(values, field.type))
         return table
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping[tuple[str, str], set[str]]) -> None:
-    """Check that what is held out has no prompt and no image of the pairs to train on."""
+    """Check that held-out splits share no prompt and no image with the training pairs."""
     train = (_PAIRS, "train")
     others = [part for part in parts if part != train and train in parts]
     for part in others:
         missing = [_name_of(one) for one in (train, part) if "group" not in parts[one].column_names]
         if missing:
             raise ValueError(
-                f"`{missing[0]}` has no column `group`, so that the prompts of the splits cannot be compared. Add it."
+                f"`{missing[0]}` has no column `group`, by which the prompts of the splits are compared. Add it."
             )
         trained, held_out = (
             {"prompts": set(parts[one].with_format(None)["group"][:]), "images": digests[one]} for one in (train, part)
@@ -261,7 +250,7 @@ def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping
 
 
 def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: bool) -> bool:
-    """Check that the repository is free, or has an earlier state of the same; tell whether it exists."""
+    """Check that the repository is free, or has an earlier version of the same; tell whether it exists."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     from ..hub.account import hub_errors
@@ -275,38 +264,25 @@ def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: b
     others = sorted(name.rfilename for name in info.siblings if name.rfilename.split("/")[0] not in ours)
     if others:
         raise ValueError(
-            f"The repository {repo_id} has {len(others)} files that are not part of what is published, such as "
-            f"{others[0]!r}: the card would not tell of them. Give another `repo_id`, or delete them there."
+            f"The repository {repo_id} has {len(others)} files that are not part of the dataset, such as {others[0]!r}. "
+            "Choose another `repo_id`, or delete them there."
         )
     if private and not info.private:
         raise ValueError(
-            f"`private` is True, but the repository {repo_id} is there and public. Change one of the two."
+            f"`private` is True, but the repository {repo_id} exists and is public. Change one of the two."
         )
     return True
 
 
 def _find_license(generator: str | None, token: str | bool | None) -> License:
-    """Give the license that the card of the generating model names."""
-    remedy = (
-        'Set `license` to what the images may be published under, such as "apache-2.0", or "other" for a license that the '
-        "Hub has no name of."
-    )
+    """Read the license on the card of the generating model."""
+    remedy = 'Set `license` to that of the images, such as "apache-2.0", or "other" for one without a name on the Hub.'
     if generator is None:
-        raise ValueError(f"Neither `license` nor `generator` is given, so that the license is not known. {remedy}")
+        raise ValueError(f"Neither `license` nor `generator` is given, so the license is not known. {remedy}")
     try:
         return read_license(generator, token)
     except ValueError as error:
         raise ValueError(f"{error} {remedy}") from error
-
-
-def _draw_pictures(parts: Mapping[tuple[str, str], "Dataset"], folder: Path) -> dict[str, Path]:
-    """Draw what the card shows; give the files by their names."""
-    pictures = {"pairs.png": folder / "pairs.png"}
-    pairs_sheet(next(iter(parts.values())), pictures["pairs.png"])
-    if (_RANKINGS, "test") in parts:
-        pictures["rankings.png"] = folder / "rankings.png"
-        rankings_sheet(parts[_RANKINGS, "test"], pictures["rankings.png"])
-    return pictures
 
 
 def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
@@ -323,7 +299,7 @@ def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
             hf_raise_for_status(response)
             return
     raise ValueError(
-        f"{api.endpoint} does not take the metadata of the card: {' '.join(response.text.split())}. If it is the license "
+        f"{api.endpoint} refuses the metadata of the card: {' '.join(response.text.split())}. If it is the license "
         f'({license.identifier!r}), set `license` to one that the Hub knows, or to "other"; if it is the language, '
         "correct `language` in the report of the prompts."
     )
@@ -334,7 +310,7 @@ def _push(
     repo_id: str,
     parts: Mapping[tuple[str, str], "Dataset"],
     card: "DatasetCard",
-    pictures: Mapping[str, Path],
+    sheets: Mapping[str, Path],
     private: bool,
     max_shard_size: int | str,
     is_update: bool,
@@ -343,39 +319,27 @@ def _push(
     from datasets import DatasetDict
     from huggingface_hub import CommitOperationAdd, DatasetCardData
 
+    def commit(card: "DatasetCard", message: str, files: Mapping[str, Path]) -> None:
+        operations = [CommitOperationAdd(f"assets/{name}", path) for name, path in files.items()]
+        operations.append(CommitOperationAdd("README.md", str(card).encode()))
+        api.create_commit(repo_id, operations, commit_message=message, repo_type="dataset")
+
     if is_update:
         earlier = _load_card(api, repo_id)
         if earlier is not None and earlier.text.strip() not in ("", card.text.strip()):
             earlier.text = ""
-            _commit(
-                api,
-                repo_id,
-                [CommitOperationAdd("README.md", str(earlier).encode())],
-                "Remove the card of earlier data",
-            )
+            commit(earlier, "Remove the card of earlier data", {})
     for name in dict.fromkeys(name for name, _ in parts):
         splits = DatasetDict({split: dataset for (of, split), dataset in parts.items() if of == name})
-        splits.push_to_hub(
-            repo_id,
-            name,
-            commit_message=f"Upload {name}",
-            private=private,
-            token=api.token,
-            max_shard_size=max_shard_size,
-        )
+        options = {"private": private, "token": api.token, "max_shard_size": max_shard_size}
+        splits.push_to_hub(repo_id, name, commit_message=f"Upload {name}", **options)
     pushed = _load_card(api, repo_id)
-    # Not by `set_default`: pushed a second time, the default configuration is not the default any more (datasets 5.2)
+    # Not by `set_default`, which is lost when the default configuration is pushed a second time (datasets 5.2)
     configs = [
         {**config, "default": True} if config["config_name"] == _PAIRS else config for config in pushed.data["configs"]
     ]
     card.data = DatasetCardData(**{**pushed.data.to_dict(), "configs": configs, **card.data.to_dict()})
-    operations = [CommitOperationAdd(f"assets/{name}", path) for name, path in pictures.items()]
-    operations.append(CommitOperationAdd("README.md", str(card).encode()))
-    _commit(api, repo_id, operations, "Upload dataset card")
-
-
-def _commit(api: "HfApi", repo_id: str, operations: list[Any], message: str) -> None:
-    api.create_commit(repo_id, operations, commit_message=message, repo_type="dataset")
+    commit(card, "Upload dataset card", sheets)
 
 
 def _load_card(api: "HfApi", repo_id: str) -> "DatasetCard | None":
@@ -385,9 +349,8 @@ def _load_card(api: "HfApi", repo_id: str) -> "DatasetCard | None":
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            path = api.hf_hub_download(
-                repo_id, "README.md", repo_type="dataset", local_dir=folder, force_download=True
-            )
+            options = {"repo_type": "dataset", "local_dir": folder, "force_download": True}
+            path = api.hf_hub_download(repo_id, "README.md", **options)
         except RemoteEntryNotFoundError:
             return None
         return DatasetCard.load(path)

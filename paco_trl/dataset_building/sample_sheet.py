@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of what a stage made, to look at: some prompts with their grids, some instances, pairs or rankings."""
+"""Sample sheets: one image with some of the prompts and grids, instances, pairs or rankings of a stage."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.columns import by_id
 from ..data.pairs import content_text, decision_of
 from ..data.questions import theme_question
 
@@ -24,34 +25,30 @@ _LINE = 20
 
 
 def _evenly_spaced(items: Sequence[int], chosen: int) -> list[int]:
-    """Choose some at equal distances, from the first: neighbors are often alike."""
+    """Choose some items at equal distances, from the first: neighbors are often alike."""
     chosen = min(len(items), chosen)
     return [items[place * len(items) // chosen] for place in range(chosen)]
 
 
-def _texts(prompts: "Dataset") -> dict[str, str]:
-    return dict(zip(prompts["id"][:], prompts["prompt"][:], strict=True))
-
-
 def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prompts: int = 6) -> "Image.Image":
-    """Draw some prompts with their grids, a row each with the first eight seeds."""
+    """Show some prompts with their grids, a row each with the first eight seeds."""
     rows_of: dict[str, list[int]] = {}
     for row, prompt_id in enumerate(grids["prompt_id"][:]):
         rows_of.setdefault(prompt_id, []).append(row)
-    texts, names = _texts(prompts), list(rows_of)
+    texts, names = by_id(prompts, "prompt"), list(rows_of)
     rows = []
     for place in _evenly_spaced(range(len(names)), max_prompts):
         shown = grids.select(rows_of[names[place]][:_MAX_IMAGES])
         rows.append((texts[names[place]], [[(row["image"], f"seed {row['seed']}") for row in shown]]))
-    return _draw(rows, path)
+    return _render(rows, path)
 
 
 def instances_sheet(
     instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path, max_instances: int = 6
 ) -> "Image.Image":
-    """Draw some ranking instances, a row each: the reference at the left, then the first eight candidates."""
+    """Show some ranking instances, a row each: the reference at the left, then the first eight candidates."""
     row_of = {name: row for row, name in enumerate(panels["id"][:])}
-    texts = _texts(prompts)
+    texts = by_id(prompts, "prompt")
     rows = []
     for place in _evenly_spaced(range(len(instances)), max_instances):
         instance = instances[place]
@@ -60,7 +57,7 @@ def instances_sheet(
             found = [panels[row_of[name]] for name in names]
             blocks.append([(one["image"], f"{role}seed {one['seed']}, panel {one['position']}") for one in found])
         rows.append((texts[instance["prompt_id"]], blocks))
-    return _draw(rows, path)
+    return _render(rows, path)
 
 
 def _theme_of(question: str) -> str:
@@ -69,7 +66,7 @@ def _theme_of(question: str) -> str:
 
 
 def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image.Image":
-    """Draw some pairs: a consistent one at the left, an inconsistent one, of its prompt if it has one, at the right."""
+    """Show some pairs: a consistent one at the left, an inconsistent one, if possible of its prompt, at the right."""
     columns = pairs.with_format(None)
     labels = [decision_of(completion) for completion in columns["completion"][:]]
     groups = columns["group"][:] if "group" in pairs.column_names else [None] * len(pairs)
@@ -88,22 +85,22 @@ def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image
                 blocks.append([(image, caption) for image in pair["images"]])
                 titles.append(_theme_of(content_text(pair["prompt"][-1]["content"])))
         rows.append((" / ".join(dict.fromkeys(titles)), blocks))
-    return _draw(rows, path)
+    return _render(rows, path)
 
 
 def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> "Image.Image":
-    """Draw some rankings: the reference at the left, then the candidates, the most consistent first."""
+    """Show some rankings: the reference at the left, then the candidates, the most consistent first."""
     rows = []
     for number in _evenly_spaced(range(len(rankings)), max_rows):
         row = rankings[number]
         order = row["ranking"][:_MAX_IMAGES]
         candidates = [(row["candidates"][index], f"rank {rank}") for rank, index in enumerate(order, start=1)]
         rows.append((row.get("theme") or row["prompt"], [[(row["reference"], "reference")], candidates]))
-    return _draw(rows, path)
+    return _render(rows, path)
 
 
-def _draw(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> "Image.Image":
-    """Draw rows of blocks of images with captions, and a title above each row. matplotlib would take seconds."""
+def _render(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> "Image.Image":
+    """Render rows of blocks of images with captions, a title above each row. matplotlib would take seconds."""
     from PIL import Image, ImageDraw, ImageFont, ImageOps
 
     from ..utils.images import to_rgb

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits by prompt: what is held out shares no prompt and no image with what is trained on."""
+"""Split by prompt: held-out data share no prompt and no image with the training data."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def keyed_hash(*key: int | str) -> int:
-    """Give a number that looks random and depends on its key alone."""
+    """Compute a number that looks random and depends on its key alone."""
     return int.from_bytes(hashlib.sha256("\0".join(map(str, key)).encode("utf-8", "surrogatepass")).digest(), "big")
 
 
 def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]) -> list[list[str]]:
-    """Group the prompts that must not be split: those with the same text, or with an image in common."""
+    """Group the prompts that must stay together: those with the same text or a shared image."""
     from scipy.cluster.hierarchy import DisjointSet
 
     groups = DisjointSet(prompts)
@@ -32,9 +32,9 @@ def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]
 
 
 def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[str]:
-    """Choose the prompts that are held out."""
+    """Choose the held-out prompts."""
     if not 0 <= test_size < 1:
-        raise ValueError(f"`test_size` is {test_size}, but it is a share of the prompts: from 0 to below 1.")
+        raise ValueError(f"`test_size` is {test_size}, but must be a fraction of the prompts: from 0 to below 1.")
     total = sum(map(len, groups))
     if test_size == 0:
         return set()
@@ -44,22 +44,23 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
         if len(chosen) + len(group) <= min(wanted, total - 1):
             chosen.update(group)
     if not chosen:
+        sizes = [len(group) for group in groups] or [0]
         raise ValueError(
-            f"`test_size` is {test_size} of {total} prompts, but no group of prompts fits into it: the {len(groups)} "
-            f"groups that share a text or an image have {min(map(len, groups), default=0)} to "
-            f"{max(map(len, groups), default=0)} prompts. Generate grids of more prompts, or set `test_size` to 0."
+            f"`test_size` is {test_size} of {total} prompts, but no group of prompts fits into it: the {len(groups)} groups "
+            f"that share a text or an image have {min(sizes)} to {max(sizes)} prompts. Generate grids of more prompts, or "
+            "set `test_size` to 0."
         )
     return chosen
 
 
 def check_disjoint(trained: Mapping[str, set[str]], held_out: Mapping[str, set[str]], train: str, test: str) -> None:
-    """Check that two datasets share nothing, by what they have of each kind."""
+    """Check that two datasets share nothing, by kind of content."""
     for what in trained:
         shared = sorted(trained[what] & held_out[what])
         if shared:
             raise ValueError(
-                f"{len(shared)} {what} are both in {train} and in {test}, such as {shared[0]!r}: a judge could be measured "
-                "on what it was trained on. Split again."
+                f"{len(shared)} {what} are both in {train} and in {test}, such as {shared[0]!r}: a judge would be evaluated on "
+                "what it was trained on. Split again."
             )
 
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of texts by a sentence-embedding model or the text model of a CLIP."""
+"""Embed texts with a sentence-embedding model or the text model of a CLIP."""
 
 import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.texts import is_text
+
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 logger = logging.getLogger(__name__)
@@ -22,11 +24,11 @@ def embed_texts(
     model: str | Path, texts: list[str], batch_size: int = 64, device: "str | torch.device | None" = None
 ) -> "tuple[np.ndarray, int]":
     """
-    Embed texts as unit vectors (len(texts), D), float32; give also how many texts were cut.
+    Embed texts as unit vectors (len(texts), D), float32; return also how many texts were cut.
 
-    The embedding of a CLIP is the projected one that it compares with images. That of another model is the mean of the
-    last hidden states over the tokens or, if its `1_Pooling/config.json` says so, the hidden state of the first token;
-    further layers of `sentence-transformers` are ignored.
+    A CLIP gives the projected embedding that it compares with images. Another model gives the mean of the last hidden states
+    over the tokens or, if its `1_Pooling/config.json` says so, the hidden state of the first token; further layers of
+    `sentence-transformers` are ignored.
     """
     import numpy as np
     import torch
@@ -37,22 +39,21 @@ def embed_texts(
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     for index, text in enumerate(texts):
-        if not isinstance(text, str) or not text.strip():
+        if not is_text(text):
             raise ValueError(f"`texts[{index}]` is {text!r}. It must be a text that is not empty.")
     if not texts:
         raise ValueError("`texts` is empty, so there is nothing to embed.")
     network, max_length, pooling = _load(str(model))
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.pad_token is None:
-        raise ValueError(f"The tokenizer of {model} has no padding token, so that texts cannot be put into batches.")
-    # A tokenizer saved without a length claims 1e30
-    max_length = min(max_length, tokenizer.model_max_length)
-    lengths = _token_counts(tokenizer, texts)
+        raise ValueError(f"The tokenizer of {model} has no padding token, so texts cannot be batched.")
+    max_length = min(max_length, tokenizer.model_max_length)  # 1e30 if it was saved without one
+    chunks = (texts[start : start + 1000] for start in range(0, len(texts), 1000))
+    ids = (ids for chunk in chunks for ids in tokenizer(chunk, truncation=False, verbose=False)["input_ids"])
+    lengths = np.array([*map(len, ids)])
     cut = int((lengths > max_length).sum())
     if cut:
-        logger.warning(
-            f"{cut} of {len(texts)} texts are longer than the {max_length} tokens that {model} reads. They were cut."
-        )
+        logger.warning(f"{cut} of {len(texts)} texts are longer than the {max_length} tokens that {model} reads.")
 
     device = torch.device(device) if device is not None else PartialState().device
     network.to(device)
@@ -82,19 +83,17 @@ def embed_texts(
 
 
 def _load(model: str) -> "tuple[PreTrainedModel, int, str]":
-    """Give the model, the number of tokens that it reads, and its pooling."""
+    """Load the model; return it with the number of tokens that it reads and its pooling."""
     import torch
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(model)
     if config.is_encoder_decoder:
         raise ValueError(
-            f"{model} is an encoder-decoder model ({config.model_type}). Choose an encoder, such as a BERT, or a CLIP."
+            f"{model} is an encoder-decoder model ({config.model_type}). Choose an encoder, such as BERT or CLIP."
         )
     if config.model_type == "clip_text_model":
-        raise ValueError(
-            f"{model} is the text part of a CLIP, which may lack the projection. Take the folder of the whole CLIP."
-        )
+        raise ValueError(f"{model} is the text part of a CLIP, which may lack the projection. Choose the full CLIP.")
     pooling = "projection" if config.model_type == "clip" else _pooling(model)
     network = AutoModel.from_pretrained(model, dtype=torch.float32, use_safetensors=True)
     # An encoder of several kinds of input keeps the lengths of texts in a part of its own
@@ -121,29 +120,14 @@ def _pooling(model: str) -> str:
     modes = [modes] if isinstance(modes, str) else modes
     names = [mode.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for mode in modes]
     if names not in (["mean"], ["cls"]):
-        raise ValueError(
-            f"{model} pools by {names or 'nothing'} ({_POOLING_FILE}), but only mean and cls are supported."
-        )
+        raise ValueError(f"{model} pools by {names or 'nothing'} ({_POOLING_FILE}); only mean and cls are supported.")
     return names[0]
-
-
-def _token_counts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> "np.ndarray":
-    import numpy as np
-
-    counts = [
-        len(ids)
-        for start in range(0, len(texts), 1000)
-        for ids in tokenizer(texts[start : start + 1000], truncation=False, verbose=False)["input_ids"]
-    ]
-    return np.array(counts)
 
 
 def _embed(network: "PreTrainedModel", inputs: Any, pooling: str) -> "torch.Tensor":
     if pooling == "projection":
-        # Since transformers 5 a model output whose pooler_output is the projected embedding
-        return network.get_text_features(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
-        ).pooler_output
+        texts = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        return network.get_text_features(**texts).pooler_output  # since transformers 5 the projected embedding
     hidden = network(**inputs).last_hidden_state  # (B, T, D)
     if pooling == "cls":
         return hidden[:, 0]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The majority of several annotators, by pair of candidates.
+Compute the majority of several annotators, by pair of candidates.
 
-The paper takes the majority of the annotators and discards ties (https://huggingface.co/papers/2512.04784, Sec. 3.1).
-It does not say how votes on orders are counted; here each pair of candidates of an instance is voted on separately.
+The paper takes the majority of the annotators and discards ties (https://huggingface.co/papers/2512.04784, Sec. 3.1). It
+does not say how votes on orders are counted; here each pair of candidates of an instance is voted on separately.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Vote(NamedTuple):
-    """What the annotators of one instance say together."""
+    """Result of the votes of all annotators on one instance."""
 
     relation: tuple[tuple[int, ...], ...]
     ranking: list[int] | None
@@ -32,9 +32,7 @@ class Vote(NamedTuple):
 def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
     """Count the votes on one instance: each annotator's rank of each candidate (1 is best, equal is tied)."""
     if not ranks or len({len(one) for one in ranks}) != 1:
-        raise ValueError(
-            f"The annotators rank {[len(one) for one in ranks]} candidates, but must exist and rank the same candidates."
-        )
+        raise ValueError(f"The annotators rank {[*map(len, ranks)]} candidates, but must rank the same ones.")
     candidates = range(len(ranks[0]))
     # The sign of (annotators who put i before j) - (annotators who put j before i)
     margins = [[sum((one[i] < one[j]) - (one[i] > one[j]) for one in ranks) for j in candidates] for i in candidates]

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image-set prompts written by a language model, spread evenly over categories and layouts."""
+"""Write image-set prompts with a language model, spread evenly over categories and layouts."""
 
 import json
 import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.columns import column_types
 from ..data.image_sets import ends_sentence, format_image_set_prompt
 from ..data.texts import normalized
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
-from ..utils.journals import Journal
 from ..utils.stage_folder import StageFolder
-from ..utils.text import shorten
+from .answers import Answers, cause_of, causes_text
 from .categories import CATEGORIES, DIMENSIONS, Category
 
 
@@ -64,19 +64,19 @@ def write_prompts(
     max_attempts: int = 3,
 ) -> "Dataset":
     """
-    Have a language model write image-set prompts, the same number for each category and layout (give or take one).
+    Write image-set prompts with a language model, the same number for each category and layout (give or take one).
 
-    Answers are checked: JSON, the number of panels, no empty text, no panel marker inside a text, no prompt twice.
-    What fails is requested again with another seed, and left out and counted after `max_attempts`. Interrupted runs
-    resume automatically; the result does not depend on the order of the answers.
+    Answers are checked: JSON, the number of panels, no empty text, no panel marker inside a text, no prompt twice. What
+    fails is requested again with another seed, and left out and counted after `max_attempts`. Interrupted runs resume
+    automatically; the result does not depend on the order of the answers.
 
     Args:
         endpoint ([`ChatEndpoint`]):
             The model.
         folder ([`StageFolder`]):
-            Folder of the stage. Its settings name the model and the other arguments.
+            Directory of the stage. Its settings name the model and the other arguments.
         num_prompts (`int`):
-            Prompts to write.
+            Number of prompts.
         categories (`Sequence[str]`, *optional*):
             Names of the categories, see `CATEGORIES`; all if `None`.
         layouts (`Sequence[tuple[int, int]]`, *optional*, defaults to `((2, 2),)`):
@@ -87,13 +87,14 @@ def write_prompts(
             How often a prompt is requested.
 
     Returns:
-        [`~datasets.Dataset`]: image-set prompts with `category` and `dimensions`, also saved in the folder with a
-        report.
+        [`~datasets.Dataset`]: image-set prompts with `category` and `dimensions`, also saved in `folder`.
 
     Raises:
         ValueError: If an argument is out of range, or no answer can be used; the error has an example.
         EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are kept.
     """
+    from datasets import Dataset
+
     if folder.is_done:
         return folder.load()
     if num_prompts < 1 or max_attempts < 1:
@@ -101,31 +102,43 @@ def write_prompts(
             f"`num_prompts` is {num_prompts} and `max_attempts` {max_attempts}, but both must be at least 1."
         )
     batches = _plan(num_prompts, _categories_named(categories), _checked_layouts(layouts))
-    journal = folder.journal("prompts")
-    texts = {(record["request"], record["attempt"]): Reply(*record["reply"]) for record in journal.records}
+    journal, answers = folder.journal("prompts"), Answers(endpoint, "image-set prompts", _TRIED_ENOUGH)
+    replies: dict[tuple[int, int], Reply] = {}
+
+    def add(number: int, attempt: int, reply: Reply) -> None:
+        found, causes = _read(reply, batches[number], _PROMPTS_PER_REQUEST)
+        answers.add(f"{seed}/{number}/{attempt}", reply, bool(found), causes)
+        replies[number, attempt] = reply
+
+    def save(question: tuple[int, int, ChatRequest], reply: Reply) -> bool:
+        number, attempt, _ = question
+        journal.append({"request": number, "attempt": attempt, "reply": list(reply)})
+        add(number, attempt, reply)
+        return True
+
+    for record in journal.records:
+        add(record["request"], record["attempt"], Reply(*record["reply"]))
     written: list[list[tuple[str, list[str]]]] = [[] for _ in batches]
     rejected: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
 
-    # All are asked, then all are checked in their order: which of two equal prompts is the later one does not depend on
+    # All are sent, then all are checked in their order: which of two equal prompts is the later one does not depend on
     # which answer came first
     for attempt in range(max_attempts):
-        missing = {
-            number: len(batch.slots) - len(written[number])
-            for number, batch in enumerate(batches)
-            if len(written[number]) < len(batch.slots)
-        }
-        requests = {
-            number: _request(batches[number], count, f"{seed}/{number}/{attempt}")
-            for number, count in missing.items()
-            if (number, attempt) not in texts
-        }
-        _ask(endpoint, requests, attempt, texts, batches, journal, max_attempts)
+        lacking = {n: len(batch.slots) - len(written[n]) for n, batch in enumerate(batches)}
+        lacking = {number: count for number, count in lacking.items() if count}
+        unsent = [
+            (number, attempt, _request(batches[number], count, f"{seed}/{number}/{attempt}"))
+            for number, count in lacking.items()
+            if (number, attempt) not in replies
+        ]
+        if unsent:
+            description = f"Writing prompts (attempt {attempt + 1} of {max_attempts})"
+            answers.collect(iter(unsent), itemgetter(2), save, total=len(unsent), desc=description)
         dropped = Counter()
-        for number, count in missing.items():
-            batch = batches[number]
-            found, causes = _read(texts[number, attempt], batch.rows, batch.cols, count)
+        for number, count in lacking.items():
+            found, causes = _read(replies[number, attempt], batches[number], count)
             for theme, panels in found:
                 key = normalized(" ".join([theme, *panels]))
                 if key in seen:
@@ -136,13 +149,13 @@ def write_prompts(
             dropped += causes
         rejected += dropped
     if not seen:
-        raise ValueError(_no_usable_answer(endpoint, texts, journal))
+        raise answers.none_usable()
 
     rows = _rows(batches, written)
     report = {
         "asked for": num_prompts,
         "written": len(rows),
-        "requests": len(texts),
+        "requests": len(replies),
         "rejected": dict(rejected.most_common()),
         "left out": dict(dropped.most_common()),
         "of each category": dict(Counter(row["category"] for row in rows)),
@@ -150,9 +163,11 @@ def write_prompts(
     if dropped:
         logger.warning(
             f"{len(rows)} of {num_prompts} prompts were written. Left out after {max_attempts} attempts: "
-            f"{'; '.join(f'{count} x {cause}' for cause, count in dropped.most_common())}."
+            f"{causes_text(dropped)}."
         )
-    folder.finish(_to_dataset(rows), report)
+    kinds = {"rows": "int64", "cols": "int64", "panels": ["string"], "dimensions": ["string"]}
+    features = column_types(**{name: kinds.get(name, "string") for name in rows[0]})
+    folder.finish(Dataset.from_list(rows, features=features), report)
     return folder.load()
 
 
@@ -173,13 +188,13 @@ def _checked_layouts(layouts: Sequence[tuple[int, int]]) -> list[tuple[int, int]
     layouts = [tuple(layout) for layout in layouts]
     if not layouts or any(len(layout) != 2 or min(layout) < 1 or max(layout) == 1 for layout in layouts):
         raise ValueError(
-            f"`layouts` is {layouts}, but must have rows and columns of grids with at least two panels, such as (2, 2)."
+            f"`layouts` is {layouts}, but each must have rows and columns, such as (2, 2), and two panels."
         )
     return layouts
 
 
 def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int, int]]) -> list[_Batch]:
-    """Give each place of the result a category and a layout, and group equal ones into requests."""
+    """Assign a category and a layout to each place of the result, and group equal ones into requests."""
     places: dict[tuple[int, int], list[int]] = {}
     for slot in range(num_prompts):
         turn, category = divmod(slot, len(categories))
@@ -204,7 +219,7 @@ The images of a set must be consistent in:
 
 Each prompt has
 - "theme": one to three sentences that name the subject and everything that all images share (who or what is seen, with
-  exact visible details such as hair, clothing, colours, shape and material; the medium and the look; the light; the
+  exact visible details such as hair, clothing, colors, shape and material; the medium and the look; the light; the
   place);
 - "panels": exactly {panels} texts, one for each image in their order. Each is one or two sentences that describe what \
 this
@@ -223,109 +238,47 @@ Answer with nothing but JSON of this form:
     )
 
 
-def _ask(
-    endpoint: ChatEndpoint,
-    requests: dict[int, ChatRequest],
-    attempt: int,
-    texts: dict[tuple[int, int], Reply],
-    batches: list[_Batch],
-    journal: Journal,
-    max_attempts: int,
-) -> None:
-    """Send the requests, and put the replies into the journal and into `texts`."""
-    from tqdm.auto import tqdm
-
-    if not requests:
-        return
-    endpoint.check()
-
-    def is_usable(number: int, reply: Reply) -> bool:
-        return bool(_read(reply, batches[number].rows, batches[number].cols, _PROMPTS_PER_REQUEST)[0])
-
-    usable = any(is_usable(number, reply) for (number, _), reply in texts.items())
-    numbers = list(requests)
-    replies = endpoint.ask_all(requests.values())
-    with tqdm(total=len(numbers), desc=f"Writing prompts (attempt {attempt + 1} of {max_attempts})") as bar:
-        while True:
-            if not usable and len(texts) >= _TRIED_ENOUGH:
-                replies.close()
-                raise ValueError(_no_usable_answer(endpoint, texts, journal))
-            index, reply = next(replies, (None, None))
-            if index is None:
-                return
-            number = numbers[index]
-            journal.append({"request": number, "attempt": attempt, "reply": list(reply)})
-            texts[number, attempt] = reply
-            usable = usable or is_usable(number, reply)
-            bar.update()
-
-
-def _no_usable_answer(endpoint: ChatEndpoint, texts: dict[Any, Reply], journal: Journal) -> str:
-    reply = texts[min(texts)]  # of the first question, whichever answer came first
-    said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
-    return (
-        f"None of {len(texts)} answers of {endpoint.name} can be used as image-set prompts. To the first question it "
-        f"{said}. A model is needed that follows instructions and answers with JSON; one that thinks aloud must have "
-        f"that turned off. Then delete {journal.path}, or give another folder."
-    )
-
-
-def _read(reply: Reply, rows: int, cols: int, count: int) -> tuple[list[tuple[str, list[str]]], Counter[str]]:
-    """Give the usable prompts of an answer, and why the others of the `count` requested are not."""
+def _read(reply: Reply, batch: _Batch, count: int) -> tuple[list[tuple[str, list[str]]], Counter[str]]:
+    """Return the usable prompts of an answer, and why the others of the `count` requested are not."""
     if reply.text is None:
-        # Without what the server says in each case, so that equal causes are counted together
-        return [], Counter({reply.problem.partition(" (")[0]: count})
+        return [], Counter({cause_of(reply): count})
     text = reply.text.strip()
     fenced = _CODE_FENCE.fullmatch(text)
     try:
         entries = json.loads(fenced[1] if fenced else text)["prompts"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return [], Counter({NO_JSON: count})
+        entries = None
     if type(entries) is not list:
         return [], Counter({NO_JSON: count})
-    found, causes = [], Counter()
-    for entry in entries[:count]:
-        try:
-            found.append(_checked(entry, rows, cols))
-        except _RejectedError as error:
-            causes[str(error)] += 1
+    checked = [_checked(entry, batch.rows, batch.cols) for entry in entries[:count]]
+    causes = Counter(entry for entry in checked if isinstance(entry, str))
     if len(entries) < count:
         causes[TOO_FEW] += count - len(entries)
-    return found, causes
+    return [entry for entry in checked if not isinstance(entry, str)], causes
 
 
-class _RejectedError(Exception):
-    """A prompt cannot be used; the message is the cause."""
-
-
-def _checked(entry: Any, rows: int, cols: int) -> tuple[str, list[str]]:
+def _checked(entry: Any, rows: int, cols: int) -> tuple[str, list[str]] | str:
+    """Return theme and panels of a prompt, or why it cannot be used."""
     if not isinstance(entry, dict) or not isinstance(entry.get("panels"), list):
-        raise _RejectedError(NO_JSON)
+        return NO_JSON
     if len(entry["panels"]) != rows * cols:
-        raise _RejectedError(PANEL_COUNT)
+        return PANEL_COUNT
     texts = [entry.get("theme"), *entry["panels"]]
     if not all(isinstance(text, str) for text in texts):
-        raise _RejectedError(NO_JSON)
-    theme, *panels = list(_cleaned(texts))
+        return NO_JSON
+    # On one line, without halves of a pair of code units, which JSON can hold and no file
+    texts = [" ".join(text.encode("utf-8", "replace").decode().split()) for text in texts]
+    # A panel marker comes after the end of a sentence
+    theme, *panels = [text if not text or ends_sentence(text) else text + "." for text in texts]
     if not all(_WORD.search(text) for text in [theme, *panels]):
-        raise _RejectedError(EMPTY)
+        return EMPTY
     if len({panel.casefold() for panel in panels}) < len(panels):
-        raise _RejectedError(SAME_PANEL)
+        return SAME_PANEL
     try:
         prompt = format_image_set_prompt(theme, rows, cols, panels)
     except ValueError:
-        raise _RejectedError(MARKERS) from None
-    if prompt.startswith(theme):  # the model wrote a layout itself
-        raise _RejectedError(MARKERS)
-    return theme, panels
-
-
-def _cleaned(texts: list[str]) -> Iterator[str]:
-    """Give each text on one line that ends a sentence: a panel marker may come next."""
-    for text in texts:
-        # Half of a pair of code units, which JSON can hold and no file
-        text = " ".join(text.encode("utf-8", "replace").decode().split())
-        yield text if not text or ends_sentence(text) else text + "."
+        return MARKERS
+    return MARKERS if prompt.startswith(theme) else (theme, panels)  # the model wrote a layout itself
 
 
 def _rows(batches: list[_Batch], written: list[list[tuple[str, list[str]]]]) -> list[dict[str, Any]]:
@@ -343,10 +296,3 @@ def _rows(batches: list[_Batch], written: list[list[tuple[str, list[str]]]]) -> 
                 "dimensions": list(batch.category.dimensions),
             }
     return [rows[slot] for slot in sorted(rows)]
-
-
-def _to_dataset(rows: list[dict[str, Any]]) -> "Dataset":
-    from datasets import Dataset
-
-    kinds = {"rows": "int64", "cols": "int64", "panels": ["string"], "dimensions": ["string"]}
-    return Dataset.from_list(rows, features=column_types(**{name: kinds.get(name, "string") for name in rows[0]}))

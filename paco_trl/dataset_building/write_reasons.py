@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons for labeled pairs, from a served model that sees the images and is told the label."""
+"""Write the reasons of labeled pairs with a served model that sees the images and is given the label."""
 
 import base64
-import functools
 import hashlib
 import io
 import logging
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.pairs import check_pair_columns, content_text, decision_of, pair_features
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
-from ..utils.journals import Journal
 from ..utils.stage_folder import StageFolder
-from ..utils.text import shorten
+from .answers import Answers, cause_of, causes_text
 from .categories import DIMENSIONS
 
 
@@ -26,9 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What one can see, by kind. Reasons that name nothing of it could be those of any pair.
+# Visible attributes, by kind. Reasons that name none of them could be those of any pair
 VISIBLE_ATTRIBUTES = {
-    "colour": (
+    "color": (
         "colour color colours colors coloured colored palette hue hues tone tones tint shade shades saturation red orange "
         "yellow green blue purple violet pink brown black white grey gray beige gold golden silver teal turquoise navy "
         "cream crimson scarlet maroon olive cyan magenta ochre amber monochrome pastel"
@@ -97,7 +95,7 @@ _TOKENS_PER_WORD = 3
 
 
 class _Question(NamedTuple):
-    """A pair to ask about; its images are read when it is asked."""
+    """Pair to query; its images are read when it is sent."""
 
     id: str
     images: list[dict[str, Any]]
@@ -116,15 +114,15 @@ def write_reasons(
     seed: int = 0,
 ) -> "Dataset":
     """
-    Have a vision-language model write the reasons for the label of each pair.
+    Write the reasons for the label of each pair with a vision-language model.
 
-    The model gets both images, the question, the label and the dimensions of the pair. Its answer must begin with the
-    label ("Yes." or "No."), name something visible (a word of `VISIBLE_ATTRIBUTES`), have a number of words in the
-    range, and not reveal that the label was given. What fails is requested again with another seed, and left out and
-    counted after `max_attempts`. Interrupted runs resume automatically.
+    The model gets both images, the question, the label and the dimensions of the pair. Its answer must begin with the label
+    ("Yes." or "No."), name something visible (a word of `VISIBLE_ATTRIBUTES`), have a number of words in the range, and not
+    reveal that the label was given. What fails is requested again with another seed, and left out and counted after
+    `max_attempts`. Interrupted runs resume automatically.
 
-    Images are sent as PNG, with the pixels that the trainer sees. The last ones stay encoded, so pairs of the same
-    prompt should be next to each other.
+    Images are sent as PNG, with the pixels that the trainer sees. The last ones stay encoded, so pairs of the same prompt
+    should be next to each other.
 
     Args:
         pairs ([`~datasets.Dataset`]):
@@ -132,9 +130,9 @@ def write_reasons(
         endpoint ([`ChatEndpoint`]):
             The model.
         folder ([`StageFolder`]):
-            Folder of the stage. Its settings name the model, the pairs and the other arguments.
+            Directory of the stage. Its settings name the model, the pairs and the other arguments.
         max_attempts (`int`, *optional*, defaults to `3`):
-            How often a pair is asked about.
+            How often the reasons of a pair are requested.
         min_words (`int`, *optional*, defaults to `15`), max_words (`int`, *optional*, defaults to `200`):
             Range of the number of words of the reasons.
         seed (`int`, *optional*, defaults to `0`):
@@ -142,7 +140,7 @@ def write_reasons(
 
     Returns:
         [`~datasets.Dataset`]: the pairs that have reasons, in their order, with the same columns and completions
-        `"Yes. <reasons>"`; also saved in the folder with a report.
+        `"Yes. <reasons>"`; also saved in `folder`.
 
     Raises:
         ValueError: If the pairs, an image or an argument cannot be used, or no answer can; the error has an example.
@@ -152,20 +150,37 @@ def write_reasons(
         return folder.load()
     if max_attempts < 1 or not 1 <= min_words <= max_words:
         raise ValueError(
-            f"`max_attempts` is {max_attempts}, `min_words` {min_words} and `max_words` {max_words}, but attempts must be "
-            "at least 1, and words at least 1 and in order."
+            f"`max_attempts` is {max_attempts}, `min_words` {min_words} and `max_words` {max_words}, but all must be at "
+            "least 1, and the range of words in order."
         )
     ids = _checked_ids(pairs)
     labels = {row.id: row.decision for row in _questions(pairs, ids, with_images=False)}
-    check = functools.partial(check_reasons, min_words=min_words, max_words=max_words)
-    replies = _Replies(folder.journal("reasons"), labels, check, max_attempts)
-    # Enough for the pairs under way and those of the same prompt: a failed pair is asked about again at once, while its
-    # images are still there. About 1 MB each
+    journal, answers = folder.journal("reasons"), Answers(endpoint, "reasons", _TRIED_ENOUGH)
+    problems: dict[str, list[str | None]] = {name: [] for name in ids}  # of each reply
+    texts: dict[str, str] = {}
+
+    def add(name: str, reply: Reply) -> bool:
+        if reply.text is None:
+            problem = cause_of(reply)
+        elif (problem := check_reasons(reply.text, labels[name], min_words, max_words)) is None:
+            texts[name] = reply.text.strip()
+        problems[name].append(problem)
+        answers.add(name, reply, problem is None, Counter([problem] if problem else []))
+        return is_done(name)
+
+    def is_done(name: str) -> bool:
+        return name in texts or len(problems[name]) >= max_attempts
+
+    for record in journal.records:
+        if record["id"] in labels:  # others are of pairs that have changed since
+            add(record["id"], Reply(*record["reply"]))
+    # Enough for the pairs under way and those of the same prompt: a failed pair is sent again at once, while its images
+    # are still there. About 1 MB each
     encode = _encoder(4 * endpoint.max_concurrency + 32)
 
     def request(question: _Question) -> ChatRequest:
         images = [encode(question.id, image) for image in question.images]
-        key = f"{seed}/{question.id}/{len(replies.problems[question.id])}"
+        key = f"{seed}/{question.id}/{len(problems[question.id])}"
         return ChatRequest(
             messages=_messages(question, images, min_words, max_words),
             seed=random.Random(key).getrandbits(31),
@@ -173,31 +188,39 @@ def write_reasons(
             temperature=1.0,
         )
 
-    _ask(endpoint, _questions(pairs, ids), request, replies)
+    def save(question: _Question, reply: Reply) -> bool:
+        journal.append({"id": question.id, "reply": list(reply)})
+        return add(question.id, reply)
 
-    kept = [row for row, name in enumerate(ids) if replies.problems[name][-1] is None]
+    waiting = {name for name in ids if not is_done(name)}
+    if waiting:
+        questions = (question for question in _questions(pairs, ids) if question.id in waiting)
+        progress = {"total": len(ids), "initial": len(ids) - len(waiting), "desc": "Writing reasons"}
+        answers.collect(questions, request, save, **progress)
+    kept = [row for row, name in enumerate(ids) if name in texts]
     if not kept:
-        raise ValueError(replies.no_usable_answer(endpoint))
-    completions = [[{"role": "assistant", "content": replies.texts[ids[row]]}] for row in kept]
-    dropped = Counter(of_pair[-1] for of_pair in replies.problems.values() if of_pair[-1] is not None)
+        raise answers.none_usable()
+    completions = [[{"role": "assistant", "content": texts[ids[row]]}] for row in kept]
+    rejected = Counter(problem for of_pair in problems.values() for problem in of_pair if problem)
+    dropped = Counter(of_pair[-1] for of_pair in problems.values() if of_pair[-1])
     report = {
         "pairs": len(ids),
         "with reasons": len(kept),
-        "requests": replies.count,
-        "rejected": dict(replies.causes()),
+        "requests": answers.count,
+        "rejected": dict(rejected.most_common()),
         "left out": dict(dropped.most_common()),
     }
     if dropped:
         logger.warning(
             f"{len(kept)} of {len(ids)} pairs have reasons. Left out after {max_attempts} attempts: "
-            f"{_listed(dropped.most_common())}."
+            f"{causes_text(dropped)}."
         )
     folder.finish(_with_completions(pairs, kept, completions), report)
     return folder.load()
 
 
 def check_reasons(answer: str, decision: str, min_words: int = 15, max_words: int = 200) -> str | None:
-    """Say in a few words what is wrong with the reasons for a label; `None` if nothing is."""
+    """Describe what is wrong with the reasons for a label; `None` if nothing is."""
     label, _, reasons = answer.strip().partition(".")
     if label != decision or not reasons[:1].isspace():
         return NO_LABEL
@@ -215,68 +238,15 @@ def check_reasons(answer: str, decision: str, min_words: int = 15, max_words: in
     return None
 
 
-class _Replies:
-    """What the model said of each pair: read from the journal and added to it."""
-
-    def __init__(
-        self, journal: Journal, labels: Mapping[str, str], check: Callable[..., str | None], max_attempts: int
-    ):
-        self.journal, self.labels, self.check, self.max_attempts = journal, labels, check, max_attempts
-        self.problems: dict[str, list[str | None]] = {name: [] for name in labels}  # of each reply, by pair
-        self.first: dict[str, Reply] = {}
-        self.texts: dict[str, str] = {}
-        self.count = 0
-        for record in journal.records:
-            if record["id"] in labels:  # others are of pairs that have changed since
-                self._take(record["id"], Reply(*record["reply"]))
-
-    def _take(self, name: str, reply: Reply) -> None:
-        # Without what the server says in each case, so that equal causes are counted together
-        problem = reply.problem.partition(" (")[0] if reply.text is None else self.check(reply.text, self.labels[name])
-        self.problems[name].append(problem)
-        self.count += 1
-        self.first.setdefault(name, reply)
-        if problem is None:
-            self.texts[name] = reply.text.strip()
-
-    def add(self, name: str, reply: Reply) -> None:
-        """Save a reply."""
-        self.journal.append({"id": name, "reply": list(reply)})
-        self._take(name, reply)
-
-    def is_settled(self, name: str) -> bool:
-        """Tell whether a pair needs no further reply."""
-        return len(self.problems[name]) >= self.max_attempts or None in self.problems[name]
-
-    def causes(self) -> list[tuple[str, int]]:
-        """Count why replies cannot be used, the most frequent cause first."""
-        return Counter(one for of_pair in self.problems.values() for one in of_pair if one is not None).most_common()
-
-    def no_usable_answer(self, endpoint: ChatEndpoint) -> str:
-        """Say that no reply can be used, with that to the first pair, whichever came first."""
-        name = next(name for name in self.labels if name in self.first)
-        reply = self.first[name]
-        said = f"said: {shorten(reply.text)}" if reply.text is not None else f"gave {reply.problem}"
-        return (
-            f"None of {self.count} answers of {endpoint.name} can be used as reasons ({_listed(self.causes())}). About pair "
-            f"{name!r} it {said}. A model is needed that sees images and follows instructions; one that thinks aloud must "
-            f"have that turned off. Then delete {self.journal.path}, or give another folder."
-        )
-
-
-def _listed(causes: Sequence[tuple[str, int]]) -> str:
-    return "; ".join(f"{count} x {cause}" for cause, count in causes)
-
-
 def _checked_ids(pairs: "Dataset") -> list[str]:
     check_pair_columns(pairs, "pairs")
     if "id" not in pairs.column_names:
-        raise ValueError(f"`pairs` has no column `id`, by which answers are kept, only {pairs.column_names}. Add one.")
+        raise ValueError(f"`pairs` has no column `id`, by which answers are saved, only {pairs.column_names}.")
     ids = pairs.with_format(None)["id"][:]
     repeated = next((name for name, count in Counter(ids).items() if count > 1 or not isinstance(name, str)), None)
     if repeated is not None:
         raise ValueError(
-            f"The `id` {repeated!r} of `pairs` is there twice, or no text. Each pair needs one of its own."
+            f"The `id` {repeated!r} of `pairs` is there twice, or is not a text. Each pair needs its own."
         )
     return ids
 
@@ -284,8 +254,7 @@ def _checked_ids(pairs: "Dataset") -> list[str]:
 def _questions(pairs: "Dataset", ids: Sequence[str], with_images: bool = True) -> Iterator[_Question]:
     columns = ["prompt", "completion", *(["dimensions"] if "dimensions" in pairs.column_names else [])]
     columns += ["images"] if with_images else []
-    # As Arrow tables, which have the images as they are stored, paths or bytes: only those that are asked about are
-    # opened
+    # As Arrow tables, which have the images as stored, paths or bytes: only those that are sent are opened
     tables = pairs.with_format("arrow").select_columns(columns).iter(batch_size=32)
     for name, row in zip(ids, (row for table in tables for row in table.to_pylist()), strict=True):
         dimensions = row.get("dimensions") or list(DIMENSIONS)
@@ -294,35 +263,6 @@ def _questions(pairs: "Dataset", ids: Sequence[str], with_images: bool = True) -
             raise ValueError(f"Pair {name!r} has the dimensions {unknown}, but there are only {list(DIMENSIONS)}.")
         prompt = content_text(row["prompt"][-1]["content"])
         yield _Question(name, row.get("images", []), prompt, decision_of(row["completion"]), dimensions)
-
-
-def _ask(
-    endpoint: ChatEndpoint, rows: Iterator[_Question], request: Callable[[_Question], ChatRequest], replies: _Replies
-) -> None:
-    """Ask about all pairs that are not settled."""
-    from tqdm.auto import tqdm
-
-    waiting = {name for name in replies.labels if not replies.is_settled(name)}
-    if not waiting:
-        return
-    endpoint.check()
-    questions = (row for row in rows if row.id in waiting)
-    total = len(replies.labels)
-    bar = tqdm(total=total, initial=total - len(waiting), desc="Writing reasons")
-    with endpoint.asking() as asking, bar:
-        while True:
-            if not replies.texts and replies.count >= _TRIED_ENOUGH:
-                raise ValueError(replies.no_usable_answer(endpoint))
-            while asking.has_room and (question := next(questions, None)) is not None:
-                asking.start(question, request(question))
-            if not asking.under_way:
-                return
-            question, reply = asking.next()
-            replies.add(question.id, reply)
-            if replies.is_settled(question.id):
-                bar.update()
-            else:
-                asking.start(question, request(question))
 
 
 def _messages(question: _Question, images: list[str], min_words: int, max_words: int) -> list[dict[str, Any]]:
@@ -339,7 +279,7 @@ person gives. What counts here:
 {dimensions}
 
 - Begin with "{question.decision}." and then give the reasons, as plain sentences without headings or lists.
-- Name what is seen in the images: colours, shapes, lines, texture, light, hair, face, clothing, pose, background.
+- Name what is seen in the images: colors, shapes, lines, texture, light, hair, face, clothing, pose, background.
 - {"Say what stays the same, and that what differs does not break it." if question.decision == "Yes" else "Say what differs although it should not."}
 - Write as one who sees the images for the first time and decides alone. Do not speak of a label, of a given answer or of
   other people.
@@ -349,11 +289,10 @@ person gives. What counts here:
 
 
 def _encoder(size: int) -> Callable[[str, Mapping[str, Any]], str]:
-    """Make a function that gives an image as a data URL, and keeps the last ones."""
+    """Return a function that encodes an image as a data URL, and keeps the last ones."""
     kept: dict[str, str] = {}
 
     def encode(pair: str, image: Mapping[str, Any]) -> str:
-        # Not here, where `write_reasons` does not need them before the first image
         from ..utils.images import load_image
 
         content = image.get("bytes")

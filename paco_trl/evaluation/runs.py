@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from ..data.dataset_files import settle_broken
+from ..data.dataset_files import report_broken
 from ..rewards.decision import yes_probability
 from ..utils.images import open_image, to_rgb
 from ..utils.statistics import bootstrap_interval
@@ -80,7 +80,7 @@ def rows_in_order(
         except ValueError as error:
             broken[index] = str(error).removesuffix(_ADVICE)
     sentences = [broken[index] for index in sorted(broken)]
-    settle_broken(sentences, len(dataset), "rows", skip_broken)
+    report_broken(sentences, len(dataset), "rows", skip_broken)
     return [index for index in range(len(dataset)) if index not in broken], sentences
 
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Query a served model, and stop early if none of its replies can be used."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.text import shorten
+
+
+def causes_text(causes: Counter[str]) -> str:
+    """List why replies cannot be used, the most frequent cause first."""
+    return "; ".join(f"{count} x {cause}" for cause, count in causes.most_common())
+
+
+def cause_of(reply: Reply) -> str:
+    """Return why a reply has no text, without details, so that equal causes are counted together."""
+    return reply.problem.partition(" (")[0]
+
+
+class Answers:
+    """Replies of a model to named questions. If none of the first `enough` can be used, asking ends with an error."""
+
+    def __init__(self, endpoint: ChatEndpoint, purpose: str, enough: int):
+        self.endpoint, self.purpose, self.enough = endpoint, purpose, enough
+        self.count, self.has_usable = 0, False
+        self.causes: Counter[str] = Counter()
+        self.first: dict[str, Reply] = {}  # to each question
+
+    def add(self, name: str, reply: Reply, is_usable: bool, causes: Counter[str]) -> None:
+        """Count a reply to a question."""
+        self.count += 1
+        self.has_usable |= is_usable
+        self.causes += causes
+        self.first.setdefault(name, reply)
+
+    def collect(
+        self,
+        questions: Iterator[Any],
+        request: Callable[[Any], ChatRequest],
+        save: Callable[[Any, Reply], bool],
+        **bar_options: Any,
+    ) -> None:
+        """Send questions; `save` adds a reply and tells whether its question is done, or must be sent again."""
+        from tqdm.auto import tqdm
+
+        self.endpoint.check()
+        with self.endpoint.asking() as asking, tqdm(**bar_options) as bar:
+            while True:
+                if not self.has_usable and self.count >= self.enough:
+                    raise self.none_usable()
+                while asking.has_room and (question := next(questions, None)) is not None:
+                    asking.start(question, request(question))
+                if not asking.under_way:
+                    return
+                question, reply = asking.next()
+                if save(question, reply):
+                    bar.update()
+                else:
+                    asking.start(question, request(question))
+
+    def none_usable(self) -> ValueError:
+        """Build the error for a model without a usable reply, with an example."""
+        name = min(self.first)  # whichever reply came first
+        text, problem = self.first[name]
+        return ValueError(
+            f"None of {self.count} answers of {self.endpoint.name} can be used as {self.purpose} "
+            f"({causes_text(self.causes)}). The answer to {name!r}: {problem or shorten(text)}. Serve a model that "
+            "follows instructions, without thinking aloud; then delete the directory of this stage, or choose another."
+        )
