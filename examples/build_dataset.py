@@ -3,7 +3,7 @@
 # dependencies = ["paco_trl[annotate]"]
 # ///
 """
-Builds a dataset of consistent and inconsistent pairs of images, like PaCo-Dataset, with a directory for each stage.
+Build a dataset of consistent and inconsistent pairs of images as PaCo-Dataset was built, in a directory for each stage.
 
     python examples/build_dataset.py prompts --dataset_name prompts.jsonl
     accelerate launch examples/build_dataset.py grids --model black-forest-labs/FLUX.1-dev
@@ -14,10 +14,10 @@ Builds a dataset of consistent and inconsistent pairs of images, like PaCo-Datas
     python examples/build_dataset.py publish --repo_id user/my-pairs
 
 Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app, or in another tool such as
-Label Studio, with `export` and `import`. `python examples/build_dataset.py <stage> --help` lists the options of a stage, which a YAML file
-can give as well (`--config file.yaml`).
+Label Studio, with `export` and `import`. `python examples/build_dataset.py <stage> --help` lists the options of a stage;
+`--config file.yaml` reads them from a file.
 
-Interrupted stages resume automatically. The pairs train a judge without further steps:
+Interrupted stages resume automatically. The pairs train a judge:
 
     python examples/train_reward.py --dataset_name build/pairs/dataset --dataset_split train --eval_split test \
         --first_token_weight 1 --output_dir my-judge
@@ -97,8 +97,8 @@ def grid_prompts(args) -> Dataset:
         grids.load()  # says what to do
     if digest_of_prompts(prompts) != grids.settings["prompts"]:
         raise ValueError(
-            f"The prompts in {args.build_dir} are not those that the grids were generated from. Run the stage `prompts` as "
-            "before, or generate grids of these: delete the later stages, or give another `--build_dir`."
+            f"The prompts in {args.build_dir} are not those that the grids were generated from. Rerun the stage "
+            "`prompts` as before, or generate grids of these: delete the later stages, or give another `--build_dir`."
         )
     return prompts
 
@@ -158,7 +158,7 @@ def make_prompts(args: PromptsArguments) -> None:
     )
     if single is not None:
         raise ValueError(
-            f"The prompt {single!r} asks for one panel, which has none to be compared with. Leave it out, or write it "
+            f"The prompt {single!r} has one panel, and nothing to compare it with. Leave it out, or write it "
             "for a layout of at least two panels."
         )
 
@@ -352,12 +352,12 @@ def make_reasons(args: ReasonsArguments) -> None:
         return
     endpoint.check()
     # All splits in one go, by keys: what was written for a pair stays, whatever else has changed since
-    asked = concatenate_datasets(
+    keyed = concatenate_datasets(
         [split.remove_columns("id").add_column("id", keys[name]) for name, split in pairs.items()]
     )
     part = StageFolder(folder.path / "written")
     part.clear()
-    written = write_reasons(asked, endpoint, part, args.max_attempts, args.min_words, args.max_words, args.seed)
+    written = write_reasons(keyed, endpoint, part, args.max_attempts, args.min_words, args.max_words, args.seed)
     row_of = {key: row for row, key in enumerate(written["id"][:])}
     splits = {}
     for name, split in pairs.items():
@@ -389,7 +389,7 @@ def publish(args: PublishArguments) -> None:
         if reasons.report["keys"] != digest({name: keys_of_pairs(split) for name, split in pairs.items()}):
             raise ValueError(
                 f"The reasons in {reasons.path} were written for other pairs. Run the stage `reasons` "
-                "again, which queries the new ones only, or delete the directory to publish the labels alone."
+                "again, which writes only the new ones, or delete the directory to publish the labels alone."
             )
         pairs, report["reasons"] = reasons.load(), reasons.report
     url = publish_dataset(

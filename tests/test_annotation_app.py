@@ -226,7 +226,7 @@ def test_back_change_and_skip(world, folder):
     assert len(lines) == 18 and lines[4]["skipped"] is True and "ranking" not in lines[4]
 
 
-def test_annotations_of_before_and_a_killed_server(world, folder):
+def test_earlier_annotations_and_a_killed_server(world, folder):
     """What the web page of earlier versions wrote, the last line cut off in the middle."""
     folder.mkdir()
     names = world.instances["id"][:3]
@@ -372,7 +372,7 @@ def test_theme_of_a_prompt_without_one(world, folder):
 # ------------------------------------------------------------------------------------------------ server
 
 
-def test_what_the_server_gives_and_refuses(world, folder, monkeypatch):
+def test_what_the_server_serves_and_refuses(world, folder, monkeypatch):
     pytest.importorskip("gradio")
     asked, lookup = set(), socket.getaddrinfo
     monkeypatch.setattr(

@@ -84,9 +84,9 @@ def write_prompts_file(path: Path, count: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drawn_once(tiny_flux, tmp_path_factory) -> Path:
+def generated_once(tiny_flux, tmp_path_factory) -> Path:
     """Prompts, grids and panels, made once for the file."""
-    folder = tmp_path_factory.mktemp("drawn")
+    folder = tmp_path_factory.mktemp("generated")
     with contextlib.chdir(folder):
         run("prompts", dataset_name=write_prompts_file(folder / "prompts.jsonl", 5))
         options = {"model": tiny_flux, "dtype": "float32", "seeds": [0, 1, 2], "height": 32, "width": 32}
@@ -96,9 +96,9 @@ def drawn_once(tiny_flux, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def drawn(build, drawn_once, tmp_path):
+def generated(build, generated_once, tmp_path):
     """Runs a stage after those three, in a copy; the copied datasets name the images of the original."""
-    shutil.copytree(drawn_once, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(generated_once, tmp_path, dirs_exist_ok=True)
     return build
 
 
@@ -127,14 +127,14 @@ def loaded(folder: Path):
 
 
 class TestStages:
-    def test_from_prompts_to_pairs(self, drawn, tmp_path, capsys):
+    def test_from_prompts_to_pairs(self, generated, tmp_path, capsys):
         folder = tmp_path / "build"
         assert loaded(folder / "prompts")["id"][:] == ["000000", "000001", "000002", "000003", "000004"]
         assert len(loaded(folder / "grids")) == 15
         assert len(loaded(folder / "panels")) == 60
         assert len(loaded(folder / "instances")) == 5 * 3 * 4 * 3
-        drawn("rank")
-        drawn("pairs", test_size=0.4)
+        generated("rank")
+        generated("pairs", test_size=0.4)
         pairs = loaded(folder / "pairs")
         assert {name: len(set(split["group"])) for name, split in pairs.items()} == {"train": 3, "test": 2}
         for split in pairs.values():
@@ -153,7 +153,7 @@ class TestStages:
         with pytest.raises(ValueError, match=r"no split 'dev' in .*, only \['train', 'test'\]"):
             train_reward.load_pairs(arguments, training, "dev", None)
 
-    def test_a_stage_that_is_done_draws_nothing_again(self, drawn, tiny_flux, tmp_path, monkeypatch):
+    def test_a_finished_stage_generates_nothing_again(self, generated, tiny_flux, tmp_path, monkeypatch):
         from diffusers import FluxPipeline
 
         calls, call = [], FluxPipeline.__call__
@@ -166,50 +166,50 @@ class TestStages:
         monkeypatch.setattr(FluxPipeline, "__call__", counted)
         options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 1}
         (tmp_path / "build/grids/images/000003/1.png").unlink()
-        drawn("grids", **options, seeds=[0, 1, 2], batch_size=3)
+        generated("grids", **options, seeds=[0, 1, 2], batch_size=3)
         assert len(calls) == 1
         with pytest.raises(ValueError, match=r"`seeds` was \[0, 1, 2\] and is now \[0, 1\]"):
-            drawn("grids", **options, seeds=[0, 1], batch_size=3)
+            generated("grids", **options, seeds=[0, 1], batch_size=3)
         assert len(calls) == 1
 
-    def test_other_prompts_are_not_mixed(self, drawn, tiny_flux, tmp_path):
-        drawn("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 6))
+    def test_other_prompts_are_not_mixed(self, generated, tiny_flux, tmp_path):
+        generated("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 6))
         with pytest.raises(ValueError, match="begun with other settings: `prompts` was"):
             options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 1}
-            drawn("grids", **options, seeds=[0, 1, 2], batch_size=3)
+            generated("grids", **options, seeds=[0, 1, 2], batch_size=3)
 
-    def test_other_themes_under_the_same_ids(self, drawn, tmp_path):
+    def test_other_themes_under_the_same_ids(self, generated, tmp_path):
         """All that follows asks about the themes: they must be those of the images."""
         file = tmp_path / "prompts.jsonl"
         file.write_text(file.read_text().replace("The journey", "The dinner"))
-        drawn("prompts", dataset_name=file)
-        drawn("rank")  # asks about nothing
+        generated("prompts", dataset_name=file)
+        generated("rank")  # asks about nothing
         for stage in ("panels", "pairs"):
             with pytest.raises(ValueError, match="The prompts in build are not those that the grids"):
-                drawn(stage)
+                generated(stage)
         file.write_text(file.read_text().replace("The dinner", "The journey"))
-        drawn("prompts", dataset_name=file)
-        drawn("pairs", test_size=0.4)
+        generated("prompts", dataset_name=file)
+        generated("pairs", test_size=0.4)
 
-    def test_images_that_were_drawn_again(self, drawn, tiny_flux, tmp_path):
+    def test_images_that_were_generated_again(self, generated, tiny_flux, tmp_path):
         """A ranking is not one of other images under the same ids."""
-        drawn("rank")
+        generated("rank")
         for name in ("grids", "panels"):
             shutil.rmtree(tmp_path / "build" / name)
         options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 2}
-        drawn("grids", **options, seeds=[2, 1, 0], batch_size=3)
-        drawn("panels", num_workers=1)
+        generated("grids", **options, seeds=[2, 1, 0], batch_size=3)
+        generated("panels", num_workers=1)
         with pytest.raises(ValueError, match="has other images now than those that were ranked"):
-            drawn("pairs", test_size=0.4)
-        drawn("rank")
-        drawn("pairs", test_size=0.4)
+            generated("pairs", test_size=0.4)
+        generated("rank")
+        generated("pairs", test_size=0.4)
 
-    def test_prompts_that_are_left_out(self, drawn, tmp_path):
+    def test_prompts_that_are_left_out(self, generated, tmp_path):
         assert len(set(loaded(tmp_path / "build/instances")["prompt_id"])) == 5
-        drawn("panels", num_workers=1, exclude_prompts=["000001", "000004"])
+        generated("panels", num_workers=1, exclude_prompts=["000001", "000004"])
         assert sorted(set(loaded(tmp_path / "build/instances")["prompt_id"])) == ["000000", "000002", "000003"]
         with pytest.raises(ValueError, match="`--exclude_prompts` has '7', which is the id of no prompt"):
-            drawn("panels", num_workers=1, exclude_prompts=["7"])
+            generated("panels", num_workers=1, exclude_prompts=["7"])
 
     def test_a_wrong_setting_is_corrected(self, build, tiny_flux, tmp_path):
         """An attempt that drew nothing does not hold the folder."""
@@ -223,10 +223,10 @@ class TestStages:
     def test_prompts_of_one_panel(self, build, tmp_path):
         row = {"id": "alone", "prompt": "A fox.", "rows": 1, "cols": 1, "panels": ["A fox."]}
         (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
-        with pytest.raises(ValueError, match="The prompt 'alone' asks for one panel"):
+        with pytest.raises(ValueError, match="The prompt 'alone' has one panel"):
             build("prompts", dataset_name=tmp_path / "prompts.jsonl")
 
-    def test_a_stage_without_the_one_before(self, build, tmp_path):
+    def test_a_stage_without_the_earlier_one(self, build, tmp_path):
         with pytest.raises(FileNotFoundError, match="the stage 'prompts' is not finished"):
             build("grids")
         build("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 2))
@@ -297,7 +297,7 @@ class TestRankings:
         planted("export", file=tmp_path / "all.csv", what="annotations")
         assert len((tmp_path / "all.csv").read_text().splitlines()) == 1 + len(records)
 
-    def test_construction_is_no_vote_beside_people(self, planted, tmp_path):
+    def test_construction_is_not_a_vote_along_with_people(self, planted, tmp_path):
         lines = [
             {"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in planted.world.instances["id"]
         ]
@@ -313,7 +313,7 @@ class TestRankings:
         report = json.loads((tmp_path / "build/pairs/report.json").read_text())
         assert (report["ranking"]["by"], list(report["ranking"]["annotators"])) == (["people"], ["anna"])
 
-    def test_held_out_rankings_of_before_do_not_stay(self, planted, tmp_path):
+    def test_earlier_held_out_rankings_do_not_stay(self, planted, tmp_path):
         """Rankings of a vote that is not counted any more would be published with other pairs."""
         world, folder = planted.world, tmp_path / "build"
         lines = [{"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in world.instances["id"]]
@@ -499,7 +499,7 @@ for words in stages:
 
 
 class TestPublish:
-    def test_the_whole_way(self, planted, tmp_path):
+    def test_all_stages(self, planted, tmp_path):
         """The script in a process of its own, and a Hub over HTTP; what is there is what was built."""
         planted("rank")
         rankings = [
@@ -546,7 +546,7 @@ class TestPublish:
 
 
 @pytest.mark.slow
-def test_two_processes_draw_what_one_draws(tiny_flux, tmp_path):
+def test_two_processes_generate_what_one_generates(tiny_flux, tmp_path):
     """The command of the documentation, on two CPU processes."""
     write_prompts_file(tmp_path / "prompts.jsonl", 4)
     config = launching.write_ddp_config(tmp_path)

@@ -36,7 +36,7 @@ from paco_trl.dataset_building import (
 from paco_trl.dataset_building.agreement import count_agreement, kendalls_w
 from paco_trl.dataset_building.annotations import check_annotator, format_ranking, instance_digest, parse_ranking
 from paco_trl.dataset_building.annotators import construction_ranks, ranks_of_scores
-from paco_trl.dataset_building.make_pairs import decide_pairs, vote_on_instances
+from paco_trl.dataset_building.build_pairs import decide_pairs, vote_on_instances
 from paco_trl.dataset_building.split import check_no_leak, connected_prompts, split_prompts
 from paco_trl.dataset_building.voting import majority_vote
 from paco_trl.rewards import JudgeUnavailableError
@@ -79,7 +79,7 @@ class TestStageFolder:
             StageFolder(tmp_path / "stage", {"seeds": [0, 1]})
         StageFolder(tmp_path / "stage")  # what is done anew each time has none
 
-    def test_a_result_replaces_the_one_before(self, tmp_path):
+    def test_a_result_replaces_the_earlier_one(self, tmp_path):
         folder = StageFolder(tmp_path / "stage")
         assert not folder.is_done
         with pytest.raises(FileNotFoundError, match="'stage' is not finished"):
@@ -121,7 +121,7 @@ class TestStageFolder:
         journal.append({"id": 2})
         assert journal.records == folder.journal("done").records == [{"id": 1}, {"id": 2}]
 
-    def test_files_are_whole_or_not_there(self, tmp_path):
+    def test_files_are_complete_or_missing(self, tmp_path):
         write_atomically(tmp_path / "new" / "a.txt", "one")
         with pytest.raises(TypeError):
             write_atomically(tmp_path / "new" / "a.txt", 3)
@@ -171,7 +171,7 @@ class TestAnnotations:
             ({"instance": "x", "ranking": [1, 2, 3]}, "does not name each of 3 candidates exactly once"),
             ({"instance": "x", "ranking": [True, 0, 2]}, "does not name each of 3 candidates"),
             ({"instance": "x", "ranks": [1, 2]}, "it ranks 2 candidates"),
-            ({"instance": "x", "ranks": [0, 1, 2]}, "whole numbers from 1"),
+            ({"instance": "x", "ranks": [0, 1, 2]}, "integers from 1"),
             ({"instance": "x"}, "must have one of `ranking`, `ranks` and `skipped: true`"),
             ({"instance": "x", "ranking": [0, 1, 2], "annotator": "../a"}, "The annotator's name is '../a'"),
             ({"instance": "x", "ranking": 7}, "`ranking` is 7, but must be a list"),
@@ -190,15 +190,15 @@ class TestAnnotations:
         assert not (tmp_path / "annotations").exists()
 
     def test_other_images_under_the_same_id(self, tmp_path):
-        """Grids that were drawn again have the ids of before. What was said of the old images is not said of them."""
+        """Grids that were generated again have the ids of before. What was said of the old images is not said of them."""
         instances = tasks({"x": 3}).add_column("digest", ["old"])
         append_annotation(tmp_path, {"annotator": "anna", "instance": "x", "ranking": [0, 1, 2], "digest": "old"})
         append_annotation(tmp_path, {"annotator": "ben", "instance": "x", "ranking": [0, 1, 2]})
         assert len(read_annotations(annotation_files(tmp_path), instances)) == 2
-        drawn_again = tasks({"x": 3}).add_column("digest", ["new"])
-        assert len(read_annotations([tmp_path / "ben.jsonl"], drawn_again)) == 1  # it does not say of which images
+        generated_again = tasks({"x": 3}).add_column("digest", ["new"])
+        assert len(read_annotations([tmp_path / "ben.jsonl"], generated_again)) == 1  # it does not say of which images
         with pytest.raises(ValueError, match=r"anna\.jsonl, line 1: the instance 'x' has other images now"):
-            read_annotations(annotation_files(tmp_path), drawn_again)
+            read_annotations(annotation_files(tmp_path), generated_again)
 
     def test_a_digest_is_that_of_the_images_in_their_order(self, world, tmp_path):
         digests = dict(zip(world.panels["id"], world.panels["sha256"], strict=True))
@@ -209,7 +209,7 @@ class TestAnnotations:
         assert len(set(world.instances["digest"])) == len(world.instances)
         # All who annotate write it
         rank_automatically(world.instances, world.panels, tmp_path)
-        rank_with_judge(world.instances, world.panels, world.prompts, ColourJudge(), "judge", tmp_path)
+        rank_with_judge(world.instances, world.panels, world.prompts, ColorJudge(), "judge", tmp_path)
         export_annotations([Annotation("anna", row["id"], (1, 2, 3, 4))], tmp_path / "anna.csv")
         import_annotations(tmp_path / "anna.csv", tmp_path, world.instances)
         for name in ("automatic", "judge", "anna"):
@@ -220,11 +220,11 @@ class TestAnnotations:
         arguments = (world.instances, world.panels, world.prompts)
         append_annotation(tmp_path, {"annotator": "anna", "instance": "p000/0/0/1", "ranking": [0, 1, 2, 3]})
         with pytest.raises(ValueError, match="'anna' is 'a person' already, not 'user/colour-judge'"):
-            rank_with_judge(*arguments, ColourJudge(), "anna", tmp_path)
+            rank_with_judge(*arguments, ColorJudge(), "anna", tmp_path)
         with pytest.raises(ValueError, match="'automatic' is the name of rankings by construction"):
-            rank_with_judge(*arguments, ColourJudge(), "automatic", tmp_path)
-        rank_with_judge(*arguments, ColourJudge(), "judge", tmp_path)
-        other = ColourJudge()
+            rank_with_judge(*arguments, ColorJudge(), "automatic", tmp_path)
+        rank_with_judge(*arguments, ColorJudge(), "judge", tmp_path)
+        other = ColorJudge()
         other.name = "other/colour-judge"
         with pytest.raises(ValueError, match="'judge' is 'user/colour-judge' already, not 'other/colour-judge'"):
             rank_with_judge(*arguments, other, "judge", tmp_path)
@@ -249,7 +249,7 @@ class TestAnnotations:
             ("in.txt", b"", "not a file of annotations"),
         ],
     )
-    def test_files_that_are_not_whole(self, tmp_path, name, content, message):
+    def test_incomplete_files(self, tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             import_annotations(tmp_path / name, tmp_path / "folder", tasks({"x": 3}))
@@ -502,7 +502,7 @@ class TestDecisions:
     def test_who_ties_all_says_nothing(self):
         assert self.decide(("x", [1, 2, 3]), ("x", [1, 1, 1])) == {("a", "b"): (1, 0), ("a", "d"): (0, 1)}
 
-    def test_tied_at_the_top_is_no_positive(self):
+    def test_tied_at_the_top_is_not_a_positive(self):
         assert self.decide(("x", [1, 1, 2])) == {("a", "d"): (0, 1)}
         assert self.decide(("x", [1, 1, 1])) == {}
 
@@ -602,7 +602,7 @@ class TestAutomatic:
             assert sorted(row["votes"].values()) == [1, 2]
             assert report["contradictions"] == 0
 
-    def test_the_same_image_twice_is_no_pair(self, world, automatic):
+    def test_the_same_image_twice_is_not_a_pair(self, world, automatic):
         """Grids that came out flat: all their panels are equal, and neither answer about two of them teaches anything."""
         flat = {name for name in world.panels["id"] if name.startswith(("p000/0/", "p000/1/"))}
         digests = [
@@ -626,7 +626,7 @@ class TestAutomatic:
             build_pairs(world.instances, world.panels, world.prompts, skipped)
 
 
-class ColourJudge:
+class ColorJudge:
     """A real function of the pixels: the closer the mean colours, the more consistent."""
 
     name = "user/colour-judge"
@@ -660,7 +660,7 @@ class TestJudge:
         assert check_annotator(judge_annotator_name("/some folder/.x y/")) == "x-y"
 
     def test_it_ranks(self, world, tmp_path):
-        judge = ColourJudge()
+        judge = ColorJudge()
         arguments = (world.instances, world.panels, world.prompts, judge, "judge", tmp_path)
         assert rank_with_judge(*arguments) == {"ranked": 288, "found": 0, "unanswered": 0}
         assert (judge.calls, judge.pairs) == (6, 288 * 4)  # a call for each prompt
@@ -683,7 +683,7 @@ class TestJudge:
         assert judge.calls == 6  # nothing is asked twice
 
     def test_a_judge_that_goes_down(self, world, tmp_path):
-        judge = ColourJudge()
+        judge = ColorJudge()
         judge.stop_after = 2
         with pytest.raises(JudgeUnavailableError, match=r"http://127\.0\.0\.1:9/v1"):
             rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path / "a")
@@ -691,11 +691,11 @@ class TestJudge:
         judge.stop_after = None
         counts = rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path / "a")
         assert counts == {"ranked": 192, "found": 96, "unanswered": 0}
-        rank_with_judge(world.instances, world.panels, world.prompts, ColourJudge(), "judge", tmp_path / "b")
+        rank_with_judge(world.instances, world.panels, world.prompts, ColorJudge(), "judge", tmp_path / "b")
         assert (tmp_path / "a/judge.jsonl").read_bytes() == (tmp_path / "b/judge.jsonl").read_bytes()
 
-    def test_no_score_is_no_rank(self, world, tmp_path, caplog):
-        judge = ColourJudge()
+    def test_without_a_score_there_is_no_rank(self, world, tmp_path, caplog):
+        judge = ColorJudge()
         judge.unanswered = {"p002/0-1.png"}
         counts = rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path)
         assert counts == {"ranked": 276, "found": 0, "unanswered": 12}  # the candidates at position 1 of p002
@@ -710,5 +710,5 @@ class TestJudge:
     def test_prompts_that_are_not_there(self, world, tmp_path):
         with pytest.raises(ValueError, match="of the prompt 'p003', which is not among the 3 prompts"):
             rank_with_judge(
-                world.instances, world.panels, world.prompts.select(range(3)), ColourJudge(), "judge", tmp_path
+                world.instances, world.panels, world.prompts.select(range(3)), ColorJudge(), "judge", tmp_path
             )

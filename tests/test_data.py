@@ -136,7 +136,7 @@ class TestParseImageSetPrompt:
         ],
     )
     @pytest.mark.parametrize("layout", ["2x2", "1x3", "1x5"])
-    def test_mention_inside_a_sentence_is_no_marker(self, layout, text):
+    def test_mention_inside_a_sentence_is_not_a_marker(self, layout, text):
         texts = [f"Trick {number}." for number in range(len(MARKERS[layout]))]
         for place in range(len(texts)):
             mentioned = [*texts[:place], text, *texts[place + 1 :]]
@@ -146,7 +146,7 @@ class TestParseImageSetPrompt:
         prompt = prompt.replace(theme, f"{theme} {text}")
         assert parse_image_set_prompt(prompt).theme == f"{theme} {text}"
 
-    def test_no_sentence_end_is_no_marker(self):
+    def test_no_sentence_end_is_not_a_marker(self):
         # The twin of the test above: the same marker text counts or not by what stands in front of it
         prompt, _, _ = write_prompt("1x2", MARKERS["1x2"], ["The fox bows", "It leaves."])
         with pytest.raises(ValueError, match=r"has 1 panel markers.*1 more stand inside a sentence"):
@@ -440,7 +440,7 @@ class TestLoadImageSetPrompts:
         assert all(isinstance(criteria, list) for criteria in dataset["criteria"])
         assert [criteria_dict(criteria) for criteria in dataset["criteria"]] == [CRITERIA_1, CRITERIA_2]
 
-    def test_folder_of_json_lines(self, tmp_path):
+    def test_directory_of_json_lines(self, tmp_path):
         names = ["train-00000-of-00002", "train-00001-of-00002", "test", "extra"]
         for name in names:
             write_jsonl(tmp_path / f"{name}.jsonl", [image_set_row(id=name)])
@@ -458,7 +458,7 @@ class TestLoadImageSetPrompts:
         with pytest.raises(ValueError, match=r"no split 'dev' in .*, only \['train', 'test'\]"):
             load_image_set_prompts(tmp_path / "saved", split="dev")
 
-    def test_other_folder(self, tmp_path, monkeypatch):
+    def test_other_directory(self, tmp_path, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
         folder = tmp_path / "clone"
         folder.mkdir()
@@ -503,7 +503,7 @@ class TestLoadImageSetPrompts:
         with pytest.raises(ValueError, match=r"own.jsonl, line 2 is not valid JSON"):
             load_image_set_prompts(path)
 
-    def test_row_that_is_no_object(self, tmp_path):
+    def test_row_that_is_not_an_object(self, tmp_path):
         with pytest.raises(ValueError, match=r"Row 1 of .*own.jsonl is 'A fox.'. It must be a JSON object"):
             load_image_set_prompts(write_jsonl(tmp_path / "own.jsonl", [image_set_row(), "A fox."]))
 

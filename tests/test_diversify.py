@@ -113,7 +113,7 @@ def test_order_and_batch_mates_do_not_matter(tiny_bert, tiny_clip):
         ({"pooling_mode": "mean"}, False),
     ],
 )
-def test_pooling_that_is_saved_beside_the_model(tiny_bert, tmp_path, pooling, is_cls):
+def test_pooling_saved_with_the_model(tiny_bert, tmp_path, pooling, is_cls):
     folder = shutil.copytree(tiny_bert, tmp_path / "model")
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))

@@ -120,7 +120,7 @@ class TestFormat:
             dataset = dataset.add_column(name, values)
         check_edit_columns(dataset)
 
-    def test_what_is_no_dataset_is_an_error(self):
+    def test_other_types_are_an_error(self):
         with pytest.raises(TypeError, match="train"):
             check_edit_columns(DatasetDict(train=edits(("A.", picture(0)))))
         with pytest.raises(ValueError, match="no rows"):
@@ -297,7 +297,7 @@ class TestBadImages:
         sources = SourceImages(with_paths([path]), "the dataset")
         assert sources.load(0)[0].size == (8, 8)
         write(tmp_path / "a.png", picture(0, (16, 8)))
-        with pytest.raises(ValueError, match="Row 0 of the dataset: .* has 16 x 8 pixels .* its header said 8 x 8"):
+        with pytest.raises(ValueError, match="Row 0 of the dataset: .* has 16 x 8 pixels .* its header reported 8 x 8"):
             sources.load(0)
         (tmp_path / "a.png").unlink()
         with pytest.raises(ValueError, match="Row 0 of the dataset: .*FileNotFoundError"):
@@ -364,7 +364,7 @@ class TestLoader:
         "bad, message",
         [
             ({"prompt": "B.", "image": "images/9.png"}, "Row 1 of .*there is no image .*9.png"),
-            ({"prompt": "B.", "image": "../images/0.png"}, "Row 1 of .*leaves the folder"),
+            ({"prompt": "B.", "image": "../images/0.png"}, "Row 1 of .*leaves the directory"),
             ({"prompt": "B.", "image": "http://x.org/a.png"}, "Row 1 of .*Download it first"),
             ({"prompt": "B."}, "Row 1 of .*an image is None"),
             ({"prompt": "", "image": "images/0.png"}, "`prompt` of row 1"),
@@ -391,14 +391,14 @@ class TestLoader:
         with pytest.raises(ValueError, match="`image_folder` is .*Leave `image_folder` out"):
             load_edit_prompts(folder / "saved", image_folder=folder)
 
-    def test_other_folders_are_those_of_load_dataset(self, folder):
+    def test_other_directories_are_read_by_load_dataset(self, folder):
         (folder / "data").mkdir()
         edits(("A.", picture(0))).to_parquet(folder / "data" / "train.parquet")
         assert load_edit_prompts(folder / "data")[0]["image"].size == (48, 32)
 
     def test_missing_files(self, tmp_path):
         for missing in (tmp_path / "no", "missing.jsonl", "./no"):
-            with pytest.raises(FileNotFoundError, match="no file or folder"):
+            with pytest.raises(FileNotFoundError, match="no file or directory"):
                 load_edit_prompts(missing)
         (tmp_path / "a.csv").write_text("prompt", encoding="utf-8")
         with pytest.raises(ValueError, match="is not read"):
@@ -625,16 +625,16 @@ class TestDisjoint:
 
 def test_the_blocks_of_the_page_run(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
-    # That of the image folder needs the pictures that the text describes
+    # The block of the image folder needs the images that the text describes
     folder = next(number for number, code in enumerate(blocks) if "imagefolder" in code)
     assert len(blocks) == 4
     for number, code in enumerate(blocks):
         (tmp_path / str(number)).mkdir()
         if number == folder:
-            pictures = tmp_path / str(number) / "pictures"
-            pictures.mkdir()
-            write(pictures / "car.png", picture(0))
-            (pictures / "metadata.jsonl").write_text('{"file_name": "car.png", "prompt": "Paint the car green."}\n')
+            images = tmp_path / str(number) / "images"
+            images.mkdir()
+            write(images / "car.png", picture(0))
+            (images / "metadata.jsonl").write_text('{"file_name": "car.png", "prompt": "Paint the car green."}\n')
         monkeypatch.chdir(tmp_path / str(number))
         exec(code, {"__name__": "__main__"})
     assert capsys.readouterr().out == "(64, 48)\n2 rows are left\n"

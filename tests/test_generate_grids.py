@@ -98,15 +98,15 @@ def distance(first: list[np.ndarray], second: list[np.ndarray]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def drawn(flux, tmp_path_factory) -> tuple[Dataset, Path]:
+def generated(flux, tmp_path_factory) -> tuple[Dataset, Path]:
     """Four prompts of two sizes with two seeds, an image a call."""
     path = tmp_path_factory.mktemp("grids") / "grids"
     return draw(flux, FOUR, path, seeds=[5, 3]), path
 
 
 class TestGrids:
-    def test_columns_and_order(self, drawn):
-        grids, path = drawn
+    def test_columns_and_order(self, generated):
+        grids, path = generated
         ids = FOUR["id"]
         assert grids["id"] == [f"{name}/{seed}" for name in ids for seed in (5, 3)]
         assert grids["prompt_id"] == [name for name in ids for _ in range(2)]
@@ -118,8 +118,8 @@ class TestGrids:
         assert len(files(path)) == len({image["path"] for image in stored}) == 8
         assert all(Path(image["path"]).is_relative_to(path / "images") for image in stored)
 
-    def test_images_are_those_of_the_pipeline(self, drawn, flux):
-        grids, _ = drawn
+    def test_images_are_those_of_the_pipeline(self, generated, flux):
+        grids, _ = generated
         for row in (0, 1, 5):
             image = flux(
                 prompt=FOUR["prompt"][row // 2],
@@ -130,13 +130,13 @@ class TestGrids:
             ).images[0]
             assert image.tobytes() == grids["image"][row].tobytes()
 
-    def test_seeds_and_prompts_are_visible(self, drawn):
-        images = pixels(drawn[0])
+    def test_seeds_and_prompts_are_visible(self, generated):
+        images = pixels(generated[0])
         assert distance(images[0:1], images[1:2])[0] > 20  # two seeds
         assert distance(images[0:1], images[2:3])[0] > 0  # two prompts with one seed
 
-    def test_folder_has_dataset_report_and_sample(self, drawn):
-        grids, path = drawn
+    def test_directory_has_dataset_report_and_sample(self, generated):
+        grids, path = generated
         folder = StageFolder(path)
         assert folder.is_done
         loaded = folder.load()
@@ -157,11 +157,11 @@ class TestGrids:
         grids = draw(flux, FOUR, tmp_path, seeds=[0], width=64)
         assert [image.size for image in grids["image"]] == [(64, 32)] * 4
 
-    def test_arguments_reach_the_pipeline(self, flux, drawn, tmp_path):
+    def test_arguments_reach_the_pipeline(self, flux, generated, tmp_path):
         with Calls(flux.transformer) as calls:
             grids = draw(flux, FOUR.select([0]), tmp_path, seeds=[5], num_inference_steps=3)
         assert calls.count == 3
-        assert distance(pixels(grids), pixels(drawn[0])[:1])[0] > 0
+        assert distance(pixels(grids), pixels(generated[0])[:1])[0] > 0
 
 
 class TestBatches:
@@ -183,12 +183,12 @@ class TestBatches:
     @pytest.mark.parametrize(
         "batch_size, calls", [(1, 8), (2, 4), (4, 3)], ids=["an image", "a prompt", "several prompts"]
     )
-    def test_a_prompt_is_encoded_once_for_its_seeds(self, flux, drawn, tmp_path, batch_size, calls):
+    def test_a_prompt_is_encoded_once_for_its_seeds(self, flux, generated, tmp_path, batch_size, calls):
         with Calls(flux.transformer) as drawing, Calls(flux.text_encoder) as encoding:
             grids = draw(flux, FOUR, tmp_path, seeds=[5, 3], batch_size=batch_size)
         assert drawing.count == encoding.count == calls
         # To the last bit or nearly so: in each place the image of this prompt and this seed
-        assert max(distance(pixels(grids), pixels(drawn[0]))) <= 2
+        assert max(distance(pixels(grids), pixels(generated[0]))) <= 2
 
     def test_negative_prompt_and_padding_in_a_batch(self, tmp_path):
         """Qwen-Image repeats no negative prompt, and its true guidance predicts twice."""
@@ -208,7 +208,7 @@ class TestBatches:
         changed = [np.abs(a - b).mean() for a, b in zip(alone, together, strict=True)]
         assert max(changed) < 0.5 * min(np.abs(a - b).mean() for a, b in zip(alone, plain, strict=True))
 
-    def test_pipeline_that_is_no_flow_matching_and_has_no_page(self, tiny_flux, tmp_path):
+    def test_pipeline_without_flow_matching_or_family_class(self, tiny_flux, tmp_path):
         """Stable Diffusion with an ancestral sampler, whose steps draw noise too."""
         pipeline = make_stable_diffusion(tiny_flux)
         prompts = make_prompts([(32, 32)] * 2)
@@ -262,14 +262,14 @@ class TestResume:
             draw(flux, FOUR, path, seeds=[0, 1, 2], batch_size=2)
         return calls.count
 
-    def test_nothing_is_drawn_twice(self, flux, whole, tmp_path):
+    def test_nothing_is_generated_twice(self, flux, whole, tmp_path):
         shutil.copytree(whole, tmp_path / "grids")
         times = {file: file.stat().st_mtime_ns for file in (tmp_path / "grids" / "images").rglob("*.png")}
         assert len(times) == 12
         assert self.again(flux, tmp_path / "grids") == 0
         assert {file: file.stat().st_mtime_ns for file in times} == times
 
-    def test_missing_and_broken_files_are_drawn_again(self, flux, whole, tmp_path, caplog):
+    def test_missing_and_broken_files_are_generated_again(self, flux, whole, tmp_path, caplog):
         shutil.copytree(whole, tmp_path / "grids")
         images = sorted((tmp_path / "grids" / "images").rglob("*.png"))
         before = {file: file.stat().st_mtime_ns for file in images}
@@ -287,7 +287,7 @@ class TestResume:
             file for file in map(str, images) if file in caplog.text
         }
 
-    def test_stopped_run_goes_on_and_is_equal(self, flux, whole, tmp_path):
+    def test_stopped_run_resumes_and_is_equal(self, flux, whole, tmp_path):
         with Calls(flux.transformer, stop_after=5), pytest.raises(KeyboardInterrupt):
             draw(flux, FOUR, tmp_path / "grids", seeds=[0, 1, 2], batch_size=2)
         assert 0 < len(files(tmp_path / "grids")) < 12
@@ -331,7 +331,7 @@ class TestBadInput:
             (FOUR, {"height": 32.0}, "The height of row 0 .* is 32.0"),
         ],
     )
-    def test_is_named_before_anything_is_drawn(self, flux, tmp_path, prompts, arguments, message):
+    def test_is_named_before_anything_is_generated(self, flux, tmp_path, prompts, arguments, message):
         with Calls(flux.text_encoder) as calls, pytest.raises(ValueError, match=message):
             draw(flux, prompts, tmp_path / "grids", **arguments)
         assert calls.count == 0
@@ -361,7 +361,7 @@ class TestBadInput:
             draw(Enlarging(**flux.components), FOUR, tmp_path, seeds=[7])
         assert files(tmp_path) == {}
 
-    def test_output_that_is_no_picture(self, flux, tmp_path):
+    def test_output_that_is_not_an_image(self, flux, tmp_path):
         with pytest.raises(ValueError, match="returned 1 of Tensor, but 1 PIL images are needed"):
             draw(flux, FOUR, tmp_path, output_type="pt")
 
@@ -386,7 +386,7 @@ class TestFlatImages:
             and ", ".join(flat) in caplog.text
         )
         caplog.clear()
-        with caplog.at_level(logging.WARNING):  # nothing is drawn, and they are still named
+        with caplog.at_level(logging.WARNING):  # nothing is generated, and they are still named
             draw(flux, prompts, tmp_path, seeds=[4, 8], batch_size=2)
         assert StageFolder(tmp_path).report["flat grids"] == flat
         assert "2 of 4 grids are one flat color" in caplog.text
@@ -449,7 +449,7 @@ def test_two_processes_equal_one(whole, tiny_flux, tmp_path):
     assert "process 0 of 2: 12" in printed and "process 1 of 2: 12" in printed
     check_same_pictures(tmp_path / "two", whole)
     assert StageFolder(tmp_path / "two").report == StageFolder(whole).report
-    # What one of them left is drawn by both
+    # What one of them left is generated by both
     for file in sorted((tmp_path / "two" / "images").rglob("*.png"))[:5]:
         file.unlink()
     launching.check_run(command, config=config)

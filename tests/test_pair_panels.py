@@ -332,7 +332,7 @@ class TestInstances:
         assert set(capped["id"]) != set(make_instances(panels, max_instances_per_prompt=10, seed=1)["id"])
         assert make_instances(panels, max_instances_per_prompt=48)["id"] == everything
 
-    def test_cap_favours_no_place(self):
+    def test_cap_favors_no_place(self):
         """Each of the 48 places of 2x2 panels and 4 seeds is chosen about as often."""
         names = [f"p{number}" for number in range(400)]
         capped = make_instances(make_panels(names, [0, 1, 2, 3], 4), max_instances_per_prompt=12)

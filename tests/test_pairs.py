@@ -225,7 +225,7 @@ class TestDecision:
             decision_of(completion)
 
     @pytest.mark.parametrize("content", [None, ["Yes"], [{"type": "text", "text": "Yes"}, {"type": "image"}]])
-    def test_content_that_is_no_text(self, content):
+    def test_content_that_is_not_a_text(self, content):
         with pytest.raises(ValueError, match="content of the completion is .* must be a text"):
             decision_of([assistant(content)])
 
@@ -288,7 +288,7 @@ class TestCheckPairColumns:
     @pytest.mark.parametrize(
         "feature", [List(Value("string")), List(ImageFeature(decode=False)), ImageFeature(), Value("string")]
     )
-    def test_column_that_is_no_list_of_images(self, tmp_path, feature):
+    def test_column_that_is_not_a_list_of_images(self, tmp_path, feature):
         row = pair_rows(tmp_path, 1)[0]
         images = row["images"] if isinstance(feature, List) else row["images"][0]
         features = pairs_of([row]).features
@@ -667,7 +667,7 @@ class TestLoadPacoDataset:
         write_image(tmp_path / "data" / "sub" / "b.png", 2)
         return write_json(tmp_path / "data", name, list(records))
 
-    def test_images_beside(self, tmp_path, own_cache):
+    def test_images_next_to_the_file(self, tmp_path, own_cache):
         folder = self.folder(tmp_path, record("a.png", "sub/b.png"), record("./sub/../sub/b.png", "a.png"))
         dataset = load_paco_dataset(folder, files=["own"])
         assert seeds_of(dataset) == [[1, 2], [2, 1]]
@@ -682,7 +682,7 @@ class TestLoadPacoDataset:
         assert load_paco_dataset(str(folder), files=["own.json"]).to_list() == dataset.to_list()
         assert not own_cache.exists()
 
-    def test_relative_folder(self, tmp_path, monkeypatch):
+    def test_relative_directory(self, tmp_path, monkeypatch):
         self.folder(tmp_path, record("a.png", "sub/b.png"))
         monkeypatch.chdir(tmp_path)
         dataset = load_paco_dataset("data", files=["own"])
@@ -862,10 +862,10 @@ class TestLoadPacoDataset:
         for files in ("own", []):
             with pytest.raises(ValueError, match="`files` is .* must be a list of names"):
                 load_paco_dataset(folder, files=files)
-        with pytest.raises(ValueError, match="own.json' is a file.*Give the folder"):
+        with pytest.raises(ValueError, match="own.json' is a file.*Give its directory"):
             load_paco_dataset(folder / "own.json")
         for path in (tmp_path / "gone", "./gone", "/gone", "~/gone-folder"):
-            with pytest.raises(FileNotFoundError, match="There is no folder .*gone"):
+            with pytest.raises(FileNotFoundError, match="There is no directory .*gone"):
                 load_paco_dataset(path)
 
     def test_long_list_of_what_is_there(self, tmp_path):
@@ -921,7 +921,7 @@ class TestZipFiles:
         with pytest.raises(ValueError, match=r"'a/1.png' is neither in .* nor in the archives \["):
             self.load(tmp_path / "data", "a/1.png", path)
 
-    def test_beside_comes_first(self, tmp_path, own_cache):
+    def test_unpacked_images_come_first(self, tmp_path, own_cache):
         write_zip(tmp_path / "data" / "x.zip", {"a.png": 3, "b.png": 4})
         write_image(tmp_path / "data" / "a.png", 5)
         assert seeds_of(self.load(tmp_path / "data", "a.png", "a.png")) == [[5, 5]]
@@ -995,7 +995,7 @@ class TestZipFiles:
         (folder / "x.zip").write_bytes(data)
         assert seeds_of(self.load(folder, "a.png", "b.png", skip_broken=skip_broken)) == [[3, 4]]
 
-    def test_member_that_leaves_the_folder(self, tmp_path, own_cache):
+    def test_member_that_leaves_the_directory(self, tmp_path, own_cache):
         folder = tmp_path / "data"
         write_zip(folder / "x.zip", {"../evil.png": 3, "a.png": 4})
         assert seeds_of(self.load(folder, "a.png", "a.png")) == [[4, 4]]

@@ -243,7 +243,7 @@ class TestLoadConsistencyRank:
         records[1] = rank_record()
         assert load_consistency_rank(write_bench(tmp_path, records))["id"][:] == [ids[0], "0001/0_0.png/1", *ids[1:]]
 
-    def test_numbers_as_folders_and_no_criteria(self, tmp_path):
+    def test_numbers_as_directories_and_no_criteria(self, tmp_path):
         folder = write_bench(tmp_path, [rank_record(folder=7)], [{"idx": "7", "prompt": "A fox."}])
         (tmp_path / "images" / "0001").rename(tmp_path / "images" / "7")
         (row,) = load_consistency_rank(folder).remove_columns(["reference", "candidates"]).to_list()
@@ -290,7 +290,7 @@ class TestLoadConsistencyRank:
         for changes in ({"ref_image": path}, {"folder": "../../secret"}):
             record = rank_record(**changes)
             prompts = [{"idx": record["folder"], "prompt": "A fox."}]
-            with pytest.raises(ValueError, match="is absolute or leaves the folder"):
+            with pytest.raises(ValueError, match="is absolute or leaves the directory"):
                 load_consistency_rank(write_bench(tmp_path / "bench", [record], prompts))
 
     def test_nothing_left(self, tmp_path):
@@ -344,7 +344,7 @@ class TestLoadConsistencyRank:
         monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
         assert len(load_consistency_rank("X-GenGroup/ConsistencyRank-Bench")) == 1
         assert asked == [("X-GenGroup/ConsistencyRank-Bench", "dataset")]
-        with pytest.raises(FileNotFoundError, match="There is no folder"):
+        with pytest.raises(FileNotFoundError, match="There is no directory"):
             load_consistency_rank(tmp_path / "gone")
 
 
@@ -440,7 +440,7 @@ class TestRankingsToPairs:
         with pytest.raises(ValueError, match=r"`ranking` of row 0 of `dataset` is \[0, 0, 0\]"):
             rankings_to_pairs(rankings_of(ranking_row(ranking=[0, 0, 0])))
 
-    def test_broken_rows_are_left_out_when_asked(self, caplog):
+    def test_skip_broken_leaves_broken_rows_out(self, caplog):
         broken = [
             ranking_row(ranking=[0, 0, 0]),
             ranking_row(prompt=" "),

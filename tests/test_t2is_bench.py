@@ -423,7 +423,7 @@ class TestOwnFiles:
         [
             (
                 lambda criteria: criteria.pop("0011_0001"),
-                "lacks 1 of the 2 cases of T2IS-Bench.json, '0011_0001' first",
+                "lacks 1 of 2 cases, such as '0011_0001'",
             ),
             (
                 lambda criteria: criteria["0011_0001"].update(Style=["ink"]),

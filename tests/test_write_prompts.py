@@ -176,7 +176,7 @@ def test_a_key_that_the_server_says_back_is_not_shown(server, monkeypatch):
         assert KEY not in str(error.value)
 
 
-def test_an_endpoint_that_cannot_be_asked(server):
+def test_an_endpoint_that_cannot_be_reached(server):
     address = free_address()
     down = ChatEndpoint(address, "writer", max_retries=0)
     for call in (down.check, lambda: down.ask(HELLO, 0, 9, 1.0)):
@@ -247,7 +247,7 @@ def test_an_answer_that_cannot_be_used_stops_nothing(server, said, problem):
         endpoint_of(server).ask(HELLO, 1, 9, 1.0)
 
 
-def test_a_refusal_is_not_asked_again(server):
+def test_a_refusal_is_not_retried(server):
     server.say = lambda body: (400, "Too long.")
     with pytest.raises(ValueError, match="HTTP 400.*Too long"):
         endpoint_of(server).ask(HELLO, 0, 9, 1.0)
@@ -427,7 +427,7 @@ BAD_ANSWERS = {
 
 
 @pytest.mark.parametrize("name", BAD_ANSWERS)
-def test_a_bad_answer_is_asked_for_again(server, tmp_path, name):
+def test_a_bad_answer_is_requested_again(server, tmp_path, name):
     say, cause, count = BAD_ANSWERS[name]
     server.say = lambda body: say(body) if len(server.requests) == 1 else good(body)
     arguments = {"num_prompts": 8, "categories": ["multi-view"]}

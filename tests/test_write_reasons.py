@@ -308,7 +308,7 @@ BAD_ANSWERS = {
 
 
 @pytest.mark.parametrize("name", BAD_ANSWERS)
-def test_a_bad_answer_is_asked_for_again(server, pairs, tmp_path, name, caplog):
+def test_a_bad_answer_is_requested_again(server, pairs, tmp_path, name, caplog):
     change, cause = BAD_ANSWERS[name]
     asked_before = Counter()
 
@@ -415,7 +415,7 @@ def test_killed_and_resumed(server, pairs, tmp_path):
     assert plain(resumed) == plain(whole) and len(server.requests) == total - kept > 0
 
 
-def test_pairs_that_cannot_be_asked_about(server, pairs, tmp_path):
+def test_pairs_that_cannot_be_used(server, pairs, tmp_path):
     endpoint = endpoint_of(server)
 
     def refused(bad, said, **kwargs):

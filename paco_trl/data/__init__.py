@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Data of PaCo-RL: image-set prompts (parse, convert, check, load) and the grid images that they ask for; editing prompts
-and their source images; pairs of images, their questions and answers; rankings.
-"""
+"""Load, check and convert data: image-set prompts, editing prompts, pairs with their questions, rankings."""
 
 from .edit_prompts import (
     check_edit_columns,

@@ -33,8 +33,8 @@ def _extract(archive: Path) -> Path:
     error_type = zipfile.BadZipFile if is_zip else tarfile.ReadError
     if not (zipfile.is_zipfile(archive) if is_zip else tarfile.is_tarfile(archive)):
         raise error_type(
-            f"{archive} is not a {'zip' if is_zip else 'tar'} file, or an incomplete one ({stat.st_size} bytes). Download it "
-            "again; a clone without Git LFS has only pointers of about 130 bytes."
+            f"{archive} is not a {'zip' if is_zip else 'tar'} file, or an incomplete one ({stat.st_size} bytes). Download "
+            "it again; a clone without Git LFS has only pointers of about 130 bytes."
         )
     # An archive that replaces another one at its place gets a folder of its own
     key = hashlib.sha256(f"{archive} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
@@ -50,7 +50,7 @@ def _extract(archive: Path) -> Path:
                 partial.rename(folder)
             except _DAMAGE as error:
                 raise error_type(
-                    f"{archive} cannot be extracted ({error}). Download it again, or unpack it in {archive.parent}."
+                    f"{archive} cannot be extracted ({error}). Download it again, or unpack it."
                 ) from error
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -74,7 +74,7 @@ class ImageFinder:
             # `hf download --local-dir` keeps `.cache/huggingface/download/images.zip.metadata`
             if any(name.startswith(".") for name in path.relative_to(self.folder).parts):
                 continue
-            # The last part of a split zip file has the name of a whole one
+            # The last part of a split zip file has the name of a complete one
             if _ARCHIVE.search(path.name) and not path.with_suffix(".z01").is_file():
                 archives.append(path)
             elif _PART.search(path.name) or _ARCHIVE.search(path.name):

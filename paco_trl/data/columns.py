@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the columns of datasets: types, lists of images, lengths."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..utils.text import shorten
@@ -31,46 +32,45 @@ def check_is_dataset(dataset: Any, name: str) -> None:
 
     if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
         raise TypeError(
-            f'`{name}` is a `{type(dataset).__name__}` of the splits {list(dataset)}. Give one: `dataset["train"]`.'
+            f'`{name}` is a `{type(dataset).__name__}` of the splits {list(dataset)}. Give one: `["train"]`.'
         )
     if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"`{name}` is an `IterableDataset`, which cannot be checked before training. Load it without `streaming=True`."
-        )
+        raise TypeError(f"`{name}` is an `IterableDataset`. It is checked first: load it without `streaming=True`.")
     if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"`{name}` is a `{type(dataset).__name__}`. It must be a `datasets.Dataset`: `Dataset.from_list(rows)` makes one."
-        )
+        raise TypeError(f"`{name}` is a `{type(dataset).__name__}`. It must be a `datasets.Dataset`.")
     if len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows. Check the file, the split or the filter that it comes from.")
 
 
-def _check_image_type(
-    feature: Any, of_column: Any, names: tuple[str, str], kinds: tuple[str, str], decoded: bool
+def check_image_column(
+    dataset: "Dataset", column: str, name: str, decoded: bool = True, is_list: bool = False
 ) -> None:
-    from datasets import Image
+    """Check that a column holds images, or lists of them, decoded when they are read unless `decoded` is `False`."""
+    from datasets import Image, LargeList, List
 
-    if not isinstance(feature, Image) or decoded and not feature.decode:
+    feature = inner = dataset.features[column]
+    kind, call = "an image", "datasets.Image()"
+    if is_list:
+        inner = feature.feature if isinstance(feature, (List, LargeList)) else None
+        kind, call = "a list of images", "datasets.List(datasets.Image())"
+    if not isinstance(inner, Image) or decoded and not inner.decode:
         raise ValueError(
-            f"The column `{names[0]}` of `{names[1]}` has the type {shorten(of_column)}, but it must be {kinds[0]}. Convert "
-            f'it (paths become images): `dataset.cast_column("{names[0]}", {kinds[1]})`.'
+            f"The column `{column}` of `{name}` has the type {shorten(feature)}, but it must be {kind}. Convert it "
+            f'(paths become images): `dataset.cast_column("{column}", {call})`.'
         )
 
 
-def check_image_column(dataset: "Dataset", column: str, name: str, decoded: bool = True) -> None:
-    """Check that a column holds images, decoded when they are read unless `decoded` is `False`."""
-    feature = dataset.features[column]
-    _check_image_type(feature, feature, (column, name), ("an image", "datasets.Image()"), decoded)
-
-
 def check_image_list(dataset: "Dataset", column: str, name: str, decoded: bool = True) -> None:
-    """Check that a column holds lists of images, decoded when they are read unless `decoded` is `False`."""
-    from datasets import LargeList, List
+    """Check that a column holds lists of images, see [`check_image_column`]."""
+    check_image_column(dataset, column, name, decoded, is_list=True)
 
-    feature = dataset.features[column]
-    inner = feature.feature if isinstance(feature, (List, LargeList)) else None
-    kinds = ("a list of images", "datasets.List(datasets.Image())")
-    _check_image_type(inner, feature, (column, name), kinds, decoded)
+
+def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> "Dataset":
+    """Build a dataset of rows; `kinds` are its columns, see [`column_types`]."""
+    from datasets import Dataset
+
+    columns = dict(zip(kinds, map(list, zip(*rows, strict=True)), strict=True))
+    return Dataset.from_dict(columns, features=column_types(**kinds))
 
 
 def by_id(dataset: "Dataset", column: str) -> dict[Any, Any]:

@@ -26,9 +26,11 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
     if folder.is_dir():
         return folder.absolute()
     if folder.is_file():
-        raise ValueError(f"{str(path)!r} is a file, but a dataset is a directory. Give the folder of the file.")
+        raise ValueError(f"{str(path)!r} is a file, but a dataset is a directory. Give its directory.")
     if isinstance(path, Path) or is_local(path):
-        raise FileNotFoundError(f"There is no folder {str(path)!r}. Check the path, or give the Hub id of a dataset.")
+        raise FileNotFoundError(
+            f"There is no directory {str(path)!r}. Check the path, or give the Hub id of a dataset."
+        )
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
@@ -39,7 +41,7 @@ def find_prompts(name: str | Path, what: str) -> Path:
     path = Path(name).expanduser()
     if not path.exists() and (isinstance(name, Path) or is_local(name) or path.suffix in (".json", ".jsonl")):
         raise FileNotFoundError(
-            f"There is no file or folder {str(name)!r} with {what}. Check the path; the demo image-set prompts are at "
+            f"There is no file or directory {str(name)!r} with {what}. Check the path; the demo prompts are at "
             "`paco_trl.data.demo_prompts_path()`."
         )
     if path.is_file() and path.suffix not in (".json", ".jsonl"):
@@ -82,9 +84,7 @@ def find_dataset_file(folder: Path, name: str) -> Path:
         listed = ", ".join(there[:_MAX_LISTED]) or "nothing"
         if len(there) > _MAX_LISTED:
             listed += f" and {len(there) - _MAX_LISTED} more"
-        raise FileNotFoundError(
-            f"There is no file {name!r} in {folder}, only: {listed}. Check that the folder is complete."
-        )
+        raise FileNotFoundError(f"There is no file {name!r} in {folder}, only: {listed}. Check the download.")
     return folder / name
 
 
@@ -94,7 +94,7 @@ def parse_json(text: str, where: str | Path) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"{where} is not valid JSON ({error}). Correct it, or download it again: a clone without Git LFS has pointers."
+            f"{where} is not valid JSON ({error}). Correct or download it: a clone without Git LFS has pointers."
         ) from error
 
 
@@ -120,9 +120,7 @@ def path_inside(path: str) -> PurePath:
         raise ValueError(f"an image is {path!r}, but it must be a path relative to the folder.")
     inside = PurePath(os.path.normpath(path))
     if inside.anchor or inside.parts[:1] == ("..",):
-        raise ValueError(
-            f"the path {path!r} is absolute or leaves the folder of the dataset. It must be relative, inside it."
-        )
+        raise ValueError(f"the path {path!r} is absolute or leaves the directory of the dataset. It must stay inside.")
     return inside
 
 

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _GRID_COLUMNS = ["rows", "cols", "panels"]
 
-# Two images look the same if the pixels of their thumbnails of this side differ by less on average (of 255). Encoding and
-# resizing change less than 3; different images differ by tens
+# Two images look the same if the pixels of their thumbnails of this side differ by less on average (of 255). Encoding
+# and resizing change less than 3; different images differ by tens
 _THUMBNAIL = 16
 _LOOKS_THE_SAME = 8
 
@@ -75,16 +75,12 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     prompts = list(plain["prompt"])
     for row, prompt in enumerate(prompts):
         if not is_text(prompt):
-            raise ValueError(
-                f"`prompt` of row {row} of `{name}` is {shorten(prompt)}. It must be an instruction that is not empty."
-            )
+            raise ValueError(f"`prompt` of row {row} of `{name}` is {shorten(prompt)}. It must be an instruction.")
     sizes = [plain[column] if column in names else [None] * len(dataset) for column in ("height", "width")]
     for row, (height, width) in enumerate(zip(*sizes, strict=True)):
         if (height, width) != (None, None) and not all(type(side) is int and side > 0 for side in (height, width)):
-            raise ValueError(
-                f"`height` and `width` of row {row} of `{name}` are {height!r} and {width!r}. Give both, as positive "
-                "ints, or neither."
-            )
+            where = f"`height` and `width` of row {row} of `{name}`"
+            raise ValueError(f"{where} are {height!r} and {width!r}. Give both, as positive ints, or neither.")
     missing = [column for column in _GRID_COLUMNS if column not in names]
     if len(missing) == len(_GRID_COLUMNS):
         return
@@ -110,8 +106,7 @@ def convert_gedit_bench(
     Convert raw rows of GEdit-Bench (https://huggingface.co/papers/2504.17761) to editing prompts. No image is decoded.
 
     The columns are those that public code reads from `stepfun-ai/GEdit-Bench`: `key`, `task_type`, `instruction`,
-    `instruction_language`, `input_image`, `input_image_raw` and `Intersection_exist`. They were not compared with the
-    data on the Hub.
+    `instruction_language`, `input_image`, `input_image_raw` and `Intersection_exist`. Not compared with the Hub.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -124,22 +119,12 @@ def convert_gedit_bench(
 
     Returns:
         [`~datasets.Dataset`]: the columns `id` (the key), `prompt`, `image`, `task_type`, `language` and, if the rows
-        have `Intersection_exist`, `intersection` (bool): whether all models of the benchmark's authors answered the
-        row.
+        have `Intersection_exist`, `intersection` (bool): whether all models of the authors answered the row.
 
     Raises:
         TypeError: If it is not a [`~datasets.Dataset`].
         ValueError: If a column is missing, an instruction is empty, no row is in this language, or a value of
         `Intersection_exist` is neither true nor false.
-
-    Example:
-
-    ```python
-    >>> from datasets import load_dataset
-    >>> from paco_trl.data import convert_gedit_bench
-
-    >>> benchmark = convert_gedit_bench(load_dataset("stepfun-ai/GEdit-Bench", split="train"), language="en")
-    ```
     """
     check_is_dataset(dataset, "dataset")
     names = dataset.column_names
@@ -177,9 +162,8 @@ def convert_sharegpt_4o_image(
     Convert raw editing rows of ShareGPT-4o-Image (https://huggingface.co/papers/2506.18095) to editing prompts.
 
     The layout is the one that public code reads from `text_and_image_to_image.json` of
-    `FreedomIntelligence/ShareGPT-4o-Image`: `input_prompt`, `input_image` (a list of paths) and `output_image` (not read;
-    its path becomes `id`), with the images in tar archives, to be extracted first. It was not compared with the data on the
-    Hub. Images are stored as paths.
+    `FreedomIntelligence/ShareGPT-4o-Image`: `input_prompt`, `input_image` (a list of paths) and `output_image` (not
+    read; its path becomes `id`), with the images in tar archives, to be extracted first. Not compared with the Hub.
 
     Args:
         rows (`Iterable[Mapping]` or [`~datasets.Dataset`]):
@@ -272,13 +256,12 @@ def load_edit_prompts(
     """
     Load editing prompts from the Hub or from disk, and check their columns. Images are not decoded.
 
-    Raw rows of GEdit-Bench and ShareGPT-4o-Image are converted, see [`convert_gedit_bench`] and
-    [`convert_sharegpt_4o_image`].
+    Raw rows are converted, see [`convert_gedit_bench`] and [`convert_sharegpt_4o_image`].
 
     Args:
         name_or_path (`str` or `Path`):
-            A `.jsonl` or `.json` file with the paths of the images in it, such as ShareGPT-4o-Image's; a directory written
-            by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
+            A `.jsonl` or `.json` file with the paths of the images in it, such as ShareGPT-4o-Image's; a directory
+            written by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
         image_folder (`str` or `Path`, *optional*):
@@ -295,7 +278,8 @@ def load_edit_prompts(
 
     Raises:
         FileNotFoundError: If `name_or_path` is a local path and does not exist.
-        ValueError: If there is no such split, the rows are not editing prompts, an image is missing, or no row is left.
+        ValueError: If there is no such split, the rows are not editing prompts, an image is missing, or no row is
+        left.
 
     Example:
 
@@ -314,7 +298,7 @@ def load_edit_prompts(
         if _is_sharegpt(dataset.column_names) and "prompt" not in dataset.column_names:
             if image_folder is None:
                 raise ValueError(
-                    f"{shown} has raw ShareGPT-4o-Image rows. Set `image_folder` to the extracted images."
+                    f"{shown} has raw ShareGPT-4o-Image rows. Give the extracted images as `image_folder`."
                 )
             needed = [name for name in ("input_prompt", "input_image", "output_image") if name in dataset.column_names]
             rows = dataset.with_format(None).select_columns(needed)
@@ -342,8 +326,8 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
 
     A row is left out when
 
-    - one of its source images is one of the benchmark's: the same file, or the same pixels in RGB. The instruction does not
-      matter: a reward for keeping an image unchanged requires having seen it;
+    - one of its source images is one of the benchmark's: the same file, or the same pixels in RGB. The instruction
+      does not matter: a reward for keeping an image unchanged requires having seen it;
     - or it shares its instruction with the benchmark (ignoring case, punctuation, whitespace and forms of Unicode
       characters), and a source image that looks the same in another size or compression.
 

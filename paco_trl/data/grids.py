@@ -22,7 +22,7 @@ def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]
 
     Args:
         height (`int`), width (`int`):
-            Size of the whole image in pixels.
+            Size of the image in pixels.
         rows (`int`), cols (`int`):
             Layout of the grid.
 
@@ -55,7 +55,7 @@ def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:
 
     Args:
         image (`PIL.Image.Image`):
-            The whole grid.
+            The grid.
         rows (`int`), cols (`int`):
             Layout of the grid.
 
@@ -84,7 +84,7 @@ def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
             Layout of the grid.
 
     Returns:
-        `PIL.Image.Image`: the whole grid.
+        `PIL.Image.Image`: the grid.
 
     Raises:
         ValueError: If the number of panels is not `rows * cols`, or their sizes or modes differ.
@@ -97,9 +97,7 @@ def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
     kinds = sorted({(panel.height, panel.width, panel.mode) for panel in panels})
     if len(kinds) > 1:
         found = ", ".join(f"{height}x{width} {mode}" for height, width, mode in kinds)
-        raise ValueError(
-            f"The panels of a grid must have one size and one mode, got (height x width mode) {found}. Convert them first."
-        )
+        raise ValueError(f"The panels of a grid must have one size and one mode, got (height x width mode) {found}.")
     height, width, mode = kinds[0]
     image = Image.new(mode, (cols * width, rows * height))
     for index, panel in enumerate(panels):

@@ -105,9 +105,8 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     Parse an image-set prompt in the T2IS format.
 
     The format is `FOUR-PANEL Images with a 2x2 grid layout <subject>. <shared description> [TOP]-[LEFT]:<panel 1>
-    [TOP]-[RIGHT]:<panel 2> ...`. A grid of one row has `[LEFT]:`, `[MIDDLE]:`, `[RIGHT]:`; any grid may have `PANEL-1:`,
-    `PANEL-2:` ... instead. A marker opens a panel only after the end of a sentence, so a panel may mention `[LEFT]:` or
-    `PANEL-2:` inside one.
+    [TOP]-[RIGHT]:<panel 2> ...`. A grid of one row has `[LEFT]:`, `[MIDDLE]:`, `[RIGHT]:`; any grid may have
+    `PANEL-1:`, `PANEL-2:` ... instead. A marker opens a panel only after the end of a sentence; inside one it is text.
 
     Args:
         prompt (`str`):
@@ -162,8 +161,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     """
     Format an image-set prompt in the T2IS format, the inverse of [`parse_image_set_prompt`].
 
-    Panels are marked by position (`[TOP]-[LEFT]:`) where all positions of the layout have names, else by number
-    (`PANEL-1:`).
+    Panels are marked by position (`[TOP]-[LEFT]:`) if all positions of the layout have names, else `PANEL-1:` ...
 
     Args:
         theme (`str`):
@@ -190,9 +188,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     ```
     """
     if rows < 1 or cols < 1 or len(panels) != rows * cols:
-        raise ValueError(
-            f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Give {rows * cols}, row by row."
-        )
+        raise ValueError(f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Give {rows * cols}.")
     theme, panels = theme.strip(), [panel.strip() for panel in panels]
     if not theme:
         raise ValueError("The theme is empty, but it must say what all panels show.")
@@ -203,9 +199,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     prompt = " ".join([theme, *map("".join, zip(markers, panels, strict=True))])
     for what, text in [("theme", theme), *((f"panel {index}", text) for index, text in enumerate(panels[:-1]))]:
         if not ends_sentence(text):
-            raise ValueError(
-                f"The {what} does not end a sentence: {shorten(text)}. A panel marker comes next: end it with `.`."
-            )
+            raise ValueError(f"The {what} does not end a sentence: {shorten(text)}. End it with `.` or `!`.")
     try:
         parsed = parse_image_set_prompt(prompt)
     except ValueError as error:
@@ -213,7 +207,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     if parsed != (theme, rows, cols, panels):
         raise ValueError(
             f"The texts of the prompt {shorten(prompt)} would be parsed differently: the theme names a "
-            f"{parsed.rows}x{parsed.cols} grid layout and not {rows}x{cols}, or a text has a panel marker inside. Remove it."
+            f"{parsed.rows}x{parsed.cols} grid layout and not {rows}x{cols}, or a text has a panel marker. Remove it."
         )
     return prompt
 
@@ -224,8 +218,8 @@ def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
 
     Args:
         criteria (`Mapping` or `Iterable` or `None`):
-            The list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of dictionaries or of
-            lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out.
+            The list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of dictionaries
+            or of lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out.
 
     Returns:
         `dict[str, dict[str, str]]`: the criteria of this row only; empty for `None`.
@@ -259,7 +253,7 @@ def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name in _T2IS_COLUMNS if row.get(name) is None]
     if missing:
         raise ValueError(
-            f"A raw T2IS row needs {_T2IS_COLUMNS}, but {missing} are missing or None; it has {list(row)}. Rows that have "
+            f"A raw T2IS row needs {_T2IS_COLUMNS}, but {missing} are missing or None; it has {list(row)}. Rows with "
             "`rows`, `cols` and `panels` need no conversion."
         )
     try:
@@ -271,40 +265,35 @@ def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
         panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
     except ValueError as error:
         raise ValueError(f"T2IS row with idx {row['idx']!r}: {error}") from error
-    return {
-        "id": str(row["idx"]),
-        "prompt": row["prompt"],
-        **parsed._asdict(),
-        "theme": row.get("theme") or parsed.theme,
-        "criteria": criteria_list(row.get("criteria")),
-        "height": row["height"],
-        "width": row["width"],
+    columns = {name: row[name] for name in ("prompt", "height", "width")}
+    columns |= {
         "category": row.get("category"),
         "subcategory": row.get("task_name"),
         "case_id": row.get("original_idx"),
     }
+    columns |= {"id": str(row["idx"]), "criteria": criteria_list(row.get("criteria"))}
+    return columns | parsed._asdict() | {"theme": row.get("theme") or parsed.theme}
 
 
 def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, Any] | Dataset":
     """
     Convert raw rows of T2IS-Bench (https://huggingface.co/papers/2506.23275) to image-set prompts.
 
-    The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`, `category`,
-    `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a list of `{"dimension", "name",
-    "text"}`: an Arrow column of the raw dictionaries would give every row the names of all rows. [`criteria_dict`] restores
-    the raw form.
+    The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`,
+    `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a list of
+    `{"dimension", "name", "text"}`: a column of the raw dictionaries would give every row the names of all rows.
+    Inverse: [`criteria_dict`].
 
     Args:
         row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
-            One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally, `theme`,
-            `criteria`, `category`, `task_name` and `original_idx`.
+            One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
+            `theme`, `criteria`, `category`, `task_name` and `original_idx`.
 
     Returns:
         `dict` or [`~datasets.Dataset`]: the converted row or dataset.
 
     Raises:
-        ValueError: If a column is missing, a prompt does not parse, `layout` contradicts the prompt, or the size does not
-        divide into the panels.
+        ValueError: If a column is missing, a prompt does not parse, or `layout` or the size does not fit it.
     """
     from datasets import Dataset
 
@@ -347,7 +336,7 @@ def read_t2is_bench(folder: Path) -> "Dataset":
     lacking = [name for name in cases if name not in criteria]
     if lacking:
         raise ValueError(
-            f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of {len(cases)} cases, {lacking[0]!r} first."
+            f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of {len(cases)} cases, such as {lacking[0]!r}."
         )
     rows = []
     for name, case in cases.items():
@@ -364,35 +353,28 @@ def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]
     except AttributeError:
         listed = None
     if listed is None or not all(isinstance(entry["text"], str) for entry in listed):
-        raise ValueError(f"its criteria are {shorten(criteria)}. They must be dimension -> [{{name: text}}].")
+        raise ValueError(
+            f"its criteria in {_T2IS_CRITERIA} are {shorten(criteria)}, not dimension -> [{{name: text}}]."
+        )
     # Only `task_name_case_id` and `output_image_count` are named in the benchmark's code: the prompt is the text of a
     # case that describes a grid, else the longest one
     texts = sorted((text for text in case.values() if isinstance(text, str)), key=len, reverse=True)
     grid, count = next(filter(_LAYOUT_PHRASE.search, texts), None), case.get("output_image_count")
     if grid is not None:
-        theme, rows, cols, panels = parse_image_set_prompt(grid)
+        parsed = parse_image_set_prompt(grid)
     elif not texts or type(count) is not int or count < 1:
         raise ValueError(f"it has no prompt of a grid, or no instruction with `output_image_count`: {list(case)}.")
     else:
         # The layouts of the prompts in the PaCo-RL code: 1x2, 1x3, 2x2, 1x5, 2x3, 1x7, 2x4
         rows = 2 if count % 2 == 0 and count > 2 else 1
-        theme, cols, panels = texts[0], count // rows, []
+        parsed = ImageSetPrompt(texts[0], rows, count // rows, [])
+    rows, cols = parsed.rows, parsed.cols
     if count is not None and count != rows * cols:
         raise ValueError(f"`output_image_count` is {count!r}, but its prompt asks for a {rows}x{cols} grid.")
-    return {
-        "id": name,
-        "prompt": grid or theme,
-        "theme": theme,
-        "rows": rows,
-        "cols": cols,
-        "panels": panels,
-        "criteria": listed,
-        "height": _T2IS_PANEL * rows,
-        "width": _T2IS_PANEL * cols,
-        "category": case.get("category"),
-        "subcategory": str(case.get("task_name_case_id", "")).rpartition("_")[0] or None,
-        "case_id": name,
-    }
+    columns = {"id": name, "case_id": name, "category": case.get("category"), "criteria": listed}
+    columns |= {"prompt": grid or parsed.theme, "height": _T2IS_PANEL * rows, "width": _T2IS_PANEL * cols}
+    columns["subcategory"] = str(case.get("task_name_case_id", "")).rpartition("_")[0] or None
+    return columns | parsed._asdict()
 
 
 def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, Any]]") -> None:
@@ -404,8 +386,8 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
             The dataset, of which only the needed columns are read, or its rows.
 
     Raises:
-        ValueError: If there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty prompt, an
-        empty panel, or another number of panels than its grid.
+        ValueError: If there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty
+        prompt, an empty panel, or another number of panels than its grid.
     """
     from datasets import Dataset
 
@@ -484,9 +466,8 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
 
     Args:
         path_or_id (`str` or `Path`):
-            A `.jsonl` or `.json` file; a directory of `.jsonl` files; the directory of T2IS-Bench's own files, or its Hub
-            id, if its cases have prompts of grids; a directory written by `save_to_disk`; or anything else that
-            [`~datasets.load_dataset`] reads.
+            A `.jsonl` or `.json` file; a directory of `.jsonl` files; T2IS-Bench's own directory or Hub id, if its
+            cases have prompts of grids; a directory by `save_to_disk`; or what else [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
 

@@ -42,9 +42,7 @@ def _read_turns(record: dict[str, Any], columns: dict[str, str], tags: dict[str,
     names = [turn.get(tags.get("role_tag", "from"), turn.get("role")) for turn in turns]
     roles = [known.get(name) for name in names]
     if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
-        raise ValueError(
-            f"its turns are {names}, but a pair is one question and one answer, with an optional system turn."
-        )
+        raise ValueError(f"its turns are {names}, but a pair is one question and one answer.")
     content = tags.get("content_tag", "value")
     texts = dict(zip(roles, (turn.get(content, turn.get("content")) for turn in turns), strict=True))
     system = record.get(columns.get("system", "system"))
@@ -59,9 +57,7 @@ def _read_turns(record: dict[str, Any], columns: dict[str, str], tags: dict[str,
 def _read_question(text: str) -> str:
     count = text.count(_PLACEHOLDER)
     if count not in (0, 2):
-        raise ValueError(
-            f"its question has {count} placeholders `{_PLACEHOLDER}`, but a pair has 2 images: write 2 or none."
-        )
+        raise ValueError(f"its question has {count} placeholders `{_PLACEHOLDER}` for 2 images: write 2 or none.")
     question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
     if _PLACEHOLDER in question:
         raise ValueError(
@@ -90,9 +86,8 @@ def _read_dataset_info(folder: Path) -> dict[str, dict[str, Any]]:
 def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
     """Find the file of a name, whose entry in `dataset_info.json` may be empty."""
     if entry.get("formatting", "sharegpt") != "sharegpt" or (entry and "file_name" not in entry):
-        raise ValueError(
-            f"{folder / 'dataset_info.json'} has for {name!r}: {entry}. It needs a `file_name` and the format `sharegpt`."
-        )
+        where = f"{folder / 'dataset_info.json'} has for {name!r}: {entry}"
+        raise ValueError(f"{where}. It needs a `file_name` and the format `sharegpt`.")
     return find_dataset_file(folder, str(path_inside(entry.get("file_name", f"{name}.json"))))
 
 
@@ -109,14 +104,14 @@ def load_paco_dataset(
     """
     Load the published PaCo-Dataset as pairs.
 
-    The layout is that of `X-GenGroup/PaCo-Dataset`: ShareGPT-style JSON files whose records have `conversations` (`from`,
-    `value`) or `messages` (`role`, `content`), and `images`, two paths. Both images come before the question, as the weights
-    were trained: the placeholders `<image>` in front of it are removed. LLaMA-Factory's `dataset_info.json`, if there is
-    one, maps names to files, columns and roles.
+    The layout is that of `X-GenGroup/PaCo-Dataset`: ShareGPT-style JSON files whose records have `conversations`
+    (`from`, `value`) or `messages` (`role`, `content`), and `images`, two paths. Both images come before the question,
+    as the weights were trained: the placeholders `<image>` in front of it are removed. LLaMA-Factory's
+    `dataset_info.json`, if there is one, maps names to files, columns and roles.
 
-    An image is searched in the directory first, then in its zip and tar archives, which are extracted once into the cache of
-    `datasets`. Archives split into parts are not joined: the error has the command. Images are stored as paths and not
-    decoded: [`validate_pairs`] does that.
+    An image is searched in the directory first, then in its zip and tar archives, which are extracted once into the
+    cache of `datasets`. Archives split into parts are not joined: the error has the command. Images are stored as
+    paths and not decoded: [`validate_pairs`] does that.
 
     Args:
         path (`str` or `Path`):
@@ -136,15 +131,6 @@ def load_paco_dataset(
         FileNotFoundError: If there is no such directory or file.
         ValueError: If a file is not a list of records, a record is broken, or `skip_broken` leaves none.
         zipfile.BadZipFile, tarfile.ReadError: If an archive is damaged, and an image is not in the directory itself.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.data import load_paco_dataset
-
-    >>> train_dataset = load_paco_dataset("X-GenGroup/PaCo-Dataset")
-    >>> eval_dataset = load_paco_dataset("X-GenGroup/PaCo-Dataset", files=["consistency_reward_cot_test"])
-    ```
     """
     from datasets import Dataset, Features
 

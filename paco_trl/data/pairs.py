@@ -115,10 +115,7 @@ def _completion_text(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     if _roles(completion) != ["assistant"]:
-        raise ValueError(
-            f"The completion is {shorten(completion)}. It must be one assistant turn: "
-            '`[{"role": "assistant", "content": "Yes"}]`.'
-        )
+        raise ValueError(f"The completion is {shorten(completion)}. It must be one assistant turn, or a text.")
     content = completion[0].get("content")
     text = content_text(content)
     if text is None or _count_image_parts(content):
@@ -144,7 +141,7 @@ def decision_of(completion: str | list[dict[str, Any]]) -> str:
     match = _DECISION.match(text)
     if match is None:
         raise ValueError(
-            f"The completion {shorten(text)} does not begin with the word Yes or No. The judge's score is read at the first "
+            f"The completion {shorten(text)} does not begin with the word Yes or No. The score is read at the first "
             "token, so case matters, and nothing may come before, no space either."
         )
     return match[1]
@@ -156,19 +153,21 @@ def is_label_only(completion: str | list[dict[str, Any]]) -> bool:
     return _LABEL_ONLY.fullmatch(_completion_text(completion)) is not None
 
 
-def _problem_of_length(length: int) -> str | None:
-    return None if length == 2 else f"It has {max(length, 0)} images, but a pair has exactly 2."
+def _problems(dataset: "Dataset") -> Iterator[tuple[int, str | None]]:
+    """Describe what is wrong with each row, or None, without reading images."""
+    lengths = list_lengths(dataset, "images")
+    for row, prompt, completion in iter_texts(dataset):
+        if lengths[row] != 2:
+            yield row, f"It has {max(lengths[row], 0)} images, but a pair has exactly 2."
+        else:
+            yield row, _problem_of_texts(prompt, completion)
 
 
 def _problem_of_texts(prompt: Any, completion: Any) -> str | None:
-    """Describe what is wrong with the texts of one row, or None."""
     roles = _roles(prompt)
     if roles not in (["user"], ["system", "user"]):
         given = f"has the turns {roles}" if roles is not None else f"is {shorten(prompt)}"
-        return (
-            f"The prompt {given}. It must have exactly one user turn, with at most one system turn in front: "
-            '`[{"role": "user", "content": question}]`.'
-        )
+        return f"The prompt {given}. It must have one user turn, with at most one system turn in front."
     content = prompt[-1].get("content")
     text = content_text(content)
     if not is_text(text):
@@ -176,7 +175,7 @@ def _problem_of_texts(prompt: Any, completion: Any) -> str | None:
     if isinstance(content, list) and _count_image_parts(content) != 2:
         return (
             f"The user turn of the prompt is a list with {_count_image_parts(content)} image parts, but there are 2 "
-            'images to fill in. Give `{"type": "image"}` twice, or the question as a plain text.'
+            'images. Give `{"type": "image"}` twice, or the question as a text.'
         )
     try:
         decision_of(completion)
@@ -189,20 +188,16 @@ def _check_columns(dataset: Any, name: str) -> None:
     check_is_dataset(dataset, name)
     missing = [column for column in _COLUMNS if column not in dataset.column_names]
     if missing:
-        raise ValueError(
-            f"Pairs need the columns {missing}, but `{name}` has only {dataset.column_names}; see `paco_trl.data.make_pair`."
-        )
+        raise ValueError(f"Pairs need the columns {missing}, but `{name}` has only {dataset.column_names}.")
     # TRL's collator takes these two before the columns of a pair
     extra = [column for column in ("image", "messages") if column in dataset.column_names]
     if extra:
         raise ValueError(
-            f"`{name}` has the columns {extra} in addition to those of a pair, and TRL would train on them instead. Remove "
+            f"`{name}` has the columns {extra} in addition to those of a pair, and TRL would train on them. Remove "
             f"them: `dataset.remove_columns({extra})`."
         )
     if dataset.format["type"] == "custom":
-        raise ValueError(
-            f"`{name}` has a transform of its own, which would not be called. Apply it with `dataset.map`."
-        )
+        raise ValueError(f"`{name}` has a transform of its own, which is not called. Apply it with `dataset.map`.")
     check_image_list(dataset, "images", name)
 
 
@@ -232,9 +227,7 @@ def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
     """
     _check_columns(dataset, name)
     remedy = "Correct the row, or leave such rows out with `paco_trl.data.validate_pairs(dataset, skip_broken=True)`."
-    lengths = list_lengths(dataset, "images")
-    for row, prompt, completion in iter_texts(dataset):
-        problem = _problem_of_length(lengths[row]) or _problem_of_texts(prompt, completion)
+    for row, problem in _problems(dataset):
         if problem is not None:
             raise ValueError(f"Row {row} of `{name}`: {problem} {remedy}")
 
@@ -258,21 +251,19 @@ def _find_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
     found: dict[Any, str | None] = {}
     problems = []
     with ThreadPoolExecutor(num_proc or os.cpu_count()) as pool:  # Pillow releases the GIL while it decodes
-        # As Arrow tables, which have the images as they are stored
+        # As Arrow tables, which have the images as stored
         for batch in dataset.with_format("arrow").select_columns(["images"]).iter(batch_size=64):
-            rows = [
-                [
-                    (image and (image["path"], image["bytes"] and hashlib.blake2b(image["bytes"]).digest()), image)
-                    for image in images or []
-                ]
-                for images in batch["images"].to_pylist()
-            ]
+            rows = [[(_key(image), image) for image in images or []] for images in batch["images"].to_pylist()]
             new = {key: image for row in rows for key, image in row if key not in found}
             found.update(zip(new, pool.map(partial(_problem_of_image, feature=feature), new.values()), strict=True))
             for row in rows:
                 texts = zip(_ORDINALS, (found[key] for key, _ in row), strict=False)
                 problems.append(" ".join(f"The {name} image {text}." for name, text in texts if text))
     return problems
+
+
+def _key(image: Mapping[str, Any] | None) -> Any:
+    return image and (image["path"], image["bytes"] and hashlib.blake2b(image["bytes"]).digest())
 
 
 def _state_of_files(dataset: "Dataset") -> str | None:
@@ -283,17 +274,12 @@ def _state_of_files(dataset: "Dataset") -> str | None:
     images = pc.list_flatten(dataset.data.column("images"))
     digest = hashlib.sha256(f"Pillow {version('pillow')}\n".encode())  # another one may decode more, or less
     is_file = pc.struct_field(images, "bytes").is_null()
-    for path in pc.unique(pc.struct_field(images, "path").filter(is_file)).to_pylist():
-        if path is None:
-            continue
+    for path in pc.unique(pc.struct_field(images, "path").filter(is_file).drop_null()).to_pylist():
         if "://" in path:
             return None
-        try:
-            stat = os.stat(path)
-        except OSError:
-            digest.update(f"{path!r} missing\n".encode())
-        else:
-            digest.update(f"{path!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        stat = os.stat(path) if os.path.exists(path) else None
+        state = "missing" if stat is None else f"{stat.st_size} {stat.st_mtime_ns}"
+        digest.update(f"{path!r} {state}\n".encode())
     return digest.hexdigest()
 
 
@@ -320,10 +306,10 @@ def _cached_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str
 
 def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken: bool = False) -> "Dataset":
     """
-    Check everything that [`check_pair_columns`] does, and decode every image, so that a run does not end at a damaged one.
+    Check everything that [`check_pair_columns`] does, and decode every image, before a run ends at a damaged one.
 
-    The result is cached with the dataset's fingerprint and the sizes and times of its image files: images are decoded again
-    only after one has changed. With an image behind a URL, or after `datasets.disable_caching()`, nothing is cached.
+    The result is cached with the dataset's fingerprint and the sizes and times of its image files: images are decoded
+    again only after one has changed. Not with an image behind a URL or caching disabled.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -342,11 +328,7 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
     """
     _check_columns(dataset, "dataset")
     of_images = _cached_image_problems(dataset, num_proc)
-    lengths = list_lengths(dataset, "images")
-    problems = [
-        _problem_of_length(lengths[row]) or _problem_of_texts(prompt, completion) or of_images[row]
-        for row, prompt, completion in iter_texts(dataset)
-    ]
+    problems = [problem or of_images[row] for row, problem in _problems(dataset)]
     broken = [f"Row {row}: {problem}" for row, problem in enumerate(problems) if problem]
     report_broken(broken, len(dataset), "rows", skip_broken)
     return dataset if not broken else dataset.select([row for row, problem in enumerate(problems) if not problem])

@@ -2,10 +2,10 @@
 """
 Questions of the pairwise judge, and of benchmarks.
 
-P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation take them from here. The
-strings are those of the published code (https://github.com/X-GenGroup/PaCo-RL), uneven wording (`"Yes" and "No" first`)
-included. The paper (https://arxiv.org/abs/2512.04784) prints `"Yes" or "No"` in all; which of the two the published
-weights were trained on is not known. Texts are inserted unchanged; an empty one raises `ValueError`.
+P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation take them from here.
+The strings are those of the published code (https://github.com/X-GenGroup/PaCo-RL), uneven wording (`"Yes" and "No"
+first`) included. The paper (https://arxiv.org/abs/2512.04784) prints `"Yes" or "No"` in all; which of the two the
+published weights were trained on is not known. Texts are inserted unchanged; an empty one raises `ValueError`.
 """
 
 _EDIT_COMPARISON = "Compare the edited image (second) with the original image (first)."
@@ -71,7 +71,7 @@ def edit_reward_bench_following_question(instruction: str) -> str:
 
 
 def edit_reward_bench_consistency_question(instruction: str) -> str:
-    """Ask whether an edit is consistent with its source, in the words of the published evaluation on EditReward-Bench."""
+    """Ask whether an edit is consistent with its source, as in the published evaluation on EditReward-Bench."""
     return (
         f"Given two images after an edit with instruction '{_filled('instruction', instruction)}', do they maintain "
         "consistency in terms of style, logic and identity? Answer 'Yes' or 'No' only."

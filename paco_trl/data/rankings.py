@@ -2,8 +2,8 @@
 """
 Rankings: a reference image and candidates, in the order of their consistency with it.
 
-Columns: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best first), `prompt`
-and, where known, `theme`, `criteria` (see [`criteria_dict`]), `group` (instances of the same prompt) and `id`.
+Columns: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best first),
+`prompt` and, maybe `theme`, `criteria` (see [`criteria_dict`]), `group` (instances of the same prompt) and `id`.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,8 +41,8 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
 
     Raises:
         TypeError: If it is not a [`~datasets.Dataset`].
-        ValueError: If it has no rows, a column is missing or of the wrong type, or a row has fewer than two candidates, an
-        empty prompt, or a `ranking` that does not name each candidate exactly once.
+        ValueError: If it has no rows, a column is missing or of the wrong type, or a row has fewer than two
+        candidates, an empty prompt, or a `ranking` that does not name each candidate exactly once.
     """
     check_ranking_types(dataset, name)
     broken = find_broken_rankings(dataset, name)
@@ -55,9 +55,7 @@ def check_ranking_types(dataset: "Dataset", name: str) -> None:
     check_is_dataset(dataset, name)
     missing = [column for column in _COLUMNS if column not in dataset.column_names]
     if missing:
-        raise ValueError(
-            f"Rankings need the columns {missing}, but `{name}` has only {dataset.column_names}. Rename or add them."
-        )
+        raise ValueError(f"Rankings need the columns {missing}, but `{name}` has only {dataset.column_names}.")
     check_image_column(dataset, "reference", name)
     check_image_list(dataset, "candidates", name)
 
@@ -74,15 +72,15 @@ def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
     counts = list_lengths(dataset, "candidates").tolist()
     texts = dataset.with_format(None).select_columns(["ranking", "prompt"])[:]
     for row, (count, ranking, prompt) in enumerate(zip(counts, texts["ranking"], texts["prompt"], strict=True)):
+        of_row = f"of row {row} of `{name}`"
         if count < 2:
             broken[row] = f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2."
         elif not is_order(ranking, count):
             broken[row] = (
-                f"`ranking` of row {row} of `{name}` is {ranking}, but there are {count} candidates. It must have each "
-                f"index from 0 to {count - 1} exactly once, the best candidate first."
+                f"`ranking` {of_row} is {ranking}, but there are {count} candidates: name 0 to {count - 1} once."
             )
         elif not is_text(prompt):
-            broken[row] = f"`prompt` of row {row} of `{name}` is {prompt!r}. It must be a text that is not empty."
+            broken[row] = f"`prompt` {of_row} is {prompt!r}. It must be a text that is not empty."
     return broken
 
 
@@ -141,9 +139,8 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
     Load the published ConsistencyRank benchmark as rankings.
 
     The layout is that of `X-GenGroup/ConsistencyRank-Bench`: `consistency_full_rank.jsonl` with `folder`, `ref_image`,
-    `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the folder), `prompt` and `criteria`, and
-    the images in `images/<folder>/`: unpacked, or in `images.zip`, which is extracted once into the cache of `datasets`.
-    Images are stored as paths.
+    `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the folder), `prompt` and `criteria`,
+    and the images in `images/<folder>/`: or in `images.zip`, extracted once into the cache of `datasets`.
 
     Args:
         path (`str` or `Path`):
@@ -152,8 +149,8 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
             Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
 
     Returns:
-        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a reference),
-        `group` (the folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
+        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a
+        reference), `group` (the folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
         FileNotFoundError: If there is no such directory or file.
@@ -222,8 +219,7 @@ def rankings_to_pairs(
     """
     Convert rankings to pairs: the reference is consistent with its best candidates, inconsistent with its worst ones.
 
-    The paper keeps "clear positives and negatives" and does not say how many candidates these are. The completions are
-    label-only.
+    The paper keeps "clear positives and negatives", without their number. The completions are label-only.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -231,8 +227,8 @@ def rankings_to_pairs(
         num_positives (`int`, *optional*, defaults to `1`), num_negatives (`int`, *optional*, defaults to `1`):
             Number of candidates that are consistent, from the best, and inconsistent, from the worst.
         question (`Callable[[dict], str]`, *optional*):
-            Function from a row, without `reference` and `candidates`, to its question. If `None`, [`theme_question`] of the
-            row's theme, of that of its image-set prompt, or of its prompt.
+            Function from a row, without `reference` and `candidates`, to its question. If `None`, [`theme_question`]
+            of the row's theme, of that of its image-set prompt, or of its prompt.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave rows that are not valid rankings out, with one warning that lists them. Images are not checked:
             [`validate_pairs`] does that with the pairs.
@@ -242,7 +238,8 @@ def rankings_to_pairs(
 
     Raises:
         TypeError: If it is not a [`~datasets.Dataset`].
-        ValueError: If it does not have the rankings format, a row has too few candidates, or `skip_broken` leaves none.
+        ValueError: If it does not have the rankings format, a row has too few candidates, or `skip_broken` leaves
+        none.
     """
     from datasets import Features
 

@@ -58,8 +58,8 @@ class SourceImages:
     """
     Source images of a dataset, with their sizes.
 
-    Reads the header of every image and no pixels, so that a missing or unreadable file is found before a model is loaded.
-    Nothing is fetched from a network. The dataset itself is not changed.
+    Reads the header of every image and no pixels, so that a missing or unreadable file is found before a model is
+    loaded. Nothing is fetched from a network. The dataset itself is not changed.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -74,7 +74,7 @@ class SourceImages:
             Largest number of images in a row, and the first row with so many.
 
     Raises:
-        ValueError: If an image is missing, a URL, or unreadable, or a list of images is empty, with the number of the row.
+        ValueError: If an image is missing, a URL, or unreadable, or a list of images is empty, by row.
     """
 
     def __init__(self, dataset: "Dataset", where: str):
@@ -157,9 +157,7 @@ class SourceImages:
             if "://" in path:
                 raise ValueError(f"{name} is {path!r}, which is not a file on this machine. Download it first.")
             if not Path(path).is_file():
-                raise ValueError(
-                    f"{name} is {path!r}, and there is no such file (relative paths start at the working directory)."
-                )
+                raise ValueError(f"{name} is {path!r}, and there is no such file. Correct it, or leave the row out.")
         try:
             with _open_stream(image) as stream:
                 return _decoded_size(stream)
@@ -184,8 +182,8 @@ class SourceImages:
             raise _unreadable(name, _path_of(image), error) from error
         if decoded.size != size:
             raise ValueError(
-                f"{name} has {decoded.width} x {decoded.height} pixels (width x height), but its header said {size[0]} "
-                f"x {size[1]} when the run began. Files must not change during a run: start it again."
+                f"{name} has {decoded.width} x {decoded.height} pixels (width x height), but its header reported "
+                f"{size[0]} x {size[1]} when the run began. Files must not change during a run: start it again."
             )
         return decoded
 

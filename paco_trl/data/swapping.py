@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs in the other order: an augmentation for questions that do not depend on the order of the images."""
+"""Swap the images of pairs: an augmentation for questions that do not depend on their order."""
 
 import logging
 import re
@@ -43,16 +43,14 @@ def _swap_images(batch: "pa.Table") -> "pa.Table":
 
 def swap_pairs(dataset: "Dataset") -> "Dataset":
     """
-    Add each pair in the other order, (B, A) after (A, B), so that the judge does not learn the order. Not in the
-    paper.
+    Add each pair in the other order, (B, A) after (A, B), so that the judge does not learn it. Not in the paper.
 
     Pairs whose question or answer depends on the order are not added again: the editing questions, and texts that name
     an image by its place, such as "the second image", "on the left", "Image A" or "the latter". The counts are logged.
 
     Args:
         dataset ([`~datasets.Dataset`]):
-            The pairs. Images are not decoded; those that are embedded are copied as they are, those given by path stay
-            paths.
+            The pairs. Images are not decoded; embedded ones are copied, those given by path stay paths.
 
     Returns:
         [`~datasets.Dataset`]: the pairs, and after them the swapped ones, with the same columns.

@@ -11,18 +11,14 @@ from .voting import majority_vote
 
 
 def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
-    """
-    Compute Kendall's coefficient of concordance, corrected for ties; NaN if there are fewer than two orders.
-
-    With m annotators, n candidates, and R_j the sum of the (mean) ranks of candidate j:
-
-        W = 12 * sum_j (R_j - m (n + 1) / 2)^2 / (m^2 (n^3 - n) - m * sum over all groups of t tied ranks of (t^3 - t))
-    """
+    """Compute Kendall's coefficient of concordance, corrected for ties; NaN if there are fewer than two orders."""
     import numpy as np
     from scipy.stats import rankdata
 
     if len(ranks) < 2:
         return math.nan
+    # W = 12 * sum_j (R_j - m (n + 1) / 2)^2 / (m^2 (n^3 - n) - m * sum over groups of t tied ranks of (t^3 - t)), with
+    # R_j the sum of the (mean) ranks of candidate j
     means = rankdata(np.asarray(ranks), axis=1)  # (m, n)
     m, n = means.shape
     ties = sum(int(count) ** 3 - int(count) for row in means for count in np.unique(row, return_counts=True)[1])
@@ -61,10 +57,10 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
             Annotations that are known to be right, of some of the instances.
 
     Returns:
-        `dict`: `instances` and `instances_of_several` (ranked by two annotators or more); `kendalls_w`, its mean over the
-        latter; `pairwise_agreement`, the fraction of the pairs of candidates that two annotators put in the same order
-        (chance: 0.5); and `annotators`, for each one `ranked`, `skipped`, `agreement_with_others` (with the majority of the
-        others) and `gold_agreement`. What cannot be computed is `None`.
+        `dict`: `instances` and `instances_of_several` (ranked by two annotators or more); `kendalls_w`, its mean over
+        the latter; `pairwise_agreement`, the fraction of the pairs of candidates that two annotators put in the same
+        order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped`, `agreement_with_others` (with the
+        majority of the others) and `gold_agreement`. What cannot be computed is `None`.
     """
     by_instance, truth = _by_instance(annotations), {annotation.instance: annotation.ranks for annotation in gold}
     several = [list(ranks.values()) for ranks in by_instance.values() if len(ranks) > 1]
@@ -117,8 +113,8 @@ def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -
     fractions = {name: entry["gold_agreement"] for name, entry in report["annotators"].items()}
     if all(fraction is None for fraction in fractions.values()):
         raise ValueError(
-            f"`min_gold_agreement` is {min_gold_agreement}, but none of the annotators {list(fractions)} answered a gold "
-            "question. Leave it out, or collect answers to gold questions first."
+            f"`min_gold_agreement` is {min_gold_agreement}, but none of the annotators {list(fractions)} answered a "
+            "gold question. Leave it out, or collect answers to gold questions first."
         )
     return [name for name, fraction in fractions.items() if fraction is not None and fraction < min_gold_agreement]
 

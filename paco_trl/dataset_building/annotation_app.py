@@ -144,7 +144,7 @@ element.addEventListener("click", (event) => {
   if (event.target.matches(".zoom")) enlarge(event.target.parentElement.querySelector("img"));
   else if (place) toggle(Number(place));
 });
-// After a click with the mouse, keys are for the page again, and not for the button
+// After a click with the mouse, keys act on the page again, not on the button
 document.addEventListener("click", (event) => { if (event.detail) event.target.closest("button")?.blur(); });
 
 element.addEventListener("dragstart", (event) => event.dataTransfer.setData("text/plain", placeOf(event.target)));
@@ -275,8 +275,8 @@ def serve_annotation(
 
     if host in ("", "0.0.0.0", "::"):
         raise ValueError(
-            f"`host` is {host!r}, which stands for all addresses, so requests under a foreign name could not be refused. "
-            "Give the address or the name by which the annotators reach this machine."
+            f"`host` is {host!r}, which stands for all addresses, so requests under a foreign name could not be "
+            "refused. Give the address or the name by which the annotators reach this machine."
         )
 
     def image(request: "Request") -> Response:

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Choose which instance an annotator ranks next, in which order its candidates are shown, and save the rankings.
-
-Orders come from hashes of names, not from random numbers: they are the same after a restart and in every tab, and differ
-between annotators, so that no candidate always comes first and no instance is always ranked by tired people.
-"""
+"""Choose which instance an annotator ranks next, in which order its candidates are shown, and save the rankings."""
 
 import hashlib
 import itertools
@@ -40,7 +35,8 @@ _DIMENSIONS = ["identity", "style", "logic"]
 
 
 def _number(*key: str | int) -> int:
-    # As JSON, so that ("a", "bc") and ("ab", "c") are two keys
+    # A hash, not a random number: the same after a restart and in every tab, and different between annotators. As JSON,
+    # so that ("a", "bc") and ("ab", "c") are two keys
     return int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest(), "big")
 
 

@@ -66,10 +66,8 @@ def instance_digest(reference: str, candidates: Sequence[str]) -> str:
 def check_annotator(name: Any) -> str:
     """Check the name of an annotator, which is also the name of a file."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
-        raise ValueError(
-            f"The annotator's name is {shorten(name)}. It names a file, so use 1 to 40 letters (a to z), digits, `.`, `_` "
-            "or `-`, not beginning with `.`."
-        )
+        rule = "1 to 40 letters (a to z), digits, `.`, `_` or `-`, and not begin with `.`: it names a file"
+        raise ValueError(f"The annotator's name is {shorten(name)}. It must have {rule}.")
     return name
 
 
@@ -125,7 +123,7 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
             raise ValueError(f"`ranking` is {shorten(ranking)}, but must be a list of candidate indices, best first.")
         ranks = ranks_of_ranking(ranking)
     elif not isinstance(ranks, list) or not all(type(rank) is int and rank >= 1 for rank in ranks):
-        raise ValueError(f"`ranks` is {shorten(ranks)}, but must be a list of whole numbers from 1.")
+        raise ValueError(f"`ranks` is {shorten(ranks)}, but must be a list of integers from 1.")
     if len(ranks) != count:
         raise ValueError(f"it ranks {len(ranks)} candidates, but the instance has {count}: the ranking is incomplete.")
     return tuple(ranks)
@@ -143,9 +141,7 @@ def _read_records(path: Path) -> list[tuple[str, Any]]:
             return _read_csv(path.name, text)
         records = json.loads(text)
     except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}). Save it as valid UTF-8 {path.suffix}. {_REMEDY}"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error}). Save it as UTF-8 {path.suffix}. {_REMEDY}") from error
     if not isinstance(records, list):
         raise ValueError(f"{path} is not a list of records. {_REMEDY}")
     if is_label_studio(records):
@@ -180,7 +176,7 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
             The ranking instances, with `id` and `candidates`.
 
     Returns:
-        `list[Annotation]`: the last one of each annotator and instance, by annotator and in the order of the instances.
+        `list[Annotation]`: the last one of each annotator and instance, ordered by annotator and instance.
 
     Raises:
         ValueError: If a file cannot be read, or a record has an unknown instance, an incomplete ranking or a wrong
@@ -201,8 +197,7 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
                 images = digests.get(instance, {}).get("digest")
                 if images is not None and record.get("digest", images) != images:
                     raise ValueError(
-                        f"the instance {instance!r} has other images now than those that were ranked. Move the earlier "
-                        "annotations away, and rank again."
+                        f"the instance {instance!r} has other images now than those that were ranked. Rank again."
                     )
                 ranks = ranks_of_record(record, counts[instance])
             except ValueError as error:
@@ -344,8 +339,8 @@ def export_tasks(instances: "Dataset", panels: "Dataset", prompts: "Dataset", pa
         instances, panels, prompts ([`~datasets.Dataset`]):
             The ranking instances, their panels (with images given by path) and prompts.
         path (`str` or `Path`):
-            The file, `.csv` or `.json`, with `instance`, `prompt`, `reference` and `candidate_0`, `candidate_1` ...; an
-            imported `ranking` has these numbers.
+            The file, `.csv` or `.json`, with `instance`, `prompt`, `reference` and `candidate_0`, `candidate_1` ...;
+            an imported `ranking` has these numbers.
 
     Raises:
         ValueError: If there are no instances, or the file has another suffix.

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
@@ -41,7 +41,7 @@ def construction_ranks(reference_seed: int, candidate_seeds: list[int]) -> tuple
 
 def rank_automatically(instances: "Dataset", panels: "Dataset", folder: str | Path) -> int:
     """
-    Rank all instances by construction, as the annotator `automatic`: a panel of the reference's own grid is more consistent.
+    Rank all instances by construction, as the annotator `automatic`: the reference's own grid is more consistent.
 
     Args:
         instances, panels ([`~datasets.Dataset`]):
@@ -103,9 +103,7 @@ def _done_by_judge(folder: str | Path, annotator: str, judge: str, instances: "D
         return set()
     others = sorted({str(record.get("judge", "a person")) for _, record in read_lines(file)} - {judge})
     if others:
-        raise ValueError(
-            f"The annotator {annotator!r} is {others[0]!r} already, not {judge!r}. Choose another `annotator`, or move {file}."
-        )
+        raise ValueError(f"The annotator {annotator!r} is {others[0]!r} already, not {judge!r}. Choose another name.")
     return {annotation.instance for annotation in read_annotations([file], instances)}
 
 
@@ -115,9 +113,9 @@ def rank_with_judge(
     """
     Rank the instances with a judge: by P(Yes) that the reference and the candidate are consistent.
 
-    The instances of a prompt are scored in one call, so that a judge in the process encodes each panel once. Annotations are
-    saved after each prompt, and interrupted runs resume automatically. Instances that the judge could not score are left
-    out, counted, and scored by the next run.
+    The instances of a prompt are scored in one call, so that a judge in the process encodes each panel once.
+    Annotations are saved after each prompt, and interrupted runs resume automatically. Instances that the judge could
+    not score are left out, counted, and scored by the next run.
 
     Args:
         instances, panels, prompts ([`~datasets.Dataset`]):
@@ -142,24 +140,22 @@ def rank_with_judge(
     digests = digests_by_instance(instances)
     rows = [row for row in instances.with_format(None) if row["id"] not in done]
 
-    # Paths, or bytes where the panels came from the Hub: both are what a judge takes
-    columns = panels.cast_column("image", Image(decode=False)).select_columns(["id", "image"])
-    row_of = {name: row for row, name in enumerate(columns["id"][:])}
+    # Paths, or bytes if the panels came from the Hub, which are read by prompt
+    stored = panels.cast_column("image", Image(decode=False)).select_columns(["id", "image"])
+    row_of = {name: row for row, name in enumerate(stored["id"][:])}
     questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
     unknown = next((row for row in rows if row["prompt_id"] not in questions), None)
     if unknown is not None:
         of_unknown = f"{unknown['id']!r} is of the prompt {unknown['prompt_id']!r}"
         raise ValueError(f"The instance {of_unknown}, which is not among the {len(questions)} prompts.")
 
-    def source(panel: str) -> Any:
-        image = columns[row_of[panel]]["image"]
-        return image["path"] if image["bytes"] is None else image["bytes"]
-
     unanswered = 0
     with tqdm(total=len(instances), initial=len(done), desc=f"Ranking by {annotator}", unit="instance") as bar:
         for prompt_id, group in itertools.groupby(rows, key=lambda row: row["prompt_id"]):
             of_prompt = list(group)
-            images = {name: source(name) for row in of_prompt for name in (row["reference"], *row["candidates"])}
+            names = {name for row in of_prompt for name in (row["reference"], *row["candidates"])}
+            images = {name: stored[row_of[name]]["image"] for name in names}
+            images = {name: image["bytes"] or image["path"] for name, image in images.items()}
             pairs = [(images[row["reference"]], images[name]) for row in of_prompt for name in row["candidates"]]
             scores = iter(judge.score(pairs, [questions[prompt_id]] * len(pairs)))
             for row in of_prompt:

@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.journals import Journal
 from ..utils.text import shorten
 
 
-def causes_text(causes: Counter[str]) -> str:
-    """List why replies cannot be used, the most frequent cause first."""
+def _causes_text(causes: Counter[str]) -> str:
     return "; ".join(f"{count} x {cause}" for cause, count in causes.most_common())
+
+
+def left_out_text(causes: Counter[str], max_attempts: int) -> str:
+    """List why items are left out, the most frequent cause first."""
+    return f"Left out after {max_attempts} attempts: {_causes_text(causes)}."
 
 
 def cause_of(reply: Reply) -> str:
@@ -22,8 +27,8 @@ def cause_of(reply: Reply) -> str:
 class Answers:
     """Replies of a model to named questions. If none of the first `enough` can be used, asking ends with an error."""
 
-    def __init__(self, endpoint: ChatEndpoint, purpose: str, enough: int):
-        self.endpoint, self.purpose, self.enough = endpoint, purpose, enough
+    def __init__(self, endpoint: ChatEndpoint, journal: Journal, purpose: str, enough: int):
+        self.endpoint, self.journal, self.purpose, self.enough = endpoint, journal, purpose, enough
         self.count, self.has_usable = 0, False
         self.causes: Counter[str] = Counter()
         self.first: dict[str, Reply] = {}  # to each question
@@ -66,6 +71,6 @@ class Answers:
         text, problem = self.first[name]
         return ValueError(
             f"None of {self.count} answers of {self.endpoint.name} can be used as {self.purpose} "
-            f"({causes_text(self.causes)}). The answer to {name!r}: {problem or shorten(text)}. Serve a model that "
-            "follows instructions, without thinking aloud; then delete the directory of this stage, or choose another."
+            f"({_causes_text(self.causes)}). The answer to {name!r}: {problem or shorten(text)}. Serve a model that "
+            f"follows instructions, without thinking aloud; then delete {self.journal.path}, or choose another directory."
         )

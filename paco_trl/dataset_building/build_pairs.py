@@ -1,20 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the dataset from ranked instances: pairs in two splits, held-out rankings, and a report."""
+"""
+Build the dataset from annotations: pairs in two splits, held-out rankings, and a report.
+
+The paper (Sec. 3.1 of https://arxiv.org/abs/2512.04784) says "clear positives and negatives"; for the rule here see
+"Pairs" in docs/build_dataset.md.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data.columns import by_id
+from tqdm.auto import tqdm
+
+from ..data.columns import by_id, column_types
+from ..data.pairs import make_pair, pair_features
+from ..data.rankings import default_question
 from .annotations import Annotation
-from .make_pairs import decide_pairs, pairs_dataset, vote_on_instances
 from .pair_panels import instances_to_rankings
 from .split import check_no_leak, connected_prompts, keyed_hash, split_prompts
-from .voting import Vote
+from .voting import Vote, majority_vote
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset, DatasetDict, Features
+
+
+class Decision(NamedTuple):
+    """Votes of all instances on two panels."""
+
+    first: str
+    second: str
+    prompt_id: str
+    yes: int
+    no: int
+
+
+def vote_on_instances(annotations: Sequence[Annotation]) -> dict[str, tuple[Vote, list[tuple[int, ...]]]]:
+    """Count the votes on each instance."""
+    ranks: dict[str, list[tuple[int, ...]]] = {}
+    for annotation in annotations:
+        if annotation.ranks is not None:
+            ranks.setdefault(annotation.instance, []).append(annotation.ranks)
+    return {instance: (majority_vote(given), given) for instance, given in ranks.items()}
+
+
+def decide_pairs(
+    instances: Sequence[Mapping[str, Any]],
+    votes: Mapping[str, tuple[Vote, Sequence[Sequence[int]]]],
+    num_negatives: int = 1,
+    seed: int = 0,
+) -> list[Decision]:
+    """Add up the votes on each pair of panels."""
+    found: dict[frozenset[str], Decision] = {}
+
+    def add(row: Mapping[str, Any], index: int, yes: int, no: int) -> None:
+        reference, candidate = row["reference"], row["candidates"][index]
+        key = frozenset((reference, candidate))
+        earlier = found.get(key, Decision(reference, candidate, row["prompt_id"], 0, 0))
+        found[key] = earlier._replace(yes=earlier.yes + yes, no=earlier.no + no)
+
+    for row in instances:
+        if row["id"] not in votes:
+            continue
+        vote, given = votes[row["id"]]
+        if vote.best is not None:
+            add(
+                row,
+                vote.best,
+                sum(ranks[vote.best] == min(ranks) and ranks.count(min(ranks)) == 1 for ranks in given),
+                0,
+            )
+        worst = sorted(vote.worst, key=lambda index: keyed_hash(seed, row["id"], index))[:num_negatives]
+        for index in sorted(worst):
+            add(row, index, 0, sum(ranks[index] == max(ranks) > min(ranks) for ranks in given))
+    return list(found.values())
+
+
+def built_pair_features() -> "Features":
+    """Return the column types of built pairs."""
+    from datasets import Features
+
+    lists = {"dimensions": ["string"], "panels": ["string"], "sha256": ["string"]}
+    ours = column_types(group="string", category="string", **lists, votes={"yes": "int64", "no": "int64"})
+    return Features({**column_types(id="string"), **pair_features(), **ours})
+
+
+def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Dataset") -> "Dataset":
+    """Build the pairs of decisions; those with as many votes for Yes as for No are left out."""
+    from datasets import Dataset
+
+    images, sha_of = by_id(panels, "image"), by_id(panels, "sha256")
+    decided = [decision for decision in decisions if decision.yes != decision.no]
+    rows = {row["id"]: row for row in prompts.with_format(None)}
+    questions = {name: default_question(rows[name]) for name in {decision.prompt_id for decision in decided}}
+
+    features = built_pair_features()
+    columns: dict[str, list[Any]] = {name: [] for name in features}
+    for decision in tqdm(decided, desc="Making pairs", unit="pair"):
+        prompt = rows[decision.prompt_id]
+        pair = make_pair(
+            images[decision.first], images[decision.second], questions[decision.prompt_id], decision.yes > decision.no
+        )
+        pair |= {
+            "id": f"{decision.first}~{decision.second}",
+            "group": decision.prompt_id,
+            "category": prompt.get("category"),
+            "dimensions": prompt.get("dimensions") or [],
+            "panels": [decision.first, decision.second],
+            "sha256": [sha_of[decision.first], sha_of[decision.second]],
+            "votes": {"yes": decision.yes, "no": decision.no},
+        }
+        for name in columns:
+            columns[name].append(pair[name])
+    return Dataset.from_dict(columns, features=features)
 
 
 def build_pairs(
@@ -38,19 +136,18 @@ def build_pairs(
         num_negatives (`int`, *optional*, defaults to `1`):
             Largest number of inconsistent pairs of an instance, where several candidates are tied at the bottom.
         test_size (`float`, *optional*, defaults to `0.1`):
-            Fraction of the prompts that are held out. (The paper holds out 9 % of the instances at random, so that prompts
-            and images are in both parts.)
+            Fraction of the prompts that are held out. (The paper holds out 9 % of the instances, which share images.)
         max_rankings (`int`, *optional*, defaults to `3136`):
             Largest number of held-out rankings (paper), chosen at random with the seed; `None` for all.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the split and of all choices.
 
     Returns:
-        `tuple[DatasetDict, Dataset | None, dict]`: the pairs, `train` and, unless `test_size` is 0, `test`; the rankings of
-        the held-out prompts whose candidates the majority puts in one order, `None` if there are none; and the report:
+        `tuple[DatasetDict, Dataset | None, dict]`: the pairs, `train` and, unless `test_size` is 0, `test`; the
+        rankings of the held-out prompts whose candidates the majority puts in one order, or `None`; and the report:
 
-        - `instances`, and `votes`: how many of them are `ranked`, `ordered` (all candidates in one order), `with_ties`,
-          `circular`, `without_best`, `without_worst`, and the discarded `tied_pairs` of candidates;
+        - `instances`, and `votes`: how many of them are `ranked`, `ordered` (all candidates in one order),
+          `with_ties`, `circular`, `without_best`, `without_worst`, and the discarded `tied_pairs` of candidates;
         - dropped pairs: `contradictions` (as many votes for Yes as for No), `without_votes` (the majority puts the
           candidate first or last, but no single annotator does), `same_image_twice`;
         - `splits` (each with `pairs`, `consistent`, `inconsistent`, `prompts`, `images`, `categories`) and

@@ -87,7 +87,7 @@ def dataset_card(
     generator: str | None = None,
     is_generators_license: bool = False,
     pretty_name: str | None = None,
-    pictures: Sequence[str] = (),
+    sheets: Sequence[str] = (),
 ) -> "DatasetCard":
     """Render the card, without the metadata that `push_to_hub` writes; sections appear only when they have content."""
     from huggingface_hub import DatasetCard, DatasetCardData
@@ -122,9 +122,9 @@ def dataset_card(
             name_tables=[*_name_tables(splits)],
             has_reasons=any(split["with_reasons"] for split in splits.values()),
             split_by_prompt=len(splits) > 1 and all(split["prompts"] for split in splits.values()),
-            pictures=pictures,
+            sheets=sheets,
             generator=generator_text,
-            licence=license,
+            license=license,
             is_generators_license=is_generators_license,
             models={stage: public_name(values["model"]) for stage, values in report.items() if values.get("model")},
             prompt_source=public_name(prompts["source"]) if prompts.get("source") else None,
@@ -132,7 +132,8 @@ def dataset_card(
             by=list(ranking.get("by") or []),
             judge=", ".join(map(public_name, ranking.get("judges") or [])) or None,
             num_excluded=len(ranking.get("excluded") or []),
-            agreement=_agreement(ranking),
+            concordance=ranking.get("kendalls_w"),
+            agreement=_percent(ranking.get("pairwise_agreement")),
             annotators_table=_annotators_table(ranking),
             num_annotators=len(ranking.get("annotators", {})),
             extra_columns={
@@ -198,18 +199,6 @@ def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 def _columns(names: Sequence[str], known: Sequence[str]) -> str:
     return ", ".join(text for text in known if text.split("`")[1] in names)
-
-
-def _agreement(ranking: Mapping[str, Any]) -> list[str]:
-    concordance, fraction, lines = ranking.get("kendalls_w"), ranking.get("pairwise_agreement"), []
-    if concordance is not None:
-        lines.append(
-            "Kendall's W, mean over the instances that several annotators ranked: "
-            f"{concordance:.3f} (1: all give the same order)"
-        )
-    if fraction is not None:
-        lines.append(f"two annotators put two candidates in the same order: {_percent(fraction)} (chance: 50 %)")
-    return lines
 
 
 def _annotators_table(ranking: Mapping[str, Any]) -> str:

@@ -45,17 +45,7 @@ def diversify(
     num_neighbors: int = 32,
     coverage_threshold: float = _COVERAGE_THRESHOLD,
 ) -> Diversified:
-    """
-    Select rows of unit vectors (n, d) that cover all others, no two of them near-duplicates.
-
-    1. Graph: link each row with itself (similarity 1) and with the `num_neighbors` rows most similar to it, both ways.
-    2. Greedy facility location: the next row has the largest sum, over the rows i linked with it, of max(0, similarity -
-    best_i), where best_i is the largest similarity of i to a selected row, linked or not (at least 0). Ties go to the lower
-    row. 3. After each selection all rows with a similarity to it of at least `duplicate_threshold` are removed.
-
-    The paper says "graph-based diversification on text embeddings" and no more; this is our reading of it. The result
-    depends on the embeddings alone, rounded to four decimals of similarity. Memory: see benchmarks/diversify.json.
-    """
+    """Select rows of unit vectors (n, d) that cover all others, no two near-duplicates, see docs/build_dataset.md."""
     import numpy as np
 
     embeddings = _checked(embeddings, num_selected, duplicate_threshold, num_neighbors)
@@ -72,15 +62,14 @@ def diversify(
         best = np.maximum(nearest[graph.indices[links]], 0)
         return int(np.maximum(graph.data[links] - best, 0).sum())
 
-    # Lazy greedy: gains only shrink, so one that is still the largest after an update is the largest of all. Equal gains
-    # come in the order of the rows
+    # Lazy greedy: gains only shrink, so one that is still the largest after an update is the largest. Ties by row
     heap = [(-gain(row), row) for row in range(total)]
     heapq.heapify(heap)
     while len(selected) < num_selected:
         if not heap:
             raise ValueError(
                 f"{num_selected} of {total} rows are to be selected, but after {len(selected)} of them all others are "
-                f"near-duplicates (`duplicate_threshold` is {duplicate_threshold}). Select fewer, or raise the threshold."
+                f"near-duplicates (`duplicate_threshold` is {duplicate_threshold}). Select fewer, or raise it."
             )
         _, row = heapq.heappop(heap)
         if not is_open[row]:
@@ -116,8 +105,8 @@ def diversify_prompts(
     """
     Select image-set prompts that cover all others, no two of them near-duplicates, by greedy facility location.
 
-    The theme and the texts of the panels are embedded, without the panel markers. A CLIP reads 77 tokens of it, which is the
-    theme and little more; a sentence-embedding model reads all.
+    The theme and the texts of the panels are embedded, without the panel markers. A CLIP reads 77 tokens of it, which
+    is the theme and little more; a sentence-embedding model reads all.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -133,7 +122,7 @@ def diversify_prompts(
         `tuple[Dataset, dict]`: the selected rows, in the order of selection, and a report of their coverage.
 
     Raises:
-        ValueError: If an argument is out of range, the model cannot be used, or too few prompts are not near-duplicates.
+        ValueError: If an argument is out of range, the model cannot be used, or too many prompts are alike.
     """
     from ..data.image_sets import check_image_set_columns
 
@@ -184,9 +173,7 @@ def _checked(
     wrong = ~(np.abs(squares - 1) < 1e-3)  # turned around, so that NaN is wrong
     if wrong.any():
         row = int(wrong.argmax())
-        raise ValueError(
-            f"Row {row} of `embeddings` has the length {math.sqrt(squares[row]):.4g}, but must have length 1. Normalize it."
-        )
+        raise ValueError(f"Row {row} of `embeddings` has the length {math.sqrt(squares[row]):.4g} instead of 1.")
     return embeddings
 
 

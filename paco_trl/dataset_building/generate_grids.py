@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data.columns import column_types
+from ..data.columns import typed_dataset
 from ..data.image_sets import check_image_set_columns
 from ..utils.files import file_name
 from ..utils.generation import check_call, generate_missing, name_prompts, read_image, warn_of_flat
@@ -81,14 +81,12 @@ def draw_grids(
 
     Returns:
         [`~datasets.Dataset`]: the grids in the order of the prompts, then of the seeds: `id` (`"<prompt id>/<seed>"`),
-        `prompt_id`, `seed`, `rows`, `cols` and `image`, a path. Also saved in `folder`, with a report and `sample.png`.
+        `prompt_id`, `seed`, `rows`, `cols` and `image`, a path. Also saved in `folder`.
 
     Raises:
-        ValueError: If prompts, ids, seeds, sizes or the pipeline cannot be used (before anything is generated), or an image
-        has another size than requested.
+        ValueError: If an argument cannot be used (before anything is generated), or an image has another size.
     """
     from accelerate import PartialState
-    from datasets import Dataset
 
     check_image_set_columns(prompts)
     ids = name_prompts(prompts, "grids")
@@ -96,9 +94,7 @@ def draw_grids(
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size!r}. It must be an int of at least 1.")
     arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
-    check_call(
-        pipeline, arguments, "generate grids of a given size with given seeds. Choose a text-to-image pipeline."
-    )
+    check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
     sizes = _sizes(prompts, ids, height, width, _size_multiple(pipeline))
 
     state = PartialState()
@@ -117,11 +113,8 @@ def draw_grids(
 
     layouts = dict(zip(ids, zip(columns["rows"], columns["cols"], strict=True), strict=True))
     rows = [(f"{name}/{seed}", name, seed, *layouts[name], str(path)) for (name, seed), path in files.items()]
-    kinds = {"seed": "int64", "rows": "int64", "cols": "int64", "image": "image"}
-    features = column_types(id="string", prompt_id="string", **kinds)
-    dataset = Dataset.from_dict(
-        dict(zip(features, map(list, zip(*rows, strict=True)), strict=True)), features=features
-    )
+    numbers = dict.fromkeys(("seed", "rows", "cols"), "int64")
+    dataset = typed_dataset(rows, id="string", prompt_id="string", **numbers, image="image")
     if state.is_main_process:
         flat_ids = [f"{ids[row]}/{seed}" for row, seed in sorted(flat, key=lambda f: (f[0], seeds.index(f[1])))]
         warn_of_flat(flat_ids, len(dataset), "grids")
@@ -213,6 +206,6 @@ def _generate(
         if image.size != (batch.width, batch.height):
             raise ValueError(
                 f"{type(pipeline).__name__} generated the grid '{ids[row]}/{seed}' with {image.height}x{image.width} "
-                f"pixels (height x width) instead of {batch.height}x{batch.width}. Choose a size that it does not change."
+                f"pixels (height x width) instead of {batch.height}x{batch.width}. Choose a size that it keeps."
             )
     return dict(zip(places, images, strict=True))

@@ -2,6 +2,7 @@
 """Stage 3: cut grids into panels, each stored once, and combine panels (by id) into ranking instances."""
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from ..data.columns import check_is_dataset, column_types
+from ..data.columns import check_is_dataset, column_types, typed_dataset
 from ..data.grids import panel_size, pixels_sha256, split_grid
 from ..data.image_sets import criteria_list
 from ..data.rankings import is_order, ranking_features
@@ -43,23 +44,22 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
 
     Args:
         grids ([`~datasets.Dataset`]):
-            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. All prompts must have the same
-            seeds. Panels keep the mode of their grid; palettes are resolved.
+            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. All prompts must have the
+            same seeds. Panels keep the mode of their grid; palettes are resolved.
         folder ([`StageFolder`]):
             Directory of the stage. Its settings should have a digest of the grids.
         num_workers (`int`, *optional*, defaults to `1`):
             Number of threads that cut.
 
     Returns:
-        [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt id>/<seed>/<position>"`),
-        `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a path. Also saved in `folder`.
+        [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt
+        id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a
+        path.
 
     Raises:
-        ValueError: If a grid is duplicate, missing, damaged or not divisible into its panels, the grids of a prompt have
-        different layouts, or a prompt lacks a seed that another one has.
+        ValueError: If a grid is duplicate, missing, damaged or not divisible into its panels, the grids of a prompt
+        have different layouts, or a prompt lacks a seed that another one has.
     """
-    from datasets import Dataset
-
     if type(num_workers) is not int or num_workers < 1:
         raise ValueError(f"`num_workers` is {num_workers!r}. It must be an int of at least 1.")
     rows = _read_grids(grids)
@@ -88,19 +88,12 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
             bar.update()
 
     panels = [
-        {
-            "id": f"{grid.id}/{position}",
-            "prompt_id": grid.prompt_id,
-            "seed": grid.seed,
-            "position": position,
-            "sha256": hashes[grid.id][position],
-            "image": path,
-        }
+        (f"{grid.id}/{position}", grid.prompt_id, grid.seed, position, hashes[grid.id][position], path)
         for grid in rows
         for position, path in enumerate(paths[grid.id])
     ]
     kinds = {"seed": "int64", "position": "int64", "sha256": "string", "image": "image"}
-    dataset = Dataset.from_list(panels, features=column_types(id="string", prompt_id="string", **kinds))
+    dataset = typed_dataset(panels, id="string", prompt_id="string", **kinds)
     report = {
         "prompts": len({grid.prompt_id for grid in rows}),
         "seeds": list(dict.fromkeys(grid.seed for grid in rows)),
@@ -127,10 +120,9 @@ def _read_grids(grids: "Dataset") -> list[_Grid]:
         seen.add(grid.id)
         first = first_of.setdefault(grid.prompt_id, grid)
         if (grid.rows, grid.cols) != (first.rows, first.cols):
-            raise ValueError(
-                f"The grid {grid.id!r} has {grid.rows}x{grid.cols} panels (rows x cols), but {first.id!r} of the same "
-                f"prompt {first.rows}x{first.cols}. Generate one of them again."
-            )
+            layout = f"{grid.rows}x{grid.cols} panels (rows x cols)"
+            other = f"{first.id!r} of the same prompt {first.rows}x{first.cols}"
+            raise ValueError(f"The grid {grid.id!r} has {layout}, but {other}. Generate one of them again.")
     return rows
 
 
@@ -147,10 +139,9 @@ def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[
     columns = dataset.cast_column("image", Image(decode=False))[:]
     for row, image in enumerate(columns["image"]):
         if image is None or image["path"] is None or image["bytes"] is not None:
-            raise ValueError(
-                f"Row {row} of the {what} ({columns[names[0]][row]!r}) has no image given by its path. Save the image as a "
-                "file: an embedded one would be copied into every dataset that refers to it."
-            )
+            # An embedded image would be copied into every dataset that refers to it
+            where = f"Row {row} of the {what} ({columns[names[0]][row]!r})"
+            raise ValueError(f"{where} has no image given by its path. Save it as a file.")
     return columns | {"image": [image["path"] for image in columns["image"]]}
 
 
@@ -202,28 +193,27 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
     """
     Combine panels into ranking instances.
 
-    The reference is any panel; its candidates are the panels at one other position, of all grids of the prompt. A prompt
-    with `P` panels and `S` seeds has `S * P * (P - 1)` instances with `S` candidates: 48 for 2 x 2 panels and 4 seeds.
+    The reference is any panel; its candidates are the panels at one other position, of all grids of the prompt. A
+    prompt with `P` panels and `S` seeds has `S * P * (P - 1)` instances with `S` candidates: 48 for 4 panels and
+    seeds.
 
     Args:
         panels ([`~datasets.Dataset`]):
             The panels: `id`, `prompt_id`, `seed`, `position`, `sha256`. Images are not read.
         max_instances_per_prompt (`int`, *optional*):
-            Largest number of instances of a prompt, all if `None`. The choice depends on `seed` and the ids alone, and a
-            larger number keeps those of a smaller one.
+            Largest number of instances of a prompt, all if `None`. The choice depends on `seed` and the ids alone, and
+            a larger number keeps those of a smaller one.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the choice.
 
     Returns:
-        [`~datasets.Dataset`]: by prompt, seed, position and other position: `id` (`"<prompt id>/<seed>/<position>/<other
-        position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, in the order of the seeds) and `digest`
-        (of their images).
+        [`~datasets.Dataset`]: by prompt, seed, position and other position: `id` (`"<prompt
+        id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, by
+        seed) and `digest` (of their images).
 
     Raises:
         ValueError: If there are fewer than two seeds, or a prompt has only one panel, lacks a seed or a panel.
     """
-    from datasets import Dataset
-
     check_is_dataset(panels, "panels")
     limit = max_instances_per_prompt
     if limit is not None and (type(limit) is not int or limit < 1):
@@ -232,28 +222,21 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
     sha_of = dict(zip(columns["id"], columns.pop("sha256"), strict=True))
     seeds_of = _check_seeds(zip(columns["prompt_id"], columns["seed"], strict=True), "panels")
     panel_of = _panels_by_place(columns)
-    rows: list[dict[str, Any]] = []
+    rows = []
     for prompt_id, seeds in seeds_of.items():
-        positions = _check_positions(prompt_id, seeds, panel_of[prompt_id])
-        instances = [
-            {
-                "id": f"{prompt_id}/{own}/{position}/{other}",
-                "prompt_id": prompt_id,
-                "reference": panel_of[prompt_id][own, position],
-                "candidates": [panel_of[prompt_id][each, other] for each in seeds],
-            }
-            for own in seeds
-            for position in positions
-            for other in positions
-            if other != position
-        ]
+        positions, own = _check_positions(prompt_id, seeds, panel_of[prompt_id]), panel_of[prompt_id]
+        instances = []
+        for seed_of_reference, position, other in itertools.product(seeds, positions, positions):
+            if position != other:
+                name = f"{prompt_id}/{seed_of_reference}/{position}/{other}"
+                reference, candidates = own[seed_of_reference, position], [own[each, other] for each in seeds]
+                digest = instance_digest(sha_of[reference], [sha_of[candidate] for candidate in candidates])
+                instances.append((name, prompt_id, reference, candidates, digest))
         # At random, each by its id alone, whatever other instances there are
-        chosen = sorted(instances, key=lambda one: hashlib.sha256(f"{seed}\n{one['id']}".encode()).digest())[:limit]
+        chosen = sorted(instances, key=lambda one: hashlib.sha256(f"{seed}\n{one[0]}".encode()).digest())[:limit]
         rows += [instance for instance in instances if limit is None or instance in chosen]
-    for row in rows:
-        row["digest"] = instance_digest(sha_of[row["reference"]], [sha_of[name] for name in row["candidates"]])
     kinds = {"reference": "string", "candidates": ["string"], "digest": "string"}
-    return Dataset.from_list(rows, features=column_types(id="string", prompt_id="string", **kinds))
+    return typed_dataset(rows, id="string", prompt_id="string", **kinds)
 
 
 def _panels_by_place(columns: Mapping[str, list[Any]]) -> dict[str, dict[tuple[int, int], str]]:
@@ -262,32 +245,23 @@ def _panels_by_place(columns: Mapping[str, list[Any]]) -> dict[str, dict[tuple[i
     for name, prompt_id, seed, position in zip(*columns.values(), strict=True):
         places = panel_of.setdefault(prompt_id, {})
         if (seed, position) in places:
-            raise ValueError(
-                f"The panels {places[seed, position]!r} and {name!r} are both at position {position} of the grid with seed "
-                f"{seed}. Remove one."
-            )
+            names = f"{places[seed, position]!r} and {name!r}"
+            raise ValueError(f"The panels {names} are both at position {position} of the grid with seed {seed}.")
         places[seed, position] = name
     return panel_of
 
 
 def _check_positions(prompt_id: str, seeds: list[int], places: Mapping[tuple[int, int], str]) -> range:
     if len(seeds) < 2:
-        raise ValueError(
-            f"The prompt {prompt_id!r} has the seeds {seeds} alone, so there is nothing to rank. Generate its grids with "
-            "at least two seeds."
-        )
+        raise ValueError(f"The prompt {prompt_id!r} has the seeds {seeds} alone. A ranking needs at least two.")
     positions = range(max(position for _, position in places) + 1)
     if len(positions) == 1:
-        raise ValueError(
-            f"The grids of the prompt {prompt_id!r} have one panel, so there is nothing to compare. Leave the prompt out."
-        )
+        raise ValueError(f"The grids of the prompt {prompt_id!r} have one panel, and nothing to rank. Leave it out.")
     for seed in seeds:
         missing = [position for position in positions if (seed, position) not in places]
         if missing:
-            raise ValueError(
-                f"The grid with seed {seed} of the prompt {prompt_id!r} has no panels at the positions {missing}, of "
-                f"{len(positions)}. Cut the grids again."
-            )
+            where = f"The grid with seed {seed} of the prompt {prompt_id!r}"
+            raise ValueError(f"{where} has no panels at the positions {missing}, of {len(positions)}.")
     return positions
 
 
@@ -301,9 +275,8 @@ def instances_to_rankings(
         raise ValueError("There are no rankings. Rank instances first: by people, a judge, or automatically.")
     unknown = set(rankings).difference(instances["id"][:])
     if unknown:
-        raise ValueError(
-            f"{len(unknown)} of {len(rankings)} rankings are of instances that do not exist; the first is {min(unknown)!r}."
-        )
+        count = f"{len(unknown)} of {len(rankings)}"
+        raise ValueError(f"{count} rankings are of instances that do not exist; the first is {min(unknown)!r}.")
     paths = dict(zip(panels["id"][:], _columns(panels, ["id", "image"], "panels")["image"], strict=True))
     names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
     prompt_of = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}

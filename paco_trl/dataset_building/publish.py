@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publish a built dataset: pairs and rankings as Parquet files with their images inside, and a card."""
 
-import functools
 import hashlib
 import os
 import shutil
@@ -50,9 +49,9 @@ def publish_dataset(
     """
     Push pairs and rankings to the Hub, with a card that describes them.
 
-    The repository has the configurations `pairs` (the default, with the splits of `pairs`) and `rankings` (split `test`),
-    as [`~datasets.DatasetDict.push_to_hub`] writes them, with the images inside, named by their digests. Everything is
-    checked before anything is sent; data go first and the card last. Interrupted uploads resume when it is run again.
+    The repository has the configurations `pairs` (the default, with the splits of `pairs`) and `rankings` (split
+    `test`), as [`~datasets.DatasetDict.push_to_hub`] writes them, with the images inside, named by their digests.
+    Everything is checked before anything is sent; data go first and the card last. Interrupted uploads resume.
 
     Args:
         pairs ([`~datasets.DatasetDict`]):
@@ -60,15 +59,15 @@ def publish_dataset(
         rankings ([`~datasets.Dataset`] or `None`):
             Rankings of prompts that are not in `train`.
         repo_id (`str`):
-            Repository, such as `"user/name"`; a name alone is put under the user of the token. It is created if needed,
-            and refused if it has other files.
+            Repository, such as `"user/name"`; a name alone is put under the user of the token. It is created if
+            needed, and refused if it has other files.
         report (`Mapping[str, Mapping]`):
             Reports of the stages. The card lists every value, and knows these keys:
 
             - `prompts`: `source` (Hub id of where they come from), `model` (that wrote them), `language` (ISO codes);
             - `grids`: any, such as `num_inference_steps`, `seeds`, `layouts`;
-            - `ranking`: what [`agreement_report`] returns, `by` (list of `"people"`, `"judge"`, `"automatic"`), `judges`
-              (their names among the annotators) and `excluded` (names of those who are not counted);
+            - `ranking`: what [`agreement_report`] returns, `by` (list of `"people"`, `"judge"`, `"automatic"`),
+              `judges` (their names among the annotators) and `excluded` (names of those who are not counted);
             - `pairs`: the report of [`build_pairs`];
             - `reasons`: `model` (that wrote them), and the report of [`write_reasons`].
         private (`bool`, *optional*, defaults to `True`):
@@ -89,8 +88,8 @@ def publish_dataset(
 
     Raises:
         TypeError: If `pairs` is not a [`~datasets.DatasetDict`].
-        ValueError: If pairs or rankings do not have their formats, an image is missing, a prompt or an image is both in
-        `train` and held out, `repo_id` cannot be used, or the license is not known.
+        ValueError: If pairs or rankings do not have their formats, an image is missing, a prompt or an image is both
+        in `train` and held out, `repo_id` cannot be used, or the license is not known.
         PermissionError: If the token is missing, wrong, or may not write there.
         ConnectionError: If the Hub cannot be reached, or an upload fails.
     """
@@ -137,9 +136,7 @@ def _check_splits(pairs: "DatasetDict", rankings: "Dataset | None") -> dict[tupl
     from datasets import DatasetDict
 
     if not isinstance(pairs, DatasetDict):
-        raise TypeError(
-            f"`pairs` is a `{type(pairs).__name__}`, but must be a `datasets.DatasetDict` of the splits `train`, `test` or both."
-        )
+        raise TypeError(f"`pairs` is a `{type(pairs).__name__}`, but must be a `datasets.DatasetDict` of splits.")
     if not pairs or not set(pairs) <= {"train", "test"}:
         raise ValueError(f"`pairs` has the splits {list(pairs)}, but must have `train`, `test` or both. Rename them.")
     for split, dataset in pairs.items():
@@ -214,11 +211,6 @@ class _Images:
         """Refer to the links. No image is read."""
         if not self.names:  # all images are embedded
             return dataset
-        rename = functools.partial(self._rename, columns=_IMAGE_COLUMNS[part[0]])
-        options = {"features": dataset.features, "keep_in_memory": True, "desc": "Naming images"}
-        return dataset.with_format("arrow").map(rename, batched=True, **options).with_format(None)
-
-    def _rename(self, table: "pa.Table", columns: list[str]) -> "pa.Table":
         import pyarrow as pa
 
         def rename(value: Any) -> Any:
@@ -226,27 +218,28 @@ class _Images:
                 return [rename(image) for image in value]
             return value if value["bytes"] is not None else {"path": str(self.folder / self.names[value["path"]])}
 
-        for column in columns:
-            place, field = table.schema.get_field_index(column), table.schema.field(column)
-            values = [rename(value) for value in table.column(column).to_pylist()]
-            table = table.set_column(place, field, pa.array(values, field.type))
-        return table
+        def rename_columns(table: "pa.Table") -> "pa.Table":
+            for column in _IMAGE_COLUMNS[part[0]]:
+                place, field = table.schema.get_field_index(column), table.schema.field(column)
+                values = [rename(value) for value in table.column(column).to_pylist()]
+                table = table.set_column(place, field, pa.array(values, field.type))
+            return table
+
+        options = {"features": dataset.features, "keep_in_memory": True, "desc": "Naming images"}
+        return dataset.with_format("arrow").map(rename_columns, batched=True, **options).with_format(None)
 
 
 def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping[tuple[str, str], set[str]]) -> None:
     """Check that held-out splits share no prompt and no image with the training pairs."""
     train = (_PAIRS, "train")
-    others = [part for part in parts if part != train and train in parts]
-    for part in others:
+    for part in [part for part in parts if part != train and train in parts]:
         missing = [_name_of(one) for one in (train, part) if "group" not in parts[one].column_names]
         if missing:
-            raise ValueError(
-                f"`{missing[0]}` has no column `group`, by which the prompts of the splits are compared. Add it."
-            )
-        trained, held_out = (
+            raise ValueError(f"`{missing[0]}` has no column `group` to compare the prompts of the splits by. Add it.")
+        contents = [
             {"prompts": set(parts[one].with_format(None)["group"][:]), "images": digests[one]} for one in (train, part)
-        )
-        check_disjoint(trained, held_out, f"`{_name_of(train)}`", f"`{_name_of(part)}`")
+        ]
+        check_disjoint(*contents, f"`{_name_of(train)}`", f"`{_name_of(part)}`")
 
 
 def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: bool) -> bool:
@@ -264,13 +257,11 @@ def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: b
     others = sorted(name.rfilename for name in info.siblings if name.rfilename.split("/")[0] not in ours)
     if others:
         raise ValueError(
-            f"The repository {repo_id} has {len(others)} files that are not part of the dataset, such as {others[0]!r}. "
-            "Choose another `repo_id`, or delete them there."
+            f"The repository {repo_id} has {len(others)} files that are not part of the dataset, such as "
+            f"{others[0]!r}. Choose another `repo_id`, or delete them there."
         )
     if private and not info.private:
-        raise ValueError(
-            f"`private` is True, but the repository {repo_id} exists and is public. Change one of the two."
-        )
+        raise ValueError(f"`private` is True, but the repository {repo_id} exists and is public. Change one.")
     return True
 
 
@@ -292,7 +283,7 @@ def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
     from ..hub.account import hub_errors
 
     with hub_errors(api, "the check of cards", _REMEDY):
-        # Not `card.validate`, which asks huggingface.co, whatever the endpoint (huggingface_hub 1)
+        # Not `card.validate`, which queries huggingface.co, whatever the endpoint (huggingface_hub 1)
         content = {"content": str(card), "repoType": "dataset"}
         response = get_session().post(f"{api.endpoint}/api/validate-yaml", json=content)
         if response.status_code != 400:

@@ -46,8 +46,8 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
     if not chosen:
         sizes = [len(group) for group in groups] or [0]
         raise ValueError(
-            f"`test_size` is {test_size} of {total} prompts, but no group of prompts fits into it: the {len(groups)} groups "
-            f"that share a text or an image have {min(sizes)} to {max(sizes)} prompts. Generate grids of more prompts, or "
+            f"`test_size` is {test_size} of {total} prompts, but no group of prompts fits into it: the {len(groups)} "
+            f"groups that share a text or an image have {min(sizes)} to {max(sizes)} prompts. Generate more prompts, or "
             "set `test_size` to 0."
         )
     return chosen
@@ -59,8 +59,8 @@ def check_disjoint(trained: Mapping[str, set[str]], held_out: Mapping[str, set[s
         shared = sorted(trained[what] & held_out[what])
         if shared:
             raise ValueError(
-                f"{len(shared)} {what} are both in {train} and in {test}, such as {shared[0]!r}: a judge would be evaluated on "
-                "what it was trained on. Split again."
+                f"{len(shared)} {what} are both in {train} and in {test}, such as {shared[0]!r}: a judge would be evaluated "
+                "on what it was trained on. Split again."
             )
 
 

@@ -23,13 +23,7 @@ _POOLING_FILE = "1_Pooling/config.json"  # as sentence-transformers writes it
 def embed_texts(
     model: str | Path, texts: list[str], batch_size: int = 64, device: "str | torch.device | None" = None
 ) -> "tuple[np.ndarray, int]":
-    """
-    Embed texts as unit vectors (len(texts), D), float32; return also how many texts were cut.
-
-    A CLIP gives the projected embedding that it compares with images. Another model gives the mean of the last hidden states
-    over the tokens or, if its `1_Pooling/config.json` says so, the hidden state of the first token; further layers of
-    `sentence-transformers` are ignored.
-    """
+    """Embed texts as unit vectors (len(texts), D), float32; return also how many texts were cut."""
     import numpy as np
     import torch
     from accelerate import PartialState
@@ -89,9 +83,7 @@ def _load(model: str) -> "tuple[PreTrainedModel, int, str]":
 
     config = AutoConfig.from_pretrained(model)
     if config.is_encoder_decoder:
-        raise ValueError(
-            f"{model} is an encoder-decoder model ({config.model_type}). Choose an encoder, such as BERT or CLIP."
-        )
+        raise ValueError(f"{model} is an encoder-decoder model ({config.model_type}). Choose a BERT or a CLIP.")
     if config.model_type == "clip_text_model":
         raise ValueError(f"{model} is the text part of a CLIP, which may lack the projection. Choose the full CLIP.")
     pooling = "projection" if config.model_type == "clip" else _pooling(model)
@@ -124,6 +116,8 @@ def _pooling(model: str) -> str:
     return names[0]
 
 
+# A CLIP gives the projected embedding. Other models give the mean over the tokens or, if their pooling file says so,
+# the first token; further layers of sentence-transformers are ignored
 def _embed(network: "PreTrainedModel", inputs: Any, pooling: str) -> "torch.Tensor":
     if pooling == "projection":
         texts = {name: inputs[name] for name in ("input_ids", "attention_mask")}

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Compute the majority of several annotators, by pair of candidates.
+"""Compute the majority of several annotators on each pair of candidates."""
 
-The paper takes the majority of the annotators and discards ties (https://huggingface.co/papers/2512.04784, Sec. 3.1). It
-does not say how votes on orders are counted; here each pair of candidates of an instance is voted on separately.
-"""
+# The paper takes the majority and discards ties, and does not say how votes on orders are counted (Sec. 3.1)
 
 from collections.abc import Sequence
 from typing import NamedTuple

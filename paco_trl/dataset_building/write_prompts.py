@@ -15,7 +15,7 @@ from ..data.image_sets import ends_sentence, format_image_set_prompt
 from ..data.texts import normalized
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.stage_folder import StageFolder
-from .answers import Answers, cause_of, causes_text
+from .answers import Answers, cause_of, left_out_text
 from .categories import CATEGORIES, DIMENSIONS, Category
 
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Prompts that a request asks for: the model makes those of one answer different from each other
+# Prompts of a request: the model makes those of one answer different from each other
 _PROMPTS_PER_REQUEST = 4
 # Answers after which it is clear that there will be no usable one
 _TRIED_ENOUGH = 16
@@ -36,8 +36,8 @@ _TOKENS_PER_THEME = 320
 _CODE_FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 _WORD = re.compile(r"\w+")
 
-NO_JSON = "not the JSON that was asked for"
-TOO_FEW = "fewer prompts than asked for"
+NO_JSON = "not the requested JSON"
+TOO_FEW = "fewer prompts than requested"
 PANEL_COUNT = "another number of panels"
 EMPTY = "an empty text"
 SAME_PANEL = "the same panel twice"
@@ -66,9 +66,9 @@ def write_prompts(
     """
     Write image-set prompts with a language model, the same number for each category and layout (give or take one).
 
-    Answers are checked: JSON, the number of panels, no empty text, no panel marker inside a text, no prompt twice. What
-    fails is requested again with another seed, and left out and counted after `max_attempts`. Interrupted runs resume
-    automatically; the result does not depend on the order of the answers.
+    Answers are checked: JSON, the number of panels, no empty text, no panel marker inside a text, no prompt twice.
+    What fails is requested again with another seed, and left out and counted after `max_attempts`. Interrupted runs
+    resume automatically; the result does not depend on the order of the answers.
 
     Args:
         endpoint ([`ChatEndpoint`]):
@@ -98,11 +98,10 @@ def write_prompts(
     if folder.is_done:
         return folder.load()
     if num_prompts < 1 or max_attempts < 1:
-        raise ValueError(
-            f"`num_prompts` is {num_prompts} and `max_attempts` {max_attempts}, but both must be at least 1."
-        )
+        raise ValueError(f"`num_prompts` is {num_prompts}, `max_attempts` {max_attempts}; both must be at least 1.")
     batches = _plan(num_prompts, _categories_named(categories), _checked_layouts(layouts))
-    journal, answers = folder.journal("prompts"), Answers(endpoint, "image-set prompts", _TRIED_ENOUGH)
+    journal = folder.journal("prompts")
+    answers = Answers(endpoint, journal, "image-set prompts", _TRIED_ENOUGH)
     replies: dict[tuple[int, int], Reply] = {}
 
     def add(number: int, attempt: int, reply: Reply) -> None:
@@ -123,8 +122,7 @@ def write_prompts(
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
 
-    # All are sent, then all are checked in their order: which of two equal prompts is the later one does not depend on
-    # which answer came first
+    # All are sent, then all are checked in order: of two equal prompts the same one is dropped, whichever came first
     for attempt in range(max_attempts):
         lacking = {n: len(batch.slots) - len(written[n]) for n, batch in enumerate(batches)}
         lacking = {number: count for number, count in lacking.items() if count}
@@ -161,10 +159,7 @@ def write_prompts(
         "of each category": dict(Counter(row["category"] for row in rows)),
     }
     if dropped:
-        logger.warning(
-            f"{len(rows)} of {num_prompts} prompts were written. Left out after {max_attempts} attempts: "
-            f"{causes_text(dropped)}."
-        )
+        logger.warning(f"{len(rows)} of {num_prompts} prompts were written. {left_out_text(dropped, max_attempts)}")
     kinds = {"rows": "int64", "cols": "int64", "panels": ["string"], "dimensions": ["string"]}
     features = column_types(**{name: kinds.get(name, "string") for name in rows[0]})
     folder.finish(Dataset.from_list(rows, features=features), report)
@@ -187,9 +182,7 @@ def _categories_named(names: Sequence[str] | None) -> list[Category]:
 def _checked_layouts(layouts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     layouts = [tuple(layout) for layout in layouts]
     if not layouts or any(len(layout) != 2 or min(layout) < 1 or max(layout) == 1 for layout in layouts):
-        raise ValueError(
-            f"`layouts` is {layouts}, but each must have rows and columns, such as (2, 2), and two panels."
-        )
+        raise ValueError(f"`layouts` is {layouts}, but each must be rows and columns with two panels, such as (2, 2).")
     return layouts
 
 

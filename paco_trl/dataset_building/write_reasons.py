@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..data.pairs import check_pair_columns, content_text, decision_of, pair_features
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.stage_folder import StageFolder
-from .answers import Answers, cause_of, causes_text
+from .answers import Answers, cause_of, left_out_text
 from .categories import DIMENSIONS
 
 
@@ -73,7 +73,7 @@ GIVEN = "speaks of a given answer"
 CONTROL_TOKEN = "a control token"
 
 _VISIBLE = re.compile(rf"\b(?:{'|'.join(' '.join(VISIBLE_ATTRIBUTES.values()).split())})\b", re.IGNORECASE)
-# A label may also be seen in a picture, on a bottle: "the label on", "the label reads" are let through
+# A label may also be seen in an image, on a bottle: "the label on", "the label reads" are let through
 _GIVEN = re.compile(
     r"\bground[\s-]truths?\b"
     r"|\bthe\s+labels?\b(?!\s+(?:on|of|reads?|text|design|colou?rs?|shape)\b)"
@@ -88,7 +88,7 @@ _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 
 # Answers after which it is clear that there will be no usable one
 _TRIED_ENOUGH = 24
-# Pixels of a patch of Qwen2-VL and Qwen2.5-VL, as `load_image` takes it: the model then sees the pixels that training sees
+# Pixels of a patch of Qwen2-VL and Qwen2.5-VL, for `load_image`: the model sees the pixels that training sees
 _PATCH_SIZE = 14
 # Tokens of a word, at the most usual: room for a little more than the longest answer, so that too long ones are known
 _TOKENS_PER_WORD = 3
@@ -116,13 +116,13 @@ def write_reasons(
     """
     Write the reasons for the label of each pair with a vision-language model.
 
-    The model gets both images, the question, the label and the dimensions of the pair. Its answer must begin with the label
-    ("Yes." or "No."), name something visible (a word of `VISIBLE_ATTRIBUTES`), have a number of words in the range, and not
-    reveal that the label was given. What fails is requested again with another seed, and left out and counted after
-    `max_attempts`. Interrupted runs resume automatically.
+    The model gets both images, the question, the label and the dimensions of the pair. Its answer must begin with the
+    label ("Yes." or "No."), name something visible (a word of `VISIBLE_ATTRIBUTES`), have a number of words in the
+    range, and not reveal that the label was given. What fails is requested again with another seed, and left out and
+    counted after `max_attempts`. Interrupted runs resume automatically.
 
-    Images are sent as PNG, with the pixels that the trainer sees. The last ones stay encoded, so pairs of the same prompt
-    should be next to each other.
+    Images are sent as PNG, with the pixels that the trainer sees. The last ones stay encoded, so pairs of the same
+    prompt should be next to each other.
 
     Args:
         pairs ([`~datasets.Dataset`]):
@@ -155,7 +155,8 @@ def write_reasons(
         )
     ids = _checked_ids(pairs)
     labels = {row.id: row.decision for row in _questions(pairs, ids, with_images=False)}
-    journal, answers = folder.journal("reasons"), Answers(endpoint, "reasons", _TRIED_ENOUGH)
+    journal = folder.journal("reasons")
+    answers = Answers(endpoint, journal, "reasons", _TRIED_ENOUGH)
     problems: dict[str, list[str | None]] = {name: [] for name in ids}  # of each reply
     texts: dict[str, str] = {}
 
@@ -174,8 +175,7 @@ def write_reasons(
     for record in journal.records:
         if record["id"] in labels:  # others are of pairs that have changed since
             add(record["id"], Reply(*record["reply"]))
-    # Enough for the pairs under way and those of the same prompt: a failed pair is sent again at once, while its images
-    # are still there. About 1 MB each
+    # Enough for the pairs under way and a failed pair, which is sent again at once. About 1 MB each
     encode = _encoder(4 * endpoint.max_concurrency + 32)
 
     def request(question: _Question) -> ChatRequest:
@@ -211,10 +211,7 @@ def write_reasons(
         "left out": dict(dropped.most_common()),
     }
     if dropped:
-        logger.warning(
-            f"{len(kept)} of {len(ids)} pairs have reasons. Left out after {max_attempts} attempts: "
-            f"{causes_text(dropped)}."
-        )
+        logger.warning(f"{len(kept)} of {len(ids)} pairs have reasons. {left_out_text(dropped, max_attempts)}")
     folder.finish(_with_completions(pairs, kept, completions), report)
     return folder.load()
 
@@ -245,9 +242,7 @@ def _checked_ids(pairs: "Dataset") -> list[str]:
     ids = pairs.with_format(None)["id"][:]
     repeated = next((name for name, count in Counter(ids).items() if count > 1 or not isinstance(name, str)), None)
     if repeated is not None:
-        raise ValueError(
-            f"The `id` {repeated!r} of `pairs` is there twice, or is not a text. Each pair needs its own."
-        )
+        raise ValueError(f"The `id` {repeated!r} of `pairs` is there twice, or is not a text. Each needs its own.")
     return ids
 
 
