@@ -913,7 +913,7 @@ class TestImagesOfRows:
                 evaluate(make_scorer(), full, output_path=path, skip_broken=True)
             assert evaluate(make_scorer(), full, skip_broken=True)["skipped"] == []
         one = dataset_with(truncated, 2, 1).select([2])
-        with pytest.raises(ValueError, match="All 1 rows are broken, so that `skip_broken=True` leaves none"):
+        with pytest.raises(ValueError, match="All 1 rows are broken, so `skip_broken=True` leaves none"):
             evaluate(make_scorer(), one, skip_broken=True)
 
 
