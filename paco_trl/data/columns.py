@@ -37,7 +37,9 @@ def check_is_dataset(dataset: Any, name: str) -> None:
     if isinstance(dataset, IterableDataset):
         raise TypeError(f"`{name}` is an `IterableDataset`. It is checked first: load it without `streaming=True`.")
     if not isinstance(dataset, Dataset):
-        raise TypeError(f"`{name}` is a `{type(dataset).__name__}`. It must be a `datasets.Dataset`.")
+        raise TypeError(
+            f"`{name}` is a `{type(dataset).__name__}`. It must be a `datasets.Dataset`: `Dataset.from_list(rows)` makes one."
+        )
     if len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows. Check the file, the split or the filter that it comes from.")
 

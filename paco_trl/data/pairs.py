@@ -167,7 +167,7 @@ def _problem_of_texts(prompt: Any, completion: Any) -> str | None:
     roles = _roles(prompt)
     if roles not in (["user"], ["system", "user"]):
         given = f"has the turns {roles}" if roles is not None else f"is {shorten(prompt)}"
-        return f"The prompt {given}. It must have one user turn, with at most one system turn in front."
+        return f"The prompt {given}. It must have exactly one user turn, with at most one system turn."
     content = prompt[-1].get("content")
     text = content_text(content)
     if not is_text(text):
