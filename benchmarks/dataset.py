@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What it takes to cut the grids of a whole dataset, to pair the panels, and to save all of it.
+Measure the time, memory and disk space of cutting the grids of a full dataset, pairing the panels, and saving both.
 
     python benchmarks/dataset.py                  # 708 prompts x 4 seeds of 2x2 panels, 1024 x 1024 pixels: the paper's
-    python benchmarks/dataset.py --prompts 40     # a look
+    python benchmarks/dataset.py --prompts 40     # a quick look
 
-It makes its own grids: a few different pictures, hard-linked under the names of the others, since each is read, cut,
-compressed and digested anew. The stages run in a process of their own; its memory and that of its workers is sampled
-and summed up, which counts what they share more than once.
+The grids are a few different images, hard-linked under the names of the others: each is still read, cut, compressed and
+hashed separately. The stages run in a separate process, whose memory is sampled.
 """
 
 import argparse
@@ -26,8 +25,8 @@ import psutil
 MIB = 2**20
 
 
-def make_picture(size: int, seed: int, path: Path) -> None:
-    """A picture that compresses as a photo does: colors at several scales, and a little grain."""
+def make_image(size: int, seed: int, path: Path) -> None:
+    """Save an image that compresses like a photo: colors at several scales, and a little grain."""
     import numpy as np
     from PIL import Image
 
@@ -46,7 +45,7 @@ def make_grids(folder: Path, args: argparse.Namespace) -> None:
     pictures = folder / "pictures"
     pictures.mkdir()
     for number in range(args.pictures):
-        make_picture(args.size, number, pictures / f"{number}.png")
+        make_image(args.size, number, pictures / f"{number}.png")
     for number in range(args.prompts * args.seeds):
         prompt, seed = divmod(number, args.seeds)
         path = grid_path(folder, prompt, seed)
@@ -100,18 +99,18 @@ def build(folder: Path, args: argparse.Namespace, figures: multiprocessing.Queue
 
 
 def resident(process: psutil.Process) -> int:
-    """Bytes in memory of a process and of those that it started."""
+    """Return the bytes in memory of a process and its children."""
     total = 0
     try:
         for each in (process, *process.children(recursive=True)):
             total += each.memory_info().rss
-    except psutil.NoSuchProcess:  # ended meanwhile
+    except psutil.NoSuchProcess:  # it has ended
         pass
     return total
 
 
 def run(folder: Path, args: argparse.Namespace) -> dict:
-    """Build in a process of its own; its figures, with the peak of memory."""
+    """Build in a separate process; return its figures with the peak of memory."""
     context = multiprocessing.get_context("spawn")
     figures = context.Queue()
     process = context.Process(target=build, args=(folder, args, figures))
@@ -136,9 +135,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--cols", type=int, default=2)
     parser.add_argument("--size", type=int, default=1024, help="pixels per side of a grid")
-    parser.add_argument("--pictures", type=int, default=40, help="different grids; the others are links to them")
-    parser.add_argument("--workers", type=int, default=2, help="processes that cut")
-    parser.add_argument("--folder", help="for 5 GB of images, removed at the end; a temporary one by default")
+    parser.add_argument("--pictures", type=int, default=40, help="different grids; the others link to them")
+    parser.add_argument("--workers", type=int, default=2, help="threads that cut")
+    parser.add_argument(
+        "--folder", help="directory for 5 GB of images, removed at the end; by default a temporary one"
+    )
     parser.add_argument("--output", default="benchmarks/dataset.json")
     args = parser.parse_args()
 

@@ -6,8 +6,8 @@ How long diversification takes, how much memory, and how much more it covers tha
     python benchmarks/diversify.py --rows 5000 --select 50 --output runs/diversify.json      # does it run?
 
 The embeddings are planted: subjects of very different frequency (the k-th as often as 1 / k), each with its prompts
-around it, and every tenth prompt a near-copy of another one. Memory is the peak of a process of its own; what it has
-before it begins (the interpreter, numpy, torch and the embeddings) is given beside it.
+around it, and every tenth prompt a near-copy of another one. Memory is the peak of a separate process, given along with
+what it has before it begins (the interpreter, numpy, torch and the embeddings).
 """
 
 import argparse

@@ -9,13 +9,13 @@ Real rounds of `PaCoGRPOTrainer` with the paper's settings for FLUX.1-Kontext an
 three recipes that take turns in one run:
 
 - as shipped: prompts and source images are encoded once, sources are read at training size;
-- encoded again: the same, but for each micro-batch anew, as a plain call of the pipeline does. The encoders stay on the
-  accelerator. Images and trained weights must come out the same, which is checked;
+- encoded again: prompts and sources are encoded for each micro-batch, as a plain call of the pipeline does. The encoders
+  stay on the accelerator. Images and trained weights must be the same, which is checked;
 - pipeline's own size: as shipped, but sources are read at about 1024 x 1024 pixels, as a plain call does.
 
 Every round begins with the same weights and encodes its own prompts and sources, as the only round of a run would.
-What is saved are medians, and ratios of rounds of the same repeat; beside them what the arithmetic of the same round
-would be at the size of the real models, whose parts are built without memory for it.
+Medians and ratios of rounds of the same repeat are saved, with the arithmetic of the same round at the size of the real
+models, whose parts are built without memory.
 """
 
 import argparse
@@ -249,7 +249,7 @@ def build_pipeline(args: argparse.Namespace, name: str, tiny):
         if args.real:
             pipeline.tokenizer.model_max_length = 77
     else:
-        # Of Qwen2.5-VL-7B: pictures of the sizes that occur here are not made smaller
+        # Of Qwen2.5-VL-7B: images of the sizes here are not downscaled
         pipeline.processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
     return pipeline
 
@@ -295,7 +295,7 @@ class RealSize:
         return forward_flops(self.parts["transformer"], tokens)
 
     def text_encode(self, text_tokens: int, source: int) -> float:
-        """Of one prompt; `source` is the side of the picture that the text encoder sees."""
+        """Of one prompt; `source` is the side of the image that the text encoder sees."""
         if self.name == "kontext":
             return counted_flops(self.parts["text_encoder_2"], input_ids=torch.empty(1, 512, dtype=int, device="meta"))
         encoder, tokens = self.parts["text_encoder"], text_tokens + DROPPED_TOKENS
@@ -389,7 +389,7 @@ class MeasuredEncoder(PromptEncoder):
 
 
 class NothingEncoded(MeasuredEncoder):
-    """Encodes nothing before the round: what a micro-batch is drawn from is put in when it is drawn."""
+    """Encode nothing before the round: the inputs of a micro-batch are set when it is generated."""
 
     def encode(self, rows, numbers, scale=1.0) -> None:
         pass
@@ -463,7 +463,7 @@ class EditingTrainer(PaCoGRPOTrainer):
         if self._current.recipe == AGAIN:
             number = numbers[0]  # the images of a micro-batch are of one prompt
             encoder = MeasuredEncoder(self, is_resident=True)
-            # Outside the autocast of drawing, as what is encoded before it
+            # Outside the autocast of generation, as everything that is encoded before it
             with torch.autocast(self.accelerator.device.type, enabled=False):
                 encoder.encode(self.train_rows, [number], SCALE)
             fresh, first = encoder.fetch(self.train_rows, [number], SCALE)[number], fetched.encoded[number]
@@ -510,7 +510,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 def dataset_of(num_prompts: int, side: int) -> datasets.Dataset:
-    """Instructions with pictures: soft colors and a square."""
+    """Make instructions with source images: soft colors and a square."""
     rng = np.random.default_rng(0)
     images = []
     for _ in range(num_prompts):
@@ -676,11 +676,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--layers", type=int, help="double-stream blocks; FLUX has twice as many single-stream ones")
     parser.add_argument("--width", type=int, help=f"channels of the transformer, a multiple of {HEAD}")
-    parser.add_argument("--size", type=int, default=1024, help=f"pixels per side; {SCALE} of them are drawn")
+    parser.add_argument("--size", type=int, default=1024, help=f"pixels per side; {SCALE} of them are generated")
     parser.add_argument("--generations", type=int, default=2, help="images of a prompt")
     parser.add_argument("--prompts", type=int, default=1, help="prompts of a round")
     parser.add_argument(
-        "--repeats", type=int, default=2, help=f"of {len(TURNS)} rounds, beside the first, which warms up"
+        "--repeats", type=int, default=2, help=f"of {len(TURNS)} rounds, not counting the first, which warms up"
     )
     parser.add_argument("--folder", default="runs/benchmark")
     parser.add_argument("--output", default="benchmarks/editing_round.json")

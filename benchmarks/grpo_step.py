@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What a round of PaCo-GRPO and its optimizer steps cost, beside the cost structure of the published recipe, in one run.
+Measure a round of PaCo-GRPO with its optimizer steps against the cost structure of the published recipe, in one run.
 
     python benchmarks/grpo_step.py                                        # the tiny FLUX
     python benchmarks/grpo_step.py --size medium --repeats 3 --output benchmarks/grpo_step_medium.json
@@ -8,8 +8,8 @@ What a round of PaCo-GRPO and its optimizer steps cost, beside the cost structur
 
 Real rounds of `PaCoGRPOTrainer`, timed by hooks around the model calls. The published recipe is built from the same
 trainer, model and prompts: the text encoders stay on the device and encode the prompts of each call again, and a trained
-step is three forwards (old policy, reference, trained). Rounds of the two take turns, and so do the resolutions; what is
-saved are medians, and ratios of neighbouring rounds.
+step is three forwards (old policy, reference, trained). Rounds of the two take turns, and so do the resolutions;
+medians and ratios of adjacent rounds are saved.
 """
 
 import argparse
@@ -89,7 +89,7 @@ SIZES = {
         batch_size=2,
     ),
     "flux-dev": Size(
-        transformer={},  # the defaults of FluxTransformer2DModel, beside `guidance_embeds`
+        transformer={},  # the defaults of FluxTransformer2DModel, except `guidance_embeds`
         clip={
             "hidden_size": 768,
             "intermediate_size": 3072,
@@ -181,7 +181,7 @@ class Stopwatch:
 
     def __init__(self, device: str):
         self.device = device
-        self.is_synchronised = True
+        self.is_synchronized = True
         self.clock = time.process_time if is_processor_time(device) else time.perf_counter
         self._stack = ["trainer: loop, clipping, logs"]
         self.begin()
@@ -195,7 +195,7 @@ class Stopwatch:
         self.wall_started = time.perf_counter()
 
     def now(self) -> float:
-        if self.device == "cuda" and self.is_synchronised:
+        if self.device == "cuda" and self.is_synchronized:
             torch.cuda.synchronize()
         return self.clock()
 
@@ -236,7 +236,7 @@ class Round:
 
     recipe: str
     resolution: int
-    is_synchronised: bool
+    is_synchronized: bool
     num_prompts: int
     whole: float = 0.0
     wall: float = 0.0
@@ -248,18 +248,18 @@ class Round:
     memory_peak: float = 0.0
 
     @property
-    def pictures(self) -> float:
+    def figures(self) -> float:
         """Seconds of contact sheets and curves: the same in a large round as in a small one, so shown apart."""
-        return sum(seconds for name, seconds in self.seconds.items() if name.split(": ")[1] in PICTURES)
+        return sum(seconds for name, seconds in self.seconds.items() if name.split(": ")[1] in FIGURES)
 
     def time(self, encode: float) -> float:
-        """Seconds of the round without pictures; a prompt is encoded in `encode` where it was done before the round."""
-        return self.whole - self.pictures + (self.num_prompts * encode if self.recipe == "paco_trl" else 0.0)
+        """Seconds of the round without figures; a prompt is encoded in `encode` where it was done before the round."""
+        return self.whole - self.figures + (self.num_prompts * encode if self.recipe == "paco_trl" else 0.0)
 
 
 # Whose time a section is, by what its name ends with; the rest is that of paco_trl, TRL and Trainer
 MODEL_CALLS = ("transformer", "backward", "VAE", "text encoders")
-PICTURES = ("contact sheet", "curves")
+FIGURES = ("contact sheet", "curves")
 OPTIMIZER = ("optimizer and average of the weights",)
 PIPELINE = ("diffusers' pipeline", "tokenizers")
 
@@ -339,14 +339,14 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         self.is_published = self._current.recipe == "published"
         for name in self.family.text_encoders:
             getattr(self.pipeline, name).to(self.accelerator.device if self.is_published else "cpu")
-        self._prompts_drawn: list[list[str]] = []
+        self._generated_prompts: list[list[str]] = []
         self._current.memory_before = reset_peak_memory(self.watch.device)
-        self.watch.is_synchronised = self._current.is_synchronised
+        self.watch.is_synchronized = self._current.is_synchronized
         self.watch.begin()
         with self.watch.section("scoring: advantages, metrics, buffer"):
             buffer = super()._generate_and_score_completions(round_index)
         for index, entry in enumerate(buffer.entries):
-            entry["prompts"] = self._prompts_drawn[index // self.layout.num_trained_steps]
+            entry["prompts"] = self._generated_prompts[index // self.layout.num_trained_steps]
         return buffer
 
     def end_round(self) -> None:
@@ -384,7 +384,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
 
     def _inputs(self, fetched: FetchedRows, numbers: list[int]):
         prompts = [self.train_rows.prompts[number] for number in numbers]
-        self._prompts_drawn.append(prompts)
+        self._generated_prompts.append(prompts)
         if not self.is_published:
             return self._own_inputs(fetched, numbers)
         arguments = self._encode(prompts)
@@ -487,7 +487,7 @@ def measure(
         # In place, before the adapter: rollout and replay run the same blocks
         pipeline.transformer.compile_repeated_blocks(dynamic=False)
     config = PaCoGRPOConfig(
-        output_dir=tempfile.mkdtemp(dir=args.folder),  # a run does not go on in another's folder
+        output_dir=tempfile.mkdtemp(dir=args.folder),  # a run does not resume another one
         use_cpu=args.device == "cpu",
         bf16=args.torch_dtype == torch.bfloat16,
         # The untrained replay is compared with the rollout, and reported; in bf16 it is not known before
@@ -554,8 +554,8 @@ def summary(
 ) -> dict:
     """Medians over the rounds of a kind, for an image."""
     of_kind = [done for done in rounds if (done.recipe, done.resolution) == (recipe, resolution)]
-    timed = [done for done in of_kind if done.is_synchronised]
-    free = [done for done in of_kind if not done.is_synchronised] or timed
+    timed = [done for done in of_kind if done.is_synchronized]
+    free = [done for done in of_kind if not done.is_synchronized] or timed
     # The first recipe encodes a prompt once in a run, outside these rounds
     apart = encode * of_kind[0].num_prompts if recipe == "paco_trl" else 0.0
     encodes = of_kind[0].num_prompts if recipe == "paco_trl" else of_kind[0].counts["encodes"]
@@ -609,7 +609,7 @@ def summary(
             else {}
         ),
         "shares of time": {name: round(statistics.median(found[name] for found in each), 4) for name in each[0]},
-        "seconds of pictures in a round": round(statistics.median(done.pictures for done in timed), 4),
+        "seconds of figures in a round": round(statistics.median(done.figures for done in timed), 4),
         "time / wall time": round(statistics.median(done.whole / done.wall for done in free), 3),
         "peak memory, MiB": round(statistics.median(done.memory_peak for done in of_kind), 1),
         "above the beginning of the round, MiB": round(
@@ -622,9 +622,9 @@ def summary(
 
 
 def time_ratio(rounds: list[Round], resolution: int, encode: float) -> float:
-    """Median of the ratios of neighbouring rounds of the two recipes."""
+    """Return the median of the ratios of adjacent rounds of the two recipes."""
     of_size = [done for done in rounds if done.resolution == resolution]
-    free = [done for done in of_size if not done.is_synchronised] or of_size
+    free = [done for done in of_size if not done.is_synchronized] or of_size
     pairs = zip(free[::2], free[1::2], strict=True)
     return statistics.median(ours.time(encode) / published.time(encode) for ours, published in pairs)
 
@@ -677,7 +677,9 @@ def main() -> None:
     parser.add_argument("--num_single_layers", type=int, help="another depth than the size's")
     parser.add_argument("--num_attention_heads", type=int, help="another width than the size's, 128 a head")
     parser.add_argument("--encoder_layers", type=int, help="another depth of the T5 than the size's")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of each kind, beside the first, which warms up")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="rounds of each kind, not counting the first, which warms up"
+    )
     parser.add_argument("--folder", default="runs/benchmark")
     parser.add_argument("--output", default="benchmarks/grpo_step.json")
     args = parser.parse_args()

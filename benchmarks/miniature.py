@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Claims of the PaCo-RL paper, tried on the toy models of `examples/miniature`, with several seeds.
+Test claims of the PaCo-RL paper on the toy models of `examples/miniature`, with several seeds.
 
     python benchmarks/miniature.py --claims first_token              # about 20 minutes on one core
     python benchmarks/miniature.py --claims resolution log_tame sde  # about an hour and a half
-    python benchmarks/miniature.py --claims                          # only the results and the plot, of what is there
+    python benchmarks/miniature.py --claims                          # only results and plot, of finished runs
 
-Each run is kept in `--work_dir` and not run again; two of these commands can work beside each other with different
+Each run is kept in `--work_dir` and not repeated; two of these commands can run at the same time with different
 `--seeds`. Truth is read from pixels. Intervals are bootstrapped over test prompts, or held-out rankings, of all seeds together.
 """
 
@@ -31,7 +31,7 @@ from paco_trl.image_benchmarks.statistics import cell, difference
 
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "examples"))  # before this folder, where a module has the package's name
+sys.path.insert(0, str(HERE.parent / "examples"))  # before this directory, where a module has the package's name
 
 from miniature.data import shared_properties  # noqa: E402
 from miniature.evaluation_step import generate_and_read  # noqa: E402
@@ -234,7 +234,7 @@ def name_of(run: dict[str, Any]) -> str:
 
 
 def do_runs(claim: str, seeds: Sequence[int], work: Path) -> list[dict[str, Any]]:
-    """Runs those that are not done, each in a folder of its own; what is done is shared between the claims."""
+    """Do the missing runs, each in its own directory; finished runs are shared between the claims."""
     list_runs, do = CLAIMS[claim]
     done = []
     runs = list_runs(seeds)
@@ -408,7 +408,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--work_dir", type=Path, default=Path("miniature-benchmark"))
     parser.add_argument(
-        "--output", type=Path, default=HERE / "miniature.json", help="results; the plot lies beside it"
+        "--output", type=Path, default=HERE / "miniature.json", help="results; the plot is saved next to it"
     )
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-How much of a served judge's latency rollout hides, how many requests an image takes, and what JPEG costs.
+Measure how much of a served judge's latency is hidden behind generation, the requests per image, and the effect of JPEG.
 
     python benchmarks/reward_overlap.py
     python benchmarks/reward_overlap.py --quick --output runs/reward_overlap.json      # does it run?
 
-Real rounds of `PaCoGRPOTrainer` on a CPU, with the tiny FLUX. The judge is the tests' server in a process of its own,
+Real rounds of `PaCoGRPOTrainer` on a CPU, with the tiny FLUX. The judge is the tests' server in a separate process,
 which waits for as long as a judge would compute and computes nothing. Its latency follows the rollout: before each
 round that is measured it is set to a multiple of what a micro-batch took in the last round without a judge.
 
 Rounds take turns: with a reward that costs nothing, with the served reward, and with a copy of it that blocks its
-caller, which the trainer calls with 16 images. What is saved are medians and ratios.
+caller, which the trainer calls with 16 images. Medians and ratios are saved.
 """
 
 import argparse
@@ -143,8 +143,8 @@ class BlockingReward:
 
 def clocks() -> dict[str, float]:
     """
-    Seconds on the wall; those in which this thread slept, and did not only wait for a processor that other work had
-    (Linux says so, proc(5)); and those that processors worked for the other threads of this process.
+    Return the seconds of wall time, those in which this thread slept (without waiting for a processor that other work
+    had, by proc(5) of Linux), and the processor seconds of the other threads of this process.
     """
     wall, own = time.perf_counter(), time.thread_time()
     schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
@@ -273,7 +273,7 @@ def summary(rounds: list[dict]) -> dict:
         if done["kind"] == "served":
             alone = done["alone"]  # of the same questions and latency as of the reward that blocks, which comes next
         values = found[f"{done['kind']}, {done['multiple']:g}"]
-        # The thread that draws sleeps while it waits for rewards, or for Python's lock that the client has. On a machine
+        # The generating thread sleeps while it waits for rewards, or for Python's lock that the client has. On a machine
         # with other work the difference of two walls would be that of the work.
         values["hidden share"].append(1 - (done["slept"] - base["slept"]) / alone)
         values["hidden share, by the metrics"].append(done["hidden"] / (done["hidden"] + done["waited"]))

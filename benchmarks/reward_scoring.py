@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What scoring all pairs of an image set costs, beside the published usage example run pair by pair, in one run.
+Measure scoring all pairs of an image set against the published usage example run pair by pair, in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/reward_scoring.py                 # the tiny Qwen2.5-VL
     python benchmarks/reward_scoring.py --model_size real --device cuda --dtype bfloat16 --panel_size 512
@@ -174,8 +174,8 @@ def take_turns(args: argparse.Namespace, functions: list) -> list[list[float]]:
 
 
 def speed_ratio(ours: list[float], published: list[float]) -> tuple[float, list[float]]:
-    """How many times as fast ours is: median and quartiles over the repeats."""
-    # Of neighbours in time: what else the machine does slows down both
+    """Return how many times as fast ours is: median and quartiles over the repeats."""
+    # Of adjacent calls: other work on the machine slows down both
     ratios = [other / own for own, other in zip(ours, published, strict=True)]
     lower, median, upper = statistics.quantiles(ratios, n=4)
     return round(median, 2), [round(lower, 2), round(upper, 2)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What a training step of PaCo-Reward costs, beside the same step with the logits of the whole vocabulary, with a vision
-tower that is differentiated, with random batches and without workers; and what checking the images costs. In one run.
+Measure a training step of PaCo-Reward against the same step with the logits of the full vocabulary, with a
+differentiated vision tower, with random batches and without workers; and the checks of the images. In one run.
 
     python benchmarks/reward_training.py                                  # a small Qwen2.5-VL with random weights
     python benchmarks/reward_training.py --model_size real --device cuda --dtype bfloat16 --panel_size 512
@@ -196,7 +196,7 @@ def measure_orders(args: argparse.Namespace) -> dict:
 
 
 def noisy_panels(folder: Path, number: int, size: int) -> list[str]:
-    """Pictures that are neither plain, which decode too fast, nor pure noise."""
+    """Save images that are neither plain, which decode too fast, nor pure noise."""
     rng = np.random.default_rng(0)
     paths = []
     for index in range(number):
@@ -239,7 +239,7 @@ def measure_workers(args: argparse.Namespace) -> dict:
 
 
 def measure_checks(args: argparse.Namespace) -> dict:
-    """Validating pairs whose panels stand in nine of them each, beside decoding the images of every row."""
+    """Measure validating pairs whose panels occur in nine rows each against decoding the images of every row."""
     datasets.config.HF_DATASETS_CACHE = Path(args.folder) / "cache"
     paths = noisy_panels(Path(args.folder), 10, 512)
     pairs = [make_pair(*pair, theme_question(THEME), True) for pair in combinations(paths, 2)]

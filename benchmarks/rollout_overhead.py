@@ -73,11 +73,11 @@ def main() -> None:
     arguments = {"height": args.size, "width": args.size, "num_inference_steps": args.steps, "guidance_scale": 3.5}
     autocast = torch.autocast(args.device, dtype, enabled=dtype != torch.float32)
 
-    def draw_plain():
+    def generate_plain():
         with autocast:
             plain(**prompt, **arguments, generator=torch.Generator().manual_seed(0))
 
-    plain_time = median_time(draw_plain, args.repeats, args.device)
+    plain_time = median_time(generate_plain, args.repeats, args.device)
 
     # The same transformer, now with an adapter and the recording scheduler
     pipeline = load_pipeline(plain, dtype)
@@ -86,24 +86,24 @@ def main() -> None:
     model = prepare_transformer(pipeline, family, lora, autocast_adapter_dtype=True)
     pipeline.transformer = model
 
-    def draw_adapter():
+    def generate_with_adapter():
         with autocast:
             pipeline(**prompt, **arguments, generator=torch.Generator().manual_seed(0))
 
-    adapter_time = median_time(draw_adapter, args.repeats, args.device)
+    adapter_time = median_time(generate_with_adapter, args.repeats, args.device)
 
     policy = PipelinePolicy(pipeline, family, model, signature)
     sde = SDESettings((1,), 0.7)
     records = []
 
-    def draw_policy():
+    def generate_with_policy():
         nonlocal records
         with autocast:
             _, records = policy.generate(
                 prompt, args.size, args.size, args.steps, 3.5, noise_keys=[(0, 0, 0, 0, 0)], sde=sde
             )
 
-    policy_time = median_time(draw_policy, args.repeats, args.device)
+    policy_time = median_time(generate_with_policy, args.repeats, args.device)
 
     def forward():
         with autocast, torch.no_grad():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What scoring an image set by the criteria of T2IS-Bench costs, beside asking one pair and criterion at a time.
+Measure scoring an image set by the criteria of T2IS-Bench against querying one pair and criterion at a time.
 
     OMP_NUM_THREADS=1 python benchmarks/t2is_scoring.py                   # a small Qwen2.5-VL
     python benchmarks/t2is_scoring.py --model_size real --device cuda --dtype bfloat16

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Draw a planted world: sets of one figure in four scenes, whose truth can be read from the pixels.
+Render a planted world: sets of one figure in four scenes, whose truth can be read from the pixels.
 
 A figure has a shape, a color and an accessory; a scene has a ground and a place. A prompt in the T2IS format names the
 shape and the four scenes, and asks for the same figure in all of them; it names the color and the accessory, or leaves
@@ -59,19 +59,19 @@ class Panel(NamedTuple):
 
 
 ALL_PANELS = tuple(itertools.starmap(Panel, itertools.product(SHAPES, COLORS, ACCESSORIES, GROUNDS, PLACES)))
-_DRAWN_AT = 256  # pixels; drawn large and downscaled, so that edges are smooth at every size
+_DRAWN_AT = 256  # pixels; rendered large and downscaled, so that edges are smooth at every size
 
 
 @lru_cache(maxsize=8)
 def draw_all_panels(size: int) -> np.ndarray:
-    """Draw every possible panel."""
+    """Render every possible panel."""
     panels = np.stack([np.asarray(draw_panel(panel, size)) for panel in ALL_PANELS])  # (972, size, size, 3)
     panels.setflags(write=False)
     return panels
 
 
 def draw_panel(panel: Panel, size: int) -> Image.Image:
-    """Draw one panel."""
+    """Render one panel."""
     return _draw(panel).resize((size, size), Image.Resampling.BOX)
 
 

@@ -98,7 +98,7 @@ class GridsArguments(PipelineArguments, PushableArguments):
 class PanelsArguments(PushableArguments):
     """Panels, cut from the grids, and the ranking instances that they give."""
 
-    num_workers: int = option(2, "Number of processes that cut grids.")
+    num_workers: int = option(2, "Number of threads that cut grids.")
     exclude_prompts: list[str] = option([], "Ids of prompts to leave out, for example of those with flat grids.")
     max_instances_per_prompt: int | None = option(
         None, "Maximum number of instances per prompt, sampled. If `None`, all: 48 for four 2x2 grids."
