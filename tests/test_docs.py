@@ -31,6 +31,8 @@ PAGES = sorted(
             for name in (
                 "README.md",
                 "CONTRIBUTING.md",
+                "SECURITY.md",
+                "CHANGELOG.md",
                 "examples/README.md",
                 "examples/miniature/README.md",
                 "benchmarks/README.md",
