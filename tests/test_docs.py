@@ -44,13 +44,13 @@ PAGES = sorted(
 CONFIGS = {"PaCoGRPOConfig": PaCoGRPOConfig, "PaCoRewardConfig": PaCoRewardConfig}
 OPTIONS_OF = {name: {field.name for field in dataclasses.fields(config)} for name, config in CONFIGS.items()}
 OPTIONS = set().union(*OPTIONS_OF.values())
-# Those that the docstrings of the configs list
+# Options that the docstrings of the configs list
 OWN_OPTIONS = [
     option
     for config in CONFIGS.values()
     for option in re.findall(r"^        (\w+) \(`", docstring(config), flags=re.M)
 ]
-# Config that the options of a script are those of, beside its own
+# The config whose options a script has in addition to its own
 SCRIPTS = {
     "train_flux.py": "PaCoGRPOConfig",
     "train_flux_kontext.py": "PaCoGRPOConfig",
@@ -150,9 +150,9 @@ class TestLinks:
 
 
 def run_blocks(pages: list[Path], folder: Path) -> tuple[int, str]:
-    """Runs the blocks of pages that are marked runnable; returns their number and what they print."""
+    """Run the blocks of pages that are marked runnable; return their number and their output."""
     runnable = [code for page in pages for is_runnable, code in blocks(page, "python") if is_runnable]
-    # In one process, with nothing in common but the folder
+    # In one process, sharing only the directory
     driver = "import json, sys\nfor code in json.loads(sys.argv[1]):\n    exec(code, {'__name__': '__main__'})"
     return len(runnable), launching.check_run(["-c", driver, json.dumps(runnable)], cwd=folder)
 
@@ -167,9 +167,9 @@ class TestSnippets:
         assert (tmp_path / "paco-tiny" / "pytorch_lora_weights.safetensors").exists()
         for name in ("adapter_model.safetensors", "README.md", "eval_calibration.png", "eval_wrong_pairs.png"):
             assert (tmp_path / "tiny-judge" / name).exists()
-        same, other = map(float, re.search(r"same colour: (\S+), other colour: (\S+)", printed).groups())
+        same, other = map(float, re.search(r"same color: (\S+), other color: (\S+)", printed).groups())
         assert other < 0.2 < 0.8 < same
-        assert "ratio 1.0" in printed  # of the page that docs/add_a_family.md writes from zero
+        assert "ratio 1.0" in printed  # of the page that docs/add_a_family.md writes from scratch
         assert (tmp_path / "paco-edit" / "pytorch_lora_weights.safetensors").exists()
 
     @pytest.mark.parametrize("code", PYTHON_BLOCKS)
@@ -249,7 +249,7 @@ class TestOptions:
 
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
     def test_options_in_the_text_exist(self, page):
-        """`name=value` and `--name` in a line of text name options, also of the objects beside the config."""
+        """`name=value` and `--name` in a line of text name options of the config and of other objects."""
         others = {
             "modules_to_save",
             "push_to_hub",
@@ -259,6 +259,8 @@ class TestOptions:
             "model",
             "use_ema",
             "weight_name",
+            "use_safetensors",
+            "HF_HUB_DISABLE_TELEMETRY",
         }
         others = others.union(*map(script_options, SCRIPTS))
         others = others.union(
@@ -314,11 +316,11 @@ class TestMetrics:
 
     @pytest.mark.slow
     def test_documented_keys_of_the_judge_are_the_logged_ones(self, tiny_qwen, tmp_path):
-        colours = [("red", "red"), ("red", "blue"), ("blue", "blue"), ("blue", "red")]
+        colors = [("red", "red"), ("red", "blue"), ("blue", "blue"), ("blue", "red")]
         pairs = Dataset.from_list(
             [
                 make_pair(*(Image.new("RGB", (56, 56), c) for c in pair), "Same?", pair[0] == pair[1], "I see it.")
-                for pair in colours
+                for pair in colors
             ]
         )
         args = PaCoRewardConfig(
