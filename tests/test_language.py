@@ -20,7 +20,15 @@ PHRASES = [
 FORBIDDEN = re.compile(rf"(?<![\w/.-])({'|'.join(PHRASES)})(?![\w/(=])", re.IGNORECASE)
 # Names and code are not prose: they are those of other libraries, or what users already wrote down
 CODE = re.compile(r"```.*?```|`[^`\n]*`|\{[^{}]*\}|https?://\S+|\]\([^)]*\)", re.DOTALL)
-PATTERNS = ["*.md", "examples/miniature/*.md", "examples/*/*.yaml", "benchmarks/*.md", "benchmarks/*.py"]
+PATTERNS = [
+    "*.md",
+    "docs/[!bdhu]*.md",
+    "examples/miniature/**/*.md",
+    "examples/miniature/**/*.py",
+    "examples/**/*.yaml",
+    "benchmarks/*.md",
+    "benchmarks/*.py",
+]
 # Texts that are input of models: stored results and a published protocol were made with exactly these
 EXCEPTIONS = {
     "benchmarks/reward_overlap.py": ["grey"],
