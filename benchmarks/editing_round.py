@@ -111,7 +111,7 @@ def kontext_parts(tiny: FluxKontextPipeline, layers: int | None, width: int | No
     """
     Parts of FLUX.1-Kontext that take the place of the tiny pipeline's.
 
-    Reduced, the T5 has about the share of a forward's arithmetic that T5-XXL has (0.2), and the VAE the factor of 8.
+    Reduced, the T5 has about the fraction of a forward's arithmetic that T5-XXL has (0.2), and the VAE the factor of 8.
     """
     clip = {}
     if is_real:
@@ -166,7 +166,7 @@ def qwen_image_edit_parts(tiny: QwenImageEditPipeline, layers: int | None, width
     """
     Parts of Qwen-Image-Edit that take the place of the tiny pipeline's, whose VAE has the real factor of 8.
 
-    Reduced, the text encoder has about the share of a forward's arithmetic that Qwen2.5-VL-7B has (0.26).
+    Reduced, the text encoder has about the fraction of a forward's arithmetic that Qwen2.5-VL-7B has (0.26).
     """
     config = tiny.text_encoder.config.to_dict()
     if is_real:

@@ -71,7 +71,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(),
-    # 36 million weights. Its T5 takes the share of a transformer's forward that T5-XXL takes of FLUX.1-dev's at 512
+    # 36 million weights. Its T5 takes the fraction of a transformer's forward that T5-XXL takes of FLUX.1-dev's at 512
     # pixels, 0.2, so that what encoding again costs is in proportion.
     "medium": Size(
         transformer={

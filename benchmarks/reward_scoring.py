@@ -134,7 +134,7 @@ WAYS = {"ours": score_sets, "published": score_as_published}
 
 
 def peak_memory(args: argparse.Namespace, function, pairs: list) -> float:
-    """Bytes at the peak of scoring, above those of the model: in a process of its own on the CPU."""
+    """Bytes at the peak of scoring, above those of the model: in a separate process on the CPU."""
     if args.device == "cuda":
         judge = load_judge(args)
         torch.cuda.reset_peak_memory_stats()

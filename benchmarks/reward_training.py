@@ -141,7 +141,7 @@ def run(args: argparse.Namespace, steps: list, repeats: int) -> tuple[dict, dict
 
 
 def peak_memory(args: argparse.Namespace, step) -> float:
-    """Bytes at the peak of two steps, those of the model included: in a process of its own."""
+    """Bytes at the peak of two steps, those of the model included: in a separate process."""
 
     def measure(connection):
         run(args, [step], 1)

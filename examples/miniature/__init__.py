@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole method on toy models of the real classes, in a planted world whose truth is known."""
+"""The full method on toy models of the real classes, in a planted world whose truth is known."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the whole method on a laptop, offline."""
+"""Run the full method on a laptop, offline."""
 
 import os
 import shlex
