@@ -297,7 +297,9 @@ class TestBadImages:
         sources = SourceImages(with_paths([path]), "the dataset")
         assert sources.load(0)[0].size == (8, 8)
         write(tmp_path / "a.png", picture(0, (16, 8)))
-        with pytest.raises(ValueError, match="Row 0 of the dataset: .* has 16 x 8 pixels .* its header reported 8 x 8"):
+        with pytest.raises(
+            ValueError, match="Row 0 of the dataset: .* has 16 x 8 pixels .* its header reported 8 x 8"
+        ):
             sources.load(0)
         (tmp_path / "a.png").unlink()
         with pytest.raises(ValueError, match="Row 0 of the dataset: .*FileNotFoundError"):

@@ -117,7 +117,10 @@ class TestCheckRankingColumns:
             ({"ranking": [0, 1, -1]}, r"is \[0, 1, -1\]"),
             ({"ranking": [0, 1, None]}, r"is \[0, 1, None\]"),
             ({"ranking": None}, "is None"),
-            ({"ranking": [0], "candidates": [color(1)]}, "Row 1 of `bench` has 1 candidates, but a ranking needs at least 2"),
+            (
+                {"ranking": [0], "candidates": [color(1)]},
+                "Row 1 of `bench` has 1 candidates, but a ranking needs at least 2",
+            ),
             ({"ranking": [], "candidates": []}, "has 0 candidates"),
             ({"candidates": None}, "has 0 candidates"),
             ({"prompt": " "}, "`prompt` of row 1 of `bench` is ' '"),
@@ -326,7 +329,10 @@ class TestLoadConsistencyRank:
             ([{"prompt": "A fox."}], "has the idx None"),
             ([{"idx": "1", "prompt": "A fox."}, {"idx": 1, "prompt": "A fox."}], "line 2 has the idx 1 of an earlier"),
             ([{"idx": "1", "prompt": "A fox.", "criteria": {"Style": "Ink."}}], "criteria {'Style': 'Ink.'}"),
-            ([{"idx": "1", "prompt": "A fox.", "criteria": "Ink."}], "criteria 'Ink.'. They must be dimension -> name -> text"),
+            (
+                [{"idx": "1", "prompt": "A fox.", "criteria": "Ink."}],
+                "criteria 'Ink.'. They must be dimension -> name -> text",
+            ),
         ],
     )
     def test_prompts(self, tmp_path, prompts, message):
