@@ -32,7 +32,7 @@ def check_is_dataset(dataset: Any, name: str) -> None:
 
     if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
         raise TypeError(
-            f'`{name}` is a `{type(dataset).__name__}` of the splits {list(dataset)}. Give one: `["train"]`.'
+            f'`{name}` is a `{type(dataset).__name__}` of the splits {list(dataset)}. Pass one: `dataset["train"]`.'
         )
     if isinstance(dataset, IterableDataset):
         raise TypeError(f"`{name}` is an `IterableDataset`. It is checked first: load it without `streaming=True`.")
