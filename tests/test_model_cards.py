@@ -570,6 +570,7 @@ class TestWhatItSays:
         assert rows == {"sampler": "10 steps, guidance 3.5"}
         assert dict(ImageSettings().rows(None)) == {} == dict(JudgeSettings().rows(None))
         assert dict(JudgeSettings(loss_variant="paper").rows(None)) == {"loss": "plain likelihood"}
+        assert dict(ImageSettings(num_prompts_per_generation=2, num_generations=4).rows(None)) == {}  # steps not known
         card = ImageModelCard("a", "u/a", FLUX, evaluations=[Evaluation("r", 0.5, step=1)])
         (table,) = tables_of(str(render_card(card)))
         assert table == {"reward": ["after"], "r": ["0.5000"]}

@@ -70,7 +70,7 @@ class ImageSettings:
             self.optimizer_steps_per_generation,
         )
         yield from _given(("optimizer steps", self.optimizer_steps))
-        if prompts is not None and generations is not None:
+        if prompts is not None and generations is not None and steps is not None:
             batch = self.per_device_train_batch_size
             per_device = f", {batch} at a time on a device" if batch is not None else ""
             yield "round", f"{prompts} prompts x {generations} images, {steps} optimizer steps"
