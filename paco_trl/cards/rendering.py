@@ -54,7 +54,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         "is_base_cited": cited is not None,
         "cell": markdown_text,
     }
-    if is_judge:
+    if isinstance(card, JudgeCard):
         shown["served_name"] = re.sub(r"[^\w.-]", "-", card.repo_id.split("/")[-1]).lower()
         shown["question"] = repr(theme_question("A fox through the four seasons"))
         shown["serve_options"] = _serve_options(card)
@@ -107,8 +107,8 @@ def renamed(text: str, old: str, new: str) -> str:
 
 def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
     """Return the Hub's metadata of a card."""
-    is_judge, is_adapter = isinstance(card, JudgeCard), card.weights == "adapter"
-    if is_judge:
+    is_adapter = card.weights == "adapter"
+    if isinstance(card, JudgeCard):
         library, task = "peft" if is_adapter else "transformers", "image-text-to-text"
     else:
         library, task = "diffusers", "image-to-image" if card.is_editing else "text-to-image"

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -62,6 +62,7 @@ _MEMORY_LIMIT = 0.9
 
 _PACKAGE = "paco_trl"
 _VERSIONS = ("trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch", "deepspeed")
+_MISSING: Any = None  # what no check has found yet
 
 
 @dataclass
@@ -72,17 +73,17 @@ class DoctorState:
     temporary_dir: str  # stands in for the output directory of the run
     # Of the run; `args` has other values, so that the doctor leaves nothing behind
     push_to_hub: bool = False
-    output_dir: str | None = None
+    output_dir: str = _MISSING
     resume_from_checkpoint: str | bool | None = None
-    script_args: ScriptArguments | None = None
-    args: PaCoGRPOConfig | None = None
+    script_args: ScriptArguments = _MISSING
+    args: PaCoGRPOConfig = _MISSING
     train_dataset: Dataset | None = None
     eval_dataset: Dataset | None = None
     reward_funcs: list[Callable] | None = None
     eval_reward_funcs: list[Callable] | None = None
     rewards: dict[str, Callable] = field(default_factory=dict)
-    trainer: PaCoGRPOTrainer | None = None
-    generator: SampleGenerator | None = None
+    trainer: PaCoGRPOTrainer = _MISSING
+    generator: SampleGenerator = _MISSING
     images: list[Image.Image] = field(default_factory=list)
 
 
@@ -281,7 +282,7 @@ def check_rewards_load(state: DoctorState) -> Row:
 def check_model(state: DoctorState) -> Row:
     """Check that the model loads, that its adapter fits, and that every named layer exists."""
     args, script_args = state.args, state.script_args
-    reward_funcs = state.reward_funcs
+    reward_funcs: Any = state.reward_funcs
     if reward_funcs is None:
         # That check has failed; the model can be checked without
         reward_funcs, args.reward_weights, args.reward_required = [_no_reward], None, None
@@ -630,7 +631,7 @@ def check_reward_values(state: DoctorState) -> list[Row]:
     """Check each reward on the generated images."""
     row, images = state.generator.row, state.images
     # As in training: the columns of the dataset, the panels, and TRL's hooks
-    arguments = {name: [value] * len(images) for name, value in row.items() if name != "prompt"}
+    arguments: dict[str, Any] = {name: [value] * len(images) for name, value in row.items() if name != "prompt"}
     arguments |= {
         "prompts": [row["prompt"]] * len(images),
         "completions": images,

@@ -30,7 +30,7 @@ def name_first(arguments: list[str], option: str) -> list[str]:
     return [option, *arguments] if arguments and not arguments[0].startswith("-") else arguments
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int | str | None:
     """Run a command; return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] in (["--help"], ["-h"]):

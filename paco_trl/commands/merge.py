@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
@@ -47,12 +47,12 @@ _TRANSFORMER_WEIGHTS = "diffusion_pytorch_model.safetensors"
 class MergeArguments:
     """Adapter to merge, and where the merged weights go."""
 
-    adapter_name_or_path: str | None = option(
+    adapter_name_or_path: str = option(
         None,
         "Hub id or directory of a LoRA adapter in PEFT's format, or the output directory of a training run, whose "
         "newest model is used.",
     )
-    output_dir: str | None = option(
+    output_dir: str = option(
         None,
         "New directory for the merged weights: a whole model for the adapter of a judge, the subdirectory "
         "`transformer` for that of an image pipeline.",
@@ -312,7 +312,7 @@ def _unload(model: PeftModel) -> nn.Module:
 
 
 def _write_card(merged: Merged, config: LoraConfig, pipeline_class: str | None, title: str, folder: Path) -> None:
-    common = {
+    common: dict[str, Any] = {
         "title": title,
         "repo_id": title,
         "base_model": merged.base,
@@ -320,7 +320,7 @@ def _write_card(merged: Merged, config: LoraConfig, pipeline_class: str | None, 
         "lora": LoRA(config.r, config.lora_alpha),
         "license": base_license(merged.base, online=True),
     }
-    if merged.is_judge:
+    if pipeline_class is None:
         card = JudgeCard(weights="merged", **common)
     else:
         transformer = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))

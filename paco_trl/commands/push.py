@@ -89,7 +89,7 @@ def push(args: PushArguments) -> str:
     )
     if not known and folder == run:
         remember_repository(run, repo_id, revision, private)
-    pusher = HubPusher(api, repo_id, revision, run, published_files)
+    pusher = HubPusher(api, repo_id, revision, run, published_files or [])
     step = f", {model.name.replace('-', ' ')}" if model != run else ""
     # The card of a model that was trained without a repository loads it by the name of its folder
     card = model / "README.md"

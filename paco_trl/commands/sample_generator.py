@@ -128,7 +128,7 @@ class SampleGenerator:
 @contextmanager
 def _last_sample(scheduler) -> Iterator[list[torch.Tensor]]:
     """Keep what the last step of the scheduler returned: the 8 bits per channel of an image hide differences."""
-    samples = []
+    samples: list[torch.Tensor] = []
     step = scheduler.step
 
     @functools.wraps(step)  # pipelines look for options in its signature

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from datasets import Dataset
 from peft import LoraConfig
@@ -122,7 +123,7 @@ def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
                 f"`--eval_split` is {split!r}, but '{name}' is a file, whose rows are all trained on: it has no other "
                 "split. Name another file with `--eval_dataset_name`."
             )
-    return _load_prompts(script_args, name, split or "train", is_training=False)
+    return _load_prompts(script_args, cast(str, name), split or "train", is_training=False)
 
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
@@ -167,7 +168,7 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
         raise ValueError(
             "`--eval_judge_model` and `--eval_judge_url` are for `consistency` and `edit`, and neither is a reward here."
         )
-    known = dict(zip(script_args.rewards, reward_funcs, strict=True))
+    known: dict[str, Callable | None] = dict(zip(script_args.rewards, reward_funcs, strict=True))
     if has_own_judge:
         model = script_args.eval_judge_model or script_args.judge_model
         url = script_args.eval_judge_url

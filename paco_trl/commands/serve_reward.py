@@ -16,7 +16,7 @@ import urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from trl import TrlParser
@@ -165,7 +165,7 @@ def find_adapter(model: str) -> Adapter | None:
     )
 
 
-def _image_size(processor_file: str | None, image_processor_file: str | None) -> dict[str, int] | None:
+def _image_size(processor_file: str | None, image_processor_file: str | None) -> dict[str, Any] | None:
     """Return the `size` of an image processor whose limits are numbers of pixels."""
     config = {}
     if image_processor_file is not None:
@@ -222,7 +222,7 @@ class Server:
     def __init__(self, command: list[str]):
         # Tools that vLLM calls (ninja) are in its environment, which need not be the active one
         path = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)])
-        self.process = subprocess.Popen(
+        self.process: Any = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ class HubPusher:
         self.wait()
         try:
             self.push_waiting(are_replaced=True)
-            files = select_files(folder, self.published_files)
+            files: dict[str, Path | bytes] = {**select_files(folder, self.published_files)}
             if card is not None:
                 files["README.md"] = card.encode()
             return self._upload(files, message)
@@ -218,7 +218,7 @@ class HubPusher:
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _upload(self, files: dict[str, Path | bytes], message: str) -> CommitInfo:
+    def _upload(self, files: Mapping[str, Path | bytes], message: str) -> CommitInfo:
         with hub_errors(self.api, self.repo_id, "Nothing is lost."):
             return retrying(self.api, self.repo_id)(
                 upload, self.api, self.repo_id, self.revision, files, message, self.published_files

@@ -4,8 +4,8 @@
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Bbox
@@ -64,7 +64,7 @@ def _composite(images: list[Image.Image], aspect: float) -> Image.Image:
     return composite
 
 
-def _show(canvas: Axes, place: Bbox, image: Image.Image, caption: str, size: int) -> Bbox:
+def _show(canvas: Any, place: Bbox, image: Image.Image, caption: str, size: int) -> Bbox:
     """Show an image in the center of a place of the figure, with its caption below; return its box."""
     width, height = canvas.figure.get_size_inches()
     box = place.shrunk_to_aspect(image.height / image.width, fig_aspect=height / width).anchored("C", place)
@@ -113,7 +113,7 @@ def save_contact_sheet(
     aspects = [max(i.image.height / i.image.width for i in images if (i.prompt, i.series) == row) for row in rows]
     heights = [image_width * aspect + text_height for aspect in aspects]
     own_rows = {prompt: [number for number, row in enumerate(rows) if row[0] == prompt] for prompt in instructions}
-    composites = {}
+    composites, sources = {}, sources or {}
     for prompt, own in own_rows.items():
         if sources.get(prompt):
             space = sum(heights[number] for number in own) - text_height

@@ -34,13 +34,13 @@ _COLORS = ("#1f77b4", "#e8710a", "#2a9d3a", "#8e5fc4", "#c2185b", "#6d4c41", "#0
 _EVAL_STYLES = (("0.1", "o"), ("#d62728", "s"), ("#7b1fa2", "D"), ("#00695c", "^"), ("#ad6800", "v"))
 _PHASES = {"encode": "#b0bec5", "rollout": "#1f77b4", "reward": "#e8710a", "train": "#2a9d3a"}
 _CLIPPED = (("region", "both", "0.25"), ("low", "below the range", "#1f77b4"), ("high", "above the range", "#e8710a"))
-_DEVIATIONS = {"ratio_deviation": ("-", "after an update"), "ratio_deviation_on_policy": (":", "on policy")}
+_DEVIATIONS: dict = {"ratio_deviation": ("-", "after an update"), "ratio_deviation_on_policy": (":", "on policy")}
 _PANEL_HEIGHT, _LEGEND_LINE, _GAP, _WIDTH = 1.35, 0.155, 0.42, 10.0  # inches
 
 
 def history_rows(log_history: list[dict]) -> list[dict[str, float]]:
     """Merge the logs of each step into a row: the last value counts, `None` becomes NaN, texts are left out."""
-    rows = {}
+    rows: dict[int, dict] = {}
     for entry in log_history:
         row = rows.setdefault(entry["step"], {"step": entry["step"]})
         values = {name: math.nan if value is None else value for name, value in entry.items()}
@@ -87,7 +87,7 @@ def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round:
     height = 0.3 + sum(heights) + _GAP * (len(heights) - 1) + 0.45  # with room for the title and the ticks
     figure.set_size_inches(_WIDTH, height)
     all_axes[0].get_gridspec().set_height_ratios(heights)
-    figure.subplots_adjust(0.07, 0.45 / height, 0.75, 1 - 0.3 / height, hspace=_GAP / np.mean(heights))
+    figure.subplots_adjust(0.07, 0.45 / height, 0.75, 1 - 0.3 / height, hspace=_GAP / float(np.mean(heights)))
     write_atomically(path, png_bytes(figure))
     return True
 
@@ -103,7 +103,7 @@ class CurvesCallback(TrainerCallback):
     def __init__(self, plot: bool = True):
         self._plot = plot
         self._not_before = -math.inf  # time of the next plot
-        self._failed = set()
+        self._failed: set[Path] = set()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         # A short run is plotted once, at its end
@@ -195,7 +195,7 @@ def _plot_reward(axes: Axes, rows: list[dict], reward: str, color: str, prefixes
             axes.plot(steps, means, marker, color=color, markersize=4, zorder=4, label=label)
             axes.vlines(steps, low, high, color=color, linewidth=1.1, zorder=3)
             for baseline in baselines[np.isfinite(baselines)][-1:]:
-                style = {"color": color, "linestyle": "--", "linewidth": 0.9, "zorder": 2}
+                style: dict = {"color": color, "linestyle": "--", "linewidth": 0.9, "zorder": 2}
                 axes.axhline(baseline, label=_label(f"baseline{name}"), **style)
 
 
@@ -212,7 +212,8 @@ def _plot_spread(axes: Axes, rows: list[dict], colors: dict[str, str]) -> None:
     for reward, color in colors.items():
         steps, tamed = _series(rows, f"rewards/{reward}/tamed", "rewards/")
         if (tamed > 0).any():
-            strip, style = np.where(tamed > 0, top, np.nan), {"transform": axes.get_xaxis_transform(), "linewidth": 0}
+            strip = np.where(tamed > 0, top, np.nan)
+            style: dict = {"transform": axes.get_xaxis_transform(), "linewidth": 0}
             axes.stairs(strip, _edges(steps), baseline=top - 0.7 * height, fill=True, color=color, **style)
             top -= height
     if top < 1:
@@ -266,7 +267,7 @@ def _plot_time(axes: Axes, rows: list[dict], phases: list[str], steps_per_round:
         # The first round encodes all prompts of a run, which would flatten the rest
         if highest > 4 * typical > 0:
             axes.set_ylim(0, 2.5 * typical)
-            style = {"transform": axes.transAxes, "fontsize": 7.5, "ha": "right", "va": "top", "color": "0.3"}
+            style: dict = {"transform": axes.transAxes, "fontsize": 7.5, "ha": "right", "va": "top", "color": "0.3"}
             axes.text(0.99, 0.94, f"cut off: up to {highest:.3g} s", **style)
     return handles
 
@@ -284,7 +285,7 @@ def _line(
     """Plot a line: with points if there are few values, and as a running mean over them if there are many."""
     if not np.isfinite(values).any():
         return
-    style = {"color": color, "linewidth": 1.3, "linestyle": linestyle, "label": label, "clip_on": False}
+    style: dict = {"color": color, "linewidth": 1.3, "linestyle": linestyle, "label": label, "clip_on": False}
     if len(steps) <= MANY_POINTS:
         axes.plot(steps, values, marker=".", markersize=4 if len(steps) <= 50 else 2, **style)
         return

@@ -21,7 +21,7 @@ _CONSISTENT, _INCONSISTENT = "#1f77b4", "#d65f5f"
 
 def plot_calibration(p_yes: np.ndarray, is_yes: np.ndarray, title: str, ece: float) -> Image.Image:
     """Plot the fraction of consistent pairs over P(Yes), and a histogram of the scores."""
-    bins = calibration_bins(p_yes, is_yes)
+    bins = calibration_bins(p_yes.tolist(), is_yes.tolist())
     figure = new_figure(4.6, 5.4)
     reliability, histogram = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1], "hspace": 0.08})
     figure.subplots_adjust(left=0.14, right=0.97, bottom=0.09, top=0.94)
@@ -74,7 +74,7 @@ def plot_wrong_pairs(
             0.0, 1.0, f"row {rows[index]}: says {says}, P(Yes) = {p_yes[index]:.3f}; labeled {label}", fontsize=7.5,
             color="black" if says == label else _INCONSISTENT, weight="bold", va="top",
         )  # fmt: skip
-        question = textwrap.shorten(content_text(row["prompt"][-1]["content"]), 230, placeholder=" …")
+        question = textwrap.shorten(content_text(row["prompt"][-1]["content"]) or "", 230, placeholder=" …")
         question = textwrap.fill(question, 82).replace("$", r"\$")  # two would enclose a formula
         caption.text(0.0, 0.74, question, fontsize=6, color="0.3", va="top")
     return open_png(png_bytes(figure))

@@ -57,7 +57,9 @@ class ScoredImages:
 def _sheet_images(prompts: list[str], shown: ScoredImages, before: ScoredImages | None) -> list[SheetImage]:
     images = []
     for series, (name, scored) in enumerate((("before", before), ("after", shown))):
-        for number in scored.pictures if scored is not None else ():
+        if scored is None:
+            continue
+        for number in scored.pictures:
             prompt, generation = divmod(number, scored.num_generations)
             image = SheetImage(prompt, generation, scored.pictures[number], prompts[prompt], scored.caption(number))
             if before is not None and scored.num_generations > 1:
@@ -87,8 +89,8 @@ def save_scored_sheet(
     that a prompt edits, by the number of the prompt. Only the main process may call it.
     """
     images = _sheet_images(prompts, shown, before)
-    thumbnails = {}
-    for prompt in sorted({image.prompt for image in images} & set(sources or {})):
+    thumbnails, sources = {}, sources or {}
+    for prompt in sorted({image.prompt for image in images} & set(sources)):
         if sources[prompt]:
             thumbnails[prompt] = [thumbnail(to_rgb(source, "A source image")) for source in sources[prompt]]
     sheet = save_contact_sheet(images, title, folder / f"{name}.png", thumbnails)

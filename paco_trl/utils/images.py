@@ -127,7 +127,7 @@ def limit_pixels(processor: "ProcessorMixin", max_pixels: int) -> None:
 def find_control_tokens(processor: "ProcessorMixin") -> list[str]:
     """Return the tokens that are not text: turns, images, the end."""
     tokens = {str(token) for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
-    tokens.update(getattr(processor, name, None) for name in ("image_token", "video_token"))
+    tokens.update(getattr(processor, name, None) or "" for name in ("image_token", "video_token"))
     return sorted(token for token in tokens if token)
 
 

@@ -12,7 +12,7 @@ _BATCH = 100
 
 
 def bootstrap_interval(
-    values: Sequence[float],
+    values: Sequence[float] | np.ndarray,
     groups: Sequence[Hashable] | None = None,
     confidence_level: float = 0.95,
     n_resamples: int = 2000,

@@ -15,7 +15,7 @@ def number_text(value: float | None, decimals: int = 3, signed: bool = False, mi
     return text if not signed or float(text) else text[1:]
 
 
-def interval_text(mean: float | None, low: float | None, high: float | None, missing: str = "n/a") -> str:
+def interval_text(mean: float | None, low: float | None, high: float | None, *, missing: str = "n/a") -> str:
     """Format a mean with its interval in brackets, where there is one."""
     ends = [number_text(end, missing="") for end in (low, high)]
     return number_text(mean, missing=missing) + (f" [{', '.join(ends)}]" if all(ends) else "")
