@@ -3,7 +3,7 @@
 
 import os
 import queue
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Generator, Hashable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -148,7 +148,7 @@ class ChatEndpoint:
             raise ValueError(f"{self.name} gave no answer: {reply.problem}.")
         return reply.text
 
-    def ask_all(self, requests: Iterable[ChatRequest]) -> Iterator[tuple[int, Reply]]:
+    def ask_all(self, requests: Iterable[ChatRequest]) -> Generator[tuple[int, Reply], None, None]:
         """
         Send many queries, `max_concurrency` at a time. Those in flight are canceled when the iteration ends early.
 
