@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from ..utils.paper import PAPER
 from ..utils.tables import number_text
@@ -58,6 +59,6 @@ def _tables() -> tuple[PublishedTable, ...]:
     tables = []
     for table in content:
         source, rows = f"{paper} {table.pop('number')}", tuple(map(tuple, table.pop("rows")))
-        lists = {name: tuple(table.pop(name)) for name in ("columns", "remarks")}
+        lists: dict[str, Any] = {name: tuple(table.pop(name)) for name in ("columns", "remarks")}
         tables.append(PublishedTable(**{"scorers": {}, **table}, **lists, rows=rows, source=source))
     return tuple(tables)

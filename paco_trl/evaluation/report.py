@@ -81,7 +81,7 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
 
 def _grouped(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Group results by benchmark and protocol."""
-    groups = {(benchmark, protocol): [] for benchmark in _TITLES for protocol in PROTOCOLS}
+    groups: dict = {(benchmark, protocol): [] for benchmark in _TITLES for protocol in PROTOCOLS}
     for entry in entries:
         groups[entry["settings"]["benchmark"], entry["settings"]["protocol"]].append(entry)
     return {key: group for key, group in groups.items() if group}

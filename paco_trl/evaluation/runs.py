@@ -152,7 +152,8 @@ def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_c
 
 def batches(items: Iterable[Any], size: Callable[[Any], int], batch_size: int) -> Iterator[list[Any]]:
     """Group consecutive items into batches with a total size of up to `batch_size`; a larger item is a batch alone."""
-    batch, total = [], 0
+    batch: list[Any] = []
+    total = 0
     for item in items:
         if batch and total + size(item) > batch_size:
             yield batch

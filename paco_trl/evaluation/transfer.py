@@ -5,7 +5,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from scipy.stats import pearsonr
@@ -55,7 +55,7 @@ class ScorePairs:
         training = np.asarray(self.training[reward], dtype=float)  # (N,)
         inference = np.asarray(self.inference[reward], dtype=float)  # (N,)
         rows = np.flatnonzero(~np.isnan(training) & ~np.isnan(inference))
-        return training[rows], inference[rows], [self.prompts[row] for row in rows]
+        return training[rows], inference[rows], [self.prompts[row] for row in rows.tolist()]
 
 
 @dataclass
@@ -120,9 +120,9 @@ def resolution_transfer(
                 note = "no interval: how prompts differ cannot be told from one"
             else:
                 low, high = _interval(training, inference, prompts, confidence_level, n_resamples, seed)
-        means = [float(scores.mean()) if len(scores) else math.nan for scores in (training, inference)]
+        first, second = (float(scores.mean()) if len(scores) else math.nan for scores in (training, inference))
         counts = (len(training), len(set(prompts)))
-        results.append(ResolutionTransfer(reward, correlation, low, high, *counts, *means, note))
+        results.append(ResolutionTransfer(reward, correlation, low, high, *counts, first, second, note))
     return results
 
 
@@ -173,7 +173,7 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
     rows = math.ceil(len(results) / columns)
     figure = Figure(figsize=(3.4 * columns, 3.5 * rows), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    colors = colormaps["tab20"].colors
+    colors = cast(Any, colormaps["tab20"]).colors
     color_of = {prompt: colors[number % len(colors)] for number, prompt in enumerate(dict.fromkeys(pairs.prompts))}
     for index, result in enumerate(results):
         axes = figure.add_subplot(rows, columns, index + 1)
@@ -202,7 +202,7 @@ def _undefined(training: np.ndarray, inference: np.ndarray) -> str:
 
 
 def _interval(
-    training: np.ndarray, inference: np.ndarray, prompts: Sequence[Hashable], *bootstrap: float
+    training: np.ndarray, inference: np.ndarray, prompts: Sequence[Hashable], *bootstrap: Any
 ) -> tuple[float, float]:
     """Compute the percentile bootstrap interval of the correlation over prompts."""
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}

@@ -144,7 +144,7 @@ def _with_results(metadata: str, body: str, card_path: Path, results: dict[str, 
 def _model_index(metadata: str, body: str, card_path: Path) -> tuple[dict[str, Any], dict[str, Any], list[tuple]]:
     """Read the metadata, its only model (a new one if there is none), and dataset and configuration of each result."""
     title = re.search(r"^# +(.+?)\s*$", body, re.MULTILINE)
-    new = {"name": title[1] if title else card_path.absolute().parent.name, "results": []}
+    new: dict[str, Any] = {"name": title[1] if title else card_path.absolute().parent.name, "results": []}
     values = yaml.safe_load(metadata) or {}
     try:
         (model,) = values.get("model-index") or [new]

@@ -249,8 +249,9 @@ def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: l
     for row, key in enumerate(keys):
         sizes = sources.sizes(row)  # finds unreadable sources of any pipeline
         try:
-            for width, height in sizes if family is not None else ():
-                family.check_image_size(width, height)
+            for width, height in sizes:
+                if family is not None:
+                    family.check_image_size(width, height)
         except ValueError as error:
             raise ValueError(f"The prompt {key!r}: {error}") from error
 

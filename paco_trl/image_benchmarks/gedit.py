@@ -150,7 +150,7 @@ def score_edits(
             f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}. Give a clone of "
             "https://github.com/stepfun-ai/Step1X-Edit, which has the prompts, for the published protocol and only for it."
         )
-    questions = published.read_published_prompts(gedit_repo) if is_published else _QUESTIONS
+    questions = _QUESTIONS if gedit_repo is None else published.read_published_prompts(gedit_repo)
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
         raise ValueError(
@@ -385,7 +385,7 @@ def _edit_scores(records: Mapping[str, Mapping[str, Any]], edits: FoundEdits) ->
     scores: dict[str, EditScore | None] = {}
     for key in edits.files:
         pair = [records[f"{kind}/{key}"]["scores"] for kind in _QUESTIONS]
-        lowest = None if None in pair else [float(min(numbers)) for numbers in pair]
+        lowest = None if None in pair else (float(min(pair[0])), float(min(pair[1])))
         scores[key] = lowest and EditScore(*lowest, overall(*lowest))
     return scores
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..data.grids import panel_size, split_grid
 from ..utils.files import file_name, write_atomically
@@ -64,7 +64,7 @@ class ImageSet:
             return [None] * self.num_panels
         image = load_image_file(self.files[0])
         try:
-            return split_grid(image, self.rows, self.cols)
+            return [*split_grid(image, self.rows, self.cols)]
         except ValueError as error:
             raise ValueError(f"{self.files[0]}: {error}") from error
 
@@ -257,7 +257,7 @@ def _checked(
                 panel_size(*size, one.rows, one.cols)
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from error
-            expected = sizes_of[one.prompt_id]
+            expected: Any = sizes_of[one.prompt_id]
             aspect = 1.0 if None in expected else (size[1] / size[0]) / (expected[1] / expected[0])
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
                 raise ValueError(

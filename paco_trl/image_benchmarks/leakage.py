@@ -91,7 +91,7 @@ def _by_shingles(
     words: list[str], texts: list[list[str]], with_shingle: dict[tuple[str, ...], list[int]]
 ) -> dict[int, float]:
     """Find the texts that share enough sequences of words with another: row -> similarity."""
-    own, shared = _shingles(words), {}
+    own, shared = _shingles(words), dict[int, int]()
     for shingle in own:
         for row in with_shingle.get(shingle, []):
             shared[row] = shared.get(row, 0) + 1

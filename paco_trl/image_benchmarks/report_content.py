@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ..evaluation.published import PublishedTable, published_tables, published_text
 from ..evaluation.runs import PROTOCOLS
@@ -122,7 +122,9 @@ def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
     """Lay out the breakdowns: a table for each metric, a row for each category."""
     tables: dict[str, ReportTable] = {}
     for breakdown in results["breakdowns"]:
-        of_judge = next((table for table in results["tables"] if table["title"] == breakdown["table"]), {"rows": []})
+        of_judge: dict[str, Any] = next(
+            (table for table in results["tables"] if table["title"] == breakdown["table"]), {"rows": []}
+        )
         for metric in breakdown["columns"]:
             row = find_row(of_judge, metric) or {"label": metric, "higher_is_better": True}
             scorer = scored_by(metric, breakdown["table"], results)
@@ -180,7 +182,7 @@ def comparable_tables(results: dict[str, Any]) -> list[PublishedTable]:
         keep = [place for place, name in enumerate(table.columns) if same(table.scorers.get(name, "")) in used]
         if keep and table.protocol == protocol_of(results):
             columns, *rows = (tuple(row[place] for place in (0, *keep)) for row in (table.columns, *table.rows))
-            found.append(replace(table, columns=columns, rows=tuple(rows)))
+            found.append(replace(table, columns=cast(Any, columns), rows=tuple(rows)))
     return found
 
 
@@ -258,7 +260,7 @@ def leakage_line(results: dict[str, Any], most: int = _MAX_LISTED) -> str:
     near = {one["id"]: one["similarity"] for one in sorted(leakage["near"], key=lambda one: one["similarity"])}
     if not (exact or near):
         return f"Leakage: none found among {training}, neither prompts of the benchmark nor near-duplicates of them."
-    similar = [f"{name} (similarity {near[name]:.2f})" for name in sorted(near, key=near.get, reverse=True)]
+    similar = [f"{name} (similarity {near[name]:.2f})" for name in sorted(near, key=near.__getitem__, reverse=True)]
     return (
         f"Leakage: {len({*exact, *near})} of the {results['num_prompts']} prompts of the benchmark found among {training}."
         + (f" The same text: {_listed(exact, most)}." if exact else "")

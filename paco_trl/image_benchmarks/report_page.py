@@ -81,7 +81,7 @@ def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> st
     results = content.public_results(results)
     labels = {row["metric"]: row["label"] for row in (results["tables"] or [{"rows": ()}])[0]["rows"]}
     headline, copies = (labels.get(name, name) for name in (results["headline"], content.duplicate_metric(results)))
-    headline, copies = headline.lower(), (copies or "").lower()
+    headline, copies = str(headline).lower(), (copies or "").lower()
     first, last = (results["systems"][place]["role"] for place in (0, -1))
     titles = {
         "best": (f"Best by {headline}", f"The sets of {last} with the highest {headline}."),
@@ -137,7 +137,7 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
         return {number: value for number, value in found.items() if value is not None}
 
     def ranked(values: dict[int, float]) -> list[int]:
-        return sorted(values, key=values.get, reverse=True)
+        return sorted(values, key=values.__getitem__, reverse=True)
 
     last, metric = values(-1, results["headline"]), content.duplicate_metric(results)
     num_best = min(num_shown, math.ceil(len(last) / 2))  # no set is among the best and the worst
@@ -184,7 +184,7 @@ def _shown_set(results: dict[str, Any], one: dict[str, Any], labels: dict[str, s
     roles = [system["role"] for system in results["systems"]]
     scored = {name for scores in one["scores"] for name in scores}
     names = [name for name in labels if name in scored] + sorted(scored - labels.keys())
-    rows = []
+    rows: list[Any] = []
     for name in names:
         values = [scores.get(name) for scores in one["scores"]]
         change = None if None in values else values[-1] - values[0]
@@ -194,7 +194,7 @@ def _shown_set(results: dict[str, Any], one: dict[str, Any], labels: dict[str, s
     kinds = tuple("headline" if name == results["headline"] else "other" for name in names)
     images = [("source", _shown_images([one["source"]], 1, 1, load))] if one.get("source") else []
     for role, paths in zip(roles, one["pictures"], strict=True):
-        images.append((role, _shown_images(paths, *one["panels"], load)))
+        images.append((role, _shown_images(paths, one["panels"][0], one["panels"][1], load)))
     return {
         "key": one["key"],
         "categories": ", ".join(filter(None, (one.get("category"), one.get("subcategory")))),
@@ -237,7 +237,7 @@ def _load_image(directory: Path, path: str | Path | None, rows: int, cols: int) 
         return {**problem, "problem": "not readable"}
     area = math.sqrt(image.width * cols * image.height * rows)
     scale = min(1.0, _SIDE / area, _MAX_WIDTH / max(image.width * cols, image.height * rows))
-    image.thumbnail([max(1, round(side * scale)) for side in image.size])
+    image.thumbnail((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
     written = io.BytesIO()
     image.save(written, "JPEG", quality=_QUALITY)
     uri = f"data:image/jpeg;base64,{base64.b64encode(written.getvalue()).decode('ascii')}"

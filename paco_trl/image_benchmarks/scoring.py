@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 DUPLICATE = 0.9
 
 # Columns of the benchmark that scores of a kind depend on
-COLUMNS = dict.fromkeys(("aesthetics", "duplicates"), ("id", "rows", "cols"))
+COLUMNS: dict[str, tuple[str, ...]] = dict.fromkeys(("aesthetics", "duplicates"), ("id", "rows", "cols"))
 COLUMNS |= {"consistency": ("id", "rows", "cols", "criteria"), "alignment": ("id", "rows", "cols", "alignment")}
 
 Record = dict[str, Any]
@@ -228,7 +228,7 @@ def score_duplicates(
         compared = [(panels[first], panels[second]) for first, second in pairs]
         return compared, lambda scores: {"pairs": pairs, "scores": list(scores)}
 
-    def query(pairs: list[tuple[Image.Image, Image.Image]]) -> list[float]:
+    def query(pairs: list[tuple[Image.Image, Image.Image]]) -> list[float | None]:
         return [panel_similarity(*pair) for pair in pairs]
 
     where = (found, benchmark, folder, 1, rescore_changed)

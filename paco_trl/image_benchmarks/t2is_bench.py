@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..data.image_sets import criteria_dict, find_t2is_bench, load_image_set_prompts, read_t2is_bench
 from ..evaluation.runs import check_protocol
@@ -129,7 +129,7 @@ def dimension_score(
         return (fmean(criteria) or None) if criteria else None
     if not scores or any(None in pairs for pairs in scores) or (num_pairs is None and not all(scores)):
         return None
-    return fmean(sum(pairs) / (num_pairs or len(pairs)) for pairs in scores)
+    return fmean(sum(cast(Any, pairs)) / (num_pairs or len(pairs)) for pairs in scores)
 
 
 def consistency_means(
@@ -176,7 +176,7 @@ def alignment_means(images: Sequence[Mapping[str, float | None]], protocol: str 
     check_protocol(protocol)
     means = {}
     for name in ALIGNMENT:
-        values = [image[name] for image in images if image.get(name) is not None]
+        values = [value for image in images if (value := image.get(name)) is not None]
         if protocol == "default":
             values += [0.0] * sum(not image for image in images)
         means[name] = fmean(values) if values else math.nan
@@ -191,7 +191,7 @@ def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
     if not isinstance(cases, dict):
         raise ValueError(f"{path} is not a JSON object of cases. Give the benchmark's prompt_alignment.json.")
     known = dataset["case_id"][:] if "case_id" in dataset.column_names else [None] * len(dataset)
-    column, lacking = [], []
+    column, lacking = list[list](), []
     for name, case_id, rows, cols in zip(dataset["id"], known, dataset["rows"], dataset["cols"], strict=True):
         case, shown = cases.get(case_id) or cases.get(name), case_id or name
         if case is None:

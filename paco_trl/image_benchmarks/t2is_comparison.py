@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.text import some_of
 from . import t2is_bench as bench
-from .edit_generation import FoundEdits
-from .image_sets import FoundImages
 from .score_store import Scores, read_scores
 from .scoring import COLUMNS, DUPLICATE
 from .statistics import Unit, cell, difference
@@ -46,7 +44,7 @@ class System:
 
     role: str
     name: str
-    found: FoundImages | FoundEdits
+    found: Any
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -68,7 +66,7 @@ class _Scored(NamedTuple):
     by_judge: dict[str, _Metrics]
     counts: dict[str, int]
     scorers: dict[str, list[Scores]]
-    gaps: dict[str, list[str]]
+    gaps: Mapping[Any, list[str]]
 
     def names(self, kind: str) -> list[str]:
         """List the scorers of a kind."""
@@ -224,7 +222,7 @@ def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str,
         texts = bench.alignment_texts(rows[sets[key].prompt_id])
         for panel, (expected, answers) in enumerate(zip(texts, record["scores"], strict=True)):
             for name in bench.ALIGNMENT:
-                own = [None] if name not in expected else [of_missing] if answers is None else answers[name]
+                own: Any = [None] if name not in expected else [of_missing] if answers is None else answers[name]
                 add(name, key, None if None in own else fmean(own), panel)
     for key, record in records("aesthetics"):
         for panel, score in enumerate(record["scores"]):
@@ -298,9 +296,11 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
 ################
 def _parts(metrics: _Metrics, name: str) -> tuple[list[dict[Unit, float]], list[float] | None] | None:
     """Return the parts of a metric (values by unit) and their weights; `None` if a part was not scored."""
-    names = {"alignment": bench.ALIGNMENT, "consistency": bench.CONSISTENCY, "average": bench.DIMENSION_WEIGHTS}.get(
-        name, [name]
-    )
+    names: Any = {
+        "alignment": bench.ALIGNMENT,
+        "consistency": bench.CONSISTENCY,
+        "average": bench.DIMENSION_WEIGHTS,
+    }.get(name, [name])
     if not all(part in metrics for part in names):
         return None
     return [metrics[part] for part in names], list(bench.DIMENSION_WEIGHTS.values()) if name == "average" else None
@@ -308,7 +308,7 @@ def _parts(metrics: _Metrics, name: str) -> tuple[list[dict[Unit, float]], list[
 
 def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | None = None) -> tuple | None:
     """Compute the cells of a metric and of its difference; `None` if it was not scored."""
-    found = [_parts(one.metrics(judge), name) for one in scored]
+    found: list[Any] = [_parts(one.metrics(judge), name) for one in scored]
     if None in found:
         return None
     values = [
@@ -323,7 +323,7 @@ def paired_cells(
 ) -> tuple:
     """Compute the cell of each system, and that of the difference of two."""
     cells = [cell(parts, weights, strata) for parts in values]
-    return cells, difference(*values, weights, strata) if len(values) == 2 else None
+    return cells, difference(values[0], values[1], weights, strata) if len(values) == 2 else None
 
 
 def metric_row(metric: str, label: str, kind: str, cells: list[dict], change: dict | None) -> dict[str, Any]:
@@ -367,7 +367,7 @@ def _breakdown(title: str, column: str, judge: str, scored: list[_Scored], rows:
     metrics = ("consistency", "alignment", "aesthetics", "average", "duplicates")
     columns = [name for name in metrics if _parts(scored[0].metrics(judge), name) is not None]
 
-    def cells(metric: str, prompts: set[str]) -> tuple:
+    def cells(metric: str, prompts: set[str]) -> Any:
         return _cells(judge, scored, metric, prompts)
 
     return breakdown(title, f"Judge: {judge}", columns, members, cells)
@@ -411,12 +411,12 @@ def _scores_of_sets(one: _Scored, judge: str, rows: dict[str, dict]) -> dict[str
         scores["consistency"] = _mean_of([scores.get(name) for name in asked])
         scores["alignment"] = _mean_of([scores[name] for name in bench.ALIGNMENT if scores.get(name) is not None])
         has_all = all(scores.get(name) is not None for name in bench.DIMENSION_WEIGHTS)
-        scores["average"] = bench.weighted_average(scores) if has_all else None
+        scores["average"] = bench.weighted_average(cast(Any, scores)) if has_all else None
         found[key] = scores
     return found
 
 
-def _mean_of(values: list[float | None]) -> float | None:
+def _mean_of(values: list) -> float | None:
     return fmean(values) if values and None not in values else None
 
 
