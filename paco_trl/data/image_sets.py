@@ -83,7 +83,7 @@ def ends_sentence(text: str) -> bool:
 
 def _find_markers(prompt: str) -> list[re.Match]:
     """Find the markers that open a panel: those after the end of a sentence or directly after a marker."""
-    markers = []
+    markers: list[re.Match] = []
     for match in _MARKER.finditer(prompt):
         before = prompt[: match.start()].rstrip()
         # Directly after a marker: the panel in between is empty, and reported as such

@@ -44,7 +44,7 @@ def _read_turns(record: dict[str, Any], columns: dict[str, str], tags: dict[str,
     if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
         raise ValueError(f"its turns are {names}, but a pair is one question and one answer.")
     content = tags.get("content_tag", "value")
-    texts = dict(zip(roles, (turn.get(content, turn.get("content")) for turn in turns), strict=True))
+    texts: dict[Any, str] = dict(zip(roles, (turn.get(content, turn.get("content")) for turn in turns), strict=True))
     system = record.get(columns.get("system", "system"))
     if system:
         texts.setdefault("system", system)

@@ -293,7 +293,7 @@ def _cached_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str
     if files is None or not datasets.is_caching_enabled():
         return _find_image_problems(dataset, num_proc)
     path = Path(datasets.config.HF_DATASETS_CACHE) / "paco_trl" / f"images-{dataset._fingerprint}.json"
-    cached = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    cached: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if cached.get("files") != files:
         found = _find_image_problems(dataset, num_proc)
         cached = {"files": files, "problems": {str(row): text for row, text in enumerate(found) if text}}

@@ -5,7 +5,7 @@ import hashlib
 import io
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm.auto import tqdm
 
@@ -42,7 +42,7 @@ class _BufferStream(io.RawIOBase):
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._view)}[whence]
         return self._position
 
-    def readinto(self, target: memoryview) -> int:
+    def readinto(self, target: Any) -> int:
         part = self._view[self._position : self._position + len(target)]
         target[: len(part)] = part
         self._position += len(part)
@@ -197,11 +197,11 @@ def _has_bytes(image: "pa.StructScalar") -> bool:
     return image.is_valid and image["bytes"].is_valid
 
 
-def _path_of(image: "pa.StructScalar") -> str | None:
+def _path_of(image: "pa.StructScalar") -> Any:
     return image["path"].as_py() if image.is_valid else None
 
 
-def _open_stream(image: "pa.StructScalar") -> BinaryIO:
+def _open_stream(image: "pa.StructScalar") -> io.BufferedReader:
     if not _has_bytes(image):
         return open(_path_of(image), "rb")
     return io.BufferedReader(_BufferStream(image["bytes"].as_buffer()))
@@ -211,7 +211,7 @@ def _decoded_size(stream: BinaryIO) -> tuple[int, int]:
     """Read from its header the size that an image has when `datasets` decodes it."""
     from PIL import ExifTags, Image
 
-    image = Image.open(stream)
+    image: Any = Image.open(stream)
     width, height = image.size
     if image.format == "TIFF":
         # As stored: newer versions of Pillow already report the turned size

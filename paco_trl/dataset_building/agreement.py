@@ -82,7 +82,7 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
             for instance in ranked
         }
         against_others = [_count_against_majority(ranked[one], ranks) for one, ranks in others.items() if ranks]
-        against_gold = [count_agreement(ranks, truth[one]) for one, ranks in ranked.items() if truth.get(one)]
+        against_gold = [count_agreement(ranks, best) for one, ranks in ranked.items() if (best := truth.get(one))]
         report["annotators"][name] = {
             "ranked": len(ranked),
             "skipped": len(own) - len(ranked),

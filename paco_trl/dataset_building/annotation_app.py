@@ -238,7 +238,7 @@ def make_app(work: AnnotationWork) -> "Blocks":
                 back_button = gr.Button("Back", elem_id="back")
                 skip_button = gr.Button("Skip", elem_id="skip")
         outputs = [start, page, board, save_button, back_button, skip_button]
-        options = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
+        options: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
         app.load(open_, name, outputs, **options)
         gr.on([name.submit, start_button.click], open_, name, outputs, **options)
         save_button.click(save, board, outputs, **options)

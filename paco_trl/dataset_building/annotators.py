@@ -159,7 +159,7 @@ def rank_with_judge(
             pairs = [(images[row["reference"]], images[name]) for row in of_prompt for name in row["candidates"]]
             scores = iter(judge.score(pairs, [questions[prompt_id]] * len(pairs)))
             for row in of_prompt:
-                own = [next(scores) for _ in row["candidates"]]
+                own: list = [next(scores) for _ in row["candidates"]]
                 if any(score is None for score in own):
                     unanswered += 1
                     continue

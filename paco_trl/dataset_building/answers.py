@@ -21,7 +21,7 @@ def left_out_text(causes: Counter[str], max_attempts: int) -> str:
 
 def cause_of(reply: Reply) -> str:
     """Return why a reply has no text, without details, so that equal causes are counted together."""
-    return reply.problem.partition(" (")[0]
+    return str(reply.problem).partition(" (")[0]
 
 
 class Answers:

@@ -194,7 +194,7 @@ def build_pairs(
     names = [row["id"] for row in rows if row["prompt_id"] in held_out and row["id"] in votes]
     names = [name for name in names if votes[name][0].ranking is not None]
     names = sorted(names, key=lambda name: keyed_hash(seed, name))[:max_rankings]
-    orders = {name: votes[name][0].ranking for name in names}
+    orders: dict[str, Any] = {name: votes[name][0].ranking for name in names}
     rankings = instances_to_rankings(instances, panels, prompts, orders) if orders else None
 
     report["splits"] = {name: _describe(split) for name, split in splits.items()}

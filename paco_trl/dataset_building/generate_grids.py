@@ -162,7 +162,7 @@ def _sizes(
     from ..rollout.resolution import check_inference_size
 
     names = [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
-    columns = {name: [None] * len(ids) for name in ("height", "width")}
+    columns: dict[str, list] = {name: [None] * len(ids) for name in ("height", "width")}
     columns |= prompts.with_format(None).select_columns(names)[:]
     columns |= {
         name: [given] * len(ids) for name, given in (("height", height), ("width", width)) if given is not None

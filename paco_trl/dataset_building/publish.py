@@ -160,7 +160,7 @@ class _Images:
 
     def check(self, dataset: "Dataset", part: tuple[str, str]) -> set[str]:
         """Check that all images of a split open; return their digests."""
-        columns, digests = _IMAGE_COLUMNS[part[0]], set()
+        columns, digests = _IMAGE_COLUMNS[part[0]], set[str]()
         stored = dataset.with_format("arrow").select_columns(columns)
         with tqdm(total=len(dataset), desc=f"Checking images of {_name_of(part)}", unit="row") as bar:
             for batch in stored.iter(batch_size=64):
@@ -184,7 +184,7 @@ class _Images:
         try:
             content = Path(path).read_bytes() if content is None else content
             with Image.open(BytesIO(content)) as opened:
-                name = f"{hashlib.sha256(content).hexdigest()[:32]}.{opened.format.lower()}"
+                name = f"{hashlib.sha256(content).hexdigest()[:32]}.{str(opened.format).lower()}"
         except FileNotFoundError as error:
             raise ValueError(f"{where} is the file {path}, which does not exist. {remedy}") from error
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
@@ -239,7 +239,7 @@ def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping
         contents = [
             {"prompts": set(parts[one].with_format(None)["group"][:]), "images": digests[one]} for one in (train, part)
         ]
-        check_disjoint(*contents, f"`{_name_of(train)}`", f"`{_name_of(part)}`")
+        check_disjoint(contents[0], contents[1], f"`{_name_of(train)}`", f"`{_name_of(part)}`")
 
 
 def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: bool) -> bool:
@@ -333,8 +333,8 @@ def _push(
     commit(card, "Upload dataset card", sheets)
 
 
-def _load_card(api: "HfApi", repo_id: str) -> "DatasetCard | None":
-    """Load the card from the Hub, never from the cache, which clients fall back to when the Hub is down."""
+def _load_card(api: "HfApi", repo_id: str) -> Any:
+    """Load the card from the Hub, if it has one, never from the cache, which clients fall back to when the Hub is down."""
     from huggingface_hub import DatasetCard
     from huggingface_hub.errors import RemoteEntryNotFoundError
 

@@ -83,7 +83,7 @@ def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image
             if number < len(chosen):
                 pair = pairs[chosen[number]]
                 blocks.append([(image, caption) for image in pair["images"]])
-                titles.append(_theme_of(content_text(pair["prompt"][-1]["content"])))
+                titles.append(_theme_of(content_text(pair["prompt"][-1]["content"]) or ""))
         rows.append((" / ".join(dict.fromkeys(titles)), blocks))
     return _render(rows, path)
 

@@ -51,7 +51,7 @@ def embed_texts(
 
     device = torch.device(device) if device is not None else PartialState().device
     network.to(device)
-    embeddings = None
+    embeddings: Any = None
     # Longest first: what does not fit into memory is known at once
     order = np.argsort(-np.minimum(lengths, max_length), kind="stable")
     for start in tqdm(range(0, len(texts), batch_size), desc="Embedding texts"):
@@ -65,7 +65,7 @@ def embed_texts(
             return_tensors="pt",
         ).to(device)
         # A surrounding autocast would change what is a near-duplicate
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
             vectors = _embed(network, inputs, pooling)  # (B, D)
         norms = vectors.norm(dim=-1, keepdim=True)  # (B, 1)
         if not (torch.isfinite(norms) & (norms > 0)).all():

@@ -180,7 +180,7 @@ def _categories_named(names: Sequence[str] | None) -> list[Category]:
 
 
 def _checked_layouts(layouts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    layouts = [tuple(layout) for layout in layouts]
+    layouts = [(*layout,) for layout in layouts]
     if not layouts or any(len(layout) != 2 or min(layout) < 1 or max(layout) == 1 for layout in layouts):
         raise ValueError(f"`layouts` is {layouts}, but each must be rows and columns with two panels, such as (2, 2).")
     return layouts

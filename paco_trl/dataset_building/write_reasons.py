@@ -256,7 +256,7 @@ def _questions(pairs: "Dataset", ids: Sequence[str], with_images: bool = True) -
         unknown = [dimension for dimension in dimensions if dimension not in DIMENSIONS]
         if unknown:
             raise ValueError(f"Pair {name!r} has the dimensions {unknown}, but there are only {list(DIMENSIONS)}.")
-        prompt = content_text(row["prompt"][-1]["content"])
+        prompt = content_text(row["prompt"][-1]["content"]) or ""
         yield _Question(name, row.get("images", []), prompt, decision_of(row["completion"]), dimensions)
 
 
