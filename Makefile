@@ -19,7 +19,7 @@ help:
 	@echo "make test-slow    the tests that take seconds, or launch many processes"
 	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
 	@echo "make test-vllm    the tests that need a server of vLLM (CPU; installs 2.5 GB into an environment of its own)"
-	@echo "make quality      linter and formatter, check only"
+	@echo "make quality      linter, formatter and type checker, check only"
 	@echo "make style        linter and formatter, with corrections"
 
 .venv-uv/bin/uv:
@@ -64,6 +64,7 @@ test-vllm: .venv/.installed .venv-vllm/.installed
 quality: .venv/.installed
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/mypy
 
 style: .venv/.installed
 	$(BIN)/ruff check --fix $(LINTED)
