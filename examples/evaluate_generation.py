@@ -102,7 +102,7 @@ def settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
 
 
 ################
-# 1. Draw
+# 1. Generate
 ################
 def draw(args: DrawArguments) -> None:
     if args.dtype not in DTYPES:

@@ -142,7 +142,7 @@ def test_keys_and_clicks_rank_and_text_is_text(world, folder, url, sit_down):
     assert anna.shown() == [f"/image/{sha_of[row['candidates'][index]]}" for index in shown]
     assert anna.page.get_attribute("#reference", "src") == f"/image/{sha_of[row['reference']]}"
     anna.page.wait_for_load_state("networkidle")
-    sizes = anna.page.evaluate("[...document.querySelectorAll('.picture img')].map(image => image.naturalWidth)")
+    sizes = anna.page.evaluate("[...document.querySelectorAll('.frame img')].map(image => image.naturalWidth)")
     assert sizes == [24] * 5
     box = anna.page.locator("#skip").bounding_box()
     assert box["y"] + box["height"] <= 800

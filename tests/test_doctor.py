@@ -49,7 +49,7 @@ SETTINGS = {
 HEALTHY = {
     "versions": "ok",
     "configuration": "ok",
-    "output folder": "ok",
+    "output directory": "ok",
     "hub": "ok",
     "data": "ok",
     "rewards": "ok",
@@ -506,7 +506,7 @@ class TestOutputFolder:
             parse = doctor._parser().parse_args_and_config
             state = doctor.DoctorState(lambda: parse(make_arguments(**changes)), "elsewhere")
             assert doctor.check_configuration(state).verdict == "ok"
-            rows = doctor._make(doctor.Check("output folder", doctor.check_output_folder, ("args",)), state)
+            rows = doctor._make(doctor.Check("output directory", doctor.check_output_folder, ("args",)), state)
             assert (state.args.output_dir, state.args.resume_from_checkpoint) == ("elsewhere", None)
             return rows[0]
 
@@ -540,7 +540,7 @@ class TestOutputFolder:
 
     def test_the_other_rows_do_not_depend_on_it(self, examine, add_checkpoint, tmp_path):
         assert verdicts(examine("memory", resume_from_checkpoint=True)) == healthy("memory") | {
-            "output folder": "failed"
+            "output directory": "failed"
         }
         checkpoint = add_checkpoint(2)
         assert verdicts(examine(resume_from_checkpoint=True)) == HEALTHY

@@ -317,7 +317,7 @@ class TestDoctor:
         assert {name: row.verdict for name, row in rows.items()} == {
             "versions": "ok",
             "configuration": "ok",
-            "output folder": "ok",
+            "output directory": "ok",
             "hub": "ok",
             "data": "ok",
             "rewards": "ok",

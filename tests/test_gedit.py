@@ -773,7 +773,7 @@ class TestResults:
             "edits": 12,
             "missing edits": 0,
             "edits without an answer (writer)": 1,
-            "pictures of no prompt, left out": 0,
+            "images of no prompt, left out": 0,
         }
         assert tuned["missing edits"] == 1 and tuned["edits without an answer (writer)"] == 0
         assert not any("different conditions" in note for note in results["notes"])

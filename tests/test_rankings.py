@@ -255,8 +255,8 @@ class TestLoadConsistencyRank:
     @pytest.mark.parametrize(
         "broken, message",
         [
-            (rank_record(folder="0002"), "its folder '0002' is not among the `idx` of prompt_data.jsonl"),
-            (rank_record(folder=...), "its folder None is not"),
+            (rank_record(folder="0002"), "its directory '0002' is not among the `idx` of prompt_data.jsonl"),
+            (rank_record(folder=...), "its directory None is not"),
             (rank_record(ref_image="9_9.png"), "its image 'images/0001/9_9.png' is neither in .* nor in an archive"),
             (rank_record(ref_image=...), "an image is None"),
             (

@@ -683,7 +683,7 @@ class Check(NamedTuple):
 CHECKS = (
     Check("versions", check_versions),
     Check("configuration", check_configuration),
-    Check("output folder", check_output_folder, ("args",)),
+    Check("output directory", check_output_folder, ("args",)),
     Check("hub", check_hub, ("args",)),
     Check("data", check_data, ("args",)),
     Check("rewards", check_rewards_load, ("args",)),

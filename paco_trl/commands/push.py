@@ -91,7 +91,7 @@ def push(args: PushArguments) -> str:
         remember_repository(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files or [])
     step = f", {model.name.replace('-', ' ')}" if model != run else ""
-    # The card of a model that was trained without a repository loads it by the name of its folder
+    # The card of a model that was trained without a repository loads it by the name of its directory
     card = model / "README.md"
     text = renamed(card.read_text(encoding="utf-8"), run.absolute().name, repo_id) if card.is_file() else None
     pusher.push_now(model, f"Upload model{step}", text)

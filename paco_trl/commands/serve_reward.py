@@ -202,7 +202,7 @@ def serve_command(args: ServeArguments, executable: str, adapter: Adapter | None
     if args.gpu_memory_utilization is not None:
         command += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]
     if adapter is not None:
-        # As JSON, since the short form `name=path` fails for folders with a comma
+        # As JSON, since the short form `name=path` fails for paths with a comma
         command += ["--enable-lora", "--lora-modules", json.dumps({"name": name, "path": adapter.folder})]
         command += ["--max-lora-rank", str(next(rank for rank in _LORA_RANKS if rank >= adapter.rank))]
         if adapter.has_vision_layers:
@@ -244,7 +244,7 @@ class Server:
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
             except (OSError, ValueError):
-                # Nobody reads it any more. The server would block if it were left in the pipe.
+                # It is not read any more: the server would block if it were left in the pipe.
                 continue
 
     def last_lines(self) -> str:
@@ -272,7 +272,7 @@ class Server:
             os.killpg(self.process.pid, 0)
         except ProcessLookupError:
             return False
-        # One that has ended and that nobody waits for, as in a container without an init, stays in the group
+        # One that has ended and that has no parent waiting for it, as in a container without an init, stays in the group
         states = []
         for file in Path("/proc").glob("[0-9]*/stat"):
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of a published folder: unpacked, or in zip and tar archives."""
+"""Images of a published directory: unpacked, or in zip and tar archives."""
 
 import filecmp
 import hashlib
@@ -36,7 +36,7 @@ def _extract(archive: Path) -> Path:
             f"{archive} is not a {'zip' if is_zip else 'tar'} file, or an incomplete one ({stat.st_size} bytes). Download "
             "it again; a clone without Git LFS has only pointers of about 130 bytes."
         )
-    # An archive that replaces another one at its place gets a folder of its own
+    # An archive that replaces another one at its place gets a directory of its own
     key = hashlib.sha256(f"{archive} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     folder = Path(config.EXTRACTED_DATASETS_PATH) / key
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def _extract(archive: Path) -> Path:
             partial = Path(f"{folder}.partial")
             shutil.rmtree(partial, ignore_errors=True)  # that of a killed process
             try:
-                # They leave out what would be written outside of the folder
+                # They leave out what would be written outside of the directory
                 (ZipExtractor if is_zip else TarExtractor).extract(archive, partial)
                 partial.rename(folder)
             except _DAMAGE as error:

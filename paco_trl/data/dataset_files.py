@@ -117,7 +117,7 @@ def read_json_objects(path: Path, expected: str) -> dict[str, dict[str, Any]]:
 def path_inside(path: str) -> PurePath:
     """Normalize a path that a dataset names, if it stays in the dataset's directory."""
     if not isinstance(path, str) or not path:
-        raise ValueError(f"an image is {path!r}, but it must be a path relative to the folder.")
+        raise ValueError(f"an image is {path!r}, but it must be a path relative to the directory.")
     inside = PurePath(os.path.normpath(path))
     if inside.anchor or inside.parts[:1] == ("..",):
         raise ValueError(f"the path {path!r} is absolute or leaves the directory of the dataset. It must stay inside.")

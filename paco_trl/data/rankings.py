@@ -102,7 +102,7 @@ def _read_json_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
-    """Read prompt and criteria by folder."""
+    """Read prompt and criteria by directory."""
     prompts: dict[str, dict[str, Any]] = {}
     for place, record in _read_json_lines(path):
         idx, prompt = record.get("idx"), record.get("prompt")
@@ -139,7 +139,7 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
     Load the published ConsistencyRank benchmark as rankings.
 
     The layout is that of `X-GenGroup/ConsistencyRank-Bench`: `consistency_full_rank.jsonl` with `folder`, `ref_image`,
-    `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the folder), `prompt` and `criteria`,
+    `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the directory), `prompt` and `criteria`,
     and the images in `images/<folder>/`: or in `images.zip`, extracted once into the cache of `datasets`.
 
     Args:
@@ -150,7 +150,7 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
 
     Returns:
         [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a
-        reference), `group` (the folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
+        reference), `group` (the directory), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
         FileNotFoundError: If there is no such directory or file.
@@ -173,7 +173,7 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
         number = counts[prefix] = counts.get(prefix, -1) + 1
         try:
             if group not in prompts:
-                raise ValueError(f"its folder {record.get('folder')!r} is not among the `idx` of {_PROMPT_FILE}.")
+                raise ValueError(f"its directory {record.get('folder')!r} is not among the `idx` of {_PROMPT_FILE}.")
             ranking = _read_ranking(record, finder)
         except ValueError as error:
             broken.append(f"{place}: {error}")

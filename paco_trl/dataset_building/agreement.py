@@ -106,7 +106,7 @@ def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -
         `list[str]`: those below it, without those who saw no gold question.
 
     Raises:
-        ValueError: If it is out of range, or nobody answered a gold question.
+        ValueError: If it is out of range, or no annotator answered a gold question.
     """
     if not 0 <= min_gold_agreement <= 1:
         raise ValueError(f"`min_gold_agreement` is {min_gold_agreement}, but must be a fraction from 0 to 1.")

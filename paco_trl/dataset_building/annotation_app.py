@@ -47,14 +47,14 @@ ${!value.instance ? `<h2 id="thanks">Thank you, ${value.annotator}!</h2>
 <h3 id="theme">${value.was_skipped ? "(You skipped this one.) " : ""}${value.theme}</h3>
 <p id="dimensions">${value.dimensions.join(" · ")}</p>
 <div class="board" style="--columns: ${value.columns}; --rows: ${Math.ceil(value.images.length / value.columns)}">
-  <div class="picture"><img id="reference" src="${value.reference}" alt="Reference"
+  <div class="frame"><img id="reference" src="${value.reference}" alt="Reference"
     ><button class="zoom" aria-label="Enlarge the reference">⤢</button>
     <p class="keys">Reference. <kbd>1</kbd>–<kbd>${Math.min(9, value.images.length)}</kbd> pick, best first;
       <kbd>⌫</kbd> take back; hold <kbd>Space</kbd> to enlarge; <kbd>Enter</kbd> save; <kbd>S</kbd> skip;
       <kbd>Z</kbd> back</p></div>
   <div class="candidates">${value.images.map((image, place) => {
     const rank = value.order.indexOf(place) + 1;
-    return `<div class="picture"><button class="candidate" data-place="${place}" draggable="true"
+    return `<div class="frame"><button class="candidate" data-place="${place}" draggable="true"
       aria-pressed="${rank > 0}" aria-label="Candidate ${place + 1}${rank ? `, ranked ${rank}` : ""}"
       ><img src="${image}" alt="" draggable="false"><span class="key">${place + 1}</span
       ><span class="rank">${rank || ""}</span></button
@@ -75,7 +75,7 @@ _STYLE = """
 #theme { margin: 8px 0 0; max-height: 4.5em; overflow-y: auto; overflow-wrap: anywhere; }
 #dimensions, .keys { font-size: 14px; margin: 4px 0; opacity: .75; }
 .board { display: grid; grid-template-columns: 4fr 6fr 110px; gap: 20px; --high: calc(100dvh - 290px); }
-.picture, .board button { position: relative; }
+.frame, .board button { position: relative; }
 img { display: block; width: 100%; object-fit: contain; margin: 0; background: var(--background-fill-secondary); }
 #reference { max-height: var(--high); }
 .candidates { display: grid; grid-template-columns: repeat(var(--columns), 1fr); gap: 10px; align-content: start; }

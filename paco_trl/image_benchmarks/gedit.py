@@ -358,7 +358,7 @@ def _earlier_attempts(store: ScoreStore) -> dict[str, int]:
     for part in store.parts():
         for name, record in store.check([part]).items():
             attempts[name] = max(record["attempts"], attempts.get(name, 0))
-    gather_object([None])  # nobody writes before all have read
+    gather_object([None])  # no process writes before all have read
     return attempts
 
 
@@ -466,7 +466,7 @@ def _counts(one: _Scored) -> dict[str, int]:
     found = one.system.found
     counts = {"edits": len(found.files), "missing edits": len(found.missing)}
     counts |= {f"edits without an answer ({judge})": len(one.unanswered(judge)) for judge in one.by_judge}
-    return counts | {"pictures of no prompt, left out": len(found.unknown)}
+    return counts | {"images of no prompt, left out": len(found.unknown)}
 
 
 def _alerts(scored: list[_Scored], protocol: str) -> list[str]:

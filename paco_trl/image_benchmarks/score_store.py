@@ -87,7 +87,7 @@ class ScoreStore:
             self.__exit__()
             raise ValueError(problem)
         records = self._read(parts)
-        gather_object([None])  # nobody writes before all have read
+        gather_object([None])  # no process writes before all have read
         missing = [key for key in self.digests if records.get(key, {"incomplete": True}).get("incomplete")]
         self.pending = missing[process.process_index :: process.num_processes]
         own = self.folder / f"{self.name}.{process.process_index}.jsonl"
@@ -108,7 +108,7 @@ class ScoreStore:
 
         gather_object([None])
         records = self._read(self.parts())
-        gather_object([None])  # nobody releases the lock before all have read
+        gather_object([None])  # no process releases the lock before all have read
         return {key: records[key] for key in self.digests}
 
     def take_lock(self) -> str | None:

@@ -193,7 +193,7 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
         "missing sets": sum(missing == panels for missing, panels in num_missing),
         "missing panels": sum(missing for missing, _ in num_missing),
         "sets whose panels have different sizes": len(system.found.mixed_sizes),
-        "pictures of no prompt, left out": len(system.found.unknown),
+        "images of no prompt, left out": len(system.found.unknown),
     }
     for scores in by_kind.get("duplicates", ()):
         found = [similarity for record in scores.records.values() for similarity in record["scores"]]

@@ -32,7 +32,7 @@ _REFUSALS = {
 # requested 4096 output tokens and your prompt contains 5000 input tokens, for a total of 9096 tokens."; before: "... is
 # 8192 tokens and your request has 5000 input tokens"; SGLang 0.5: "... maximum context length of 8192 tokens. You
 # requested a total of 9096 tokens: 5000 tokens from the input messages and ..."; OpenAI: "(5000 in the messages, ...)".
-# vLLM's "at least 4097 input tokens" is no count, see https://github.com/vllm-project/vllm/issues/42474.
+# vLLM's "at least 4097 input tokens" is not a count, see https://github.com/vllm-project/vllm/issues/42474.
 _CONTEXT = re.compile(
     r"maximum context length (?:is|of) (\d+) tokens.{0,100}?(?<!at least )\b(\d+) "
     r"(?:input tokens|tokens from the input|in the messages)",
