@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build tiny models with random weights, in the format of the real ones: for tests, the demo and a laptop.
 
-All builders keep torch's random state and return the path of a directory that `from_pretrained` loads. Except for CLIP,
-a seed determines the weights, and tokenizers are trained in place.
+All builders save to the directory `folder`, which `from_pretrained` loads, and return its path. Pipelines have the real
+classes and format. `seed` is that of the weights; torch's random state is kept. Tokenizers are trained in place.
 """
 
 from typing import TYPE_CHECKING
@@ -11,18 +11,10 @@ from ..utils.lazy import lazy_imports
 
 
 __all__ = [
-    "build_tiny_clip",
-    "build_tiny_flux",
-    "build_tiny_flux2",
-    "build_tiny_flux2_klein",
-    "build_tiny_flux_kontext",
-    "build_tiny_qwen2_5_vl",
-    "build_tiny_qwen_image",
-    "build_tiny_qwen_image_edit",
-    "build_tiny_qwen_image_edit_plus",
-    "build_tiny_stable_diffusion_3",
-    "build_tiny_z_image",
-]
+    "build_tiny_clip", "build_tiny_flux", "build_tiny_flux2", "build_tiny_flux2_klein", "build_tiny_flux_kontext",
+    "build_tiny_qwen2_5_vl", "build_tiny_qwen_image", "build_tiny_qwen_image_edit",
+    "build_tiny_qwen_image_edit_plus", "build_tiny_stable_diffusion_3", "build_tiny_z_image",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from .clip import build_tiny_clip

@@ -8,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
+from .qwen2_5_vl import token_ids
+
 
 TEXT_LENGTH = 77  # as in every CLIP of OpenAI
 SENTENCES = (
@@ -22,24 +24,17 @@ SENTENCES = (
 
 def build_tiny_clip(folder: str | Path) -> Path:
     """
-    Build and save a CLIP of about 60,000 random weights, which are the same in every call, for images of 32 x 32.
+    Build a CLIP of about 60,000 weights, which are the same in every call, for images of 32 x 32.
 
     The weights are larger than CLIP's usual initial ones, with which all texts have nearly the same embedding.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
     """
     tokenizer = _train_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CLIPConfig(
         text_config={
             **sizes,
-            "vocab_size": len(tokenizer),
+            **token_ids(tokenizer),
             "max_position_embeddings": TEXT_LENGTH,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
             "initializer_factor": 4.0,
         },
         vision_config={**sizes, "image_size": 32, "patch_size": 8, "initializer_factor": 4.0},

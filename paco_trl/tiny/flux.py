@@ -13,7 +13,7 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
-from .qwen2_5_vl import read_corpus
+from .qwen2_5_vl import read_corpus, token_ids
 
 
 MAX_TOKENS = 32
@@ -21,16 +21,7 @@ MAX_TOKENS = 32
 
 def build_tiny_flux(folder: str | Path, seed: int = 0) -> Path:
     """
-    Build a FLUX pipeline of the real classes at tiny size, with random weights, and save it in the format of the real
-    one.
-
-    Images are multiples of 4 pixels; a prompt has at most 32 tokens. Tokenizers are trained in place.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
+    Build a FLUX pipeline: images are multiples of 4 pixels, and a prompt has at most 32 tokens.
     """
     FluxPipeline(**_components(seed)).save_pretrained(folder)
     return Path(folder)
@@ -38,18 +29,12 @@ def build_tiny_flux(folder: str | Path, seed: int = 0) -> Path:
 
 def build_tiny_flux_kontext(folder: str | Path, seed: int = 0) -> Path:
     """
-    Build a FLUX Kontext pipeline from the parts of [`build_tiny_flux`] and save it in the format of the real one.
+    Build a FLUX Kontext pipeline from the parts of [`build_tiny_flux`].
 
     The pipeline enlarges every source image to about a megapixel, so the VAE shrinks images sixteenfold: images are
     multiples of 32 pixels, and a source is about 1024 tokens. Some weights are larger, so that the source image
     changes pixels visibly. Pass `max_area=height * width` to the pipeline, which otherwise generates about a megapixel
     too.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
     """
     components = _components(seed, num_halvings=4)
     enlarge(components["vae"], "encoder.conv_out.weight")
@@ -101,17 +86,12 @@ def _components(seed: int, num_halvings: int = 1) -> dict:
 
 def clip_text_config(tokenizer: CLIPTokenizer, num_hidden_layers: int) -> CLIPTextConfig:
     """Build the config of a CLIP text encoder."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "projection_dim": 16}
     return CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
+        **sizes,
+        **token_ids(tokenizer),
         num_hidden_layers=num_hidden_layers,
-        num_attention_heads=2,
         max_position_embeddings=MAX_TOKENS,
-        projection_dim=16,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
 
 

@@ -4,12 +4,7 @@
 from pathlib import Path
 
 import torch
-from diffusers import (
-    AutoencoderKLFlux2,
-    Flux2KleinPipeline,
-    Flux2Pipeline,
-    Flux2Transformer2DModel,
-)
+from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from transformers import (
     LlamaTokenizer,
@@ -21,20 +16,14 @@ from transformers import (
 )
 
 from .flux import build_scheduler, enlarge
-from .qwen2_5_vl import read_corpus
+from .qwen2_5_vl import token_ids, train_tokenizer
 from .z_image import qwen3_config, train_qwen3_tokenizer
 
 
 MAX_TOKENS = 128
 SPECIAL_TOKENS = (
-    "[INST]",
-    "[/INST]",
-    "[SYSTEM_PROMPT]",
-    "[/SYSTEM_PROMPT]",
-    "[IMG]",
-    "[IMG_BREAK]",
-    "[IMG_END]",
-    "<pad>",
+    *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<pad>"),
 )
 
 # Renders the same text as the template of the real model
@@ -52,17 +41,10 @@ CHAT_TEMPLATE = """\
 
 def build_tiny_flux2(folder: str | Path, seed: int = 0) -> Path:
     """
-    Build a FLUX.2-dev pipeline of the real classes at tiny size, with random weights, and save it in the real one's
-    format.
+    Build a FLUX.2-dev pipeline.
 
     The Mistral 3 has 31 layers, because the pipeline reads the states after 10, 20 and 30. Images are multiples of 4
     pixels, source images at least 64 x 64; a prompt with its system message has at most 128 tokens.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
     """
     tokenizer = _train_mistral_tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -88,18 +70,10 @@ def build_tiny_flux2(folder: str | Path, seed: int = 0) -> Path:
 
 def build_tiny_flux2_klein(folder: str | Path, seed: int = 0, is_distilled: bool = False) -> Path:
     """
-    Build a FLUX.2-klein pipeline like [`build_tiny_flux2`] and save it in the format of the real one.
+    Build a FLUX.2-klein pipeline like [`build_tiny_flux2`].
 
     It has no guidance embedding, and a Qwen3 of 28 layers, because the pipeline reads the states after 9, 18 and 27. A
-    prompt with its template has at most 64 tokens.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-        is_distilled (`bool`, *optional*, defaults to `False`):
-            Whether the pipeline treats the model as distilled to a few steps and ignores the guidance scale.
+    prompt with its template has at most 64 tokens. With `is_distilled`, the pipeline ignores the guidance scale.
     """
     tokenizer = train_qwen3_tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -152,32 +126,20 @@ def _build_vae() -> AutoencoderKLFlux2:
 
 
 def _mistral3_config(tokenizer: LlamaTokenizer) -> Mistral3Config:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     return Mistral3Config(
         text_config={
             "model_type": "mistral",
-            "vocab_size": len(tokenizer),
-            "hidden_size": 16,
-            "intermediate_size": 32,
+            **sizes,
+            **token_ids(tokenizer),
             "num_hidden_layers": 31,
-            "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "head_dim": 8,
             "max_position_embeddings": 4096,
             "sliding_window": None,
             "initializer_range": 0.1,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
         },
-        vision_config={
-            "model_type": "pixtral",
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "patch_size": 14,
-            "image_size": 56,
-        },
+        vision_config={**sizes, "model_type": "pixtral", "num_hidden_layers": 1, "patch_size": 14, "image_size": 56},
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         spatial_merge_size=2,
     )
@@ -185,12 +147,6 @@ def _mistral3_config(tokenizer: LlamaTokenizer) -> Mistral3Config:
 
 def _train_mistral_tokenizer() -> LlamaTokenizer:
     # On the system message of every prompt too, so that it is not hundreds of tokens
-    tokenizer = LlamaTokenizer().train_new_from_iterator(
-        [*read_corpus(), *[SYSTEM_MESSAGE] * 50],
-        vocab_size=1000,
-        new_special_tokens=list(SPECIAL_TOKENS),
-        show_progress=False,
-    )
+    tokenizer = train_tokenizer(LlamaTokenizer, [SYSTEM_MESSAGE] * 50, SPECIAL_TOKENS, MAX_TOKENS, vocab_size=1000)
     tokenizer.pad_token = "<pad>"
-    tokenizer.model_max_length = MAX_TOKENS
     return tokenizer

@@ -2,10 +2,13 @@
 """Build a tiny Qwen2.5-VL."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
+    PreTrainedTokenizerBase,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -18,13 +21,8 @@ from ..data import demo_prompts_path, edit_following_question, theme_question
 
 
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
 MAX_PIXELS = 112 * 112
 
@@ -57,16 +55,10 @@ CHAT_TEMPLATE = """\
 
 def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
     """
-    Build a Qwen2.5-VL of the real classes at tiny size, with random weights, and save it with its processor.
+    Build a Qwen2.5-VL with its processor.
 
-    The tokenizer, trained in place, has the real special tokens, and one token each for Yes and No. An image becomes
+    The tokenizer has the real special tokens, and one token each for Yes and No. An image becomes
     one token for each 28 x 28 pixels, 16 at most.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
     """
     tokenizer = _train_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
@@ -121,6 +113,27 @@ def read_corpus() -> list[str]:
     return [json.loads(line)["prompt"] for line in demo_prompts_path().read_text(encoding="utf-8").splitlines()]
 
 
+def train_tokenizer(
+    kind: type[PreTrainedTokenizerBase],
+    texts: list[str],
+    special_tokens: Sequence[str],
+    max_length: int,
+    vocab_size: int = 800,
+) -> Any:
+    """Train a tokenizer of a class on the shipped prompts and on some texts."""
+    tokenizer = kind().train_new_from_iterator(
+        [*read_corpus(), *texts], vocab_size, new_special_tokens=list(special_tokens), show_progress=False
+    )
+    tokenizer.model_max_length = max_length
+    return tokenizer
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the entries of a text model's config that depend on its tokenizer."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
+
+
 def _train_tokenizer() -> Qwen2Tokenizer:
     # On the questions too, so that a question is not hundreds of bytes. Yes and No are frequent and become one token.
     # The paper's question: " Yes" and " No" without quotation marks in `criterion_question` would become tokens as well
@@ -130,12 +143,6 @@ def _train_tokenizer() -> Qwen2Tokenizer:
     )
     questions = [theme_question("a cat"), criterion, edit_following_question("add a hat")]
     answers = ["Yes", "No", "Yes. The two images show the same.", "No. The two images differ."]
-    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
-        [*read_corpus(), *questions * 20, *answers * 20],
-        vocab_size=800,
-        new_special_tokens=list(SPECIAL_TOKENS[1:]),
-        show_progress=False,
-    )
+    tokenizer = train_tokenizer(Qwen2Tokenizer, [*questions * 20, *answers * 20], SPECIAL_TOKENS[1:], 2048)
     tokenizer.eos_token = "<|im_end|>"
-    tokenizer.model_max_length = 2048
     return tokenizer

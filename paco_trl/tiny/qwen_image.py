@@ -24,17 +24,10 @@ LATENT_CHANNELS = 4
 
 def build_tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
     """
-    Build a Qwen-Image pipeline of the real classes at tiny size, with random weights, and save it in the real one's
-    format.
+    Build a Qwen-Image pipeline.
 
     The text encoder is [`build_tiny_qwen2_5_vl`]. Images are multiples of 4 pixels, one token for each 4 x 4 pixels.
     Prompt and guidance change the pixels visibly.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
     """
     parts, _ = _build_parts(num_halvings=1, seed=seed)
     QwenImagePipeline(**parts).save_pretrained(folder)
@@ -43,16 +36,10 @@ def build_tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
 
 def build_tiny_qwen_image_edit(folder: str | Path, seed: int = 0) -> Path:
     """
-    Build a Qwen-Image-Edit pipeline like [`build_tiny_qwen_image`] and save it in the format of the real one.
+    Build a Qwen-Image-Edit pipeline like [`build_tiny_qwen_image`].
 
     The pipeline enlarges every source image to about 1024 x 1024 pixels, so the VAE shrinks images eightfold: images
     are multiples of 16 pixels, and a source is about 4096 tokens, 16 at most for the text encoder.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
     """
     parts, processor = _build_parts(num_halvings=3, seed=seed)
     QwenImageEditPipeline(**parts, processor=processor).save_pretrained(folder)
@@ -64,12 +51,6 @@ def build_tiny_qwen_image_edit_plus(folder: str | Path, seed: int = 0) -> Path:
     Build a Qwen-Image-Edit-Plus pipeline, which takes several source images.
 
     For a seed, its parts and weights are those of [`build_tiny_qwen_image_edit`].
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
     """
     parts, processor = _build_parts(num_halvings=3, seed=seed)
     QwenImageEditPlusPipeline(**parts, processor=processor).save_pretrained(folder)

@@ -12,16 +12,10 @@ from .flux import build_vae, clip_text_config, enlarge, train_clip_and_t5_tokeni
 
 def build_tiny_stable_diffusion_3(folder: str | Path, seed: int = 0) -> Path:
     """
-    Build a Stable Diffusion 3.5 pipeline of the real classes at tiny size and save it in the format of the real one.
+    Build a Stable Diffusion 3.5 pipeline.
 
     It has a block with dual attention and a last one without feed-forward of the text. Images are multiples of 4
     pixels, 256 at most; a prompt has at most 32 tokens.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

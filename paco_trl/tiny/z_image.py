@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTra
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from .flux import build_vae, enlarge
-from .qwen2_5_vl import read_corpus
+from .qwen2_5_vl import token_ids, train_tokenizer
 
 
 MAX_TOKENS = 64
@@ -29,17 +29,10 @@ CHAT_TEMPLATE = """\
 
 def build_tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
     """
-    Build a Z-Image pipeline of the real classes at tiny size, with random weights, and save it in the format of the
-    real one.
+    Build a Z-Image pipeline.
 
     The text encoder is a Qwen3. Images are multiples of 4 pixels, 256 at most; a prompt with its template has at most
     64 tokens.
-
-    Args:
-        folder (`str` or `Path`):
-            Directory to save to.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
     """
     tokenizer = train_qwen3_tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -72,32 +65,21 @@ def build_tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
 
 def qwen3_config(tokenizer: Qwen2Tokenizer, num_hidden_layers: int) -> Qwen3Config:
     """Build the config of a Qwen3 with states of 16 channels."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
+        **sizes,
+        **{**token_ids(tokenizer), "bos_token_id": tokenizer.pad_token_id},
         num_hidden_layers=num_hidden_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=8,
         max_position_embeddings=1024,
         initializer_range=0.1,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
 
 
 def train_qwen3_tokenizer() -> Qwen2Tokenizer:
     """Train a tokenizer on the shipped prompts, for at most 64 tokens, with the chat template of Qwen3."""
-    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
-        [*read_corpus(), *["user", "assistant"] * 20],
-        vocab_size=800,
-        new_special_tokens=list(SPECIAL_TOKENS),
-        show_progress=False,
-    )
+    tokenizer = train_tokenizer(Qwen2Tokenizer, ["user", "assistant"] * 20, SPECIAL_TOKENS, MAX_TOKENS)
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.model_max_length = MAX_TOKENS
     return tokenizer
