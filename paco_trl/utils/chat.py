@@ -26,17 +26,7 @@ class EndpointUnavailableError(RuntimeError):
 
 
 class ChatRequest(NamedTuple):
-    """
-    Query of a chat model.
-
-    Attributes:
-        messages (`list[dict]`):
-            Turns, as the interface takes them.
-        seed (`int`, *optional*), temperature (`float`, *optional*):
-            Settings of the sampling. If `None`, the server's.
-        max_tokens (`int`):
-            Maximum length of the answer.
-    """
+    """Query of a chat model; the server has defaults for what is `None`."""
 
     messages: list[dict[str, Any]]
     seed: int | None
@@ -45,18 +35,10 @@ class ChatRequest(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """
-    Answer of a chat model.
-
-    Attributes:
-        text (`str`, *optional*):
-            Full answer; `None` if there is none that can be used.
-        problem (`str`, *optional*):
-            Why there is none: the server refused this one request, or the answer is empty, cut or cannot be read.
-    """
+    """Answer of a chat model, or why there is none that can be used."""
 
     text: str | None
-    problem: str | None = None
+    problem: str | None = None  # the server refused this one request, or the answer is empty, cut or cannot be read
 
 
 class ChatEndpoint:
@@ -80,9 +62,6 @@ class ChatEndpoint:
             Maximum number of seconds without data during one request.
         max_retries (`int`, *optional*, defaults to `5`):
             Maximum number of retries of a request, after random waits of at most 0.5, 1, 2, ... up to 10 seconds.
-
-    Raises:
-        ValueError: If an argument is out of its range, or the variable holds no key.
 
     Example:
 
@@ -136,13 +115,7 @@ class ChatEndpoint:
             client.close()
 
     def ask(self, messages: list[dict[str, Any]], seed: int, max_tokens: int, temperature: float) -> str:
-        """
-        Send one query and return the answer. Arguments are those of [`ChatRequest`].
-
-        Raises:
-            ValueError: If the server refuses this query, or its answer cannot be used.
-            EndpointUnavailableError: If the endpoint cannot be used at all.
-        """
+        """Send one query and return the answer; raise a `ValueError` if the server refuses it or gives no usable one."""
         ((_, reply),) = self.ask_all([ChatRequest(messages, seed, max_tokens, temperature)])
         if reply.text is None:
             raise ValueError(f"{self.name} gave no answer: {reply.problem}.")
@@ -150,17 +123,8 @@ class ChatEndpoint:
 
     def ask_all(self, requests: Iterable[ChatRequest]) -> Generator[tuple[int, Reply], None, None]:
         """
-        Send many queries, `max_concurrency` at a time. Those in flight are canceled when the iteration ends early.
-
-        Args:
-            requests (`Iterable[ChatRequest]`):
-                Queries, consumed one by one as there is room.
-
-        Yields:
-            `tuple[int, Reply]`: number of a query and its reply, in the order of the replies.
-
-        Raises:
-            EndpointUnavailableError: If the endpoint cannot be used at all.
+        Send queries, `max_concurrency` at a time, and yield the number and the reply of each, in the order of the
+        replies. Queries are consumed as there is room; those in flight are canceled when the iteration ends early.
         """
         waiting = enumerate(requests)
         with self.asking() as asking:

@@ -39,16 +39,7 @@ def file_name(name: str) -> str:
 
 
 def digest(value: Any) -> str:
-    """
-    Compute the digest of a JSON value, for example to tell whether a stage still has the same inputs.
-
-    Args:
-        value (`Any`):
-            Lists, dictionaries (in any order), texts, numbers.
-
-    Returns:
-        `str`: SHA-256 of its canonical JSON, as 64 hexadecimal digits.
-    """
+    """Compute the SHA-256 of the canonical JSON of a value, as 64 hexadecimal digits; dictionaries have no order."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 

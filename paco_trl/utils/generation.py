@@ -26,18 +26,8 @@ logger = logging.getLogger(__name__)
 
 def load_pipeline(model: str, dtype: "torch.dtype", device: "torch.device | str | None" = None) -> "DiffusionPipeline":
     """
-    Load a diffusers pipeline to generate images. Weights are read from safetensors, and no code of the model is run.
-
-    Args:
-        model (`str`):
-            Hub id or directory.
-        dtype (`torch.dtype`):
-            Compute dtype.
-        device (`torch.device` or `str`, *optional*):
-            Device. If `None`, that of this process (see [`~accelerate.PartialState`]).
-
-    Returns:
-        [`~diffusers.DiffusionPipeline`]: with its progress bar disabled.
+    Load a diffusers pipeline to generate images, with its progress bar disabled. Weights are read from safetensors, and
+    no code of the model is run. `device` defaults to that of this process (see [`~accelerate.PartialState`]).
     """
     from accelerate import PartialState
     from diffusers import DiffusionPipeline

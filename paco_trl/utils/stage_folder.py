@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _SETTINGS = "settings.json"
 _REPORT = "report.json"
-_DATASET = "dataset"
 _MARKERS = ("state.json", "dataset_dict.json")
 
 
@@ -45,16 +44,6 @@ def save_with_paths(dataset: "Dataset | DatasetDict", path: str | Path) -> None:
             writer.finalize()
 
 
-def _put_in_place(staged: Path, target: Path) -> None:
-    """Replace a directory by another."""
-    replaced = target.with_name(target.name + ".replaced")
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.replace(target, replaced)
-    os.replace(staged, target)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 class StageFolder:
     """
     Directory of one stage.
@@ -66,30 +55,23 @@ class StageFolder:
         path (`str` or `Path`):
             The directory; it is created.
         settings (`dict`, *optional*):
-            What the result depends on: options, and digests of the inputs (see [`digest`]). A stopped stage resumes only
-            with the same ones. If `None`, the stage starts from scratch each time.
-
-    Raises:
-        ValueError: If the directory was begun with other settings.
+            What the result depends on: options, and digests of the inputs (see [`digest`]). A directory that was begun
+            with other ones is refused. If `None`, the stage starts from scratch each time.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any] | None = None):
         self.path = Path(path).expanduser().absolute()
         self.path.mkdir(parents=True, exist_ok=True)
+        self._dataset, self._replaced = self.path / "dataset", self.path / "dataset.replaced"
         if not self._dataset.exists() and self._replaced.exists():  # killed between the two renames
             os.replace(self._replaced, self._dataset)
         if settings is None:
             return
-        file = self.path / _SETTINGS
         # Round trip through JSON, so that tuples compare equal
-        settings = json.loads(json.dumps(settings))
-        if not file.exists():
-            write_atomically(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-            return
-        begun = json.loads(file.read_text(encoding="utf-8"))
-        if begun != settings and not any(path.is_file() and path != file for path in self.path.rglob("*")):
-            # The first attempt ended in an error, without a result
-            write_atomically(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        settings, begun, file = json.loads(json.dumps(settings)), self.settings, self.path / _SETTINGS
+        # Without another file, the first attempt ended in an error, without a result
+        if not file.exists() or not any(path.is_file() and path != file for path in self.path.rglob("*")):
+            self._write(_SETTINGS, settings)
             return
         changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
         if changed:
@@ -100,14 +82,6 @@ class StageFolder:
                 f"{self.path} was begun with other settings: {listed}. Old and new results would be mixed. Resume "
                 "with the earlier settings, give another directory, or delete this one."
             )
-
-    @property
-    def _dataset(self) -> Path:
-        return self.path / _DATASET
-
-    @property
-    def _replaced(self) -> Path:
-        return self.path / f"{_DATASET}.replaced"
 
     @property
     def images(self) -> Path:
@@ -122,34 +96,35 @@ class StageFolder:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings that the stage was started with; empty without settings."""
-        file = self.path / _SETTINGS
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return self._read(_SETTINGS)
 
     @property
     def report(self) -> dict[str, Any]:
         """Return the report of a finished stage; empty before."""
-        file = self.path / _REPORT
+        return self._read(_REPORT)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        file = self.path / name
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        write_atomically(self.path / name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def journal(self, name: str) -> Journal:
         """Open the journal `name`.jsonl of this stage."""
         return Journal(self.path / f"{name}.jsonl")
 
     def finish(self, dataset: "Dataset | DatasetDict", report: Mapping[str, Any]) -> None:
-        """
-        Save the result of the stage, in place of an earlier one.
-
-        Args:
-            dataset ([`~datasets.Dataset`] or [`~datasets.DatasetDict`]):
-                The result. Images given by path stay paths.
-            report (`Mapping`):
-                Counts and figures, as JSON.
-        """
-        staged = self.path / f"{_DATASET}.saving"
+        """Save the result of the stage, in place of an earlier one, and its report. Images given by path stay paths."""
+        staged = self.path / "dataset.saving"
         shutil.rmtree(staged, ignore_errors=True)
         save_with_paths(dataset, staged)
-        write_atomically(self.path / _REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-        _put_in_place(staged, self._dataset)
+        self._write(_REPORT, report)
+        if self._dataset.exists():
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            os.replace(self._dataset, self._replaced)
+        os.replace(staged, self._dataset)
+        shutil.rmtree(self._replaced, ignore_errors=True)
 
     def clear(self) -> None:
         """Remove the result of an earlier run, where this one has none."""
@@ -162,7 +137,7 @@ class StageFolder:
 
         if not self.is_done:
             raise FileNotFoundError(
-                f"There is no result in {self.path}: the stage {self.path.name!r} is not finished. Run "
-                "it; a stopped stage resumes."
+                f"There is no result in {self.path}: the stage {self.path.name!r} is not finished. Run it; a stopped "
+                "stage resumes."
             )
         return load_from_disk(str(self._dataset))

@@ -22,33 +22,22 @@ def bootstrap_interval(
     """
     Compute the percentile bootstrap interval of a mean.
 
-    With `groups`, whole groups are resampled: instances of one prompt are not independent, and resampled one by one they
-    give an interval that is too narrow. Every instance counts the same: the mean of a resample is the sum over its groups
-    divided by their number of values.
-
-    With `strata`, the interval is that of the mean of the strata's means, as in a benchmark that averages over task
-    types. A stratum that a resample does not contain is left out of its mean.
-
     Args:
         values (`Sequence[float]`):
             Values. NaN means undefined and is left out, as in the mean that the interval belongs to.
         groups (`Sequence[Hashable]`, *optional*):
-            The group of each value. If `None`, each value is a group of its own.
-        confidence_level (`float`, *optional*, defaults to `0.95`):
-            Confidence level of the interval.
-        n_resamples (`int`, *optional*, defaults to `2000`):
-            Number of resamples.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the resamples: the same values give the same interval.
+            The group of each value. Whole groups are resampled: instances of one prompt are not independent, and
+            resampled one by one they give an interval that is too narrow. The mean of a resample is the sum over its
+            groups divided by their number of values. If `None`, each value is a group of its own.
+        confidence_level (`float`, *optional*, defaults to `0.95`), n_resamples (`int`, *optional*, defaults to `2000`), seed (`int`, *optional*, defaults to `0`):
+            Confidence level, number and seed of the resamples.
         strata (`Sequence[Hashable]`, *optional*):
-            The stratum of each value. If `None`, there is one.
+            The stratum of each value: the interval is that of the mean of the strata's means, as in a benchmark that
+            averages over task types. A stratum that a resample does not contain is left out of its mean.
 
     Returns:
         `tuple[float, float]`: lower and upper end. Both are NaN when only one group has values: how groups differ
         cannot be told from one.
-
-    Raises:
-        ValueError: If no value is left, a value is infinite, or `groups` or `strata` has another length than `values`.
     """
     for name, labels in (("groups", groups), ("strata", strata)):
         if labels is not None and len(labels) != len(values):
