@@ -30,25 +30,11 @@ if TYPE_CHECKING:
     from .served_judge import ServedJudge
 
 __all__ = [
-    "AggregationDetails",
-    "Answer",
-    "ClipIReward",
-    "ClipTReward",
-    "ConsistencyReward",
-    "DreamSimReward",
-    "DuplicateReward",
-    "EditReward",
-    "Judge",
-    "JudgeUnavailableError",
-    "LayoutReward",
-    "OcrReward",
-    "PickScoreReward",
-    "ServedJudge",
-    "aggregate_rewards",
-    "panel_similarity_reward",
-    "redness_reward",
+    "AggregationDetails", "Answer", "ClipIReward", "ClipTReward", "ConsistencyReward", "DreamSimReward",
+    "DuplicateReward", "EditReward", "Judge", "JudgeUnavailableError", "LayoutReward", "OcrReward",
+    "PickScoreReward", "ServedJudge", "aggregate_rewards", "panel_similarity_reward", "redness_reward",
     "yes_probability",
-]
+]  # fmt: skip
 
 # Lazy, so that `aggregate_rewards` comes without transformers, and this package without torch
 __getattr__, __dir__ = lazy_imports(

@@ -144,9 +144,7 @@ def aggregate_rewards(
         `tuple[torch.Tensor, AggregationDetails]`: the aggregate of shape `(N,)`, and the details.
 
     Raises:
-        ValueError: If `method` or `threshold` is unknown, a shape or length is wrong, a reward or weight is infinite,
-            all weights are 0, `num_generations` is missing or does not divide N, or a value is out of the method's
-            range.
+        ValueError: If all weights are 0, or a value is infinite or out of the method's range.
 
     Example:
 

@@ -10,7 +10,7 @@ from accelerate import PartialState
 from PIL import Image
 
 from ..utils.images import to_rgb
-from .clip import CLIP_H, ClipEmbedder, check_finite
+from .clip import ClipEmbedder, check_finite
 from .columns import panels_of
 
 
@@ -18,13 +18,7 @@ class ClipIScorer(ClipEmbedder):
     """
     CLIP-I: cosine similarity of the CLIP embeddings of two images, in [-1, 1]. Questions are ignored.
 
-    The model is loaded at construction, frozen and in eval mode, and stays on the CPU until the first call.
-
-    Args:
-        model (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
-            Hub id or directory of a [`~transformers.CLIPModel`] with its [`~transformers.CLIPProcessor`].
-        device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
-            See [`~paco_trl.rewards.ClipTReward`].
+    Arguments are those of [`~paco_trl.rewards.ClipTReward`].
 
     Example:
 
@@ -37,15 +31,10 @@ class ClipIScorer(ClipEmbedder):
 
     reads_questions = False
 
-    def __init__(
-        self,
-        model: str | Path = CLIP_H,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        batch_size: int = 32,
-    ):
-        super().__init__(model, device=device, dtype=dtype, batch_size=batch_size)
-        self.name = f"CLIP-I ({model})"
+    @property
+    def name(self) -> str:
+        """Return the name for reports."""
+        return f"CLIP-I ({self.model.name_or_path})"
 
     def score(self, images: list[tuple[Image.Image, Image.Image]], prompts: list[str]) -> list[float]:
         """Return one cosine per pair. An image object of several pairs is embedded once."""
@@ -78,9 +67,6 @@ class DreamSimScorer:
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether `dreamsim` may run code from GitHub. Required unless a model is given.
 
-    Raises:
-        ImportError: If no model is given and `dreamsim` is not installed.
-        ValueError: If only one of `model` and `preprocess` is given, or none without `trust_remote_code`.
     """
 
     reads_questions = False
@@ -146,18 +132,11 @@ def _load_dreamsim(device):
 
 
 class PairSimilarityReward:
-    """Base of rewards that average a judge without questions over all unordered pairs of panels."""
+    """Mixin of scorers without questions: a reward that averages the scores of all unordered pairs of panels."""
 
     __name__: str
+    score: Callable[[list, list[str]], list[float]]
     min_panels = 2  # the trainer checks it before it loads a model
-
-    def __init__(self, judge: ClipIScorer | DreamSimScorer):
-        self.judge = judge
-
-    @property
-    def model_name(self) -> str | None:
-        """Return the name of the judge for cards, `None` if it has none."""
-        return getattr(self.judge, "model_name", None)
 
     def __call__(
         self,
@@ -169,12 +148,12 @@ class PairSimilarityReward:
         """Return one score per completion from the images of its panels."""
         panel_images = panels_of(panel_images, len(completions), f"`{self.__name__}`")
         pairs = [pair for panels in panel_images for pair in combinations(panels, 2)]
-        scores = iter(self.judge.score(pairs, [""] * len(pairs)))
+        scores = iter(self.score(pairs, [""] * len(pairs)))
         counts = [len(panels) * (len(panels) - 1) // 2 for panels in panel_images]
         return [sum(next(scores) for _ in range(count)) / count for count in counts]
 
 
-class ClipIReward(PairSimilarityReward):
+class ClipIReward(PairSimilarityReward, ClipIScorer):
     """
     CLIP-I: cosine similarity of the CLIP embeddings of panels, averaged over all unordered pairs of a set.
 
@@ -185,11 +164,7 @@ class ClipIReward(PairSimilarityReward):
     It does not know what should stay the same and what should change, and rewards copies. On ConsistencyRank, PaCo-RL
     reports an accuracy of .394 for it and of .449 for a judge.
 
-    Args:
-        model (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
-            Hub id or directory of a [`~transformers.CLIPModel`] with its [`~transformers.CLIPProcessor`].
-        device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
-            See [`~paco_trl.evaluation.ClipIScorer`].
+    Arguments are those of [`ClipTReward`].
 
     Example:
 
@@ -202,17 +177,8 @@ class ClipIReward(PairSimilarityReward):
 
     __name__ = "clip_i"
 
-    def __init__(
-        self,
-        model: str | Path = CLIP_H,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        batch_size: int = 32,
-    ):
-        super().__init__(ClipIScorer(model, device, dtype, batch_size))
 
-
-class DreamSimReward(PairSimilarityReward):
+class DreamSimReward(PairSimilarityReward, DreamSimScorer):
     """
     DreamSim ([Fu et al.](https://huggingface.co/papers/2306.09344)): 1 minus the perceptual distance of panels,
     averaged over all unordered pairs of a set. It requires `pip install "paco_trl[dreamsim]"`, unless a model is
@@ -222,25 +188,7 @@ class DreamSimReward(PairSimilarityReward):
     - Cost: a forward pass of an ensemble of three vision transformers per panel of each pair.
     - Source and license: the package `dreamsim` (MIT), which downloads its weights.
 
-    It rewards copies, as [`ClipIReward`] does.
-
-    Args:
-        model (`Callable`, *optional*), preprocess (`Callable`, *optional*), device (`str` or `torch.device`, *optional*), batch_size (`int`, *optional*, defaults to `32`), trust_remote_code (`bool`, *optional*, defaults to `False`):
-            See [`~paco_trl.evaluation.DreamSimScorer`].
-
-    Raises:
-        ImportError: If no model is given and `dreamsim` is not installed.
-        ValueError: If no model is given and `trust_remote_code` is `False`.
+    It rewards copies, as [`ClipIReward`] does. Arguments are those of [`~paco_trl.evaluation.DreamSimScorer`].
     """
 
     __name__ = "dreamsim"
-
-    def __init__(
-        self,
-        model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-        preprocess: Callable[[Image.Image], torch.Tensor] | None = None,
-        device: str | torch.device | None = None,
-        batch_size: int = 32,
-        trust_remote_code: bool = False,
-    ):
-        super().__init__(DreamSimScorer(model, preprocess, device, batch_size, trust_remote_code))

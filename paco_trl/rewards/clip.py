@@ -29,11 +29,11 @@ class ClipEmbedder:
 
     def __init__(
         self,
-        model: str | Path,
-        processor: str | Path | None = None,
+        model: str | Path = CLIP_H,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         batch_size: int = 32,
+        processor: str | Path | None = None,
     ):
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
@@ -118,11 +118,7 @@ def score_texts(
     scale: float = 1.0,
     log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float]:
-    """
-    Average the cosine of each image with its text, times `scale`, over the images of a completion.
-
-    Logs `truncated_texts`, the fraction of the distinct texts that are longer than the model reads.
-    """
+    """Average the cosine of each image with its text, times `scale`, over the images of a completion."""
     distinct = list(dict.fromkeys(text for row in texts for text in row))
     if log_metric is not None and distinct:
         lengths = [len(ids) for ids in embedder.processor.tokenizer(distinct)["input_ids"]]

@@ -2,12 +2,10 @@
 """CLIP-T: does each panel show what its prompt says?"""
 
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
 from PIL import Image
 
-from .clip import CLIP_H, ClipEmbedder, check_panels, score_texts
+from .clip import ClipEmbedder, check_panels, score_texts
 
 
 class ClipTReward(ClipEmbedder):
@@ -52,15 +50,7 @@ class ClipTReward(ClipEmbedder):
     ```
     """
 
-    def __init__(
-        self,
-        model: str | Path = CLIP_H,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        batch_size: int = 32,
-    ):
-        super().__init__(model, device=device, dtype=dtype, batch_size=batch_size)
-        self.__name__ = "clip_t"  # names TRL's metrics, `rewards/clip_t/mean`
+    __name__ = "clip_t"  # names TRL's metrics, `rewards/clip_t/mean`
 
     def __call__(
         self,

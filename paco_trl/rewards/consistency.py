@@ -77,7 +77,6 @@ class ConsistencyReward(JudgedReward):
             and of [`~paco_trl.PaCoReward.from_pretrained`] without (`device`, `dtype`, `batch_size`, ...).
 
     Raises:
-        ValueError: If `question` is unknown or `max_pairs` below 1.
         JudgeUnavailableError: If the server does not answer, or has no such model.
 
     Example:

@@ -2,8 +2,10 @@
 """The decision of a judge: the probability of Yes against No."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 
 if TYPE_CHECKING:
@@ -36,9 +38,6 @@ def yes_probability(
         `float` or `None`: the score. An answer without any of its tokens has probability 0, which gives 1 or 0. `None`
         if both have probability 0 (absent, -inf, or vLLM's -9999).
 
-    Raises:
-        ValueError: If a log-probability is not a number, or above 0.
-
     Example:
 
     ```python
@@ -54,7 +53,9 @@ def yes_probability(
             raise ValueError(
                 f"The log-probability of {token!r} is {logprobs[token]}, but must be a number of at most 0."
             )
-    log_yes, log_no = (_log_sum(logprobs.get(token, -math.inf) for token in tokens) for tokens in (yes, no))
+    log_yes, log_no = (
+        float(np.logaddexp.reduce([logprobs.get(token, -math.inf) for token in tokens])) for tokens in (yes, no)
+    )
     if max(log_yes, log_no) <= _LOG_ZERO:
         return None
     difference = log_yes - log_no
@@ -62,15 +63,6 @@ def yes_probability(
     if difference >= 0:
         return 1 / (1 + math.exp(-difference))
     return math.exp(difference) / (1 + math.exp(difference))
-
-
-def _log_sum(logprobs: Iterable[float]) -> float:
-    """Return the logarithm of a sum of probabilities, exact for a single one."""
-    logprobs = list(logprobs)
-    largest = max(logprobs)
-    if largest == -math.inf:
-        return largest
-    return largest + math.log(sum(math.exp(logprob - largest) for logprob in logprobs))
 
 
 def decision_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:

@@ -24,15 +24,7 @@ class JudgeUnavailableError(RuntimeError):
 
 
 class Answer(NamedTuple, Generic[Score]):
-    """
-    Score of a pair by a judge, or the reason why there is none.
-
-    Attributes:
-        score (`float`, *optional*):
-            P(Yes) / (P(Yes) + P(No)), `None` if there is none.
-        reason (`str`, *optional*):
-            Short reason for a missing score.
-    """
+    """Score of a pair by a judge, P(Yes) / (P(Yes) + P(No)), or a short reason why there is none."""
 
     score: Score | None
     reason: str | None = None
@@ -53,20 +45,8 @@ class Judge(Protocol):
 
     def score(self, images: list[ImagePair], prompts: list[str]) -> Sequence[float | None]:
         """
-        Score pairs of images.
-
-        Args:
-            images (`list[tuple]`):
-                Pairs.
-            prompts (`list[str]`):
-                Question for each pair.
-
-        Returns:
-            `Sequence[float | None]`: score of each pair, P(Yes) / (P(Yes) + P(No)) for a vision-language model. `None` for
-            a pair that could not be scored.
-
-        Raises:
-            JudgeUnavailableError: If the judge cannot be queried at all.
+        Score pairs of images, with a question for each: P(Yes) / (P(Yes) + P(No)) for a vision-language model, `None`
+        for a pair that could not be scored. Raise a `JudgeUnavailableError` if the judge cannot be queried at all.
         """
         ...
 
@@ -76,9 +56,10 @@ def image_key(image: ImageSource) -> Hashable:
     return str(image) if isinstance(image, (str, Path)) else id(image)
 
 
-def name_image(group: ImageGroup, place: int, index: int) -> str:
-    """Name an image for errors: `Second image of pair 3`, or `Image 3` if the question is about one image."""
-    return f"Image {index}" if len(group) == 1 else f"{('First', 'Second')[place]} image of pair {index}"
+def named_images(group: ImageGroup, index: int) -> list[tuple[Hashable, ImageSource, str]]:
+    """Return the key of each image of a question, the image, and its name for errors: `Second image of pair 3`."""
+    names = ("First image of pair", "Second image of pair") if len(group) == 2 else ("Image",)
+    return [(image_key(image), image, f"{name} {index}") for image, name in zip(group, names, strict=True)]
 
 
 def single_images(images: list[ImageSource]) -> list[tuple[ImageSource]]:

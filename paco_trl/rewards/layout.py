@@ -59,8 +59,7 @@ class LayoutReward:
     ```
     """
 
-    def __init__(self):
-        self.__name__ = "layout"  # names TRL's metrics, `rewards/layout/mean`
+    __name__ = "layout"  # names TRL's metrics, `rewards/layout/mean`
 
     def __call__(
         self,

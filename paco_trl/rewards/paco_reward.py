@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from .judge import (
     both_orders,
     check_pairs,
     image_key,
-    name_image,
+    named_images,
     one_question_each,
     single_images,
 )
@@ -148,7 +149,6 @@ class PaCoReward:
         model = os.fspath(model)
         # Before gigabytes are read: the tokenizer may lack Yes and No
         processor = cls.load_processor(model, trust_remote_code, **kwargs)
-        hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         base, base_kwargs, is_adapter = _below_adapter(model, kwargs)
         # A live ZeRO-3 configuration would leave the weights empty
         with without_zero3_init():
@@ -162,7 +162,7 @@ class PaCoReward:
             )
             _check_loading(base, info)
             if is_adapter:
-                network = load_judge_adapter(network, model, **hub_kwargs)
+                network = load_judge_adapter(network, model, **_hub_arguments(kwargs))
         network.to(device if device is not None else PartialState().device)
         return cls(network, processor, model, batch_size, system_prompt)
 
@@ -170,12 +170,10 @@ class PaCoReward:
     def load_processor(model: str | Path, trust_remote_code: bool = False, **kwargs) -> ProcessorMixin:
         """Load the processor of a judge (or of an adapter's base model) without the weights; check its tokenizer."""
         model = os.fspath(model)
-        hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         base, base_kwargs, is_adapter = _below_adapter(model, kwargs)
-        if is_adapter and not has_processor(model, **hub_kwargs):
-            model = base
-            hub_kwargs = {name: value for name, value in base_kwargs.items() if name in _HUB_ARGUMENTS}
-        processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **hub_kwargs)
+        if is_adapter and not has_processor(model, **_hub_arguments(kwargs)):
+            model, kwargs = base, base_kwargs
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **_hub_arguments(kwargs))
         decision_token_ids(processor.tokenizer)
         return processor
 
@@ -222,8 +220,7 @@ class PaCoReward:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each pair.
 
         Raises:
-            ValueError: If an item is not a pair, an image cannot be read, the number of questions is wrong, or a score
-                is not finite.
+            ValueError: If an image cannot be read, or a score is not finite.
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
         if not symmetric:
@@ -239,18 +236,13 @@ class PaCoReward:
         Score questions about one image each, such as whether it shows what a text says.
 
         Args:
-            images (`list`):
-                Image of each question; forms as in [`~PaCoReward.score`].
+            images (`list`), show_progress (`bool`, *optional*, defaults to `False`):
+                Image of each question; see [`~PaCoReward.score`].
             prompts (`str` or `list[str]`):
                 Question for each image, or one for all. See [`~paco_trl.data.shows_question`].
-            show_progress (`bool`, *optional*, defaults to `False`):
-                Whether to show a progress bar.
 
         Returns:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each question.
-
-        Raises:
-            ValueError: See [`~PaCoReward.score`].
         """
         groups = single_images(images)
         prompts = self._check_prompts(prompts, len(groups), "images")
@@ -277,9 +269,6 @@ class PaCoReward:
 
         Returns:
             `list[dict[str, float]]`: token -> log-probability of each pair, the likeliest first.
-
-        Raises:
-            ValueError: See [`~PaCoReward.score`].
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
         return self._query(pairs, prompts, "pair", self._top_tokens, show_progress, image_labels)
@@ -292,24 +281,16 @@ class PaCoReward:
         show_progress: bool = False,
     ) -> list[float]:
         """
-        Score sets of images: the mean over all unordered pairs of a set.
-
-        The pairs are those of `itertools.combinations`, the earlier image first. For scores of single pairs, pass them
-        to [`~PaCoReward.score`].
+        Score sets of images: the mean over all unordered pairs of a set, those of `itertools.combinations`.
 
         Args:
             image_sets (`list[list]`):
                 Sets of at least two images, such as the panels of a grid.
-            prompts (`str` or `list[str]`):
-                Question for each set, or one for all.
-            symmetric (`bool`, *optional*, defaults to `False`), show_progress (`bool`, *optional*, defaults to `False`):
-                See [`~PaCoReward.score`].
+            prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`), show_progress (`bool`, *optional*, defaults to `False`):
+                Question for each set, or one for all; see [`~PaCoReward.score`].
 
         Returns:
             `list[float]`: score of each set.
-
-        Raises:
-            ValueError: See [`~PaCoReward.score`]; also if a set has fewer than two images.
         """
         prompts = one_question_each(prompts, len(image_sets), "sets")
         for index, images in enumerate(image_sets):
@@ -344,9 +325,9 @@ class PaCoReward:
         answers = []
         for start in range(0, len(pairs), self.batch_size):
             loaded = [
-                load_image(image, patch_size_of(self.processor), name_image(pair, place, index))
+                load_image(image, patch_size_of(self.processor), where)
                 for index, pair in enumerate(pairs[start : start + self.batch_size], start)
-                for place, image in enumerate(pair)
+                for _, image, where in named_images(pair, index)
             ]
             inputs = self._inputs(prompts[start : start + self.batch_size], loaded)
             # The published generation configs sample and penalize repetitions; an explanation should match the score
@@ -476,37 +457,27 @@ class PaCoReward:
         return list(zip(outputs.pooler_output, grids, strict=True))
 
 
+@dataclass
 class _Images:
     """Distinct images of a call, each loaded and encoded for the first batch that uses it and kept until the last."""
 
-    def __init__(
-        self,
-        patch_size: int,
-        prepare: Callable[[list[Image.Image]], list],
-        groups: list[ImageGroup],
-        batches: list[list[int]],
-    ):
-        self.patch_size = patch_size
-        self.prepare = prepare
-        self.groups = groups
-        self.batches = batches
-        self.ready: dict = {}
-        self.last_use = {
-            image_key(image): number
-            for number, batch in enumerate(batches)
-            for index in batch
-            for image in groups[index]
-        }
+    patch_size: int
+    prepare: Callable[[list[Image.Image]], list]
+    groups: list[ImageGroup]
+    batches: list[list[int]]
+    ready: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        batches = ((number, index) for number, batch in enumerate(self.batches) for index in batch)
+        self.last_use = {image_key(image): number for number, index in batches for image in self.groups[index]}
 
     def of_batch(self, number: int) -> list:
         keys, missing = [], {}
         for index in self.batches[number]:
-            group = self.groups[index]
-            for place, image in enumerate(group):
-                key = image_key(image)
+            for key, image, where in named_images(self.groups[index], index):
                 keys.append(key)
                 if key not in self.ready and key not in missing:
-                    missing[key] = load_image(image, self.patch_size, name_image(group, place, index))
+                    missing[key] = load_image(image, self.patch_size, where)
         if missing:
             self.ready.update(zip(missing, self.prepare(list(missing.values())), strict=True))
         images = [self.ready[key] for key in keys]
@@ -514,9 +485,13 @@ class _Images:
         return images
 
 
+def _hub_arguments(kwargs: dict) -> dict:
+    return {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS}
+
+
 def _below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
     """Return an adapter's base model (or the model itself), its loading arguments, and whether it is a base."""
-    hub_kwargs = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+    hub_kwargs = _hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:
         return model, kwargs, False
     config = PeftConfig.from_pretrained(model, **hub_kwargs)

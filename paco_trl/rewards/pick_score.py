@@ -53,6 +53,8 @@ class PickScoreReward(ClipEmbedder):
     ```
     """
 
+    __name__ = "pick_score"  # names TRL's metrics, `rewards/pick_score/mean`
+
     def __init__(
         self,
         model: str | Path = "yuvalkirstain/PickScore_v1",
@@ -61,8 +63,7 @@ class PickScoreReward(ClipEmbedder):
         dtype: torch.dtype | None = None,
         batch_size: int = 32,
     ):
-        super().__init__(model, processor, device, dtype, batch_size)
-        self.__name__ = "pick_score"  # names TRL's metrics, `rewards/pick_score/mean`
+        super().__init__(model, device, dtype, batch_size, processor)
 
     def __call__(
         self,

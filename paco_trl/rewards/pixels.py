@@ -13,16 +13,7 @@ THUMBNAIL_SIZE = (8, 8)
 
 def redness_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[float]:
     """
-    Score how red an image is: the mean of red minus the mean of green and blue. For demos and tests.
-
-    Args:
-        prompts (`list[str]`):
-            Prompts, not used.
-        completions (`list[PIL.Image.Image]`):
-            Images.
-
-    Returns:
-        `list[float]`: one score per image, in [-1, 1]: 1 for pure red, 0 for gray, -1 for cyan.
+    Score how red an image is, in [-1, 1]: the mean of red minus the mean of green and blue. For demos and tests.
     """
     scores = []
     for index, image in enumerate(completions):
@@ -35,19 +26,10 @@ def panel_similarity_reward(
     prompts: list[str], completions: list[Image.Image], panel_images: list[list[Image.Image]], **kwargs
 ) -> list[float | None]:
     """
-    Score how alike the panels of a grid are: 1 minus the mean absolute difference of their thumbnails over all pairs.
+    Score how alike the panels of a grid are, in [0, 1]: 1 minus the mean absolute difference of their thumbnails over
+    all pairs. `None` for a single panel, which has no pair.
 
     It replaces a consistency reward where no model can be loaded. It rewards copies. For demos and tests only.
-
-    Args:
-        prompts (`list[str]`), completions (`list[PIL.Image.Image]`):
-            Prompts and grids; not used.
-        panel_images (`list[list[PIL.Image.Image]]`):
-            Images of the panels, for each completion.
-
-    Returns:
-        `list[float | None]`: one score per completion, in [0, 1]: 1 for identical panels, 0 for one black and one
-        white panel. `None` for a single panel, which has no pair.
     """
     scores = []
     for index, panels in enumerate(panel_images):

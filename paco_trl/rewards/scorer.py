@@ -63,9 +63,8 @@ class RewardScorer:
     as it is generated, and several calls may wait at the same time.
     """
 
-    def __init__(self, reward_funcs: list[Callable], names: list[str], accelerator: Accelerator):
+    def __init__(self, reward_funcs: list[Callable], accelerator: Accelerator):
         self.reward_funcs = reward_funcs
-        self.names = names
         self.accelerator = accelerator
         self._sync = [index for index, function in enumerate(reward_funcs) if not is_async_callable(function)]
         self._async = [index for index in range(len(reward_funcs)) if index not in self._sync]

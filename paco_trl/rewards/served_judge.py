@@ -30,7 +30,7 @@ from .judge import (
     both_orders,
     check_pairs,
     image_key,
-    name_image,
+    named_images,
     one_question_each,
     single_images,
 )
@@ -94,9 +94,6 @@ class ServedJudge:
             Patch size of the model's vision tower in pixels. Images are resized to its multiples: 14 for Qwen2-VL and
             Qwen2.5-VL, 16 for Qwen3-VL.
 
-    Raises:
-        ValueError: If an argument is out of range.
-
     Example:
 
     ```python
@@ -153,14 +150,12 @@ class ServedJudge:
 
     def check(self, time_budget: float = 30.0) -> None:
         """
-        Check by one real question that the server has the model and can be used as a judge.
+        Check by one real question that the server has the model and can be used as a judge, or raise a
+        `JudgeUnavailableError` with the reason.
 
         Args:
             time_budget (`float`, *optional*, defaults to `30.0`):
                 Seconds to wait for a server that does not answer, at most the judge's own `time_budget`.
-
-        Raises:
-            JudgeUnavailableError: With what is wrong, and the models that the server has.
         """
         self._client.run(self._check(min(self.time_budget, time_budget)))
 
@@ -173,7 +168,6 @@ class ServedJudge:
             reasons.
 
         Raises:
-            ValueError: If an item is not a pair, an image cannot be read, or the number of questions is wrong.
             JudgeUnavailableError: If the server is down, refuses the key, or does not have the model.
         """
         return [answer.score for answer in self._client.run(self._answer(images, prompts, symmetric))]
@@ -192,13 +186,7 @@ class ServedJudge:
     def top_logprobs(
         self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
     ) -> list[dict[str, float] | None]:
-        """
-        Return the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does.
-
-        Raises:
-            ValueError, JudgeUnavailableError: See [`~ServedJudge.score`]; also if the server allows fewer than 20
-                tokens.
-        """
+        """Return the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does."""
         tokens = self._read_all(*_checked(images, prompts), _read_tokens, labels=image_labels)
         if (largest := self._client.limits.largest.get("top_logprobs", TOP_LOGPROBS)) < TOP_LOGPROBS:
             raise JudgeUnavailableError(
@@ -263,9 +251,9 @@ class ServedJudge:
     ) -> list[Answer[float]]:
         # Each image is encoded once; errors name its first question
         sources = {
-            image_key(image): (image, name_image(group, place, index))
+            key: (image, where)
             for index, group in reversed(list(enumerate(groups)))
-            for place, image in enumerate(group)
+            for key, image, where in named_images(group, index)
         }
         encoded = await asyncio.to_thread(self._encode, sources)
         bodies = (

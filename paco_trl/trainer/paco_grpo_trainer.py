@@ -235,8 +235,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             self.policy, self.prompt_encoder, self.accelerator, args.guidance_scale, args.offload_embeddings,
             self._gather_weights,
         )  # fmt: skip
-        self.scorer = RewardScorer(self.rewards.functions, self.rewards.names, self.accelerator)
-        eval_scorer = RewardScorer(eval_rewards.functions, eval_rewards.names, self.accelerator)
+        self.scorer = RewardScorer(self.rewards.functions, self.accelerator)
+        eval_scorer = RewardScorer(eval_rewards.functions, self.accelerator)
         self.evaluator = Evaluator(
             self.sampler, eval_rewards, eval_scorer, args, eval_rows, self.base_model, str(self.compute_dtype)
         )
