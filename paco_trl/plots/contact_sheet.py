@@ -76,10 +76,7 @@ def _show(canvas: Any, place: Bbox, image: Image.Image, caption: str, size: int)
 
 
 def save_contact_sheet(
-    images: list[SheetImage],
-    title: str,
-    path: str | Path,
-    sources: dict[int, list[Image.Image]] | None = None,
+    images: list[SheetImage], title: str, path: str | Path, sources: dict[int, list[Image.Image]] | None = None
 ) -> Image.Image:
     """
     Save a contact sheet as a PNG file.

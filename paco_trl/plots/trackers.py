@@ -34,13 +34,9 @@ def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[T
 def start_trackers(
     callbacks: list[TrainerCallback], args: TrainingArguments, state: TrainerState, model: nn.Module
 ) -> None:
-    """
-    Start the trackers, among a trainer's callbacks, that are not running.
-
-    They run during training: an evaluation before or after it would lose its images, and trackio raises. The callbacks
-    (transformers 5.23) have no public method that only starts them:
-    https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/integration_utils.py
-    """
+    """Start the trackers, among a trainer's callbacks, that are not running: an evaluation would lose its images."""
+    # The callbacks (transformers 5.23) have no public method that only starts them:
+    # https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/integration_utils.py
     for callback in callbacks:
         name = type(callback).__name__
         if name in ("TrackioCallback", "WandbCallback") and not callback._initialized:

@@ -111,10 +111,9 @@ def aggregate_rewards(
     """
     Aggregate K rewards into one, before the advantage.
 
-    Pass *all* samples of a round, gathered from all processes: h_k is a statistic of all samples of all groups, while
-    the normalization that follows is per group. A row with a NaN in any required reward of nonzero weight is NaN in
-    the aggregate: a partial failure is a failure, not a 0 in the sum. A reward of weight 0 is only logged: its NaNs,
-    range and h_k do not affect the aggregate.
+    Pass *all* samples of a round, gathered from all processes: h_k is a statistic of all samples of all groups. A row
+    with a NaN in any required reward of nonzero weight is NaN in the aggregate. A reward of weight 0 is only logged: its
+    NaNs, range and h_k do not affect the aggregate.
 
     Args:
         rewards (`torch.Tensor` of shape `(N, K)`):

@@ -33,6 +33,7 @@ class ClipEmbedder:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         batch_size: int = 32,
+        *,
         processor: str | Path | None = None,
     ):
         if batch_size < 1:

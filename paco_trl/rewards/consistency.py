@@ -59,10 +59,8 @@ class ConsistencyReward(JudgedReward):
         base_url (`str`, *optional*):
             Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked immediately.
         question (`str`, *optional*, defaults to `"theme"`):
-            - `"theme"`: one question per pair, with the column `theme`; the published reward's default. Converted rows
-              of T2IS-Bench have the benchmark's own theme, as in the example of the published judge's card. The
-              published reward uses the text before the first panel marker instead, which is
-              `parse_image_set_prompt(prompt).theme`.
+            - `"theme"`: one question per pair, with the column `theme`; the published reward's default, which uses the
+              text before the first panel marker as the theme, `parse_image_set_prompt(prompt).theme`.
             - `"criteria"`: one question per criterion of the column `criteria`, averaged within each dimension
               (identity, style, logic) and then over the dimensions.
         max_pairs (`int`, *optional*):

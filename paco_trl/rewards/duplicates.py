@@ -33,22 +33,18 @@ class DuplicateReward:
     consistency, which alone is highest for identical panels.
 
     Each pair of panels scores 1 up to the similarity `threshold` of [`panel_similarity`], and from there falls
-    linearly to 0 at a similarity of 1. The reward is the mean over all pairs, in [0, 1]: 1 if no two panels are
-    near-identical, 0 if all are. Larger differences earn nothing more, so that it does not work against consistency.
+    linearly to 0 at a similarity of 1. The reward is the mean over all pairs, in [0, 1]. Larger differences earn nothing
+    more, so that it does not work against consistency.
 
-    The default `threshold` was measured on drawings of a character in front of seven backgrounds (flat, dark, sky,
-    room, soft texture, checker, colored noise), with panels of 256 to 640 pixels. Copies with noise (standard
-    deviation 20 of 255), JPEG of quality 30, 8 % more or less brightness, a shift of 2 pixels, or a little of each had
-    a similarity of at least 0.986, the lowest in front of the checker: a score of at most 0.14. The character in a
-    coat of another color had at most 0.42, a tenth of the width to the side 0.74, half as large again 0.75, mirrored
-    0.86, and with its arm raised 0.90. In panels of 384 x 640, which it fills less, the last two had 0.95 and 0.96:
-    small changes score partly.
+    The default `threshold` was measured on drawings of a character in front of seven backgrounds, with panels of 256 to
+    640 pixels. Copies with noise (standard deviation 20 of 255), JPEG of quality 30, 8 % more or less brightness, a
+    shift of 2 pixels, or a little of each had a similarity of at least 0.986. The character in a coat of another color
+    had at most 0.42, a tenth of the width to the side 0.74, mirrored 0.86, and with its arm raised 0.90; the last two
+    had 0.95 and 0.96 in panels of 384 x 640, which it fills less.
 
-    It cannot detect that a panel is meant to repeat another, ignores color differences below 4 % (a dark figure that
-    moves in the dark), and takes stripes or noise of a few pixels for a flat color. Panels below 256 pixels are less
-    robust: with 128, a shift of 2 pixels had 0.94.
-
-    It has no model. Cost: about 2 ms per pair on one core.
+    It cannot detect that a panel is meant to repeat another, ignores color differences below 4 %, and takes stripes or
+    noise of a few pixels for a flat color. Panels below 256 pixels are less robust: with 128, a shift of 2 pixels had
+    0.94. It has no model. Cost: about 2 ms per pair on one core.
 
     Args:
         threshold (`float`, *optional*, defaults to `0.9`):
@@ -99,9 +95,8 @@ def panel_similarity(first: Image.Image, second: Image.Image) -> float:
 
     Both become blurred thumbnails of equal brightness. The difference of a pixel is how far its color is outside the
     range of the other thumbnail's colors around that place, beyond a tolerance: small shifts and noise make no
-    difference. The similarity is 1 minus the mean of the largest hundredth of the differences, since only a copy
-    differs nowhere. Means over the full panel, and the correlation of thumbnails, would instead measure how much
-    background the panels share.
+    difference. The similarity is 1 minus the mean of the largest hundredth of the differences: a mean over the full
+    panel would measure how much background the panels share.
     """
     return _similarity(_thumbnail(first, "The first panel"), _thumbnail(second, "The second panel"))
 

@@ -2,13 +2,11 @@
 """Edited images: consistent with their source, and as the instruction says."""
 
 import math
-from pathlib import Path
 
 from PIL import Image
 
 from ..data.questions import edit_consistency_question, edit_following_question
 from .columns import column_of
-from .judge import Judge
 from .judged_reward import JudgedReward, WeightedQuestion
 
 
@@ -49,9 +47,6 @@ class EditReward(JudgedReward):
 
     __name__ = "edit"  # names TRL's metrics, `rewards/edit/mean`
     needed_columns = ("image",)  # the trainer checks them before it loads a model
-
-    def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
-        super().__init__(model, base_url, **kwargs)
 
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns

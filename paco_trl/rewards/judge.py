@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges: objects that answer questions about pairs of images."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from PIL import Image
+
+from ..utils.images import check_text
 
 
 # Forms of an image that judges take
@@ -89,12 +91,15 @@ def both_orders(pairs: list[tuple]) -> list[tuple]:
     return [order for first, second in pairs for order in ((first, second), (second, first))]
 
 
-def one_question_each(prompts: str | list[str], count: int, what: str) -> list[str]:
-    """Repeat a single question `count` times, or check that there is one for each."""
-    if isinstance(prompts, str):
-        return [prompts] * count
+def one_question_each(
+    prompts: str | list[str], count: int, what: str, find_control: Callable[[str], list[str]] = lambda text: []
+) -> list[str]:
+    """Repeat a single question `count` times, or check that there is one for each; refuse control tokens in them."""
+    prompts = [prompts] * count if isinstance(prompts, str) else list(prompts)
     if len(prompts) != count:
         raise ValueError(
             f"{len(prompts)} questions for {count} {what}: `prompts` must be one text for all or one for each."
         )
-    return list(prompts)
+    for index, prompt in enumerate(prompts):
+        check_text(prompt, find_control(prompt), f"`prompts[{index}]`")
+    return prompts

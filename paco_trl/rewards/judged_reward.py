@@ -43,7 +43,7 @@ class JudgedReward:
 
     __name__: str
 
-    def __init__(self, model: str | Path | Judge, base_url: str | None, **kwargs):
+    def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
         if base_url is not None:
             if not isinstance(model, (str, Path)):
                 raise TypeError(

@@ -40,11 +40,9 @@ class LayoutReward:
     In [0, 1]: 1 if every line between panels is complete and no panel is divided again, 0 if the image is undivided,
     or another grid. A missing part of a line costs in proportion.
 
-    It cannot see a border between panels of the same background without a gutter, whether the panels show what they
-    should, or lines that are not straight. A straight edge of the content that runs through the full image at the
-    place of a line (a horizon at half the height, for two rows) counts as a line, so that an undivided image can pass
-    as 2 x 1 or 1 x 2, but hardly as a grid with both rows and columns. It scores lines, not panels: a mosaic of tiles
-    has lines nearly everywhere.
+    It cannot see a border between panels of the same background without a gutter, or lines that are not straight. A
+    straight edge of the content through the full image at the place of a line (a horizon at half the height, for two
+    rows) counts as a line. It scores lines, not panels: a mosaic of tiles has lines nearly everywhere.
 
     It has no model. Cost: about 3 ms for 512 x 512 pixels on one core.
 
@@ -95,10 +93,7 @@ def layout_score(image: Image.Image, rows: int, cols: int) -> float:
         )
     image = to_rgb(image, "The image")
     score = 1.0
-    for turned, count, panels_along in (
-        (image, cols, rows),
-        (image.transpose(Image.Transpose.TRANSPOSE), rows, cols),
-    ):
+    for turned, count, panels_along in ((image, cols, rows), (image.transpose(Image.Transpose.TRANSPOSE), rows, cols)):
         profile = edge_profile(turned, panels_along * BANDS_PER_PANEL)
         score *= _expected_lines(profile, count) * (1 - _extra_lines(profile, count))
     return score

@@ -24,9 +24,8 @@ class OcrReward:
 
     The model is PP-OCR of [PaddleOCR](https://github.com/PaddlePaddle/PaddleOCR), for Chinese and English, in the
     package [rapidocr](https://github.com/RapidAI/RapidOCR), whose wheel contains the weights: nothing is downloaded.
-    Both are under Apache-2.0. The PP-OCR version depends on that of rapidocr: compare scores of one version only.
-
-    It requires `pip install "paco_trl[ocr]"`. Cost: it runs on the CPU, about 1 s for 512 x 512 pixels on two cores.
+    Both are under Apache-2.0. Compare scores of one version of rapidocr only. It requires `pip install
+    "paco_trl[ocr]"`. Cost: it runs on the CPU, about 1 s for 512 x 512 pixels on two cores.
 
     Example:
 
@@ -39,6 +38,10 @@ class OcrReward:
     ```
     """
 
+    __name__ = "ocr"  # names TRL's metrics, `rewards/ocr/mean`
+    needed_columns = ("text",)  # the trainer checks them before it loads a model
+    model_name = "RapidOCR"  # for cards
+
     def __init__(self):
         try:
             from rapidocr import RapidOCR
@@ -46,18 +49,11 @@ class OcrReward:
             raise ImportError(
                 'OcrReward requires `rapidocr` and `onnxruntime`: pip install "paco_trl[ocr]".'
             ) from error
-        self.__name__ = "ocr"  # names TRL's metrics, `rewards/ocr/mean`
-        self.needed_columns = ("text",)  # the trainer checks them before it loads a model
-        self.model_name = "RapidOCR"  # for cards
         # Below "error" it logs its files, and each image without text
         self.engine: Callable = RapidOCR(params={"Global.log_level": "error"})
 
     def __call__(
-        self,
-        prompts: list[str],
-        completions: list[Image.Image],
-        text: list[str] | None = None,
-        **kwargs,
+        self, prompts: list[str], completions: list[Image.Image], text: list[str] | None = None, **kwargs
     ) -> list[float]:
         """Return one score per completion, in [0, 1], for the words of the column `text`."""
         text = column_of(text, "text", len(completions), "`OcrReward`")

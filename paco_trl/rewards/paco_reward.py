@@ -25,7 +25,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.fingerprint import weights_fingerprint
-from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of
+from ..utils.images import find_control_tokens, load_image, patch_size_of
 from ..utils.names import public_name
 from .decision import decision_direction, decision_token_ids, scales_logits
 from .judge import (
@@ -193,11 +193,7 @@ class PaCoReward:
         return self.model.device
 
     def score(
-        self,
-        images: list[ImagePair],
-        prompts: str | list[str],
-        symmetric: bool = False,
-        show_progress: bool = False,
+        self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False, show_progress: bool = False
     ) -> list[float]:
         """
         Score pairs of images.
@@ -341,11 +337,8 @@ class PaCoReward:
         return answers
 
     def _check_prompts(self, prompts: str | list[str], count: int, what: str) -> list[str]:
-        prompts = one_question_each(prompts, count, what)
         control_tokens = find_control_tokens(self.processor)
-        for index, prompt in enumerate(prompts):
-            check_text(prompt, control_tokens, f"`prompts[{index}]`")
-        return prompts
+        return one_question_each(prompts, count, what, lambda prompt: control_tokens)
 
     def _keep_hidden_state(self, module: torch.nn.Module, args: tuple) -> None:
         self._hidden_state = args[0]

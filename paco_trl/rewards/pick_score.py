@@ -23,7 +23,7 @@ class PickScoreReward(ClipEmbedder):
 
     With the column `panels`, each panel is compared with its own text, and the score is the mean over the panels of a
     grid; without it, the full image is compared with its prompt. The processor crops an image that is not square to
-    its central square. Logs `pick_score/truncated_texts`, the fraction of texts that are longer than CLIP's 77 tokens.
+    its central square. It logs `pick_score/truncated_texts` as [`ClipTReward`] does.
 
     - Range: `exp(logit_scale)` * cosine / 26, mostly 0.7 to 0.9 with the published weights. The divisor is that of
       Flow-GRPO and of the published PaCo presets.
@@ -31,8 +31,6 @@ class PickScoreReward(ClipEmbedder):
       text encoder. The model has about 1 billion parameters, 4 GB in float32.
     - Source: [Pick-a-Pic](https://arxiv.org/abs/2305.01569).
     - License of the weights: see the model card.
-
-    The model is loaded at construction, frozen and in eval mode, and stays on the CPU until the first call.
 
     Args:
         model (`str` or `Path`, *optional*, defaults to `"yuvalkirstain/PickScore_v1"`):
@@ -63,7 +61,7 @@ class PickScoreReward(ClipEmbedder):
         dtype: torch.dtype | None = None,
         batch_size: int = 32,
     ):
-        super().__init__(model, device, dtype, batch_size, processor)
+        super().__init__(model, device, dtype, batch_size, processor=processor)
 
     def __call__(
         self,

@@ -35,11 +35,9 @@ def panel_similarity_reward(
     for index, panels in enumerate(panel_images):
         panels = [to_rgb(panel, f"Panel {number} of completion {index}") for number, panel in enumerate(panels)]
         thumbnails = [panel.resize(THUMBNAIL_SIZE, Image.Resampling.BOX) for panel in panels]
-        differences = [_mean_absolute_difference(first, second) for first, second in combinations(thumbnails, 2)]
+        differences = [
+            sum(ImageStat.Stat(ImageChops.difference(first, second)).mean) / 3 / 255  # channels, in [0, 255]
+            for first, second in combinations(thumbnails, 2)
+        ]
         scores.append(1 - sum(differences) / len(differences) if differences else None)
     return scores
-
-
-def _mean_absolute_difference(first: Image.Image, second: Image.Image) -> float:
-    channel_means = ImageStat.Stat(ImageChops.difference(first, second)).mean  # 3 values in [0, 255]
-    return sum(channel_means) / len(channel_means) / 255

@@ -31,11 +31,9 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
     """
     Run the language model over each distinct beginning of the rows once, up to the end of each image.
 
-    A token's keys and values depend only on the tokens before it, so rows that begin alike share them in their caches.
-    The six pairs of a 2x2 grid have three first images; ten questions about each pair are sixty rows with six distinct
-    beginnings up to the end of the second image. Inputs are left-padded and on the CPU, except for the encoded images.
-    Returns the inputs of the remaining parts of the rows with the cache of their beginnings; full rows, if no two
-    begin alike.
+    A token's keys and values depend only on the tokens before it, so rows that begin alike share them: the six pairs of
+    a 2x2 grid have three first images. Inputs are left-padded and on the CPU, except for the encoded images. Returns the
+    inputs of the remaining parts of the rows with the cache of their beginnings; full rows, if no two begin alike.
     """
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     count = len(images[0])

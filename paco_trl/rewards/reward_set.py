@@ -7,13 +7,7 @@ import torch
 from datasets import Dataset
 
 from .aggregation import AggregationDetails, aggregate_rewards
-from .reward_calls import (
-    RewardError,
-    check_columns,
-    check_required,
-    check_reward_functions,
-    check_reward_weights,
-)
+from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
 
 
 class RewardSet:

@@ -2,8 +2,6 @@
 """A judge on an OpenAI-compatible server: the same questions and the same scores as in the process."""
 
 import asyncio
-import base64
-import io
 import logging
 import math
 import os
@@ -17,7 +15,7 @@ from PIL import Image
 from ..data.questions import plain_question
 from ..utils.chat_client import ChatClient
 from ..utils.chat_requests import UNREADABLE, NoAnswerError
-from ..utils.images import check_text, load_image
+from ..utils.images import data_url, load_image
 from ..utils.names import public_name
 from .decision import yes_probability
 from .judge import (
@@ -62,12 +60,9 @@ class ServedJudge:
     the log-probabilities of its 20 likeliest tokens. Images are resized by the same function, so that the model sees
     the same pixels, and are sent as PNG.
 
-    A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried after random
-    waits of up to ten seconds. A question that still has no answer has the score `None`, never a number. If the server
-    answers nothing at all for `time_budget` seconds, it is considered down.
-
-    Requests run on their own event loop with one connection pool, so that a judge can be queried from any thread or
-    loop.
+    A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried. A question that
+    still has no answer has the score `None`. If the server answers nothing at all for `time_budget` seconds, it is
+    considered down. A judge can be queried from any thread or event loop.
 
     Args:
         base_url (`str`):
@@ -75,8 +70,7 @@ class ServedJudge:
         model (`str`):
             Name of the model on the server (`--served-model-name` of vLLM, or the name of a LoRA module).
         api_key (`str`, *optional*):
-            Key. If `None`, the environment variable `VLLM_API_KEY`, which vLLM reads too. (`OPENAI_API_KEY` is not
-            read: it is not meant for other servers.)
+            Key. If `None`, the environment variable `VLLM_API_KEY`, which vLLM reads too.
         max_concurrency (`int`, *optional*, defaults to `32`):
             Concurrent requests. Each process of a run has its own.
         timeout (`float`, *optional*, defaults to `60.0`):
@@ -181,7 +175,8 @@ class ServedJudge:
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
         """Score questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does."""
         groups = single_images(images)
-        return self._read_all(groups, _check_prompts(prompts, len(groups), "images"), _read_score)
+        prompts = one_question_each(prompts, len(groups), "images", _CONTROL_TOKEN.findall)
+        return self._read_all(groups, prompts, _read_score)
 
     def top_logprobs(
         self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
@@ -323,24 +318,15 @@ class ServedJudge:
 
     def _encode(self, sources: Mapping[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
         """Encode images as data URLs, with the pixels that a judge in the process would see."""
-        encoded = {}
-        for key, (source, where) in sources.items():
-            file = io.BytesIO()
-            image = load_image(source, self.patch_size, where)
-            image.save(file, self.image_format, **_SAVE_OPTIONS[self.image_format])
-            encoded[key] = f"data:image/{self.image_format};base64,{base64.b64encode(file.getvalue()).decode()}"
-        return encoded
+        options = _SAVE_OPTIONS[self.image_format]
+        return {
+            key: data_url(load_image(source, self.patch_size, where), self.image_format, **options)
+            for key, (source, where) in sources.items()
+        }
 
 
 def _checked(images: list[ImagePair], prompts: str | list[str]) -> tuple[list[ImagePair], list[str]]:
-    return check_pairs(images), _check_prompts(prompts, len(images), "pairs")
-
-
-def _check_prompts(prompts: str | list[str], count: int, what: str) -> list[str]:
-    prompts = one_question_each(prompts, count, what)
-    for index, prompt in enumerate(prompts):
-        check_text(prompt, _CONTROL_TOKEN.findall(prompt), f"`prompts[{index}]`")
-    return prompts
+    return check_pairs(images), one_question_each(prompts, len(images), "pairs", _CONTROL_TOKEN.findall)
 
 
 def _read_tokens(completion: "ChatCompletion") -> Answer[dict[str, float]]:

@@ -88,10 +88,7 @@ def clip_text_config(tokenizer: CLIPTokenizer, num_hidden_layers: int) -> CLIPTe
     """Build the config of a CLIP text encoder."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "projection_dim": 16}
     return CLIPTextConfig(
-        **sizes,
-        **token_ids(tokenizer),
-        num_hidden_layers=num_hidden_layers,
-        max_position_embeddings=MAX_TOKENS,
+        **sizes, **token_ids(tokenizer), num_hidden_layers=num_hidden_layers, max_position_embeddings=MAX_TOKENS
     )
 
 

@@ -145,17 +145,8 @@ class ChatEndpoint:
         remedy = "Name the environment variable that holds one, as `api_key_variable`."
         if self.api_key_variable is not None:
             remedy = f"The variable {self.api_key_variable} holds another one."
-        return ChatClient(
-            self.base_url,
-            self.model,
-            self._key,
-            remedy,
-            EndpointUnavailableError,
-            self.max_concurrency,
-            self.timeout,
-            self.max_retries,
-            self._limits,
-        )
+        settings = (self.max_concurrency, self.timeout, self.max_retries, self._limits)
+        return ChatClient(self.base_url, self.model, self._key, remedy, EndpointUnavailableError, *settings)
 
 
 class Asking:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading of images for a vision-language model, the same for training and scoring."""
 
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,6 +106,13 @@ def open_image(source) -> Image.Image:
     if source.startswith("data:image"):
         return Image.open(BytesIO(b64decode(source.partition("base64,")[2])))
     return Image.open(source.removeprefix("file://"))
+
+
+def data_url(image: Image.Image, kind: str, **options) -> str:
+    """Encode an image as a data URL; `kind` is `"png"` or `"jpeg"`, `options` are those of Pillow."""
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}"
 
 
 def pixel_limit(processor: "ProcessorMixin") -> int | None:
