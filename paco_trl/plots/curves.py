@@ -93,12 +93,9 @@ def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round:
 
 
 class CurvesCallback(TrainerCallback):
-    """
-    Write `curves.csv` to `output_dir` at each log, and `curves.png` (`plot`) at checkpoints, at the end, and now and then.
+    """Write `curves.csv` at each log, and `curves.png` (`plot`) at checkpoints, at the end, and now and then."""
 
-    Both are made from `state.log_history`, which checkpoints hold: after a resume they equal those of an uninterrupted
-    run. A log before the first optimizer step writes nothing, so that an evaluation does not replace a run's curves.
-    """
+    # From `state.log_history`, which checkpoints hold: after a resume they equal those of an uninterrupted run
 
     def __init__(self, plot: bool = True):
         self._plot = plot
@@ -127,7 +124,7 @@ class CurvesCallback(TrainerCallback):
     on_train_end = on_save
 
     def _rows(self, state: TrainerState) -> list[dict[str, float]]:
-        """Return the rows to write: none on other processes, and none before the first optimizer step."""
+        """Return the rows to write: none on other processes, and none before the first step: they would replace a run's."""
         rows = history_rows(state.log_history) if state.is_world_process_zero else []
         return rows if rows and rows[-1]["step"] > 0 else []
 

@@ -20,10 +20,7 @@ CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
 class ClipEmbedder:
-    """
-    Unit vectors of images and texts from a CLIP, loaded frozen and in float32 by default. It stays on the CPU until
-    the first use. The processors of the published CLIPs crop an image that is not square to its central square.
-    """
+    """Unit vectors of images and texts from a CLIP, frozen, in float32 by default, on the CPU until the first use."""
 
     __name__: str  # of the subclasses that are rewards
 

@@ -36,7 +36,7 @@ class DuplicateReward:
     linearly to 0 at a similarity of 1. The reward is the mean over all pairs, in [0, 1]. Larger differences earn nothing
     more, so that it does not work against consistency.
 
-    The default `threshold` was measured on drawings of a character in front of seven backgrounds, with panels of 256 to
+    The default `threshold` was measured on illustrations of a character in front of seven backgrounds, with panels of 256 to
     640 pixels. Copies with noise (standard deviation 20 of 255), JPEG of quality 30, 8 % more or less brightness, a
     shift of 2 pixels, or a little of each had a similarity of at least 0.986. The character in a coat of another color
     had at most 0.42, a tenth of the width to the side 0.74, mirrored 0.86, and with its arm raised 0.90; the last two

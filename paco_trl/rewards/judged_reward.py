@@ -36,10 +36,7 @@ class WeightedQuestion(NamedTuple):
 
 
 class JudgedReward:
-    """
-    Base of rewards that query a judge. Subclasses define the questions and how their scores combine. With a served
-    judge the reward is a coroutine function.
-    """
+    """Base of rewards that query a judge; with a served judge, an instance is a coroutine function."""
 
     __name__: str
 

@@ -78,11 +78,9 @@ class LayoutReward:
 
 def layout_score(image: Image.Image, rows: int, cols: int) -> float:
     """
-    Compute how much an image looks like a grid of panels, in [0, 1].
-
-    In each direction, the expected lines should be complete on average, and those of a grid that divides each panel
-    again into two, three or four should not be (the faintest counts, so that a single straight edge of the content
-    costs nothing). The score is the product over both directions of the former times 1 minus the latter.
+    Compute how much an image looks like a grid of panels, in [0, 1]: over both directions, the product of how complete
+    the expected lines are on average times 1 minus how complete those are that divide each panel again into two, three
+    or four (the faintest counts, so that a single straight edge of the content costs nothing).
     """
     if rows < 1 or cols < 1:
         raise ValueError(f"A grid has at least one row and one column, got rows={rows} and cols={cols}.")
@@ -100,12 +98,9 @@ def layout_score(image: Image.Image, rows: int, cols: int) -> float:
 
 
 def edge_profile(image: Image.Image, bands: int) -> np.ndarray:
-    """
-    Return the fraction of the height with a vertical edge, between each two neighboring columns.
-
-    The image is averaged over horizontal bands. Content and noise become faint, but an upright straight edge remains:
-    columns that differ clearly, and more than others of the same band. An edge also counts at the next position.
-    """
+    """Return the fraction of the height with a vertical edge, between each two neighboring columns."""
+    # Averaged over bands, content and noise become faint, but an upright straight edge remains: columns that differ
+    # clearly, and more than others of the same band. An edge also counts at the next position.
     factor = max(1, image.width // POSITIONS)
     width = image.width // factor
     averages = np.asarray(

@@ -54,14 +54,10 @@ class _Call:
 
 
 class RewardScorer:
-    """
-    Calls rewards on images while others are generated.
+    """Calls rewards on images while others are generated: async ones with each micro-batch, others on one thread."""
 
-    Rewards that compute are called with `IMAGES_PER_CALL` images at a time, in the order of the images, one call after
-    the other on one extra thread. Which images share a call does not depend on timing, so that a reward whose rounding
-    depends on its batch gives the same values in a resumed run. Async rewards are called with each micro-batch as soon
-    as it is generated, and several calls may wait at the same time.
-    """
+    # Others are called with `IMAGES_PER_CALL` images at a time, in order. Which images share a call does not depend on
+    # timing, so that a reward whose rounding depends on its batch gives the same values in a resumed run.
 
     def __init__(self, reward_funcs: list[Callable], accelerator: Accelerator):
         self.reward_funcs = reward_funcs
@@ -108,11 +104,7 @@ class RewardScorer:
             self._raise_together(self._problem())
 
     def finish(self, order: np.ndarray, state: TrainerState) -> Scores:
-        """
-        Wait for the rewards and gather them. Every process calls it.
-
-        `order` has the number of each image, process by process; of duplicates the first counts.
-        """
+        """Wait for the rewards and gather them on every process; of duplicates in the image numbers the first counts."""
         if self._waiting:
             self._submit(self._sync, self._waiting, state)
         started = time.perf_counter()

@@ -8,13 +8,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from ..data.questions import plain_question
 from ..utils.chat_client import ChatClient
-from ..utils.chat_requests import UNREADABLE, NoAnswerError
+from ..utils.chat_requests import UNREADABLE, NoAnswerError, ServerLimits
 from ..utils.images import data_url, load_image
 from ..utils.names import public_name
 from .decision import yes_probability
@@ -52,6 +53,7 @@ UNDECIDED = "Yes or No not among the likeliest tokens"
 _NO_LOGPROBS = "no log-probabilities in the answer"
 
 
+@dataclass(repr=False, eq=False)
 class ServedJudge:
     """
     Judge behind an OpenAI-compatible endpoint that returns log-probabilities, such as vLLM (`paco-trl serve-reward`).
@@ -100,38 +102,30 @@ class ServedJudge:
     ```
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        api_key: str | None = None,
-        max_concurrency: int = 32,
-        timeout: float = 60.0,
-        time_budget: float = 300.0,
-        image_format: str = "png",
-        system_prompt: str | None = None,
-        patch_size: int = 14,
-    ):
-        if max_concurrency < 1:
-            raise ValueError(f"`max_concurrency` is {max_concurrency}, but must be at least 1.")
-        if not 0 < timeout <= time_budget:
+    base_url: str
+    model: str
+    api_key: InitVar[str | None] = None
+    max_concurrency: int = 32
+    timeout: float = 60.0
+    time_budget: float = 300.0
+    image_format: str = "png"
+    system_prompt: str | None = None
+    patch_size: int = 14
+
+    def __post_init__(self, api_key: str | None):
+        if self.max_concurrency < 1:
+            raise ValueError(f"`max_concurrency` is {self.max_concurrency}, but must be at least 1.")
+        if not 0 < self.timeout <= self.time_budget:
             raise ValueError(
-                f"`timeout` is {timeout} and `time_budget` is {time_budget}, but `timeout` (of a request) must be "
-                "positive and at most `time_budget` (of a question with its retries)."
+                f"`timeout` is {self.timeout} and `time_budget` is {self.time_budget}, but `timeout` (of a request) must "
+                "be positive and at most `time_budget` (of a question with its retries)."
             )
-        if image_format not in _SAVE_OPTIONS:
-            raise ValueError(f"`image_format` is {image_format!r}, but must be 'png' or 'jpeg'.")
+        if self.image_format not in _SAVE_OPTIONS:
+            raise ValueError(f"`image_format` is {self.image_format!r}, but must be 'png' or 'jpeg'.")
+        self.name = f"{self.model} at {self.base_url}"
         key, remedy = api_key or os.environ.get("VLLM_API_KEY"), "Pass `api_key`, or set VLLM_API_KEY."
-        self._client = ChatClient(base_url, model, key, remedy, JudgeUnavailableError, max_concurrency, timeout)
-        self.base_url = base_url
-        self.model = model
-        self.name = self._client.name
-        self.max_concurrency = max_concurrency
-        self.timeout = timeout
-        self.time_budget = time_budget
-        self.image_format = image_format
-        self.system_prompt = system_prompt
-        self.patch_size = patch_size
+        settings = (ServerLimits(self.name), self.max_concurrency, self.timeout)
+        self._client = ChatClient(self.base_url, self.model, key, remedy, JudgeUnavailableError, *settings)
         self._reported: set[str] = set()  # reasons that have been logged with an example
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ import os
 import queue
 from collections.abc import Generator, Hashable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .addresses import check_base_url
@@ -41,6 +42,7 @@ class Reply(NamedTuple):
     problem: str | None = None  # the server refused this one request, or the answer is empty, cut or cannot be read
 
 
+@dataclass(repr=False, eq=False)
 class ChatEndpoint:
     """
     Model behind an OpenAI-compatible server: vLLM, or a service.
@@ -74,31 +76,24 @@ class ChatEndpoint:
     ```
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        api_key_variable: str | None = None,
-        max_concurrency: int = 8,
-        timeout: float = 120.0,
-        max_retries: int = 5,
-    ):
-        check_base_url(base_url, "api_key_variable")
-        if not model:
+    base_url: str
+    model: str
+    api_key_variable: str | None = None
+    max_concurrency: int = 8
+    timeout: float = 120.0
+    max_retries: int = 5
+
+    def __post_init__(self):
+        check_base_url(self.base_url, "api_key_variable")
+        if not self.model:
             raise ValueError("`model` is empty, but must be the name of the model on the server.")
-        for name, value, smallest in (("max_concurrency", max_concurrency, 1), ("max_retries", max_retries, 0)):
-            if value < smallest:
-                raise ValueError(f"`{name}` is {value}, but must be at least {smallest}.")
-        if not timeout > 0:
-            raise ValueError(f"`timeout` is {timeout}, but must be a positive number of seconds.")
-        self.base_url = base_url
-        self.model = model
-        self.name = f"{model} at {base_url}"
-        self.api_key_variable = api_key_variable
-        self.max_concurrency = max_concurrency
-        self.timeout = timeout
-        self.max_retries = max_retries
-        self._key = None if api_key_variable is None else _read_key(api_key_variable)
+        for name, smallest in (("max_concurrency", 1), ("max_retries", 0)):
+            if getattr(self, name) < smallest:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least {smallest}.")
+        if not self.timeout > 0:
+            raise ValueError(f"`timeout` is {self.timeout}, but must be a positive number of seconds.")
+        self.name = f"{self.model} at {self.base_url}"
+        self._key = None if self.api_key_variable is None else _read_key(self.api_key_variable)
         self._limits = ServerLimits(self.name)  # shared by all connections
 
     def __repr__(self) -> str:
@@ -145,7 +140,7 @@ class ChatEndpoint:
         remedy = "Name the environment variable that holds one, as `api_key_variable`."
         if self.api_key_variable is not None:
             remedy = f"The variable {self.api_key_variable} holds another one."
-        settings = (self.max_concurrency, self.timeout, self.max_retries, self._limits)
+        settings = (self._limits, self.max_concurrency, self.timeout, self.max_retries)
         return ChatClient(self.base_url, self.model, self._key, remedy, EndpointUnavailableError, *settings)
 
 

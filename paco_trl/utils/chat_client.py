@@ -13,6 +13,7 @@ import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -38,40 +39,32 @@ _NO_KEY = "EMPTY"
 _random = random.Random()
 
 
+@dataclass(repr=False, eq=False)
 class ChatClient:
     """Connections to a model on an OpenAI-compatible server, on their own event loop, for any thread or loop."""
 
     # Temporary failures are retried, `max_retries` times or until the budget of a request is used up; then it raises a
     # `NoAnswerError`. A server that cannot be used at all raises an `unavailable` at once.
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        key: str | None,
-        key_remedy: str,
-        unavailable: type[Exception],
-        max_concurrency: int,
-        timeout: float,
-        max_retries: float = math.inf,
-        limits: ServerLimits | None = None,
-    ):
-        host = check_base_url(base_url, "api_key")
-        self.base_url = base_url
-        self.model = model
-        self.name = f"{model} at {base_url}"
-        self.key_remedy = key_remedy
-        self.unavailable = unavailable
-        self.max_concurrency = max_concurrency
-        self.timeout = timeout
-        self.max_retries = max_retries
-        self.limits = limits or ServerLimits(self.name)
-        self.slots = asyncio.Semaphore(max_concurrency)  # for callers that start more requests than that
-        self.first_wait = _FIRST_WAIT
+    base_url: str
+    model: str
+    key: InitVar[str | None]
+    key_remedy: str
+    unavailable: type[Exception]
+    limits: ServerLimits
+    max_concurrency: int
+    timeout: float
+    max_retries: float = math.inf
+    first_wait: float = _FIRST_WAIT
+
+    def __post_init__(self, key: str | None):
+        host = check_base_url(self.base_url, "api_key")
+        self.name = self.limits.name
+        self.slots = asyncio.Semaphore(self.max_concurrency)  # for callers that start more requests than that
         self.process = os.getpid()
         self._key = key or _NO_KEY
         self._openai = openai.AsyncOpenAI(
-            base_url=base_url,
+            base_url=self.base_url,
             api_key=self._key,
             # Takes precedence over one in OPENAI_CUSTOM_HEADERS
             default_headers={"Authorization": f"Bearer {self._key}"},
@@ -80,7 +73,7 @@ class ChatClient:
                 # A proxy that the environment names does not know this machine's own addresses
                 trust_env=not is_loopback(host),
                 # Certificates take 0.07 s to read. Without them a redirect of an http:// server to https:// is refused
-                verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if base_url.startswith("http://") else True,
+                verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if self.base_url.startswith("http://") else True,
             ),
         )
         # OPENAI_ORG_ID and OPENAI_PROJECT_ID are not for other servers
