@@ -36,15 +36,4 @@ if TYPE_CHECKING:
     from .trainer.paco_reward_config import PaCoRewardConfig
     from .trainer.paco_reward_trainer import PaCoRewardTrainer
 
-__getattr__, __dir__ = lazy_imports(
-    __name__,
-    {
-        ".rewards.paco_reward": ["PaCoReward"],
-        ".trainer.paco_grpo_config": ["PaCoGRPOConfig"],
-        ".trainer.paco_grpo_trainer": ["PaCoGRPOTrainer"],
-        ".trainer.paco_nft_config": ["PaCoNFTConfig"],
-        ".trainer.paco_nft_trainer": ["PaCoNFTTrainer"],
-        ".trainer.paco_reward_config": ["PaCoRewardConfig"],
-        ".trainer.paco_reward_trainer": ["PaCoRewardTrainer"],
-    },
-)
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

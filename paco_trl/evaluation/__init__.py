@@ -33,19 +33,4 @@ __all__ = [
 ]  # fmt: skip
 
 # Lazy, so that the metrics come without torch
-__getattr__, __dir__ = lazy_imports(
-    __name__,
-    {
-        "..rewards.baselines": ["ClipIScorer", "DreamSimScorer"],
-        "..utils.statistics": ["bootstrap_interval"],
-        ".aesthetics": ["AestheticScorer"],
-        ".binary": ["auroc", "calibration_bins", "expected_calibration_error"],
-        ".edit_reward": ["evaluate_edit_reward"],
-        ".grid_artifacts": ["grid_artifact_score"],
-        ".published": ["published_tables"],
-        ".ranking": ["list_order_metrics", "ranking_metrics"],
-        ".ranking_benchmark": ["evaluate_rankings"],
-        ".report": ["report_tables", "save_report"],
-        ".transfer": ["resolution_transfer"],
-    },
-)
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

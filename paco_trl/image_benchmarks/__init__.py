@@ -29,19 +29,4 @@ __all__ = [
 ]  # fmt: skip
 
 # Lazy, so that the metrics come without torch
-__getattr__, __dir__ = lazy_imports(
-    __name__,
-    {
-        ".card_results": ["add_results_to_card"],
-        ".loading": ["load_system"],
-        ".edit_generation": ["draw_edits", "find_edits"],
-        ".gedit": ["EditScore", "gedit_results", "score_edits"],
-        ".image_sets": ["find_image_sets"],
-        ".leakage": ["find_leaks"],
-        ".report_markdown": ["print_report"],
-        ".report_page": ["save_generation_report"],
-        ".scoring": ["score_aesthetics", "score_alignment", "score_consistency", "score_duplicates"],
-        ".t2is_bench": ["alignment_means", "consistency_means", "load_t2is_bench"],
-        ".t2is_comparison": ["System", "t2is_results"],
-    },
-)
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

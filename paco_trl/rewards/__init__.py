@@ -37,21 +37,4 @@ __all__ = [
 ]  # fmt: skip
 
 # Lazy, so that `aggregate_rewards` comes without transformers, and this package without torch
-__getattr__, __dir__ = lazy_imports(
-    __name__,
-    {
-        ".aggregation": ["AggregationDetails", "aggregate_rewards"],
-        ".baselines": ["ClipIReward", "DreamSimReward"],
-        ".clip_t": ["ClipTReward"],
-        ".consistency": ["ConsistencyReward"],
-        ".decision": ["yes_probability"],
-        ".duplicates": ["DuplicateReward"],
-        ".edit": ["EditReward"],
-        ".judge": ["Answer", "Judge", "JudgeUnavailableError"],
-        ".layout": ["LayoutReward"],
-        ".ocr": ["OcrReward"],
-        ".pick_score": ["PickScoreReward"],
-        ".pixels": ["panel_similarity_reward", "redness_reward"],
-        ".served_judge": ["ServedJudge"],
-    },
-)
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

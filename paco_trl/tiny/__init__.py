@@ -25,15 +25,4 @@ if TYPE_CHECKING:
     from .stable_diffusion_3 import build_tiny_stable_diffusion_3
     from .z_image import build_tiny_z_image
 
-__getattr__, __dir__ = lazy_imports(
-    __name__,
-    {
-        ".clip": ["build_tiny_clip"],
-        ".flux": ["build_tiny_flux", "build_tiny_flux_kontext"],
-        ".flux2": ["build_tiny_flux2", "build_tiny_flux2_klein"],
-        ".qwen2_5_vl": ["build_tiny_qwen2_5_vl"],
-        ".qwen_image": ["build_tiny_qwen_image", "build_tiny_qwen_image_edit", "build_tiny_qwen_image_edit_plus"],
-        ".stable_diffusion_3": ["build_tiny_stable_diffusion_3"],
-        ".z_image": ["build_tiny_z_image"],
-    },
-)
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

@@ -25,4 +25,4 @@ for _name, _tested in TESTED_WITH.items():
 
 __all__ = ["first_token_weighted_loss"]
 
-__getattr__, __dir__ = lazy_imports(__name__, {".first_token_loss": ["first_token_weighted_loss"]})
+__getattr__, __dir__ = lazy_imports(__name__, __file__)
