@@ -81,8 +81,8 @@ def save_contact_sheet(
     """
     Save a contact sheet as a PNG file.
 
-    Each prompt has a title and a row of images for each of its series, with `series_name` at the left. `sources` are
-    thumbnails of the images that a prompt edits (RGB, by the position of the prompt), in a column left of its rows.
+    Each prompt has a title and a row of images for each of its series. `sources` are thumbnails of the images that a
+    prompt edits (RGB, by the position of the prompt), in a column left of its rows.
     """
     rows = sorted({(image.prompt, image.series) for image in images})
     columns = max(image.generation for image in images) + 1

@@ -25,25 +25,14 @@ AGGREGATION_METHODS = ("sum_then_normalize", "normalize_then_sum", "log_tamed", 
 
 @dataclass(frozen=True)
 class AggregationDetails:
-    """
-    Details of [`aggregate_rewards`], for the logs.
+    """Details of [`aggregate_rewards`], for the logs."""
 
-    Attributes:
-        coefficient_of_variation (`list[float | None]`):
-            h_k of each reward (Eq. 3), computed with every method; `None` without values or if the mean is not
-            positive.
-        tamed (`list[bool]`):
-            Whether the reward was replaced by log(1 + R_k). All `False` with methods other than `log_tamed`.
-        threshold (`float`):
-            The threshold (delta) as a number, also if given as `"mean"`. Infinity if no h_k is defined.
-        share (`list[float | None]`):
-            Fraction that each reward contributes to the spread within groups ([`spread_shares`]), after taming or
-            normalization and with its weight: 0.5 and 0.5 for two rewards in balance, near 1 for one that dominates.
-    """
-
+    # h_k of each reward (Eq. 3), with every method; `None` without values or if the mean is not positive
     coefficient_of_variation: list[float | None]
-    tamed: list[bool]
-    threshold: float
+    tamed: list[bool]  # whether the reward was replaced by log(1 + R_k)
+    threshold: float  # delta, as a number also if given as "mean"; infinity if no h_k is defined
+    # Fraction that each reward contributes to the spread within groups, after taming or normalization and with its
+    # weight: 0.5 and 0.5 for two rewards in balance, near 1 for one that dominates
     share: list[float | None]
 
 

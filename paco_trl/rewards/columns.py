@@ -7,14 +7,10 @@ from PIL import Image
 def column_of(column: list | None, name: str, count: int, reward: str) -> list:
     """Check that a reward got a column with one entry per image."""
     if column is None:
-        raise ValueError(
-            f"{reward} requires the column `{name}`, which is missing. "
-            + (
-                "The trainer or `paco_trl.data.split_grid` makes it."
-                if name == "panel_images"
-                else "Add it to the dataset."
-            )
-        )
+        remedy = "Add it to the dataset."
+        if name == "panel_images":
+            remedy = "The trainer or `paco_trl.data.split_grid` makes it."
+        raise ValueError(f"{reward} requires the column `{name}`, which is missing. {remedy}")
     if len(column) != count:
         raise ValueError(f"`{name}` has {len(column)} entries for {count} images. Pass one for each.")
     return column

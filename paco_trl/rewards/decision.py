@@ -25,8 +25,6 @@ def yes_probability(
     """
     Compute the score of a judge from the log-probabilities of the first position: P(Yes) / (P(Yes) + P(No)).
 
-    It is computed in log space, so that nothing underflows.
-
     Args:
         logprobs (`Mapping[str, float]`):
             Token -> log-probability.

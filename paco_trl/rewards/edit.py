@@ -32,9 +32,6 @@ class EditReward(JudgedReward):
         model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`, *optional*), **kwargs:
             See [`ConsistencyReward`].
 
-    Raises:
-        JudgeUnavailableError: If the server does not answer, or has no such model.
-
     Example:
 
     ```python

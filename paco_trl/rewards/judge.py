@@ -37,13 +37,9 @@ class Judge(Protocol):
     Protocol of a judge: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server, or any object with this
     method and a name. If it also has `answer`, as [`ServedJudge.answer`], it is queried while other images are
     generated.
-
-    Attributes:
-        name (`str`):
-            Name for reports.
     """
 
-    name: str
+    name: str  # for reports
 
     def score(self, images: list[ImagePair], prompts: list[str]) -> Sequence[float | None]:
         """

@@ -236,9 +236,6 @@ class PaCoReward:
                 Image of each question; see [`~PaCoReward.score`].
             prompts (`str` or `list[str]`):
                 Question for each image, or one for all. See [`~paco_trl.data.shows_question`].
-
-        Returns:
-            `list[float]`: P(Yes) / (P(Yes) + P(No)) of each question.
         """
         groups = single_images(images)
         prompts = self._check_prompts(prompts, len(groups), "images")
@@ -252,19 +249,15 @@ class PaCoReward:
         show_progress: bool = False,
     ) -> list[dict[str, float]]:
         """
-        Return the 20 likeliest first tokens of each answer, as a server lists them.
+        Return the 20 likeliest first tokens of each answer with their log-probabilities, as a server lists them.
 
-        The evaluations use it for `protocol="published"`. Unlike [`~PaCoReward.score`], it depends on the logits in
-        the dtype of the model and on which tokens are among the 20.
+        The evaluations use it for `protocol="published"`. It depends on the logits in the dtype of the model.
 
         Args:
             images (`list[tuple]`), prompts (`str` or `list[str]`), show_progress (`bool`, *optional*, defaults to `False`):
                 See [`~PaCoReward.score`].
             image_labels (`tuple[str, str]`, *optional*):
                 Text before the first and before the second image. If `None`, none.
-
-        Returns:
-            `list[dict[str, float]]`: token -> log-probability of each pair, the likeliest first.
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
         return self._query(pairs, prompts, "pair", self._top_tokens, show_progress, image_labels)
@@ -284,9 +277,6 @@ class PaCoReward:
                 Sets of at least two images, such as the panels of a grid.
             prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`), show_progress (`bool`, *optional*, defaults to `False`):
                 Question for each set, or one for all; see [`~PaCoReward.score`].
-
-        Returns:
-            `list[float]`: score of each set.
         """
         prompts = one_question_each(prompts, len(image_sets), "sets")
         for index, images in enumerate(image_sets):
@@ -313,9 +303,6 @@ class PaCoReward:
                 See [`~PaCoReward.score`].
             max_new_tokens (`int`, *optional*, defaults to `512`):
                 Length at which an answer is cut.
-
-        Returns:
-            `list[str]`: answer for each pair.
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
         answers = []

@@ -4,7 +4,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -141,15 +141,11 @@ def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
             f"The reward '{name}' returned {len(rewards)} values for {count} images, but must return one for each."
         )
     for index, reward in enumerate(rewards):
-        if reward is None:
-            continue
-        try:
-            is_number = math.isfinite(reward)
-        except TypeError:
-            is_number = False
-        if not is_number:
-            raise RewardError(
-                f"The reward '{name}' returned {reward!r} for image {index}. Return None for an image that could not "
-                "be scored: the image is then excluded and counted."
-            )
+        with suppress(TypeError):  # of what is not a number
+            if reward is None or math.isfinite(reward):
+                continue
+        raise RewardError(
+            f"The reward '{name}' returned {reward!r} for image {index}. Return None for an image that could not be "
+            "scored: the image is then excluded and counted."
+        )
     return rewards
