@@ -64,7 +64,7 @@ def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     config = Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": len(tokenizer),
+            **token_ids(tokenizer),
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_hidden_layers": 2,
@@ -73,9 +73,6 @@ def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
             "max_position_embeddings": 2048,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
             "initializer_range": 0.1,
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
-            "pad_token_id": ids["<|endoftext|>"],
         },
         vision_config={
             "depth": 2,
@@ -130,8 +127,9 @@ def train_tokenizer(
 
 def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Return the entries of a text model's config that depend on its tokenizer."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    bos = pad if tokenizer.bos_token_id is None else tokenizer.bos_token_id  # those of Qwen have none
+    return {"vocab_size": len(tokenizer), "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
 
 
 def _train_tokenizer() -> Qwen2Tokenizer:

@@ -68,7 +68,7 @@ def qwen3_config(tokenizer: Qwen2Tokenizer, num_hidden_layers: int) -> Qwen3Conf
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     return Qwen3Config(
         **sizes,
-        **{**token_ids(tokenizer), "bos_token_id": tokenizer.pad_token_id},
+        **token_ids(tokenizer),
         num_hidden_layers=num_hidden_layers,
         head_dim=8,
         max_position_embeddings=1024,
