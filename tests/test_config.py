@@ -104,6 +104,7 @@ class TestDefaults:
             "max_excluded_groups": 0.5,
             "offload_embeddings": False,
             "vae_tiling": False,
+            "images_per_prefix": 1,
             "resolution_transfer_prompts": 0,
         }
         config = make()

@@ -568,6 +568,7 @@ class TestConfig:
             ("sde_steps", [2]),
             ("num_sde_steps", 1),
             ("noise_level", 0.5),
+            ("images_per_prefix", 2),
             ("epsilon", 1e-3),
             ("epsilon_high", 1e-3),
             ("ratio_tolerance", 0.1),

@@ -46,6 +46,7 @@ class ImageSettings:
     noise_level: float | None = None
     sde_steps: list[int] | None = None
     num_sde_steps: int | None = None
+    images_per_prefix: int | None = None
     nft_beta: float | None = None
     num_trained_steps: int | None = None  # times at which DiffusionNFT trains each image
     trained_weights: str | None = None  # what is trained, if not an adapter
@@ -89,9 +90,11 @@ class ImageSettings:
             yield "trained times", f"{self.num_trained_steps} for each image, nft_beta {self.nft_beta}"
         elif self.sde_type is not None:
             chosen = f", {self.num_sde_steps} of them at random in each round" if self.num_sde_steps else ""
+            shared = self.images_per_prefix or 1
+            branches = f"; {shared} images share the steps before the first" if shared > 1 else ""
             yield (
                 "stochastic steps",
-                f"{self.sde_type}, noise level {self.noise_level}, steps {self.sde_steps}{chosen}",
+                f"{self.sde_type}, noise level {self.noise_level}, steps {self.sde_steps}{chosen}{branches}",
             )
         yield from lora.rows() if lora is not None else ()
         threshold = f", threshold {self.log_tame_threshold}" if self.log_tame_threshold is not None else ""

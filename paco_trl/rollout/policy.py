@@ -35,12 +35,12 @@ class RecordedStep:
             Index of the step in the schedule.
         sigma (`float`), sigma_next (`float`), sigma_max (`float`):
             Times before and after the step, and the second sigma of the schedule.
-        sample (`torch.Tensor` of shape `(B, ...)`), prev_sample (`torch.Tensor` of shape `(B, ...)`):
-            Latents before and after the step, float32.
+        sample (`torch.Tensor` of shape `(n, ...)`), prev_sample (`torch.Tensor` of shape `(B, ...)`):
+            Latents before and after the step, float32. `n` is `B`, or `B / images_per_prefix` where branches begin.
         log_prob (`torch.Tensor` of shape `(B,)`):
             Log-probability of `prev_sample` under the policy that sampled it. `None` for a step without noise.
         calls (`list[dict]`):
-            Arguments, by name, of each call of the transformer in this step.
+            Arguments, by name, of each call of the transformer in this step, for `n` images.
         mean (`torch.Tensor` of shape `(B, ...)`, *optional*):
             Mean of the step under the policy that sampled it, float32, if it was recorded.
     """
@@ -54,6 +54,11 @@ class RecordedStep:
     log_prob: torch.Tensor | None
     calls: list[dict[str, Any]]
     mean: torch.Tensor | None = None
+
+    @property
+    def images_per_prefix(self) -> int:
+        """Number of images that begin with each row of `sample`."""
+        return len(self.prev_sample) // len(self.sample)
 
     def to(self, device: torch.device) -> "RecordedStep":
         """Return the step with all arguments of its calls on a device."""
@@ -162,9 +167,11 @@ class PipelinePolicy:
 
         Raises:
             TypeError: the pipeline's call does not take an argument that the family class passes.
+            ValueError: the batch does not hold full branches of `sde.images_per_prefix` images, or no step is
+                stochastic, so that the images of a branch would be the same.
             RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
-                not reached, the pipeline encoded other images than `sources`, or an image is not finite or has another
-                size.
+                not reached, the pipeline encoded other images than `sources`, the images of a branch differ before its
+                stochastic step, or an image is not finite or has another size.
         """
         records: list[RecordedStep] = []
 
@@ -174,7 +181,7 @@ class PipelinePolicy:
                 RecordedStep(
                     index,
                     *self.scheduler.sigmas_of(index),
-                    sample=sample.float(),
+                    sample=_first_rows(sample.float(), self._images_per_row),
                     prev_sample=step.prev_sample,
                     log_prob=step.log_prob,
                     calls=self._calls,
@@ -190,6 +197,12 @@ class PipelinePolicy:
                 _check_latents(prev_sample)
 
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
+        per_prefix = sde.images_per_prefix if sde is not None else 1
+        if per_prefix > 1 and (not steps or len(noise_keys) % per_prefix != 0):
+            raise ValueError(
+                f"`images_per_prefix` is {per_prefix}: it must divide the batch of {len(noise_keys)} images, and "
+                f"requires a stochastic step (noise level {sde.noise_level}, steps {sde.steps})."
+            )
         if record_last_step:
             steps = (*steps, num_inference_steps - 1)
         self.scheduler.sde = sde
@@ -202,7 +215,8 @@ class PipelinePolicy:
             height, width, guidance_scale, prepared
         )
         arguments["num_inference_steps"] = num_inference_steps
-        arguments["generator"] = [keyed_generator(*key, 0) for key in noise_keys]
+        first_of_branch = [noise_keys[image // per_prefix * per_prefix] for image in range(len(noise_keys))]
+        arguments["generator"] = [keyed_generator(*key, 0) for key in first_of_branch]
         self._check_arguments(arguments)
         with self._record(steps), self._encoding(sources), self.family.generation_context(self.pipeline, prepared):
             images = self.pipeline(**arguments).images
@@ -272,14 +286,50 @@ class PipelinePolicy:
             self.scheduler.on_sde_step = self.scheduler.on_ode_step = None
             self._calls, self._outputs = [], []
 
-    def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._recorded_steps and self.scheduler.next_step_index in self._recorded_steps:
-            bound = self._signature.bind(*args, **kwargs).arguments
-            self._calls.append(_with_fresh_containers(dict(bound)))
+    @property
+    def _images_per_row(self) -> int:
+        """Return the number of images that one row of the next call of the transformer serves."""
+        sde = self.scheduler.sde
+        is_shared = sde is not None and self.scheduler.next_step_index <= min(sde.steps, default=-1)
+        return sde.images_per_prefix if is_shared else 1
 
-    def _record_output(self, module: nn.Module, args: tuple, output) -> None:
-        if self._recorded_steps and self.scheduler.next_step_index in self._recorded_steps:
+    def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        copies, is_recorded = self._images_per_row, self.scheduler.next_step_index in self._recorded_steps
+        if copies == 1 and not is_recorded:
+            return None
+        call = dict(self._signature.bind(*args, **kwargs).arguments)
+        if copies > 1:
+            call = self._narrow(call, copies)
+            args, kwargs = (), call
+        if is_recorded:
+            self._calls.append(_with_fresh_containers(call))
+        return args, kwargs
+
+    def _record_output(self, module: nn.Module, args: tuple, output):
+        copies = self._images_per_row
+        if copies > 1:
+            output = (_widen(output[0], copies), *output[1:])
+        if self.scheduler.next_step_index in self._recorded_steps:
             self._outputs.append(output[0])
+        return output
+
+    def _narrow(self, call: dict[str, Any], copies: int) -> dict[str, Any]:
+        """Keep one row for each branch in the arguments of a call, after checking that its rows are the same."""
+        rows = len(next(iter(call.values())))  # the sample comes first
+        narrowed = {}
+        for name, value in call.items():
+            is_list = isinstance(value, list) or (torch.is_tensor(value) and value.ndim > 0)
+            if is_list and len(value) == rows and name not in self.family.unbatched_arguments:
+                narrowed[name] = _first_rows(value, copies)
+                if not _is_same(_widen(narrowed[name], copies), value):
+                    raise RuntimeError(
+                        f"`images_per_prefix` is {copies}, but before the first stochastic step {copies} images that "
+                        f"should be the same differ in the argument `{name}` of the transformer: "
+                        f"{type(self.pipeline).__name__} makes something of its own for each. Set "
+                        f"`images_per_prefix=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
+                        f"{type(self.family).__name__}."
+                    )
+        return call | narrowed
 
     def _check_guidance_rule(
         self, model_output: torch.Tensor, sample: torch.Tensor, guidance_scale: float, index: int
@@ -314,6 +364,20 @@ def _with_fresh_containers(call: dict[str, Any]) -> dict[str, Any]:
     return recursively_apply(lambda tensor: tensor, call)
 
 
+def _first_rows(value: Any, copies: int) -> Any:
+    """Return the first row of each branch of a tensor or list."""
+    if copies == 1 or isinstance(value, list):
+        return value[::copies]
+    return value[::copies].clone()  # a view would keep the other rows in memory and in checkpoints
+
+
+def _widen(rows: Any, copies: int) -> Any:
+    """Repeat each row of a tensor or list for the images of its branch."""
+    if isinstance(rows, list):
+        return [row for row in rows for _ in range(copies)]
+    return rows if copies == 1 else rows.repeat_interleave(copies, dim=0)
+
+
 def share_tensors(
     records: list[RecordedStep], arguments: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
 ) -> list[RecordedStep]:
@@ -322,7 +386,9 @@ def share_tensors(
 
     Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own.
     """
-    pairs = [pair for name in arguments for pair in zip(_views(arguments[name]), _views(copies[name]), strict=True)]
+    every = records[0].images_per_prefix if records else 1
+    views = lambda argument: _views(argument, every)  # noqa: E731
+    pairs = [pair for name in arguments for pair in zip(views(arguments[name]), views(copies[name]), strict=True)]
     known: dict[int, torch.Tensor] = {}
 
     def is_same(view: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -337,9 +403,9 @@ def share_tensors(
     return [replace(record, calls=recursively_apply(share, record.calls)) for record in records]
 
 
-def _views(argument: Any) -> list[torch.Tensor]:
-    """Return an encoded prompt in the forms in which pipelines pass it on: full, once for all images, in a list."""
-    return [argument, argument[:1], *argument] if isinstance(argument, torch.Tensor) else []
+def _views(argument: Any, every: int) -> list[torch.Tensor]:
+    """Return encoded prompts in the forms that calls have: full, once for all images or each branch, in a list."""
+    return [argument, argument[:1], argument[::every], *argument] if isinstance(argument, torch.Tensor) else []
 
 
 def replay(
@@ -374,8 +440,8 @@ def replay(
     """
     model_output = predict(model, record.calls, family, guidance_scale, record.sample, detach_unconditional)
     step = sde_step(
-        model_output,
-        record.sample,
+        _widen(model_output, record.images_per_prefix),
+        _widen(record.sample, record.images_per_prefix),
         record.sigma,
         record.sigma_next,
         sde.noise_level,

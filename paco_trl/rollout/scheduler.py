@@ -24,11 +24,14 @@ class SDESettings:
             The paper's `a`; 0 makes every step deterministic.
         sde_type (`str`, *optional*, defaults to `"flow_sde"`):
             See [`sde_step`].
+        images_per_prefix (`int`, *optional*, defaults to `1`):
+            Consecutive images of a batch that share the initial noise and the steps before the first stochastic one.
     """
 
     steps: tuple[int, ...]
     noise_level: float
     sde_type: str = "flow_sde"
+    images_per_prefix: int = 1
 
 
 def check_flow_matching(scheduler_class: type) -> None:

@@ -64,7 +64,8 @@ def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negativ
     if most is not None and batch_size > most:
         raise ValueError(
             f"`per_device_train_batch_size` is {batch_size}, but {type(family).__name__} generates at most {most} with "
-            f"{name} in one call. Set `per_device_train_batch_size={most}`."
+            f"{name} in one call. Set `per_device_train_batch_size={most}`"
+            f"{' and `images_per_prefix=1`' if args.images_per_prefix > 1 else ''}."
         )
 
 

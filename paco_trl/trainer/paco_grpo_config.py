@@ -14,7 +14,7 @@ from trl import GRPOConfig
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_gradient_accumulation
 from .refusals import refuse_fields
-from .round_layout import RoundLayout, lay_out_round
+from .round_layout import RoundLayout, lay_out_round, nearest_multiples
 
 
 logger = get_logger(__name__)
@@ -139,6 +139,10 @@ class PaCoGRPOConfig(GRPOConfig):
             Number of steps sampled from `sde_steps` for each round. If `None`, all.
         noise_level (`float`, *optional*, defaults to `0.7`):
             Noise level `a` of the stochastic steps.
+        images_per_prefix (`int`, *optional*, defaults to `1`):
+            Images of a prompt that branch at the first stochastic step: they share their initial noise, the denoising
+            steps up to it and its forward and backward in training. It must divide `num_generations` and
+            `per_device_train_batch_size`.
 
         > Parameters that control the round
 
@@ -258,6 +262,9 @@ class PaCoGRPOConfig(GRPOConfig):
     )
     num_sde_steps: int | None = field(default=None, metadata={"help": "Number of steps sampled from `sde_steps`."})
     noise_level: float = field(default=0.7, metadata={"help": "Noise level `a` of the stochastic steps."})
+    images_per_prefix: int = field(
+        default=1, metadata={"help": "Images of a prompt that branch at the first stochastic step."}
+    )
 
     # Parameters that control the round
     num_generations: int = field(default=16, metadata={"help": "Images per prompt: the compared group."})
@@ -441,11 +448,18 @@ class PaCoGRPOConfig(GRPOConfig):
         for name in (
             "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size",
             "num_generations_eval", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-            "num_iterations", "height", "width", "num_inference_steps_eval",
+            "num_iterations", "height", "width", "num_inference_steps_eval", "images_per_prefix",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1.")
+        for name in ("num_generations", "per_device_train_batch_size"):
+            value, branch = getattr(self, name), self.images_per_prefix
+            if value % branch != 0:
+                raise ValueError(
+                    f"`{name}` is {value}, but the {branch} images of a branch (`images_per_prefix`) are generated in "
+                    f"one batch and compared in one group: it must be a multiple of {branch}. {nearest_multiples(value, branch)}"
+                )
         if self.num_inference_steps < 2:
             raise ValueError(
                 f"`num_inference_steps` is {self.num_inference_steps}; it must be at least 2: the last is not stochastic."

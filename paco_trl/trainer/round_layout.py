@@ -110,7 +110,8 @@ def prompts_multiple(num_generations: int, batch_size: int, num_processes: int, 
     return images // math.gcd(images, num_generations)
 
 
-def _nearest(value: int, multiple: int, what: str = "values") -> str:
+def nearest_multiples(value: int, multiple: int, what: str = "values") -> str:
+    """Format the nearest multiples for an error."""
     below = max(value // multiple, 1) * multiple
     return f"Nearest {what} that work: {below} or {below + multiple}."
 
@@ -136,7 +137,7 @@ def lay_out_round(
             raise ValueError(
                 f"`gradient_accumulation_steps` is {gradient_accumulation_steps}, but each image is trained at "
                 f"{num_trained_steps} denoising steps, all of them in one optimizer step: it must be a multiple of "
-                f"{num_trained_steps}. {_nearest(gradient_accumulation_steps, num_trained_steps)}"
+                f"{num_trained_steps}. {nearest_multiples(gradient_accumulation_steps, num_trained_steps)}"
             )
         accumulated = gradient_accumulation_steps // num_trained_steps
 
@@ -155,7 +156,7 @@ def lay_out_round(
                 + (
                     f" and equal `generation_batch_size` = {generation_batch_size}. Set one of the two."
                     if generation_batch_size is not None
-                    else f". {_nearest(steps_per_generation, unit // parallel * num_trained_steps)}"
+                    else f". {nearest_multiples(steps_per_generation, unit // parallel * num_trained_steps)}"
                 )
             )
         generation_batch_size = images
@@ -168,7 +169,7 @@ def lay_out_round(
             raise ValueError(
                 f"`generation_batch_size` is {generation_batch_size} images, not full groups of `num_generations` "
                 f"= {num_generations}: {generation_batch_size} / {num_generations} = "
-                f"{generation_batch_size / num_generations:g}. {_nearest(generation_batch_size, unit)}"
+                f"{generation_batch_size / num_generations:g}. {nearest_multiples(generation_batch_size, unit)}"
             )
         num_prompts = generation_batch_size // num_generations
 
@@ -179,6 +180,6 @@ def lay_out_round(
                 f"A round does not divide: {num_prompts} prompts x {num_generations} generations = "
                 f"{num_prompts * num_generations} images, but {num_processes} processes x {batch_size} images in a "
                 f"micro-batch x {accumulated} accumulated = {parallel * accumulated} images for each optimizer "
-                f"step. {_nearest(num_prompts * num_generations, unit, 'values of `generation_batch_size`')}"
+                f"step. {nearest_multiples(num_prompts * num_generations, unit, 'values of `generation_batch_size`')}"
             )
     return RoundLayout(num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)

@@ -56,6 +56,9 @@ class Family(ABC):
     max_batch_size: int | None = None
     """Maximum number of images in one call of the pipeline; `None` for any number."""
 
+    unbatched_arguments: tuple[str, ...] = ()
+    """Arguments of the transformer without a batch dimension, such as position ids that all images share."""
+
     advice: str = "Correct the family class."
     """What to do when the scheduler received something else than the result of [`combine`]."""
 

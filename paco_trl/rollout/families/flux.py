@@ -21,6 +21,7 @@ class FluxFamily(Family):
         "ff_context.net.2",
     ]
     text_encoders = ("text_encoder", "text_encoder_2")
+    unbatched_arguments = ("txt_ids", "img_ids")
     call_at = staticmethod(packed_call_at)
 
     def encode_prompt(

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Branched groups (`images_per_prefix`): images that share the steps up to their first stochastic one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+import test_families
+from kill_runs import Run, copy_run, different
+from launching import fork_context
+from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, tiny
+from paco_trl.rewards import redness_reward
+from paco_trl.rollout import FAMILIES, FluxFamily, PipelinePolicy, SDESettings, keyed_generator, predict, replay
+from paco_trl.rollout import policy as policy_module
+from test_families import NUM_STEPS, build_policy, encode, moved_adapter, pixels
+
+
+CASES = {
+    "flux": test_families.Case("build_tiny_flux", "FluxPipeline", 3.5),
+    **{
+        name: test_families.CASES[name]
+        for name in (
+            "kontext", "sd3", "sd3, unguided", "flux2, editing", "klein", "z-image", "z-image, turbo", "qwen",
+            "qwen-edit", "qwen-edit-plus",
+        )
+    },
+}  # fmt: skip
+FOUR_KEYS = [(42, 3, 0, 0, image) for image in range(4)]
+BRANCHES, FULL = SDESettings((1, 2), 0.7, images_per_prefix=2), SDESettings((1, 2), 0.7)
+
+
+@dataclass
+class Setup:
+    """A policy, and the prompt and images of a case encoded for four images."""
+
+    case: test_families.Case
+    policy: PipelinePolicy
+    arguments: dict[str, torch.Tensor]
+    sources: list
+
+    def generate(self, sde, keys=FOUR_KEYS, arguments=None, size=None):
+        size = size or self.case.size
+        return self.policy.generate(
+            arguments or self.arguments, size, size, NUM_STEPS, self.case.guidance_scale, keys, sde,
+            record_last_step=True, sources=self.sources,
+        )  # fmt: skip
+
+    def replay(self, record, sde=BRANCHES):
+        return replay(self.policy.model, record, self.policy.family, self.case.guidance_scale, sde)
+
+    def gradients(self, record, weights):
+        parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
+        log_prob, _, _ = self.replay(record)
+        return torch.autograd.grad((weights * log_prob).sum(), parameters, allow_unused=True)
+
+
+@pytest.fixture(scope="module")
+def setup_of(tmp_path_factory) -> Callable[[str], Setup]:
+    setups = {}
+
+    def of(name: str) -> Setup:
+        if name not in setups:
+            case = CASES[name]
+            policy = build_policy(getattr(tiny, case.builder)(tmp_path_factory.mktemp("m") / "m", **case.options))
+            arguments, sources = encode(policy, case)
+            arguments = {name: tensor[:1].expand(4, *tensor.shape[1:]) for name, tensor in arguments.items()}
+            setups[name] = Setup(case, policy, arguments, sources)
+        return setups[name]
+
+    return of
+
+
+@pytest.fixture(params=CASES)
+def setup(request, setup_of) -> Setup:
+    return setup_of(request.param)
+
+
+@pytest.fixture
+def flux(setup_of) -> Setup:
+    return setup_of("flux")
+
+
+@pytest.fixture
+def same_latents(monkeypatch) -> None:
+    """The initial noise of the second and fourth image is that of the first and third, without branches."""
+
+    def generator(*key):
+        *rest, image, step = key
+        return keyed_generator(*rest, image if step else image // 2 * 2, step)
+
+    monkeypatch.setattr(policy_module, "keyed_generator", generator)
+
+
+def rows_of_calls(policy) -> tuple[list[tuple[int, int]], Callable]:
+    """Step and rows of each forward, as the transformer sees them."""
+    seen = []
+
+    def count(module, args, kwargs):
+        rows = args[0] if args else kwargs.get("hidden_states", kwargs.get("x"))
+        seen.append((policy.scheduler.next_step_index, len(rows)))
+
+    return seen, policy.model.register_forward_pre_hook(count, with_kwargs=True).remove
+
+
+def assert_close(values, expected) -> None:
+    """Close, relative to the largest value of all."""
+    size = max(each.abs().max() for each in expected if each is not None)
+    assert size > 0
+    for value, other in zip(values, expected, strict=True):
+        assert (value is None) == (other is None)
+        assert value is None or (value - other).abs().max() < 1e-4 * size
+
+
+def test_every_family_has_a_case():
+    assert {case.pipeline for case in CASES.values()} == set(FAMILIES)
+
+
+class TestEveryFamily:
+    def test_the_prefix_is_made_once(self, setup):
+        seen, stop = rows_of_calls(setup.policy)
+        _, records = setup.generate(BRANCHES)
+        stop()
+        predictions = 2 if setup.case.is_guided and setup.case.calls == 1 else 1  # in a call
+        rows = [2, 2, 4, 4]
+        expected = [(step, rows[step] * predictions) for step in range(NUM_STEPS) for _ in range(setup.case.calls)]
+        assert seen == expected
+        assert [len(record.sample) for record in records] == [2, 4, 4]
+        assert [len(record.prev_sample) for record in records] == [4, 4, 4]
+        assert [record.images_per_prefix for record in records] == [2, 1, 1]
+
+        # A replay makes the calls of the prefix
+        seen, stop = rows_of_calls(setup.policy)
+        setup.replay(records[0])
+        stop()
+        assert [row for _, row in seen] == [2 * predictions] * setup.case.calls
+
+    def test_the_ratio_is_exactly_one(self, setup):
+        _, records = setup.generate(BRANCHES)
+        for record in records[:2]:
+            log_prob, _, _ = setup.replay(record)
+            assert log_prob.requires_grad and len(log_prob.unique()) == 4
+            assert torch.equal(log_prob, record.log_prob)
+        with moved_adapter(setup.policy):
+            for record in records[:2]:
+                assert ((setup.replay(record)[0] - record.log_prob).abs() > 1e-5).all()
+
+    def test_images_are_those_of_the_unbranched_pipeline(self, setup, same_latents):
+        images, records = setup.generate(BRANCHES)
+        expected, full = setup.generate(FULL)
+        for record, other in zip(records, full, strict=True):
+            # A forward of other rows rounds in another way
+            torch.testing.assert_close(record.prev_sample, other.prev_sample, rtol=1e-4, atol=1e-4)
+        assert np.abs(pixels(images).astype(int) - pixels(expected)).max() <= 1
+        # Images of a branch begin alike and end differently
+        torch.testing.assert_close(full[0].sample[0], full[0].sample[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(records[0].sample, full[0].sample[::2], rtol=1e-5, atol=1e-5)
+        assert ((records[-1].prev_sample[::2] - records[-1].prev_sample[1::2]).flatten(1).std(dim=1) > 0.1).all()
+
+    def test_the_gradient_is_that_of_the_unbranched_replay(self, setup, same_latents):
+        _, (branched, *_) = setup.generate(BRANCHES)
+        _, (full, *_) = setup.generate(FULL)
+        full = replace(full, prev_sample=branched.prev_sample)  # the same images
+        weights = torch.tensor([1.0, -0.4, 0.3, 0.8])
+        expected = setup.gradients(full, weights)
+        assert_close(setup.gradients(branched, weights), expected)
+        # Each image has its own part
+        with pytest.raises(AssertionError):
+            assert_close(setup.gradients(branched, weights.flip(0)), expected)
+
+
+class TestFlux:
+    def test_the_gradient_is_the_sum_of_advantages_times_noise(self, flux):
+        """Unclipped and on policy: the gradient of mean(A * ratio) is that of mu along sum(A_i eps_i)."""
+        _, (record, *_) = flux.generate(SDESettings((1,), 0.7, images_per_prefix=4))
+        assert len(record.sample) == 1
+        advantages = torch.tensor([1.0, -0.4, 0.3, 0.8])
+        gradients = flux.gradients(record, advantages / 4)  # the ratio is 1, so its gradient is that of log p
+
+        noise = torch.stack(
+            [torch.randn(record.sample.shape[1:], generator=keyed_generator(*k, 2)) for k in FOUR_KEYS]
+        )
+        t, dt = record.sigma, record.sigma_next - record.sigma
+        s = 0.7 * (t / (1 - t)) ** 0.5
+        std, slope = s * (-dt) ** 0.5, (1 + s**2 * (1 - t) / (2 * t)) * dt  # slope = d mu / d v
+        credit = torch.einsum("i,i...->...", advantages, noise) * slope / (std * noise[0].numel()) / 4
+        parameters = [p for p in flux.policy.model.parameters() if p.requires_grad]
+        velocity = predict(flux.policy.model, record.calls, flux.policy.family, 3.5, record.sample)
+        expected = torch.autograd.grad(velocity, parameters, credit[None], allow_unused=True)
+        assert_close(gradients, expected)
+
+    def test_branches_have_their_own_latents(self, flux):
+        _, (record, *_) = flux.generate(BRANCHES)
+        _, (first, *_) = flux.generate(SDESettings((0,), 0.7, images_per_prefix=2))
+        assert (first.sample[0] - first.sample[1]).std() > 0.5
+        assert (record.sample[0] - record.sample[1]).std() > 0.1
+        _, (own, *_) = flux.generate(SDESettings((0,), 0.7))
+        assert torch.equal(first.sample, own.sample[::2]) and not torch.equal(own.sample[0], own.sample[1])
+
+    def test_nothing_of_the_other_rows_is_kept(self, flux):
+        """A view would keep them in memory, and in a checkpoint."""
+        _, (record, *_) = flux.generate(SDESettings((1,), 0.7, images_per_prefix=4))
+        (call,) = record.calls
+        for tensor in (record.sample, call["hidden_states"], call["timestep"]):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        # The prompt is the one that was passed
+        for argument, name in (
+            ("prompt_embeds", "encoder_hidden_states"),
+            ("pooled_prompt_embeds", "pooled_projections"),
+        ):
+            assert call[name].data_ptr() == flux.arguments[argument].data_ptr()
+
+    def test_prompts_of_several_branches_are_shared(self, flux):
+        two = {name: tensor.flip(-1) for name, tensor in flux.arguments.items()}
+        arguments = {name: torch.cat([tensor[:2], two[name][:2]]) for name, tensor in flux.arguments.items()}
+        _, (record, *_) = flux.generate(BRANCHES, arguments=arguments)
+        prompts = record.calls[0]["encoder_hidden_states"]
+        assert len(prompts) == 2 and not torch.equal(prompts[0], prompts[1])
+        assert prompts.data_ptr() == arguments["prompt_embeds"].data_ptr()
+
+    def test_position_ids_are_not_narrowed(self, flux, monkeypatch):
+        """At 8 x 8 pixels there are four tokens, as many as images."""
+        _, records = flux.generate(BRANCHES, size=8)
+        assert [len(record.calls[0]["img_ids"]) for record in records[:2]] == [4, 4]
+        monkeypatch.setattr(FluxFamily, "unbatched_arguments", ())
+        with pytest.raises(RuntimeError, match="argument `img_ids`.*add it to `unbatched_arguments` of FluxFamily"):
+            flux.generate(BRANCHES, size=8)
+
+    def test_what_is_not_shared_is_refused(self, flux):
+        arguments = dict(flux.arguments)
+        arguments["prompt_embeds"] = arguments["prompt_embeds"].clone()
+        arguments["prompt_embeds"][3] += 1
+        flux.generate(FULL, arguments=arguments)
+        message = "`images_per_prefix` is 2, but.*argument `encoder_hidden_states`.*FluxPipeline makes"
+        with pytest.raises(RuntimeError, match=message):
+            flux.generate(BRANCHES, arguments=arguments)
+
+    @pytest.mark.parametrize(
+        ("sde", "keys"),
+        [
+            (BRANCHES, FOUR_KEYS[:3]),
+            (replace(BRANCHES, noise_level=0.0), FOUR_KEYS),
+            (replace(BRANCHES, steps=()), FOUR_KEYS),
+        ],
+    )
+    def test_batches_without_full_branches_are_refused(self, flux, sde, keys):
+        arguments = {name: tensor[: len(keys)] for name, tensor in flux.arguments.items()}
+        with pytest.raises(
+            ValueError, match=f"`images_per_prefix` is 2.*batch of {len(keys)} images.*stochastic step"
+        ):
+            flux.generate(sde, keys, arguments)
+        flux.generate(replace(sde, images_per_prefix=1), keys, arguments)
+
+    def test_evaluation_never_branches(self, flux):
+        seen, stop = rows_of_calls(flux.policy)
+        flux.generate(None)
+        stop()
+        assert seen == [(step, 4) for step in range(NUM_STEPS)]
+
+
+class TestTrainer:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            {"loss_type": "grpo_guard", "epsilon": 1e-2},
+            {"beta": 0.1},
+            {"offload_embeddings": True, "sde_steps": [1, 2]},
+            {"images_per_prefix": 4},
+        ],
+        ids=str,
+    )
+    def test_trains(self, make_trainer, settings):
+        trainer = make_trainer(**{"images_per_prefix": 2, "gradient_checkpointing": False, **settings})
+        branch = trainer.args.images_per_prefix
+        seen, _ = rows_of_calls(trainer.policy)
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert [logs[0][f"ratio_deviation_on_policy/step_{step}"] for step in trainer.args.sde_steps] == [0.0] * (
+            len(trainer.args.sde_steps)
+        )
+        assert logs[1]["ratio_deviation/step_1"] > 0 and logs[0]["grad_norm"] > 0
+        # A round of four micro-batches of four images, generated in four steps
+        prefix, first = 4 // branch, len(trainer.args.sde_steps) - 1
+        generated = [rows for _, rows in seen[:16]]
+        assert generated == [prefix, prefix, 4, 4] * 4
+        trained = [rows for _, rows in seen[16:]]
+        each = ([prefix] + [4] * first) * 4
+        assert trained == (each if not trainer.args.beta else [rows for rows in each for _ in range(2)])
+
+    def test_branches_do_not_depend_on_the_micro_batch(self, make_trainer):
+        """Neither are they divided by it, nor does the noise of an image change."""
+        settings = {"images_per_prefix": 2, "max_steps": 1, "optimizer_steps_per_generation": 1}
+        found = []
+        for batch_size in (2, 4, 8):
+            trainer = make_trainer(per_device_train_batch_size=batch_size, **settings)
+            trainer.train()
+            assignment = trainer.schedule.assign(0, [(32, 32)] * 4)[0]
+            starts = {}
+            for batch, entry in zip(assignment, trainer.buffer.entries, strict=True):
+                for branch, sample in zip(batch[::2], entry["record"].sample, strict=True):
+                    starts[int(branch)] = sample
+            found.append(torch.stack([starts[branch] for branch in range(0, 16, 2)]))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[0], found[2], rtol=1e-4, atol=1e-5)
+        assert (found[0][0] - found[0][1]).std() > 0.1
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"images_per_prefix": 0}, "`images_per_prefix` is 0; it must be at least 1"),
+            ({"images_per_prefix": 3}, "`num_generations` is 4, but the 3 images.*Nearest values that work: 3 or 6"),
+            (
+                {"images_per_prefix": 4, "per_device_train_batch_size": 2},
+                "`per_device_train_batch_size` is 2, but the 4 images.*Nearest values that work: 4 or 8",
+            ),
+            ({"images_per_prefix": 2, "noise_level": 0.0}, "`noise_level` is 0.0"),
+            ({"images_per_prefix": 2, "sde_steps": []}, r"`sde_steps` is \[\]"),
+        ],
+        ids=str,
+    )
+    def test_settings_that_cannot_work(self, tmp_path, settings, message):
+        usual = {"num_generations": 4, "per_device_train_batch_size": 4, "images_per_prefix": 2}
+        usual |= {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+        PaCoGRPOConfig(**usual)
+        with pytest.raises(ValueError, match=message):
+            PaCoGRPOConfig(**usual | settings)
+
+    def test_nft_has_no_branches(self, tmp_path):
+        settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 2}
+        PaCoNFTConfig(**settings)
+        with pytest.raises(ValueError, match="`images_per_prefix` is set to 2.*without stochastic steps"):
+            PaCoNFTConfig(images_per_prefix=2, **settings)
+
+    def test_an_unlisted_pipeline_is_refused(self, make_trainer, monkeypatch):
+        monkeypatch.delitem(FAMILIES, "FluxPipeline")
+        with pytest.warns(UserWarning), pytest.raises(ValueError, match="at most 1 with.*and `images_per_prefix=1`"):
+            make_trainer(images_per_prefix=2)
+
+    def test_the_card_says_it(self, make_trainer):
+        trainer = make_trainer(images_per_prefix=2)
+        assert "; 2 images share the steps before the first" in str(list(trainer._model_card().settings.rows(None)))
+        plain = make_trainer()
+        assert "images share" not in str(list(plain._model_card().settings.rows(None)))
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_flux, tmp_path_factory) -> Run:
+    run = Run(fork_context(), tiny_flux, tmp_path_factory.mktemp("alone") / "out", **TestRuns.SETTINGS)
+    assert run.state()["global_step"] == 4
+    return run
+
+
+@pytest.mark.slow
+class TestRuns:
+    """Runs in processes of their own, each of two rounds of two optimizer steps."""
+
+    SETTINGS = {"images_per_prefix": 2, "max_steps": 4, "reward_funcs": redness_reward, "eval_strategy": "no"}
+
+    def test_resuming_in_the_middle_of_a_round_is_exact(self, alone, tiny_flux, tmp_path):
+        assert (alone.output / "checkpoint-3" / "rollout_0.pt").exists()
+        output = copy_run(alone.output, tmp_path / "out", [3])
+        resumed = Run(fork_context(), tiny_flux, output, resume=True, **self.SETTINGS)
+        assert not different(alone.state(), resumed.state())
+        assert "again" not in resumed.output_text()
+
+    @pytest.mark.parametrize("zero3", [False, True])
+    def test_two_processes_equal_one(self, alone, tiny_flux, tmp_path, zero3):
+        run = Run(fork_context(), tiny_flux, tmp_path / "out", processes=2, zero3=zero3, **self.SETTINGS)
+        one, two = alone.state(), run.state()
+        trained = [entry for entry in two["history"] if "loss" in entry]
+        on_policy = [
+            entry[name] for entry in trained for name in entry if name.startswith("ratio_deviation_on_policy")
+        ]
+        assert len(on_policy) == 2 and max(on_policy) < 1e-6
+        for name, value in one["adapter"].items():
+            assert (value - two["adapter"][name]).abs().max() < (1e-4 if zero3 else 1e-6), name
