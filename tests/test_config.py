@@ -105,7 +105,9 @@ class TestDefaults:
             "offload_embeddings": False,
             "vae_tiling": False,
             "images_per_prefix": 1,
+            "tail_steps": None,
             "resolution_transfer_prompts": 0,
+            "tail_transfer_prompts": 0,
         }
         config = make()
         for name, value in {**papers, **others}.items():

@@ -569,6 +569,8 @@ class TestConfig:
             ("num_sde_steps", 1),
             ("noise_level", 0.5),
             ("images_per_prefix", 2),
+            ("tail_steps", 2),
+            ("tail_transfer_prompts", 8),
             ("epsilon", 1e-3),
             ("epsilon_high", 1e-3),
             ("ratio_tolerance", 0.1),
@@ -576,7 +578,9 @@ class TestConfig:
         ],
     )
     def test_what_means_nothing_is_refused(self, make_config, name, value):
-        assert getattr(PaCoGRPOConfig("x", use_cpu=True, bf16=False, **{name: value}), name) == value  # there it does
+        required = {"per_device_train_batch_size": 2, "tail_steps": 4}
+        config = PaCoGRPOConfig("x", use_cpu=True, bf16=False, **required | {name: value})
+        assert getattr(config, name) == value  # there it does
         with pytest.raises(ValueError, match=re.escape(f"`{name}` is set to {value!r}, but has no meaning here")) as e:
             make_config(**{name: value})
         assert NFT_REFUSED_FIELDS[name] in str(e.value)

@@ -47,6 +47,7 @@ class ImageSettings:
     sde_steps: list[int] | None = None
     num_sde_steps: int | None = None
     images_per_prefix: int | None = None
+    tail_steps: int | None = None
     nft_beta: float | None = None
     num_trained_steps: int | None = None  # times at which DiffusionNFT trains each image
     trained_weights: str | None = None  # what is trained, if not an adapter
@@ -96,6 +97,8 @@ class ImageSettings:
                 "stochastic steps",
                 f"{self.sde_type}, noise level {self.noise_level}, steps {self.sde_steps}{chosen}{branches}",
             )
+        if self.tail_steps is not None:
+            yield "images seen by the rewards", f"{self.tail_steps} steps after the last stochastic one, a short tail"
         yield from lora.rows() if lora is not None else ()
         threshold = f", threshold {self.log_tame_threshold}" if self.log_tame_threshold is not None else ""
         aggregation = self.multi_objective_aggregation

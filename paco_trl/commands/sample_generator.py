@@ -97,8 +97,8 @@ class SampleGenerator:
 
     def sde_settings(self, noise_level: float) -> SDESettings:
         """Return the settings with all steps that may be stochastic in a round."""
-        per_prefix = self.args.images_per_prefix if noise_level > 0 else 1
-        return SDESettings(tuple(sorted(self.args.sde_steps)), noise_level, self.args.sde_type, per_prefix)
+        shortcuts = (self.args.images_per_prefix, self.args.tail_steps) if noise_level > 0 else ()
+        return SDESettings(tuple(sorted(self.args.sde_steps)), noise_level, self.args.sde_type, *shortcuts)
 
     def replay(self, record: RecordedStep) -> torch.Tensor:
         """Compute the log-probability of a recorded step, with gradient, as in the training step."""

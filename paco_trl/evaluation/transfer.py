@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure whether scores at the training resolution carry over to the inference resolution."""
+"""Measure whether scores carry over: from the training to the inference resolution, from a short tail to the full one."""
 
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-from scipy.stats import pearsonr
+from scipy.stats import pearsonr, rankdata
 
 from ..utils.statistics import bootstrap_sums
 from ..utils.tables import interval_text, markdown_table, number_text
@@ -23,13 +23,41 @@ LOW_CORRELATION = 0.7
 MIN_IMAGES = 3
 
 
+class Sides(NamedTuple):
+    """Names of what is compared, and advice where the scores disagree."""
+
+    training: str
+    inference: str
+    correlation: str
+    advice: str
+    is_within_prompts: bool = False  # whether ranks of a prompt's images are correlated, in place of scores
+
+
+RESOLUTIONS = Sides(
+    "training resolution",
+    "inference resolution",
+    "correlation over images",
+    f"Low is below {LOW_CORRELATION}: the paper trains with correlations of 0.725 to 0.848 at half the resolution, and "
+    "training fails at a quarter of it, where the consistency reward has 0.669. Raise `resolution_scale`, or compare more "
+    "prompts to narrow the intervals.",
+)
+TAILS = Sides(
+    "short tail",
+    "full tail",
+    "rank correlation within prompts",
+    f"Low is below {LOW_CORRELATION} (our choice). Raise `tail_steps`, or compare more prompts to narrow the intervals.",
+    is_within_prompts=True,
+)
+
+
 @dataclass
 class ScorePairs:
-    """Scores of the same (prompt, generation) images at two resolutions. All lists have one entry per image."""
+    """Scores of the same (prompt, generation) images on two sides. All lists have one entry per image."""
 
     prompts: Sequence[Hashable]
     training: dict[str, Sequence[float | None]]
     inference: dict[str, Sequence[float | None]]
+    sides: Sides = RESOLUTIONS
 
     def __post_init__(self):
         if self.training.keys() != self.inference.keys():
@@ -113,22 +141,26 @@ def resolution_transfer(
     for reward in pairs.training:
         training, inference, prompts = pairs.scored(reward)
         correlation = low = high = math.nan
-        note = _undefined(training, inference)
+        x, y = training, inference
+        if pairs.sides.is_within_prompts:
+            x, y = _ranks_within(training, prompts), _ranks_within(inference, prompts)
+        note = _undefined(x, y, pairs.sides)
         if not note:
-            correlation = float(pearsonr(training, inference).statistic)
+            correlation = float(pearsonr(x, y).statistic)
             if len(set(prompts)) == 1:
                 note = "no interval: how prompts differ cannot be told from one"
             else:
-                low, high = _interval(training, inference, prompts, confidence_level, n_resamples, seed)
+                low, high = _interval(x, y, prompts, confidence_level, n_resamples, seed)
         first, second = (float(scores.mean()) if len(scores) else math.nan for scores in (training, inference))
         counts = (len(training), len(set(prompts)))
         results.append(ResolutionTransfer(reward, correlation, low, high, *counts, first, second, note))
     return results
 
 
-def transfer_table(results: list[ResolutionTransfer]) -> str:
+def transfer_table(results: list[ResolutionTransfer], sides: Sides = RESOLUTIONS) -> str:
     """Lay out the results as a Markdown table."""
-    columns = ("reward", "correlation", "images", "prompts", "mean, training", "mean, inference", "note")
+    means = [f"mean, {side.removesuffix(' resolution')}" for side in sides[:2]]
+    columns = ("reward", "correlation", "images", "prompts", *means, "note")
     rows = []
     for one in results:
         means = [number_text(mean, missing="-") for mean in (one.training_mean, one.inference_mean)]
@@ -136,8 +168,8 @@ def transfer_table(results: list[ResolutionTransfer]) -> str:
     return markdown_table(columns, rows)
 
 
-def transfer_warning(results: list[ResolutionTransfer]) -> str | None:
-    """Describe the rewards whose scores at the training resolution predict little about inference, if there are any."""
+def transfer_warning(results: list[ResolutionTransfer], sides: Sides = RESOLUTIONS) -> str | None:
+    """Describe the rewards whose scores on one side predict little about the other, if there are any."""
     lines = []
     for result in results:
         includes_zero = result.low <= 0 <= result.high  # False for NaN
@@ -151,18 +183,16 @@ def transfer_warning(results: list[ResolutionTransfer]) -> str | None:
         return None
     return "\n".join(
         [
-            "The scores of these rewards at the training resolution say little about the inference resolution "
-            "(correlation over images, with its interval over prompts):",
+            f"The scores of these rewards at the {sides.training} say little about the {sides.inference} "
+            f"({sides.correlation}, with its interval over prompts):",
             *lines,
-            f"Low is below {LOW_CORRELATION}: the paper trains with correlations of 0.725 to 0.848 at half the "
-            "resolution, and training fails at a quarter of it, where the consistency reward has 0.669. Raise "
-            "`resolution_scale`, or compare more prompts to narrow the intervals.",
+            sides.advice,
         ]
     )
 
 
 def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePairs, path: str | Path) -> None:
-    """Plot the scores at the training resolution against those at the inference resolution, one panel per reward."""
+    """Plot the scores of one side against those of the other, one panel per reward."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -184,20 +214,30 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
             axes.scatter(training, inference, s=12, c=[color_of[prompt] for prompt in prompts], zorder=2)
         title = "no correlation" if math.isnan(result.correlation) else f"r {result.interval_text()}"
         axes.set_title(f"{result.reward}\n{title}", fontsize=9)
-        axes.set_xlabel("score at the training resolution", fontsize=8)
-        axes.set_ylabel("score at the inference resolution", fontsize=8)
+        axes.set_xlabel(f"score at the {pairs.sides.training}", fontsize=8)
+        axes.set_ylabel(f"score at the {pairs.sides.inference}", fontsize=8)
         axes.tick_params(labelsize=7)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _undefined(training: np.ndarray, inference: np.ndarray) -> str:
+def _ranks_within(scores: np.ndarray, prompts: Sequence[Hashable]) -> np.ndarray:
+    """Rank the scores of each prompt from -1 to 1; equal ones share their mean rank."""
+    ranks, group_of = np.zeros(len(scores)), np.array([prompts.index(prompt) for prompt in prompts])
+    for group in np.unique(group_of):
+        rows = group_of == group
+        ranks[rows] = (2 * rankdata(scores[rows]) - 1 - rows.sum()) / max(rows.sum() - 1, 1)
+    return ranks
+
+
+def _undefined(training: np.ndarray, inference: np.ndarray, sides: Sides) -> str:
     """Explain why there is no correlation; empty where there is one."""
     if len(training) < MIN_IMAGES:
         return f"no correlation: {len(training)} images have both scores, and it needs {MIN_IMAGES}"
-    for side, scores in (("training", training), ("inference", inference)):
+    for side, scores in ((sides.training, training), (sides.inference, inference)):
         if np.ptp(scores) <= 1e-12 * np.abs(scores).max():  # the rounding of their arithmetic
-            return f"no correlation: all scores at the {side} resolution are {scores[0]:.6g}"
+            what = "ranks within prompts" if sides.is_within_prompts else "scores"
+            return f"no correlation: all {what} at the {side} are {scores[0]:.6g}"
     return ""
 
 

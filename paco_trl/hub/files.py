@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 # Images of the card. Others in the directory are the user's own
-PICTURES = ["contact_sheet.png", "curves.png", "evaluation.png", "resolution_transfer.png"]
+PICTURES = ["contact_sheet.png", "curves.png", "evaluation.png", "resolution_transfer.png", "tail_transfer.png"]
 _JUDGE_PICTURES = ["eval*_calibration.png", "eval*_wrong_pairs.png"]
 _PROCESSOR = [
     "added_tokens.json",

@@ -193,10 +193,11 @@ class PipelinePolicy:
         def on_ode_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, prev_sample: torch.Tensor):
             if index in steps:
                 on_sde_step(index, model_output, sample, SDEStep(prev_sample, log_prob=None, mean=None, std=None))
-            if index == num_inference_steps - 1:
+            if index == last:
                 _check_latents(prev_sample)
 
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
+        last = (num_inference_steps if sde is None else sde.num_steps(num_inference_steps)) - 1
         per_prefix = sde.images_per_prefix if sde is not None else 1
         if per_prefix > 1 and (not steps or len(noise_keys) % per_prefix != 0):
             raise ValueError(
@@ -204,7 +205,7 @@ class PipelinePolicy:
                 f"requires a stochastic step (noise level {sde.noise_level}, steps {sde.steps})."
             )
         if record_last_step:
-            steps = (*steps, num_inference_steps - 1)
+            steps = (*steps, last)
         self.scheduler.sde = sde
         self.scheduler.on_sde_step = on_sde_step
         self.scheduler.on_ode_step = on_ode_step
@@ -224,7 +225,7 @@ class PipelinePolicy:
             kind = "steps" if record_last_step else "stochastic steps"
             raise RuntimeError(
                 f"{len(records)} {kind} were recorded, but {len(steps)} were requested ({steps}): "
-                f"the pipeline made other steps than the {num_inference_steps} of its schedule."
+                f"the pipeline made other steps than the {last + 1} of its schedule."
             )
         if images[0].size != (width, height):
             raise RuntimeError(

@@ -2,14 +2,16 @@
 """The pipeline's own flow-matching scheduler with stochastic steps at chosen indices."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 
-from .sde import SDEStep, sde_step
+from .sde import SDEStep, sde_step, second_order_velocity
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,19 @@ class SDESettings:
             See [`sde_step`].
         images_per_prefix (`int`, *optional*, defaults to `1`):
             Consecutive images of a batch that share the initial noise and the steps before the first stochastic one.
+        tail_steps (`int`, *optional*):
+            Number of steps after the last stochastic one, by DPM-Solver++(2M). If `None`, those of the schedule.
     """
 
     steps: tuple[int, ...]
     noise_level: float
     sde_type: str = "flow_sde"
     images_per_prefix: int = 1
+    tail_steps: int | None = None
+
+    def num_steps(self, num_inference_steps: int) -> int:
+        """Return the number of denoising steps in place of a full schedule's."""
+        return num_inference_steps if self.tail_steps is None else max(self.steps) + 1 + self.tail_steps
 
 
 def check_flow_matching(scheduler_class: type) -> None:
@@ -70,6 +79,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     on_sde_step: Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None] | None = None
     # Called at each other step with (index, model_output, sample, prev_sample), the latter float32
     on_ode_step: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    _tail_start: float = math.inf  # index of the first step of a short tail
+    _x0: torch.Tensor | None = None  # image that the tail's last velocity points to
 
     @classmethod
     def from_scheduler(cls, scheduler) -> "FlowMatchSDEScheduler":
@@ -103,8 +114,18 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
     @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)  # pipelines look for `sigmas` in its signature
     def set_timesteps(self, *args, **kwargs) -> None:
-        """Set the timesteps, and store the sigmas as floats so that a step needs no device sync."""
+        """Set the timesteps, shorten the tail, and store the sigmas as floats so that a step needs no device sync."""
         super().set_timesteps(*args, **kwargs)
+        self._tail_start, self._x0 = math.inf, None
+        if self.sde is not None and self.sde.tail_steps is not None:
+            # Evenly spaced indices of the schedule are evenly spaced times before its shift
+            self._tail_start = start = max(self.sde.steps) + 1
+            indices = np.linspace(start, len(self.timesteps), self.sde.tail_steps + 1)
+            tail = np.interp(indices, np.arange(len(self.sigmas)), self.sigmas.tolist())
+            tail = torch.from_numpy(tail).to(self.sigmas)
+            self.sigmas = torch.cat([self.sigmas[:start], tail])
+            tail = tail[:-1] * self.config.num_train_timesteps
+            self.timesteps = torch.cat([self.timesteps[:start], tail.to(self.timesteps)])
         self._sigma_values: list[float] = self.sigmas.tolist()
 
     @property
@@ -126,7 +147,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
         if self.sde is None or self.sde.noise_level == 0 or index not in self.sde.steps:
             # Float32 in, so that the parent does not round the sample to a low-precision model's dtype
-            output = super().step(model_output.float(), timestep, sample, return_dict=return_dict, **kwargs)
+            velocity = self._tail_velocity(model_output.float(), sample, index)
+            output = super().step(velocity, timestep, sample, return_dict=return_dict, **kwargs)
             if self.on_ode_step is not None:
                 self.on_ode_step(index, model_output, sample, output[0])
             if return_dict:
@@ -156,3 +178,13 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         if not return_dict:
             return (prev_sample,)
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=prev_sample)
+
+    def _tail_velocity(self, velocity: torch.Tensor, sample: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the velocity of a step without noise: in a short tail that of DPM-Solver++(2M)."""
+        if index < self._tail_start:
+            return velocity
+        x0_previous, times = self._x0, self._sigma_values[index - 1 : index + 2]
+        self._x0 = sample.float() - times[1] * velocity
+        if x0_previous is None or times[2] == 0:  # the first and the last step of the tail are of first order
+            return velocity
+        return second_order_velocity(velocity, self._x0, x0_previous, times)

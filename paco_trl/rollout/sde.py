@@ -185,6 +185,20 @@ def sde_step(
     return SDEStep(prev_sample, log_prob, mean, std)
 
 
+def second_order_velocity(
+    velocity: torch.Tensor, x0: torch.Tensor, x0_previous: torch.Tensor, times: tuple[float, float, float]
+) -> torch.Tensor:
+    """
+    Return the velocity whose Euler step is a step of DPM-Solver++(2M) (https://huggingface.co/papers/2211.01095).
+
+    With `times` t_previous, t and t_next, x0 = x - t * v, lambda = log((1 - t) / t), h = lambda_next - lambda and D1 = (x0 - x0_previous) * h / h_previous,
+    the step x_next = (t_next / t) * x - (1 - t_next) * (exp(-h) - 1) * (x0 + D1 / 2) is the Euler step of
+    v - D1 / (2 t). Its first-order version, without D1, is the Euler step of v.
+    """
+    previous, now, after = (math.log((1 - t) / t) for t in times)
+    return velocity - (x0 - x0_previous) * (after - now) / (now - previous) / (2 * times[1])
+
+
 def _noise_like(mean: torch.Tensor, generator: torch.Generator | list[torch.Generator] | None) -> torch.Tensor:
     # Sampled for each image on the generator's device: the same noise for any device and batch
     if not isinstance(generator, list):

@@ -50,7 +50,7 @@ from .publishing import PushesToHub
 from .round_buffer import RoundBuffer
 from .run_settings import AFTER_GENERATION, adjustable_settings, run_identity
 from .training_time import TrainingTimeCallback
-from .transfer_report import report_resolution_transfer
+from .transfer_report import report_resolution_transfer, report_tail_transfer
 
 
 logger = get_logger(__name__)
@@ -181,10 +181,13 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
                 )
         if checkpoint is not None:
             self._load_round(checkpoint)
-        elif args.resolution_transfer_prompts:
+        elif args.resolution_transfer_prompts or args.tail_transfer_prompts:
             self.model.eval()
             evaluator = Evaluator(self.sampler, self.rewards, self.scorer, args)
-            report_resolution_transfer(evaluator, self.train_rows, self.state)
+            if args.resolution_transfer_prompts:
+                report_resolution_transfer(evaluator, self.train_rows, self.state)
+            if args.tail_transfer_prompts:
+                report_tail_transfer(evaluator, self.train_rows, self.state, self.schedule.sde(round_index=0))
             self.model.train()
         if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
             # The untrained weights are lost after the first step

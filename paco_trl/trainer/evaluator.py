@@ -25,6 +25,7 @@ from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
 from ..plots.scored_sheets import ScoredImages
 from ..rewards.reward_set import RewardSet
 from ..rewards.scorer import RewardScorer
+from ..rollout import SDESettings
 from ..rollout.noise import STREAMS
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import RolloutSampler
@@ -83,35 +84,47 @@ class Evaluator:
         numbers: list[int],
         sizes: list[tuple[int, int]],
         scale: float = 1.0,
+        sde: SDESettings | None = None,
     ) -> Evaluation:
-        """Generate rows by the pipeline's ODE and score them; the noise depends on seed, row and number alone."""
+        """
+        Generate rows by the pipeline's ODE, or as in training with `sde`, and score them.
+
+        The noise depends on seed, row and number alone.
+        """
         args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
-        generations, period = args.num_generations_eval, sampler.size_multiple
+        generations, num_steps, batch = args.num_generations_eval, args.num_inference_steps_eval, 1
+        if sde is not None:
+            generations, num_steps, batch = args.num_generations, args.num_inference_steps, sde.images_per_prefix
+        period = sampler.size_multiple
         sampler.encode(rows, numbers, scale)
 
-        # ZeRO-3 requires the same number of images on each process; the padding is dropped below
+        # ZeRO-3 requires the same number of batches on each process; the padding is dropped below
         processes = accelerator.num_processes
-        total = len(numbers) * generations
+        total = len(numbers) * generations // batch
         padded = (np.arange(-(-total // processes) * processes) % total).reshape(-1, processes)
         artifacts, pictures = [], []
         self.scorer.start()
         with sampler.ready():
-            for images_of_all in tqdm(
+            for batches_of_all in tqdm(
                 padded.tolist(), desc=description, disable=args.disable_tqdm or not accelerator.is_main_process
             ):
-                fetched = sampler.fetch(rows, [numbers[image // generations] for image in images_of_all], scale)
-                image = images_of_all[accelerator.process_index]
-                place, generation = divmod(image, generations)
+                places = [number * batch // generations for number in batches_of_all]
+                fetched = sampler.fetch(rows, [numbers[place] for place in places], scale)
+                first, place = batches_of_all[accelerator.process_index] * batch, places[accelerator.process_index]
                 row = fetched.read(numbers[place])
-                noise_key = (args.seed, STREAMS["evaluation"], 0, place, generation)
+                keys = [
+                    (args.seed, STREAMS["evaluation"], 0, place, image % generations)
+                    for image in range(first, first + batch)
+                ]
                 images, _ = sampler.generate(
-                    fetched, [numbers[place]], [noise_key], sizes[numbers[place]], args.num_inference_steps_eval
+                    fetched, [numbers[place]] * batch, keys, sizes[numbers[place]], num_steps, sde=sde
                 )
-                self.scorer.add([row], images, state)
-                artifacts.append(_grid_artifact(images[0], period, row))
-                if place < MAX_PROMPTS and generation < MAX_IMAGES:
-                    pictures.append((image, thumbnail(images[0])))
-        order = padded.T.reshape(-1)  # process by process
+                self.scorer.add([row] * batch, images, state)
+                for image, generated in enumerate(images, start=first):
+                    artifacts.append(_grid_artifact(generated, period, row))
+                    if place < MAX_PROMPTS and image % generations < MAX_IMAGES:
+                        pictures.append((image, thumbnail(generated)))
+        order = (padded.T.reshape(-1, 1) * batch + np.arange(batch)).reshape(-1)  # process by process
         scores = self.scorer.finish(order, state)
         _, first = np.unique(order, return_index=True)
         gathered = accelerator.gather(torch.tensor(artifacts, dtype=torch.float64, device=accelerator.device)).cpu()

@@ -84,7 +84,7 @@ def image_settings(
     is_tamed = args.multi_objective_aggregation == "log_tamed"
     same = (
         "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale", "sde_type",
-        "noise_level", "sde_steps", "num_sde_steps", "images_per_prefix", "loss_type", "learning_rate", "weight_decay", "epsilon", "beta",
+        "noise_level", "sde_steps", "num_sde_steps", "images_per_prefix", "tail_steps", "loss_type", "learning_rate", "weight_decay", "epsilon", "beta",
         "advantage_clip", "multi_objective_aggregation", "seed",
     )  # fmt: skip
     return ImageSettings(
@@ -164,8 +164,9 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
         found["contact_sheet.png"] = latest("round_*.png", steps_per_round, max(step, 1))
         if use_ema or args.ema_decay is None:
             found["evaluation.png"] = latest("eval*_step_*.png", 1, step + 1)
-    if args.resolution_transfer_prompts:
-        found["resolution_transfer.png"] = output_dir / "evaluation" / "resolution_transfer.png"
+    for name in ("resolution_transfer", "tail_transfer"):
+        if getattr(args, f"{name}_prompts"):
+            found[f"{name}.png"] = output_dir / "evaluation" / f"{name}.png"
     return {name: path for name, path in found.items() if path is not None and path.is_file()}
 
 

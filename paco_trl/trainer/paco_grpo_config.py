@@ -143,6 +143,9 @@ class PaCoGRPOConfig(GRPOConfig):
             Images of a prompt that branch at the first stochastic step: they share their initial noise, the denoising
             steps up to it and its forward and backward in training. It must divide `num_generations` and
             `per_device_train_batch_size`.
+        tail_steps (`int`, *optional*):
+            Denoising steps of a rollout after its last stochastic step, by DPM-Solver++(2M). If `None`, the rest of
+            `num_inference_steps`, by Euler steps. Rewards see the images of the short tail; `evaluate()` never does.
 
         > Parameters that control the round
 
@@ -222,6 +225,9 @@ class PaCoGRPOConfig(GRPOConfig):
         resolution_transfer_prompts (`int`, *optional*, defaults to `0`):
             Prompts generated at training and inference size before training, to measure how well each reward agrees
             between the two; 10 or more are recommended. `0` disables it.
+        tail_transfer_prompts (`int`, *optional*, defaults to `0`):
+            Prompts whose groups are generated with the short tail of `tail_steps` and with the full one before
+            training, to measure how well each reward ranks the images of a group alike. `0` disables it.
 
         > Parameters that control the logging
 
@@ -264,6 +270,10 @@ class PaCoGRPOConfig(GRPOConfig):
     noise_level: float = field(default=0.7, metadata={"help": "Noise level `a` of the stochastic steps."})
     images_per_prefix: int = field(
         default=1, metadata={"help": "Images of a prompt that branch at the first stochastic step."}
+    )
+    tail_steps: int | None = field(
+        default=None,
+        metadata={"help": "Denoising steps of a rollout after its last stochastic step, by DPM-Solver++(2M)."},
     )
 
     # Parameters that control the round
@@ -329,6 +339,10 @@ class PaCoGRPOConfig(GRPOConfig):
     resolution_transfer_prompts: int = field(
         default=0,
         metadata={"help": "Prompts generated at training and inference size before training. `0` disables it."},
+    )
+    tail_transfer_prompts: int = field(
+        default=0,
+        metadata={"help": "Prompts generated with the short and the full tail before training. `0` disables it."},
     )
 
     # Parameters that control the logging
@@ -494,6 +508,12 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`num_sde_steps` is {self.num_sde_steps}, but {len(self.sde_steps)} steps are named in `sde_steps` "
                 f"({self.sde_steps}) to choose from."
             )
+        rest = last - self.sde_steps[-1]
+        if self.tail_steps is not None and not 1 <= self.tail_steps <= rest:
+            raise ValueError(
+                f"`tail_steps` is {self.tail_steps}, but {rest} of {last + 1} denoising steps follow the last stochastic "
+                f"step, {self.sde_steps[-1]}: choose from 1 to {rest}, or None for the full schedule."
+            )
         if not self.noise_level > 0 or (self.sde_type == "cps" and self.noise_level > 1):
             raise ValueError(
                 f"`noise_level` is {self.noise_level}. A policy gradient requires the log-probability of a sampled "
@@ -532,10 +552,16 @@ class PaCoGRPOConfig(GRPOConfig):
         for name in ("max_reward_failures", "max_excluded_images", "max_excluded_groups"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it is a fraction of a round, from 0 to 1.")
-        if self.resolution_transfer_prompts != 0 and self.resolution_transfer_prompts < 3:
+        for name in ("resolution_transfer_prompts", "tail_transfer_prompts"):
+            if (prompts := getattr(self, name)) != 0 and prompts < 3:
+                raise ValueError(
+                    f"`{name}` is {prompts}; a correlation needs at least 3 prompts (10 for a useful interval), and 0 "
+                    "disables it."
+                )
+        if self.tail_transfer_prompts and self.tail_steps is None:
             raise ValueError(
-                f"`resolution_transfer_prompts` is {self.resolution_transfer_prompts}; a correlation needs at least 3 "
-                "prompts (10 for a useful interval), and 0 disables it."
+                f"`tail_transfer_prompts` is {self.tail_transfer_prompts}, but there is no short tail to compare. Set "
+                "`tail_steps`."
             )
         self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
 

@@ -14,7 +14,7 @@ _NO_RATIO = "there is no probability ratio: the velocity itself is trained"
 NFT_REFUSED_FIELDS = {
     "sde_type": _NO_SDE,
     **dict.fromkeys(("sde_steps", "num_sde_steps"), f"{_NO_SDE}; see `num_noise_levels`"),
-    **dict.fromkeys(("noise_level", "images_per_prefix"), _NO_SDE),
+    **dict.fromkeys(("noise_level", "images_per_prefix", "tail_steps", "tail_transfer_prompts"), _NO_SDE),
     "epsilon": f"{_NO_RATIO}; see `nft_beta`",
     "epsilon_high": f"{_NO_RATIO}; see `nft_beta`",
     "ratio_tolerance": _NO_RATIO,

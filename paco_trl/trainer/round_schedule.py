@@ -44,8 +44,9 @@ class RoundSchedule:
         if self.args.num_sde_steps is not None:
             generator = np.random.default_rng((self.args.seed, STREAMS["sde steps"], round_index))
             steps = generator.choice(steps, self.args.num_sde_steps, replace=False).tolist()
+        args = self.args
         return SDESettings(
-            tuple(sorted(steps)), self.args.noise_level, self.args.sde_type, self.args.images_per_prefix
+            tuple(sorted(steps)), args.noise_level, args.sde_type, args.images_per_prefix, args.tail_steps
         )
 
     def noise_key(self, round_index: int, row: int, generation: int) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of the rewards between training and inference resolution, before training."""
+"""Agreement of the rewards before training: between resolutions, and between a short tail and the full one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
@@ -10,12 +12,16 @@ from tqdm.auto import tqdm
 from transformers import TrainerState
 
 from ..evaluation.transfer import (
+    RESOLUTIONS,
+    TAILS,
     ScorePairs,
+    Sides,
     resolution_transfer,
     save_resolution_transfer,
     transfer_table,
     transfer_warning,
 )  # fmt: skip
+from ..rollout import SDESettings
 from ..rollout.prompt_rows import PromptRows
 from .evaluator import Evaluator
 
@@ -25,30 +31,44 @@ logger = get_logger(__name__)
 
 def report_resolution_transfer(evaluator: Evaluator, rows: PromptRows, state: TrainerState) -> None:
     """Compare the rewards of some training prompts at both resolutions, and warn where they disagree."""
+    how = [(rows.training_sizes, evaluator.args.resolution_scale), (rows.inference_sizes, 1.0)]
+    _report(evaluator, rows, state, "resolution_transfer", RESOLUTIONS, how, evaluator.args.num_generations_eval)
+
+
+def report_tail_transfer(evaluator: Evaluator, rows: PromptRows, state: TrainerState, sde: SDESettings) -> None:
+    """Compare the rewards of groups with the short tail and the full one, and warn where they disagree."""
+    how = [
+        (rows.training_sizes, evaluator.args.resolution_scale, each) for each in (sde, replace(sde, tail_steps=None))
+    ]
+    _report(evaluator, rows, state, "tail_transfer", TAILS, how, evaluator.args.num_generations)
+
+
+def _report(
+    evaluator: Evaluator, rows: PromptRows, state: TrainerState, name: str, sides: Sides, how: list[tuple[Any, ...]],
+    generations: int,
+) -> None:  # fmt: skip
+    """Generate and score some training prompts in two ways with the same noise, and save and log the agreement."""
     args, accelerator = evaluator.args, evaluator.sampler.accelerator
-    order = np.random.default_rng(args.seed).permutation(len(rows))[: args.resolution_transfer_prompts].tolist()
-    sides = {"training": (rows.training_sizes, args.resolution_scale), "inference": (rows.inference_sizes, 1.0)}
-    scores = {
-        side: evaluator.generate(rows, f"Resolution transfer, {side} size", state, order, *how).rewards
-        for side, how in sides.items()
-    }
+    order = np.random.default_rng(args.seed).permutation(len(rows))[: getattr(args, f"{name}_prompts")].tolist()
+    scores = [
+        evaluator.generate(rows, f"Comparing rewards, {side}", state, order, *arguments).rewards
+        for side, arguments in zip(sides[:2], how, strict=True)
+    ]
     if not accelerator.is_main_process:
         return
     pairs = ScorePairs(
-        [image // args.num_generations_eval for image in range(len(scores["training"]))],
-        *(
-            {name: scores[side][:, k].tolist() for k, name in enumerate(evaluator.rewards.names)}
-            for side in ("training", "inference")
-        ),
+        [image // generations for image in range(len(scores[0]))],
+        *({each: side[:, k].tolist() for k, each in enumerate(evaluator.rewards.names)} for side in scores),
+        sides,
     )
     results = resolution_transfer(pairs)
     folder = Path(args.output_dir) / "evaluation"
-    save_resolution_transfer(results, pairs, folder / "resolution_transfer.png")
-    (folder / "resolution_transfer.json").write_text(
+    save_resolution_transfer(results, pairs, folder / f"{name}.png")
+    (folder / f"{name}.json").write_text(
         json.dumps([result.to_dict() for result in results], indent=2), encoding="utf-8"
     )
     if not args.disable_tqdm:
-        tqdm.write(transfer_table(results))
-    warning = transfer_warning(results)
+        tqdm.write(transfer_table(results, sides))
+    warning = transfer_warning(results, sides)
     if warning is not None:
         logger.warning(warning)

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A shorter tail (`tail_steps`): fewer steps of DPM-Solver++(2M) after the last stochastic one."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from scipy.stats import spearmanr
+
+from kill_runs import Run, copy_run, different
+from launching import fork_context
+from paco_trl import PaCoGRPOConfig
+from paco_trl.evaluation.transfer import TAILS, ScorePairs, resolution_transfer, transfer_table, transfer_warning
+from paco_trl.rewards import redness_reward
+from paco_trl.rollout import FlowMatchSDEScheduler, SDESettings
+from paco_trl.rollout.sde import second_order_velocity
+from test_branched_groups import BRANCHES, CASES, FULL, Setup, rows_of_calls, setup_of  # noqa: F401
+from test_families import NUM_STEPS, pixels
+from test_scheduler import start
+
+
+SHORT = replace(FULL, steps=(1,), tail_steps=1)
+
+
+def exact_velocity(sample, sigma, mean=0.3, variance=0.25):
+    """The velocity of flow matching from noise to a Gaussian of images."""
+    total = (1 - sigma) ** 2 * variance + sigma**2
+    x0 = mean + (1 - sigma) * variance / total * (sample - (1 - sigma) * mean)
+    return (sample - x0) / sigma
+
+
+def exact_sample(noise, sigma, mean=0.3, variance=0.25):
+    """Where the ODE of [`exact_velocity`] leads from noise."""
+    return (1 - sigma) * mean + noise * ((1 - sigma) ** 2 * variance + sigma**2) ** 0.5
+
+
+def scheduler_with(steps, tail_steps, num_inference_steps=10, **config):
+    scheduler = FlowMatchSDEScheduler.from_scheduler(FlowMatchEulerDiscreteScheduler(**config))
+    scheduler.sde = SDESettings(steps, 0.0, tail_steps=tail_steps)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps))
+    return scheduler
+
+
+def solve(scheduler, sample, velocity=exact_velocity, first=0):
+    """The samples from a step of the schedule on."""
+    scheduler.set_begin_index(first)
+    samples = [sample]
+    for timestep, sigma in list(zip(scheduler.timesteps, scheduler.sigmas.tolist()[:-1], strict=True))[first:]:
+        samples.append(scheduler.step(velocity(samples[-1], sigma), timestep, samples[-1], return_dict=False)[0])
+    return samples
+
+
+class TestSolver:
+    def test_is_the_formula(self):
+        generator = torch.Generator().manual_seed(0)
+        x, v, previous = (torch.randn(2, 5, generator=generator, dtype=torch.float64) for _ in range(3))
+        s1, s0, t = 0.8, 0.55, 0.35
+        x0 = x - s0 * v
+        lam = [math.log((1 - sigma) / sigma) for sigma in (s1, s0, t)]
+        h, h_previous = lam[2] - lam[1], lam[1] - lam[0]
+        d1 = (x0 - previous) / (h_previous / h)
+        expected = (t / s0) * x - (1 - t) * (math.exp(-h) - 1) * (x0 + d1 / 2)
+        euler = x + (t - s0) * second_order_velocity(v, x0, previous, (s1, s0, t))
+        torch.testing.assert_close(euler, expected)
+        assert not torch.allclose(x + (t - s0) * v, expected, atol=1e-2)
+
+    @pytest.mark.parametrize("tail_steps", [1, 2, 3, 8])
+    def test_numbers_are_those_of_diffusers(self, tail_steps):
+        ours = scheduler_with((1,), tail_steps, shift=3.0)
+        theirs = DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, final_sigmas_type="zero"
+        )
+        theirs.set_timesteps(tail_steps)
+        theirs.sigmas = ours.sigmas[2:].clone()
+        theirs.set_begin_index(0)
+        assert len(theirs.sigmas) == tail_steps + 1
+        velocity = lambda sample, sigma: torch.sin(3 * sample) + sigma  # noqa: E731
+        noise = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+        samples = solve(ours, noise, velocity, first=2)
+        expected = [noise]
+        for timestep, sigma in zip(theirs.timesteps, theirs.sigmas[:-1].tolist(), strict=True):
+            output = theirs.step(velocity(expected[-1], sigma), timestep, expected[-1], return_dict=False)
+            expected.append(output[0])
+        torch.testing.assert_close(samples, expected, rtol=1e-5, atol=1e-5)
+        if tail_steps > 2:  # the first and the last step are Euler steps
+            sigmas, euler = ours.sigmas[2:].tolist(), noise
+            for sigma, sigma_next in zip(sigmas, sigmas[1:], strict=False):
+                euler = euler + (sigma_next - sigma) * velocity(euler, sigma)
+            assert (euler - expected[-1]).abs().max() > 1e-3
+
+    def test_is_of_second_order(self):
+        """Halving the steps of a smooth part divides the error by four, where Euler steps halve it."""
+        noise = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        errors = {}
+        for name in ("solver", "euler"):
+            for steps in (20, 40, 80):
+                times = np.linspace(0.8, 0.3, steps + 1).tolist()
+                sample, x0 = exact_sample(noise, times[0]), None
+                for index in range(steps):
+                    velocity = used = exact_velocity(sample, times[index])
+                    previous, x0 = x0, sample - times[index] * velocity
+                    if previous is not None and name == "solver":
+                        used = second_order_velocity(velocity, x0, previous, times[index - 1 : index + 2])
+                    sample = sample + (times[index + 1] - times[index]) * used
+                errors[name, steps] = (sample - exact_sample(noise, times[-1])).abs().max().item()
+        for name, order in (("solver", 2), ("euler", 1)):
+            for steps in (20, 40):
+                assert math.log2(errors[name, steps] / errors[name, 2 * steps]) == pytest.approx(order, abs=0.25)
+        assert errors["solver", 20] < errors["euler", 80]
+
+    def test_a_short_tail_comes_closer_than_euler_steps(self):
+        noise = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+        short = scheduler_with((1,), 4)
+        begin = exact_sample(noise, short.sigmas[2].item())
+        images = solve(short, begin, first=2)[-1]
+        grid, euler = short.sigmas[2:].tolist(), begin
+        for sigma, sigma_next in zip(grid, grid[1:], strict=False):
+            euler = euler + (sigma_next - sigma) * exact_velocity(euler, sigma)
+        target = exact_sample(noise, 0.0)
+        assert (images - target).abs().mean() < 0.7 * (euler - target).abs().mean()
+
+
+class TestSchedule:
+    @pytest.mark.parametrize(("steps", "tail_steps"), [((1,), 4), ((1, 3), 3), ((0,), 9), ((5,), 1)])
+    def test_is_spaced_evenly_before_the_shift(self, steps, tail_steps):
+        scheduler = scheduler_with(steps, tail_steps, shift=3.0)
+        full = scheduler_with(steps, None, shift=3.0)
+        last = steps[-1]
+        assert len(scheduler.timesteps) == last + 1 + tail_steps == scheduler.sde.num_steps(10)
+        assert torch.equal(scheduler.sigmas[: last + 2], full.sigmas[: last + 2])
+        assert torch.equal(scheduler.timesteps[: last + 1], full.timesteps[: last + 1])
+        even = torch.linspace(1 - (last + 1) / 10, 0, tail_steps + 1)
+        torch.testing.assert_close(scheduler.sigmas[last + 1 :], 3 * even / (1 + 2 * even))
+        torch.testing.assert_close(scheduler.timesteps, 1000 * scheduler.sigmas[:-1])
+
+    def test_between_the_points_of_the_schedule(self):
+        """Eight steps become three: the points lie between those of the schedule, near their place."""
+        scheduler = scheduler_with((1,), 3, shift=3.0)
+        even = torch.linspace(0.8, 0, 4)
+        torch.testing.assert_close(scheduler.sigmas[2:], 3 * even / (1 + 2 * even), rtol=0.02, atol=0)
+
+    def test_of_fluxs_dynamic_shift_and_of_a_stretched_schedule(self):
+        for config in ({"shift_terminal": 0.02}, {}):
+            scheduler = FlowMatchSDEScheduler(use_dynamic_shifting=True, **config)
+            full = start(scheduler, 10)
+            sigmas = scheduler.sigmas.clone()
+            scheduler.sde = SDESettings((1,), 0.7, tail_steps=4)
+            assert torch.equal(start(scheduler, 10), full[[0, 1, 2, 4, 6, 8]])
+            assert torch.equal(scheduler.sigmas, sigmas[[0, 1, 2, 4, 6, 8, 10]])
+            scheduler.sde = None
+            assert torch.equal(start(scheduler, 10), full)
+
+
+@pytest.fixture(params=CASES)
+def setup(request, setup_of) -> Setup:  # noqa: F811
+    return setup_of(request.param)
+
+
+@pytest.fixture
+def flux(setup_of) -> Setup:  # noqa: F811
+    return setup_of("flux")
+
+
+class TestEveryFamily:
+    def test_has_fewer_steps_and_the_same_trained_step(self, setup):
+        seen, stop = rows_of_calls(setup.policy)
+        short_images, (short, short_last) = setup.generate(SHORT)
+        stop()
+        assert [step for step, _ in seen] == [step for step in range(3) for _ in range(setup.case.calls)]
+        full_images, (full, full_last) = setup.generate(replace(SHORT, tail_steps=None))
+        assert (short_last.index, full_last.index) == (2, NUM_STEPS - 1) and short_last.sigma_next == 0
+        for name in ("index", "sigma", "sigma_next", "sigma_max"):
+            assert getattr(short, name) == getattr(full, name)
+        assert torch.equal(short.sample, full.sample) and torch.equal(short.prev_sample, full.prev_sample)
+        assert torch.equal(short.log_prob, full.log_prob)
+        assert torch.equal(setup.replay(short, SHORT)[0], short.log_prob)
+        assert (short_last.prev_sample - full_last.prev_sample).abs().max() > 1e-3
+        assert not np.array_equal(pixels(short_images), pixels(full_images))
+        # Nothing of it is left
+        assert pixels(setup.generate(None)[0]).shape == pixels(full_images).shape
+        assert len(setup.policy.scheduler.timesteps) == NUM_STEPS
+
+    def test_with_branches(self, setup):
+        both = replace(BRANCHES, steps=(1,), tail_steps=1)
+        seen, stop = rows_of_calls(setup.policy)
+        _, (record, _) = setup.generate(both)
+        stop()
+        predictions = 2 if setup.case.is_guided and setup.case.calls == 1 else 1
+        assert [rows // predictions for _, rows in seen][:: setup.case.calls] == [2, 2, 4]
+        assert torch.equal(setup.replay(record, both)[0], record.log_prob)
+        assert len(record.sample) == 2 and len(record.prev_sample) == 4
+
+
+class TestTrainer:
+    def test_trains_with_both(self, make_trainer):
+        settings = {"images_per_prefix": 2, "tail_steps": 1, "gradient_checkpointing": False}
+        trainer = make_trainer(**settings)
+        seen, _ = rows_of_calls(trainer.policy)
+        trainer.train()
+        assert [rows for _, rows in seen] == [2, 2, 4] * 4 + [2] * 4
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert logs[0]["ratio_deviation_on_policy/step_1"] == 0 and logs[1]["ratio_deviation/step_1"] > 0
+        rows = dict(trainer._model_card().settings.rows(None))
+        assert rows["images seen by the rewards"] == "1 steps after the last stochastic one, a short tail"
+        assert "images seen by the rewards" not in dict(make_trainer()._model_card().settings.rows(None))
+
+    def test_evaluation_has_the_full_schedule(self, make_trainer, prompts):
+        trainer = make_trainer(tail_steps=1, eval_dataset=prompts.select(range(1)), num_inference_steps_eval=5)
+        seen, _ = rows_of_calls(trainer.policy)
+        trainer.evaluate()
+        assert [step for step, _ in seen] == list(range(5))
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"tail_steps": 0}, "`tail_steps` is 0, but 8 of 10 denoising steps follow.*step, 1: choose from 1 to 8"),
+            ({"tail_steps": 9}, "`tail_steps` is 9, but 8 of 10"),
+            ({"tail_steps": 6, "sde_steps": [1, 4]}, "`tail_steps` is 6, but 5 of 10.*step, 4: choose from 1 to 5"),
+            ({"tail_transfer_prompts": 8}, "`tail_transfer_prompts` is 8, but there is no short tail.*`tail_steps`"),
+            ({"tail_transfer_prompts": 2, "tail_steps": 4}, "`tail_transfer_prompts` is 2; a correlation needs"),
+        ],
+        ids=str,
+    )
+    def test_settings_that_cannot_work(self, tmp_path, settings, message):
+        usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+        PaCoGRPOConfig(tail_steps=8, tail_transfer_prompts=3, **usual)
+        with pytest.raises(ValueError, match=message):
+            PaCoGRPOConfig(**usual | settings)
+
+
+class TestReport:
+    def test_ranks_within_prompts_are_correlated(self):
+        generator = np.random.default_rng(0)
+        prompts = [place // 8 for place in range(80)]
+        offsets = np.repeat(generator.normal(size=10) * 10, 8)  # how prompts differ does not count
+        full = generator.normal(size=80)
+        agreeing, unrelated = np.exp(full), generator.normal(size=80)
+        scores = {"agrees": agreeing, "unrelated": unrelated + offsets, "equal": offsets}
+        pairs = ScorePairs(prompts, scores, {**dict.fromkeys(scores, full + offsets), "equal": offsets}, TAILS)
+        agrees, other, equal = resolution_transfer(pairs)
+        assert agrees.correlation == pytest.approx(1) and agrees.low > 0.99
+        groups = [slice(8 * group, 8 * group + 8) for group in range(10)]
+        expected = np.mean([spearmanr(unrelated[group], full[group]).statistic for group in groups])
+        assert other.correlation == pytest.approx(expected) and abs(expected) < 0.4
+        assert other.low < expected < other.high
+        assert math.isnan(equal.correlation) and "all ranks within prompts at the short tail are 0" in equal.note
+        # With the differences between prompts they agree
+        (plain,) = resolution_transfer(ScorePairs(prompts, {"r": unrelated + offsets}, {"r": full + offsets}))
+        assert plain.correlation > 0.9
+        warning = transfer_warning([agrees, other, equal], TAILS)
+        assert "- unrelated" in warning and "- agrees" not in warning and "Raise `tail_steps`" in warning
+        assert "mean, short tail | mean, full tail" in transfer_table([agrees], TAILS)
+
+    def test_is_made_before_training(self, make_trainer, tmp_path, caplog):
+        settings = {"images_per_prefix": 2, "tail_steps": 1, "tail_transfer_prompts": 3, "max_steps": 1}
+        trainer = make_trainer(**settings)
+        seen, _ = rows_of_calls(trainer.policy)
+        trainer.train()
+        # Three prompts of two branches each
+        assert [rows for _, rows in seen[:42]] == [1, 1, 2] * 6 + [1, 1, 2, 2] * 6
+        folder = tmp_path / "out" / "evaluation"
+        (found,) = json.loads((folder / "tail_transfer.json").read_text())
+        assert (found["reward"], found["num_images"], found["num_prompts"]) == ("redness_reward", 12, 3)
+        assert -1 <= found["low"] <= found["correlation"] <= found["high"] <= 1
+        assert found["training_mean"] != found["inference_mean"]
+        assert (folder / "tail_transfer.png").stat().st_size > 1000
+        card = trainer._model_card()
+        assert "tail_transfer.png" in card.pictures
+
+        # The full tail against itself
+        same = make_trainer(**settings | {"output_dir": str(tmp_path / "same")})
+        full = replace(same.schedule.sde(0), tail_steps=None)
+        same.schedule.sde = lambda round_index: full
+        same.train()
+        (found,) = json.loads((tmp_path / "same" / "evaluation" / "tail_transfer.json").read_text())
+        assert found["correlation"] == pytest.approx(1) and found["training_mean"] == found["inference_mean"]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_flux, tmp_path_factory) -> Run:
+    run = Run(fork_context(), tiny_flux, tmp_path_factory.mktemp("alone") / "out", **TestRuns.SETTINGS)
+    assert run.state()["global_step"] == 4
+    return run
+
+
+@pytest.mark.slow
+class TestRuns:
+    """Runs of both options in processes of their own, each of two rounds of two optimizer steps."""
+
+    SETTINGS = {
+        "images_per_prefix": 2, "tail_steps": 2, "num_inference_steps": 6, "tail_transfer_prompts": 3, "max_steps": 4,
+        "reward_funcs": redness_reward, "eval_strategy": "no",
+    }  # fmt: skip
+
+    def test_resuming_in_the_middle_of_a_round_is_exact(self, alone, tiny_flux, tmp_path):
+        assert (alone.output / "checkpoint-3" / "rollout_0.pt").exists()
+        output = copy_run(alone.output, tmp_path / "out", [3])
+        resumed = Run(fork_context(), tiny_flux, output, resume=True, **self.SETTINGS)
+        assert not different(alone.state(), resumed.state())
+
+    @pytest.mark.parametrize("zero3", [False, True])
+    def test_two_processes_equal_one(self, alone, tiny_flux, tmp_path, zero3):
+        run = Run(fork_context(), tiny_flux, tmp_path / "out", processes=2, zero3=zero3, **self.SETTINGS)
+        one, two = alone.state()["adapter"], run.state()["adapter"]
+        for name, value in one.items():
+            assert (value - two[name]).abs().max() < (1e-4 if zero3 else 1e-6), name
+        reports = [
+            json.loads((each.output / "evaluation" / "tail_transfer.json").read_text()) for each in (alone, run)
+        ]
+        assert reports[0][0]["training_mean"] == pytest.approx(reports[1][0]["training_mean"], abs=1e-5)
