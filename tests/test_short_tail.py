@@ -18,6 +18,7 @@ from paco_trl.evaluation.transfer import TAILS, ScorePairs, resolution_transfer,
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FlowMatchSDEScheduler, SDESettings
 from paco_trl.rollout.sde import second_order_velocity
+from paco_trl.trainer.evaluator import Evaluator
 from test_branched_groups import BRANCHES, CASES, FULL, Setup, rows_of_calls, setup_of  # noqa: F401
 from test_families import NUM_STEPS, pixels
 from test_scheduler import start
@@ -180,9 +181,8 @@ class TestEveryFamily:
         assert torch.equal(setup.replay(short, SHORT)[0], short.log_prob)
         assert (short_last.prev_sample - full_last.prev_sample).abs().max() > 1e-3
         assert not np.array_equal(pixels(short_images), pixels(full_images))
-        # Nothing of it is left
-        assert pixels(setup.generate(None)[0]).shape == pixels(full_images).shape
-        assert len(setup.policy.scheduler.timesteps) == NUM_STEPS
+        # Nothing of it is left for the next images
+        assert torch.equal(setup.generate(SHORT)[1][1].prev_sample, short_last.prev_sample)
 
     def test_with_branches(self, setup):
         both = replace(BRANCHES, steps=(1,), tail_steps=1)
@@ -193,6 +193,13 @@ class TestEveryFamily:
         assert [rows // predictions for _, rows in seen][:: setup.case.calls] == [2, 2, 4]
         assert torch.equal(setup.replay(record, both)[0], record.log_prob)
         assert len(record.sample) == 2 and len(record.prev_sample) == 4
+
+
+def test_each_generation_starts_again(flux):
+    plain, sde = flux.generate(None)[1][0].prev_sample, replace(SHORT, steps=(0,), tail_steps=3)
+    short = flux.generate(sde)[1][1].prev_sample
+    assert torch.equal(flux.generate(sde)[1][1].prev_sample, short)
+    assert torch.equal(flux.generate(None)[1][0].prev_sample, plain)
 
 
 class TestTrainer:
@@ -254,6 +261,22 @@ class TestReport:
         warning = transfer_warning([agrees, other, equal], TAILS)
         assert "- unrelated" in warning and "- agrees" not in warning and "Raise `tail_steps`" in warning
         assert "mean, short tail | mean, full tail" in transfer_table([agrees], TAILS)
+
+    def test_groups_are_scored_in_order(self, make_trainer):
+        scored = []
+
+        def reward(prompts, completions, **kwargs):
+            scored.extend(prompts)
+            return redness_reward(prompts, completions)
+
+        trainer = make_trainer(images_per_prefix=2, tail_steps=1, reward_funcs=reward)
+        rows, args = trainer.train_rows, trainer.args
+        evaluator = Evaluator(trainer.sampler, trainer.rewards, trainer.scorer, args)
+        sizes = rows.training_sizes, args.resolution_scale
+        found = evaluator.generate(rows, "", trainer.state, [5, 2, 7], *sizes, trainer.schedule.sde(0))
+        assert scored == [rows.prompts[number] for number in (5, 2, 7) for _ in range(4)]
+        values = redness_reward(scored, [found.pictures[image] for image in range(12)])
+        assert found.rewards[:, 0].tolist() == pytest.approx(values, rel=1e-5) and len(set(values)) == 12
 
     def test_is_made_before_training(self, make_trainer, tmp_path, caplog):
         settings = {"images_per_prefix": 2, "tail_steps": 1, "tail_transfer_prompts": 3, "max_steps": 1}

@@ -295,6 +295,8 @@ class PipelinePolicy:
         return sde.images_per_prefix if is_shared else 1
 
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if not self._recorded_steps:
+            return None
         copies, is_recorded = self._images_per_row, self.scheduler.next_step_index in self._recorded_steps
         if copies == 1 and not is_recorded:
             return None
@@ -307,6 +309,8 @@ class PipelinePolicy:
         return args, kwargs
 
     def _record_output(self, module: nn.Module, args: tuple, output):
+        if not self._recorded_steps:
+            return None
         copies = self._images_per_row
         if copies > 1:
             output = (_widen(output[0], copies), *output[1:])
