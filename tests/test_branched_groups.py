@@ -145,7 +145,7 @@ class TestEveryFamily:
             assert torch.equal(log_prob, record.log_prob)
         with moved_adapter(setup.policy):
             for record in records[:2]:
-                assert ((setup.replay(record)[0] - record.log_prob).abs() > 1e-5).all()
+                assert (setup.replay(record)[0] - record.log_prob).abs().max() > 1e-5
 
     def test_images_are_those_of_the_unbranched_pipeline(self, setup, same_latents):
         images, records = setup.generate(BRANCHES)

@@ -191,9 +191,10 @@ def second_order_velocity(
     """
     Return the velocity whose Euler step is a step of DPM-Solver++(2M) (https://huggingface.co/papers/2211.01095).
 
-    With `times` t_previous, t and t_next, x0 = x - t * v, lambda = log((1 - t) / t), h = lambda_next - lambda and D1 = (x0 - x0_previous) * h / h_previous,
-    the step x_next = (t_next / t) * x - (1 - t_next) * (exp(-h) - 1) * (x0 + D1 / 2) is the Euler step of
-    v - D1 / (2 t). Its first-order version, without D1, is the Euler step of v.
+    With `times` t_previous, t and t_next, x0 = x - t * v, lambda = log((1 - t) / t), h = lambda_next - lambda and
+    D1 = (x0 - x0_previous) * h / h_previous, the step
+    x_next = (t_next / t) * x - (1 - t_next) * (exp(-h) - 1) * (x0 + D1 / 2) is the Euler step of v - D1 / (2 t). Its
+    first-order version, without D1, is the Euler step of v.
     """
     previous, now, after = (math.log((1 - t) / t) for t in times)
     return velocity - (x0 - x0_previous) * (after - now) / (now - previous) / (2 * times[1])

@@ -84,8 +84,8 @@ def image_settings(
     is_tamed = args.multi_objective_aggregation == "log_tamed"
     same = (
         "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale", "sde_type",
-        "noise_level", "sde_steps", "num_sde_steps", "images_per_prefix", "tail_steps", "loss_type", "learning_rate", "weight_decay", "epsilon", "beta",
-        "advantage_clip", "multi_objective_aggregation", "seed",
+        "noise_level", "sde_steps", "num_sde_steps", "images_per_prefix", "tail_steps", "loss_type", "learning_rate",
+        "weight_decay", "epsilon", "beta", "advantage_clip", "multi_objective_aggregation", "seed",
     )  # fmt: skip
     return ImageSettings(
         optimizer_steps=step,

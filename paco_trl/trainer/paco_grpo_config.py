@@ -472,7 +472,8 @@ class PaCoGRPOConfig(GRPOConfig):
             if value % branch != 0:
                 raise ValueError(
                     f"`{name}` is {value}, but the {branch} images of a branch (`images_per_prefix`) are generated in "
-                    f"one batch and compared in one group: it must be a multiple of {branch}. {nearest_multiples(value, branch)}"
+                    f"one batch and compared in one group: it must be a multiple of {branch}. "
+                    f"{nearest_multiples(value, branch)}"
                 )
         if self.num_inference_steps < 2:
             raise ValueError(

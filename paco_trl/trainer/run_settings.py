@@ -21,9 +21,9 @@ _OPTIMIZER = (
 _ADJUSTABLE = (
     "seed", "per_device_train_batch_size", "height", "width", "resolution_scale", "num_inference_steps",
     "guidance_scale", "negative_prompt", "detach_unconditional", "sde_type", "sde_steps", "num_sde_steps",
-    "noise_level", "images_per_prefix", "tail_steps", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay", "multi_objective_aggregation",
-    "log_tame_threshold", "scale_rewards", "advantage_clip", "shuffle_dataset", "bf16", "max_grad_norm",
-    "warmup_steps",
+    "noise_level", "images_per_prefix", "tail_steps", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
+    "multi_objective_aggregation", "log_tame_threshold", "scale_rewards", "advantage_clip", "shuffle_dataset", "bf16",
+    "max_grad_norm", "warmup_steps",
 )  # fmt: skip
 
 # Settings that a round which has been generated and scored does not depend on
