@@ -199,7 +199,7 @@ class PipelinePolicy:
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
         last = (num_inference_steps if sde is None else sde.num_steps(num_inference_steps)) - 1
         per_prefix = sde.images_per_prefix if sde is not None else 1
-        if per_prefix > 1 and (not steps or len(noise_keys) % per_prefix != 0):
+        if sde is not None and per_prefix > 1 and (not steps or len(noise_keys) % per_prefix != 0):
             raise ValueError(
                 f"`images_per_prefix` is {per_prefix}: it must divide the batch of {len(noise_keys)} images, and "
                 f"requires a stochastic step (noise level {sde.noise_level}, steps {sde.steps})."
@@ -291,8 +291,9 @@ class PipelinePolicy:
     def _images_per_row(self) -> int:
         """Return the number of images that one row of the next call of the transformer serves."""
         sde = self.scheduler.sde
-        is_shared = sde is not None and self.scheduler.next_step_index <= min(sde.steps, default=-1)
-        return sde.images_per_prefix if is_shared else 1
+        if sde is None or self.scheduler.next_step_index > min(sde.steps, default=-1):
+            return 1
+        return sde.images_per_prefix
 
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if not self._recorded_steps:

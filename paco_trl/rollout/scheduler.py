@@ -79,6 +79,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     on_sde_step: Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None] | None = None
     # Called at each other step with (index, model_output, sample, prev_sample), the latter float32
     on_ode_step: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    sigmas: torch.Tensor
+    timesteps: torch.Tensor
     _tail_start: float = math.inf  # index of the first step of a short tail
     _x0: torch.Tensor | None = None  # image that the tail's last velocity points to
 

@@ -6,6 +6,7 @@ Notation (variable -> paper): `sample` -> x_t, `prev_sample` -> x', `model_outpu
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -186,7 +187,7 @@ def sde_step(
 
 
 def second_order_velocity(
-    velocity: torch.Tensor, x0: torch.Tensor, x0_previous: torch.Tensor, times: tuple[float, float, float]
+    velocity: torch.Tensor, x0: torch.Tensor, x0_previous: torch.Tensor, times: Sequence[float]
 ) -> torch.Tensor:
     """
     Return the velocity whose Euler step is a step of DPM-Solver++(2M) (https://huggingface.co/papers/2211.01095).

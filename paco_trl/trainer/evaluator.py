@@ -112,7 +112,7 @@ class Evaluator:
                 fetched = sampler.fetch(rows, [numbers[place] for place in places], scale)
                 first, place = batches_of_all[accelerator.process_index] * batch, places[accelerator.process_index]
                 row = fetched.read(numbers[place])
-                keys = [
+                keys: list[tuple[int, ...]] = [
                     (args.seed, STREAMS["evaluation"], 0, place, image % generations)
                     for image in range(first, first + batch)
                 ]

@@ -56,11 +56,8 @@ def _report(
     ]
     if not accelerator.is_main_process:
         return
-    pairs = ScorePairs(
-        [image // generations for image in range(len(scores[0]))],
-        *({each: side[:, k].tolist() for k, each in enumerate(evaluator.rewards.names)} for side in scores),
-        sides,
-    )
+    short, full = ({each: side[:, k].tolist() for k, each in enumerate(evaluator.rewards.names)} for side in scores)
+    pairs = ScorePairs([image // generations for image in range(len(scores[0]))], short, full, sides)
     results = resolution_transfer(pairs)
     folder = Path(args.output_dir) / "evaluation"
     save_resolution_transfer(results, pairs, folder / f"{name}.png")
