@@ -520,7 +520,7 @@ class TestOutputFolder:
         delete(output / STAGING / "checkpoint-8")
         run = Run(context, tiny_flux, output, resume=True)
         assert not different(uninterrupted.state(), run.state())
-        assert "stopped while it saved checkpoint-8: the unfinished files are deleted" in run.output_text()
+        assert "stopped while saving checkpoint-8: the unfinished files are deleted" in run.output_text()
         assert (output / "checkpoint-8" / "rng_state.pth").exists()
         assert not found_after_kill(output)["unfinished"]
 
