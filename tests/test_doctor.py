@@ -696,3 +696,9 @@ class TestMemory:
         )
         assert eight.transformer == 2 * 11_901_408_320 // 8
         assert eight.training < 5 * GIB
+
+
+def test_branches_and_a_short_tail_are_checked(examine):
+    rows = examine("ratio", images_per_prefix=2, sde_steps=[1], tail_steps=1)
+    assert verdicts(rows) == dict.fromkeys(list(HEALTHY)[: list(HEALTHY).index("ratio") + 1], "ok")
+    assert "2 image(s), max |ratio - 1| before the first update 0 (step 1: 0)" in rows["ratio"].finding
