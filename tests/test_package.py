@@ -102,11 +102,15 @@ DATA_FILES = {
     "py.typed",
     "data/prompts/demo.jsonl",
     "evaluation/published.json",
+    "templates/annotation_app.html",
+    "templates/categories.json",
     "templates/generation_report.html.jinja",
+    "templates/label_studio.xml",
     "templates/model_card_parts.md.jinja",
     "templates/paco_dataset_card.md.jinja",
     "templates/paco_grpo_model_card.md.jinja",
     "templates/paco_reward_model_card.md.jinja",
+    "templates/visible_attributes.json",
 }
 MAX_WHEEL_SIZE = 700_000  # bytes
 

@@ -3,9 +3,11 @@
 
 import html
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -36,143 +38,10 @@ _CONTENT_SECURITY_POLICY = (
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'self'"
 )
 
-# A value must not come in with Handlebars' double braces: Gradio evaluates what they give as a JavaScript template
-# (https://github.com/gradio-app/gradio/blob/gradio@6.31.0/js/html/shared/HTML.svelte), in which a prompt could run code
-_BOARD = """
-<p class="head"><b>${value.annotator}</b>
-  <span id="own">${value.ranked} ranked${value.skipped ? `, ${value.skipped} skipped` : ""}</span>
-  <span>everyone: <span id="percent">${value.percent} %</span></span></p>
-${!value.instance ? `<h2 id="thanks">Thank you, ${value.annotator}!</h2>
-<p>Nothing is left for you to rank. Everything is saved; you can close this page.</p>` : `
-<h3 id="theme">${value.was_skipped ? "(You skipped this one.) " : ""}${value.theme}</h3>
-<p id="dimensions">${value.dimensions.join(" · ")}</p>
-<div class="board" style="--columns: ${value.columns}; --rows: ${Math.ceil(value.images.length / value.columns)}">
-  <div class="frame"><img id="reference" src="${value.reference}" alt="Reference"
-    ><button class="zoom" aria-label="Enlarge the reference">⤢</button>
-    <p class="keys">Reference. <kbd>1</kbd>–<kbd>${Math.min(9, value.images.length)}</kbd> pick, best first;
-      <kbd>⌫</kbd> take back; hold <kbd>Space</kbd> to enlarge; <kbd>Enter</kbd> save; <kbd>S</kbd> skip;
-      <kbd>Z</kbd> back</p></div>
-  <div class="candidates">${value.images.map((image, place) => {
-    const rank = value.order.indexOf(place) + 1;
-    return `<div class="frame"><button class="candidate" data-place="${place}" draggable="true"
-      aria-pressed="${rank > 0}" aria-label="Candidate ${place + 1}${rank ? `, ranked ${rank}` : ""}"
-      ><img src="${image}" alt="" draggable="false"><span class="key">${place + 1}</span
-      ><span class="rank">${rank || ""}</span></button
-    ><button class="zoom" aria-label="Enlarge candidate ${place + 1}">⤢</button></div>`;
-  }).join("")}</div>
-  <ol class="order" aria-label="Your order, most consistent first">${value.images.map((_, rank) => {
-    const place = value.order[rank];
-    return `<li data-rank="${rank}">` + (place === undefined ? "" : `<button data-place="${place}" draggable="true"
-      aria-label="Rank ${rank + 1}: candidate ${place + 1}"><img src="${value.images[place]}" alt="" draggable="false"
-      ><span class="key">${place + 1}</span></button>`) + "</li>";
-  }).join("")}</ol>
-</div>`}
-"""
-
-_STYLE = """
-.head { display: flex; flex-wrap: wrap; gap: 4px 24px; margin: 0; }
-.head > :last-child { margin-left: auto; }
-#theme { margin: 8px 0 0; max-height: 4.5em; overflow-y: auto; overflow-wrap: anywhere; }
-#dimensions, .keys { font-size: 14px; margin: 4px 0; opacity: .75; }
-.board { display: grid; grid-template-columns: 4fr 6fr 110px; gap: 20px; --high: calc(100dvh - 290px); }
-.frame, .board button { position: relative; }
-img { display: block; width: 100%; object-fit: contain; margin: 0; background: var(--background-fill-secondary); }
-#reference { max-height: var(--high); }
-.candidates { display: grid; grid-template-columns: repeat(var(--columns), 1fr); gap: 10px; align-content: start; }
-.candidate { width: 100%; border-radius: 8px; overflow: hidden; cursor: pointer; }
-.candidate img { height: calc(var(--high) / var(--rows) - 10px); min-height: 90px; }
-.candidate[aria-pressed=true] { outline: 3px solid var(--color-accent); }
-.key, .rank, .board .zoom { position: absolute; left: 6px; top: 6px; min-width: 26px; padding: 2px 6px;
-  border-radius: 6px; color: #222; background: #ffffffd9; font-weight: 600; }
-.board .zoom { left: auto; right: 6px; }
-.rank { top: auto; bottom: 6px; font-size: 22px; color: #fff; background: var(--color-accent); }
-.rank:empty { display: none; }
-.order { list-style: none; margin: 0; padding: 0; display: flex; flex-flow: column; gap: 6px; counter-reset: rank; }
-.order li { counter-increment: rank; display: flex; align-items: center; gap: 6px; margin: 0;
-  height: calc(var(--high) / var(--columns) / var(--rows) - 6px); max-height: 96px; min-height: 34px; }
-.order li::before { content: counter(rank); width: 1.2em; }
-.order button, .order li:empty::after { content: ""; height: 100%; flex: 1; overflow: hidden; border-radius: 6px; }
-.order li:empty::after { border: 1px dashed var(--border-color-primary); }
-.order img { height: 100%; }
-@media (max-width: 900px) {
-  .board { grid-template-columns: 1fr; gap: 10px; padding-bottom: 90px; }
-  #reference { max-height: 34vh; }
-  .candidates { grid-template-columns: 1fr 1fr; }
-  .candidate img { height: auto; min-height: 0; }
-  .order { flex-flow: wrap; }
-  .order li { flex: 1 1 60px; height: 54px; }
-  .keys { display: none; }
-}
-"""
-# On a phone the buttons stay at the bottom
-_PAGE_STYLE = """@media (max-width: 900px) {
-  #buttons { position: fixed; inset: auto 0 0; padding: 8px; z-index: 1; background: var(--body-background-fill); }
-  #buttons button { min-width: 0; }
-}"""
-
-_SCRIPT = """
-const draft = () => `paco-annotation ${props.value.annotator} ${props.value.instance}`;
-const setOrder = (order) => {
-  props.value = { ...props.value, order };
-  localStorage.setItem(draft(), JSON.stringify(order));
-};
-const without = (place) => props.value.order.filter((other) => other !== place);
-const toggle = (place) => setOrder(props.value.order.includes(place) ? without(place) : [...props.value.order, place]);
-const placeOf = (target) => target.closest("[data-place]")?.dataset.place;
-
-const large = document.createElement("dialog");
-large.style = "width: 100vw; height: 100vh; max-width: none; max-height: none; background: #111";
-large.innerHTML = '<img alt="" style="width: 100%; height: 100%; object-fit: contain">';
-large.onclick = () => large.close();
-document.body.append(large);
-const enlarge = (image) => { large.firstChild.src = image.src; large.showModal(); };
-
-// A new task: an order that was begun before a reload is restored, and the address leads back to the instance
-const begin = () => {
-  const { annotator, instance, images, saved } = props.value ?? {};
-  if (!annotator) return;
-  history.replaceState(null, "", `?${new URLSearchParams(instance ? { annotator, instance } : { annotator })}`);
-  if (saved) localStorage.removeItem(`paco-annotation ${annotator} ${saved}`);
-  const order = JSON.parse(localStorage.getItem(draft()) ?? "null");
-  if (instance && order?.every((place) => place < images.length)) props.value = { ...props.value, order };
-};
-watch("value", begin);
-begin();
-
-element.addEventListener("click", (event) => {
-  const place = placeOf(event.target);
-  if (event.target.matches(".zoom")) enlarge(event.target.parentElement.querySelector("img"));
-  else if (place) toggle(Number(place));
-});
-// After a click with the mouse, keys act on the page again, not on the button
-document.addEventListener("click", (event) => { if (event.detail) event.target.closest("button")?.blur(); });
-
-element.addEventListener("dragstart", (event) => event.dataTransfer.setData("text/plain", placeOf(event.target)));
-element.addEventListener("dragover", (event) => { if (event.target.closest("[data-rank]")) event.preventDefault(); });
-element.addEventListener("drop", (event) => {
-  event.preventDefault();
-  const place = Number(event.dataTransfer.getData("text/plain"));
-  setOrder(without(place).toSpliced(Number(event.target.closest("[data-rank]").dataset.rank), 0, place));
-});
-
-document.addEventListener("keydown", (event) => {
-  const { instance, images, order } = props.value ?? {}, key = event.key.toLowerCase();
-  const modified = event.ctrlKey || event.metaKey || event.altKey || event.repeat;
-  if (modified || large.open || event.target.closest("input")) return;
-  const button = { enter: "save", s: "skip", z: "back" }[key];
-  if (button) {
-    if (key === "enter" && event.target.closest("button")) return;
-    document.getElementById(button)?.click();
-  } else if (!instance) return;
-  else if (/^[1-9]$/.test(key) && Number(key) <= images.length) toggle(Number(key) - 1);
-  else if (key === "backspace") setOrder(order.slice(0, -1));
-  else if (key === " ")
-    enlarge(element.querySelector("[data-place]:is(:focus, :hover) img") ?? element.querySelector("#reference"));
-  else return;
-  event.preventDefault();
-});
-document.addEventListener("keyup", (event) => { if (event.key === " ") large.close(); });
-"""
+_TEMPLATE = (files("paco_trl") / "templates" / "annotation_app.html").read_text(encoding="utf-8")
+(_, _BOARD), (_, _STYLE), (_, _PAGE_STYLE), (_, _SCRIPT) = re.findall(
+    r"<(template|style|script)>(.*?)</\1>", _TEMPLATE, re.DOTALL
+)
 
 
 @contextmanager

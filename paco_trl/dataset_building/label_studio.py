@@ -7,6 +7,7 @@ Formats: https://labelstud.io/tags/ranker and https://labelstud.io/guide/task_fo
 
 import html
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -20,15 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-LABELING_CONFIG = """<View>
-  <Style>.htx-ranker-item img { max-width: 100%; max-height: 320px; }</Style>
-  <Header value="Drag the candidates into order: the most consistent with the reference comes first." />
-  <Text name="prompt" value="$prompt" />
-  <Image name="reference" value="$reference" />
-  <List name="candidates" value="$candidates" title="Candidates" />
-  <Ranker name="ranking" toName="candidates" />
-</View>
-"""
+LABELING_CONFIG = (files("paco_trl") / "templates" / "label_studio.xml").read_text(encoding="utf-8")
 
 
 def label_studio_tasks(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the reasons of labeled pairs with a served model that sees the images and is given the label."""
 
-import base64
 import hashlib
-import io
+import json
 import logging
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.pairs import check_pair_columns, content_text, decision_of, pair_features
@@ -25,45 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Visible attributes, by kind. Reasons that name none of them could be those of any pair
-VISIBLE_ATTRIBUTES = {
-    "color": (
-        "colour color colours colors coloured colored palette hue hues tone tones tint shade shades saturation red orange "
-        "yellow green blue purple violet pink brown black white grey gray beige gold golden silver teal turquoise navy "
-        "cream crimson scarlet maroon olive cyan magenta ochre amber monochrome pastel"
-    ),
-    "shape": (
-        "shape shapes shaped silhouette silhouettes outline outlines contour contours form forms geometry proportion "
-        "proportions size sizes circle circles circular round square squares triangle triangles triangular oval "
-        "rectangle rectangular curve curves curved angular edge edges"
-    ),
-    "line": "line lines linework stroke strokes brushstroke brushstrokes brushwork hatching sketch ink lettering serif",
-    "texture": (
-        "texture textures textured pattern patterns grain grainy material materials fabric wood wooden metal metallic "
-        "stone glass leather fur brick paper canvas stripes striped dots spotted"
-    ),
-    "lighting": (
-        "light lights lighting lit shadow shadows shading highlight highlights glow glowing brightness contrast sunlight "
-        "daylight backlit bright dim dark"
-    ),
-    "style": (
-        "watercolor watercolour oil gouache acrylic pencil charcoal photograph photographic photorealistic cartoon anime "
-        "illustration painting painted drawing drawn rendering rendered render"
-    ),
-    "hair": "hair haircut hairstyle hairline bangs fringe braid braids ponytail bun curls curly beard moustache mustache",
-    "face": (
-        "face faces facial eye eyes eyebrow eyebrows nose mouth lips chin jaw cheek cheeks forehead ear ears skin freckles "
-        "wrinkles expression smile"
-    ),
-    "body": "body build height posture pose poses gesture stance arm arms hand hands leg legs head tail wing wings paw paws",
-    "clothing": (
-        "clothing clothes outfit outfits costume dress shirt jacket coat trousers pants skirt hat cap scarf shoes boots "
-        "uniform apron glasses helmet gloves collar sleeve sleeves belt bag backpack necklace earrings"
-    ),
-    "scene": (
-        "background backgrounds foreground backdrop scenery setting landscape room wall walls floor window windows sky "
-        "furniture composition framing perspective viewpoint angle camera"
-    ),
-}
+VISIBLE_ATTRIBUTES: dict[str, str] = json.loads(
+    (files("paco_trl") / "templates" / "visible_attributes.json").read_text(encoding="utf-8")
+)
 
 NO_LABEL = "does not begin with the label"
 TWO_LABELS = "says Yes or No twice"
@@ -288,16 +252,15 @@ def _encoder(size: int) -> Callable[[str, Mapping[str, Any]], str]:
     kept: dict[str, str] = {}
 
     def encode(pair: str, image: Mapping[str, Any]) -> str:
-        from ..utils.images import load_image
+        from ..utils.images import data_url, load_image
 
         content = image.get("bytes")
         key = image["path"] if content is None else hashlib.sha256(content).hexdigest()
         url = kept.pop(key, None)
         if url is None:
-            file = io.BytesIO()
             # Higher levels of compression take longer than they save in sending
-            load_image(image, _PATCH_SIZE, f"An image of pair {pair!r}").save(file, "PNG", compress_level=1)
-            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+            shown = load_image(image, _PATCH_SIZE, f"An image of pair {pair!r}")
+            url = data_url(shown, "png", compress_level=1)
             while len(kept) >= size:
                 del kept[next(iter(kept))]
         kept[key] = url  # now the last one
