@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Query a served model, and stop early if none of its replies can be used."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
@@ -51,19 +52,27 @@ class Answers:
         from tqdm.auto import tqdm
 
         self.endpoint.check()
-        with self.endpoint.asking() as asking, tqdm(**bar_options) as bar:
-            while True:
-                if not self.has_usable and self.count >= self.enough:
-                    raise self.none_usable()
-                while asking.has_room and (question := next(questions, None)) is not None:
-                    asking.start(question, request(question))
-                if not asking.under_way:
-                    return
-                question, reply = asking.next()
-                if save(question, reply):
+        sent: dict[int, Any] = {}
+        again: deque[tuple[int, ChatRequest]] = deque()
+
+        def requests() -> Iterator[ChatRequest]:
+            for number, question in enumerate(questions):
+                sent[number] = question
+                yield request(question)
+
+        self._check_usable()
+        with closing(self.endpoint.ask_all(requests(), again)) as replies, tqdm(**bar_options) as bar:
+            for number, reply in replies:
+                if save(sent[number], reply):
+                    del sent[number]
                     bar.update()
                 else:
-                    asking.start(question, request(question))
+                    again.append((number, request(sent[number])))
+                self._check_usable()
+
+    def _check_usable(self) -> None:
+        if not self.has_usable and self.count >= self.enough:
+            raise self.none_usable()
 
     def none_usable(self) -> ValueError:
         """Build the error for a model without a usable reply, with an example."""

@@ -3,7 +3,8 @@
 
 import os
 import queue
-from collections.abc import Generator, Hashable, Iterable
+from collections import deque
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -116,23 +117,34 @@ class ChatEndpoint:
             raise ValueError(f"{self.name} gave no answer: {reply.problem}.")
         return reply.text
 
-    def ask_all(self, requests: Iterable[ChatRequest]) -> Generator[tuple[int, Reply], None, None]:
+    def ask_all(
+        self, requests: Iterable[ChatRequest], again: deque[tuple[int, ChatRequest]] | None = None
+    ) -> Generator[tuple[int, Reply], None, None]:
         """
         Send queries, `max_concurrency` at a time, and yield the number and the reply of each, in the order of the
-        replies. Queries are consumed as there is room; those in flight are canceled when the iteration ends early.
+        replies. Queries are consumed as there is room, those that the caller appends to `again` (with their numbers)
+        first; those in flight are canceled when the iteration ends early.
         """
-        waiting = enumerate(requests)
-        with self.asking() as asking:
+        waiting, client = enumerate(requests), self._connect()
+        under_way: dict[Future[Reply], int] = {}
+        done: queue.SimpleQueue[Future[Reply]] = queue.SimpleQueue()
+        try:
             while True:
-                while asking.has_room and (numbered := next(waiting, None)) is not None:
-                    asking.start(*numbered)
-                if not asking.under_way:
+                while len(under_way) < self.max_concurrency:
+                    numbered = again.popleft() if again else next(waiting, None)
+                    if numbered is None:
+                        break
+                    query = client.start(_reply(client, numbered[1]))
+                    under_way[query] = numbered[0]
+                    query.add_done_callback(done.put)
+                if not under_way:
                     return
-                yield asking.next()
-
-    def asking(self) -> "Asking":
-        """Open connections, for queries that depend on earlier answers, as a context manager ([`Asking`])."""
-        return Asking(self._connect())
+                query = done.get()
+                yield under_way.pop(query), query.result()
+        finally:
+            for query in under_way:
+                query.cancel()
+            client.close()
 
     def _connect(self) -> "ChatClient":
         from .chat_client import ChatClient  # openai takes seconds to import
@@ -142,40 +154,6 @@ class ChatEndpoint:
             remedy = f"The variable {self.api_key_variable} holds another one."
         settings = (self._limits, self.max_concurrency, self.timeout, self.max_retries)
         return ChatClient(self.base_url, self.model, self._key, remedy, EndpointUnavailableError, *settings)
-
-
-class Asking:
-    """Queries in flight at an endpoint. A context manager: those still in flight at its end are canceled."""
-
-    def __init__(self, client: "ChatClient"):
-        # Queries whose replies were not taken yet, and their keys
-        self.under_way: dict[Future[Reply], Hashable] = {}
-        self._client = client
-        self._done: queue.SimpleQueue[Future[Reply]] = queue.SimpleQueue()
-
-    def __enter__(self) -> "Asking":
-        return self
-
-    def __exit__(self, *_) -> None:
-        for query in self.under_way:
-            query.cancel()
-        self._client.close()
-
-    @property
-    def has_room(self) -> bool:
-        """Tell whether fewer than `max_concurrency` queries are in flight."""
-        return len(self.under_way) < self._client.max_concurrency
-
-    def start(self, key: Hashable, request: ChatRequest) -> None:
-        """Send a query; [`~Asking.next`] returns its key with the reply."""
-        query = self._client.start(_reply(self._client, request))
-        self.under_way[query] = key
-        query.add_done_callback(self._done.put)
-
-    def next(self) -> tuple[Any, Reply]:
-        """Wait for the next reply; raise `EndpointUnavailableError` if the endpoint cannot be used at all."""
-        query = self._done.get()
-        return self.under_way.pop(query), query.result()
 
 
 async def _reply(client: "ChatClient", request: ChatRequest) -> Reply:
