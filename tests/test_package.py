@@ -111,6 +111,8 @@ DATA_FILES = {
     "templates/paco_grpo_model_card.md.jinja",
     "templates/paco_reward_model_card.md.jinja",
     "templates/visible_attributes.json",
+    "templates/write_prompts.txt.jinja",
+    "templates/write_reasons.txt.jinja",
 }
 MAX_WHEEL_SIZE = 700_000  # bytes
 

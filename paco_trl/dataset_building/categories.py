@@ -5,6 +5,8 @@ import json
 from importlib.resources import files
 from typing import NamedTuple
 
+from jinja2 import Environment, PackageLoader
+
 
 class Category(NamedTuple):
     """Kind of image set: its name and group, and the dimensions (keys of `DIMENSIONS`) that its images share."""
@@ -14,6 +16,8 @@ class Category(NamedTuple):
     dimensions: tuple[str, ...]
 
 
+# Also of the texts that ask for prompts and reasons
+TEMPLATES = Environment(loader=PackageLoader("paco_trl"))
 _DATA = json.loads((files("paco_trl") / "templates" / "categories.json").read_text(encoding="utf-8"))
 # Dimension -> its meaning, as LLMs and VLMs are told
 DIMENSIONS: dict[str, str] = _DATA["dimensions"]

@@ -16,7 +16,7 @@ from ..data.texts import normalized
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.stage_folder import StageFolder
 from .answers import Answers, cause_of, left_out_text
-from .categories import CATEGORIES, DIMENSIONS, Category
+from .categories import CATEGORIES, DIMENSIONS, TEMPLATES, Category
 
 
 if TYPE_CHECKING:
@@ -202,27 +202,9 @@ def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int,
 
 def _request(batch: _Batch, count: int, key: str) -> ChatRequest:
     panels = batch.rows * batch.cols
-    dimensions = "\n".join(f"- {name}: {DIMENSIONS[name]}" for name in batch.category.dimensions)
-    text = f"""\
-Write {count} {"prompt" if count == 1 else "prompts"} for a text-to-image model. Each asks for one set of {panels} images that belong together.
-
-Kind of set: {batch.category.name} ({batch.category.group}).
-The images of a set must be consistent in:
-{dimensions}
-
-Each prompt has
-- "theme": one to three sentences that name the subject and everything that all images share (who or what is seen, with
-  exact visible details such as hair, clothing, colors, shape and material; the medium and the look; the light; the
-  place);
-- "panels": exactly {panels} texts, one for each image in their order. Each is one or two sentences that describe what \
-this
-  image shows and how it differs from the others. It does not repeat the theme.
-
-Subjects, places, times and looks differ widely between the prompts, and are not the first that come to mind. No text
-names a layout, a grid, a panel or the number of an image. All texts are in English.
-
-Answer with nothing but JSON of this form:
-{{"prompts": [{{"theme": "...", "panels": [{", ".join(['"..."'] * panels)}]}}]}}"""
+    text = TEMPLATES.get_template("write_prompts.txt.jinja").render(
+        count=count, panels=panels, category=batch.category, meanings=DIMENSIONS
+    )
     return ChatRequest(
         messages=[{"role": "user", "content": text}],
         seed=random.Random(key).getrandbits(31),

@@ -15,7 +15,7 @@ from ..data.pairs import check_pair_columns, content_text, decision_of, pair_fea
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.stage_folder import StageFolder
 from .answers import Answers, cause_of, left_out_text
-from .categories import DIMENSIONS
+from .categories import DIMENSIONS, TEMPLATES
 
 
 if TYPE_CHECKING:
@@ -225,24 +225,9 @@ def _questions(pairs: "Dataset", ids: Sequence[str], with_images: bool = True) -
 
 
 def _messages(question: _Question, images: list[str], min_words: int, max_words: int) -> list[dict[str, Any]]:
-    verdict = "consistent" if question.decision == "Yes" else "not consistent"
-    dimensions = "\n".join(f"- {name}: {DIMENSIONS[name]}" for name in question.dimensions)
     fewest, most = min(2 * min_words, max_words), max(3 * max_words // 4, min_words)
-    text = f"""\
-You compare two images. A question was asked about them:
-
-{question.prompt}
-
-People who compared them carefully decided: {question.decision} (the images are {verdict}). Write the answer that such a
-person gives. What counts here:
-{dimensions}
-
-- Begin with "{question.decision}." and then give the reasons, as plain sentences without headings or lists.
-- Name what is seen in the images: colors, shapes, lines, texture, light, hair, face, clothing, pose, background.
-- {"Say what stays the same, and that what differs does not break it." if question.decision == "Yes" else "Say what differs although it should not."}
-- Write as one who sees the images for the first time and decides alone. Do not speak of a label, of a given answer or of
-  other people.
-- {fewest} to {most} words in English."""
+    template = TEMPLATES.get_template("write_reasons.txt.jinja")
+    text = template.render(question=question, meanings=DIMENSIONS, fewest=fewest, most=most)
     content = [{"type": "image_url", "image_url": {"url": url}} for url in images]
     return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
 
