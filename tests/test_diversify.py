@@ -164,11 +164,6 @@ def test_long_texts_are_cut_and_counted(tiny_bert, tiny_clip, caplog):
 
 
 def test_what_cannot_be_embedded(tiny_bert, tmp_path):
-    for texts, said in (([], "empty"), (["a", " "], r"texts\[1\]"), (["a", None], r"texts\[1\]")):
-        with pytest.raises(ValueError, match=said):
-            embed_texts(tiny_bert, texts)
-    with pytest.raises(ValueError, match="batch_size"):
-        embed_texts(tiny_bert, TEXTS, batch_size=0)
     folder = shutil.copytree(tiny_bert, tmp_path / "pickled")
     torch.save(BertModel.from_pretrained(tiny_bert).state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -310,20 +305,12 @@ def test_planted_subjects_are_all_covered():
 
 def test_what_cannot_be_selected_from():
     good = random_units(10)
-    bad = good.copy()
-    bad[7] *= 2
-    missing = good.copy()
-    missing[3, 0] = np.nan
     for arguments, said in [
         ((good, 0), "num_selected"),
         ((good, 11), "num_selected"),
         ((good[:0], 1), "num_selected"),
-        ((good[0], 1), "shape"),
-        ((bad, 2), "Row 7 .* length 2"),
-        ((missing, 2), "Row 3 .* length nan"),
         ((good, 2, 0.0), "duplicate_threshold"),
         ((good, 2, 1.1), "duplicate_threshold"),
-        ((good, 2, 0.9, 0), "num_neighbors"),
     ]:
         with pytest.raises(ValueError, match=said):
             diversify(*arguments)

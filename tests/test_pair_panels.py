@@ -422,20 +422,6 @@ class TestRankings:
         )
         assert plain["criteria"] == [[]] and "theme" not in plain.column_names
 
-    @pytest.mark.parametrize(
-        "rankings, message",
-        [
-            ({}, "There are no rankings"),
-            ({"a/0/2/1": [0, 1, 2], "a/0/2/7": [0, 1, 2]}, "1 of 2 rankings .* do not exist; the first is 'a/0/2/7'"),
-            ({"a/0/2/1": [0, 1]}, r"ranking of the instance 'a/0/2/1' is \[0, 1\], but it has 3 candidates"),
-            ({"a/0/2/1": [0, 1, 1]}, "Name each index from 0 once"),
-            ({"a/0/2/1": [0.0, 1.0, 2.0]}, "Name each index from 0 once"),
-        ],
-    )
-    def test_bad_rankings(self, built, rankings, message):
-        with pytest.raises(ValueError, match=message):
-            instances_to_rankings(*built, rankings)
-
     def test_missing_panel_and_prompt(self, built):
         instances, panels, prompts = built
         ranking = {"a/0/2/1": [1, 2, 0]}

@@ -48,7 +48,9 @@ def diversify(
     """Select rows of unit vectors (n, d) that cover all others, no two near-duplicates, see docs/build_dataset.md."""
     import numpy as np
 
-    embeddings = _checked(embeddings, num_selected, duplicate_threshold, num_neighbors)
+    _check_num_selected(num_selected, len(embeddings))
+    if not 0 < duplicate_threshold <= 1:
+        raise ValueError(f"`duplicate_threshold` is {duplicate_threshold}, but must be in (0, 1].")
     total = len(embeddings)
     graph = _neighbor_graph(embeddings, min(num_neighbors, total - 1))
     threshold = math.ceil(duplicate_threshold * _SCALE - 1e-6)
@@ -154,27 +156,6 @@ def diversify_prompts(
 def _check_num_selected(num_selected: int, total: int) -> None:
     if not 1 <= num_selected <= total:
         raise ValueError(f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}.")
-
-
-def _checked(
-    embeddings: "np.ndarray", num_selected: int, duplicate_threshold: float, num_neighbors: int
-) -> "np.ndarray":
-    import numpy as np
-
-    if embeddings.ndim != 2:
-        raise ValueError(f"`embeddings` has the shape {embeddings.shape}, but must be (n, d).")
-    embeddings = np.ascontiguousarray(embeddings, dtype=np.float32)  # no copy if it is so already
-    _check_num_selected(num_selected, len(embeddings))
-    if not 0 < duplicate_threshold <= 1:
-        raise ValueError(f"`duplicate_threshold` is {duplicate_threshold}, but must be in (0, 1].")
-    if num_neighbors < 1:
-        raise ValueError(f"`num_neighbors` is {num_neighbors}, but must be at least 1.")
-    squares = np.einsum("nd,nd->n", embeddings, embeddings)  # (n,)
-    wrong = ~(np.abs(squares - 1) < 1e-3)  # turned around, so that NaN is wrong
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise ValueError(f"Row {row} of `embeddings` has the length {math.sqrt(squares[row]):.4g} instead of 1.")
-    return embeddings
 
 
 def _rounded(similarities: "np.ndarray") -> "np.ndarray":

@@ -14,11 +14,10 @@ from tqdm.auto import tqdm
 from ..data.columns import check_is_dataset, column_types, typed_dataset
 from ..data.grids import panel_size, pixels_sha256, split_grid
 from ..data.image_sets import criteria_list
-from ..data.rankings import is_order, ranking_features
+from ..data.rankings import ranking_features
 from ..utils.files import file_name, write_atomically
 from ..utils.generation import to_png
 from ..utils.stage_folder import StageFolder
-from ..utils.text import shorten
 from .annotations import instance_digest
 
 
@@ -271,12 +270,6 @@ def instances_to_rankings(
     """Convert ranked instances (id -> candidates, best first) to the rankings format; no image is copied."""
     from datasets import Dataset, Features
 
-    if not rankings:
-        raise ValueError("There are no rankings. Rank instances first: by people, a judge, or automatically.")
-    unknown = set(rankings).difference(instances["id"][:])
-    if unknown:
-        count = f"{len(unknown)} of {len(rankings)}"
-        raise ValueError(f"{count} rankings are of instances that do not exist; the first is {min(unknown)!r}.")
     paths = dict(zip(panels["id"][:], _columns(panels, ["id", "image"], "panels")["image"], strict=True))
     names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
     prompt_of = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}
@@ -288,18 +281,12 @@ def instances_to_rankings(
         name, prompt_id, candidates = instance["id"], instance["prompt_id"], instance["candidates"]
         if name not in rankings:
             continue
-        ranking = list(rankings[name])
-        if not is_order(ranking, len(candidates)):
-            raise ValueError(
-                f"The ranking of the instance {name!r} is {shorten(ranking)}, but it has {len(candidates)} candidates. "
-                "Name each index from 0 once, the best candidate first."
-            )
         missing = next((panel for panel in (instance["reference"], *candidates) if panel not in paths), None)
         if missing is not None:
             raise ValueError(f"The instance {name!r} has the panel {missing!r}, which is not among the panels.")
         if prompt_id not in prompt_of:
             raise ValueError(f"The instance {name!r} is of the prompt {prompt_id!r}, which is not among the prompts.")
-        row = {"theme": None, **prompt_of[prompt_id], "id": name, "group": prompt_id, "ranking": ranking}
+        row = {"theme": None, **prompt_of[prompt_id], "id": name, "group": prompt_id, "ranking": rankings[name]}
         row["criteria"] = criteria_list(row.get("criteria"))
         row |= {"reference": paths[instance["reference"]], "candidates": [paths[panel] for panel in candidates]}
         rows.append(row)

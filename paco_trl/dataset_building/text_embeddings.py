@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.texts import is_text
-
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,13 +28,6 @@ def embed_texts(
     from tqdm.auto import tqdm
     from transformers import AutoTokenizer
 
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
-    for index, text in enumerate(texts):
-        if not is_text(text):
-            raise ValueError(f"`texts[{index}]` is {text!r}. It must be a text that is not empty.")
-    if not texts:
-        raise ValueError("`texts` is empty, so there is nothing to embed.")
     network, max_length, pooling = _load(str(model))
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.pad_token is None:
