@@ -27,20 +27,6 @@ TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
 # Upper ends of the Hub's size categories
 _SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M")]
 
-# Values of a stage that the card has in its own words or tables
-_SHOWN_ELSEWHERE = {
-    "prompts": {"language", "model", "source"},
-    "grids": {"model"},
-    "ranking": {"annotators", "by", "excluded", "judges", "kendalls_w", "pairwise_agreement"},
-    "pairs": {"held_out_rankings", "splits"},
-    "reasons": {"keys", "model"},
-}
-
-# Further columns
-_PAIR_COLUMNS = ["`id`", "`group` (the prompt)", "`category`", "`dimensions`", "`panels` (ids of the two images)"]
-_PAIR_COLUMNS += ["`sha256` (digests of the pixels)", "`votes` (for `yes` and for `no`)"]
-_RANKING_COLUMNS = ["`id`", "`group` (the prompt)", "`theme`", "`criteria`"]
-
 # A path in the middle of a text, such as that of an error
 _LOCAL_PATH = re.compile(r"(?<![\w:/])(?:~|[A-Za-z]:)?(?:[\\/][\w.~-]+){2,}")
 
@@ -52,11 +38,11 @@ def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
     consistent = sum(decision_of(completion) == "Yes" for completion in completions)
     categories = columns["category"][:] if "category" in pairs.column_names else []
     dimensions = columns["dimensions"][:] if "dimensions" in pairs.column_names else []
+    counts = {"consistent": consistent, "inconsistent": len(pairs) - consistent}
     return {
         "rows": len(pairs),
-        "consistent": consistent,
-        "inconsistent": len(pairs) - consistent,
-        "with_reasons": sum(not is_label_only(completion) for completion in completions),
+        **{name: f"{count} ({_percent(count / len(pairs))})" for name, count in counts.items()},
+        "with_reasons": sum(not is_label_only(completion) for completion in completions) or None,
         "columns": pairs.column_names,
         "images": num_images,
         "prompts": len(set(columns["group"][:])) if "group" in pairs.column_names else None,
@@ -117,8 +103,10 @@ def dataset_card(
             repo_id=repo_id,
             splits=splits,
             rankings=rankings,
-            pairs_table=_pairs_table(splits),
-            rankings_table=_rankings_table(rankings) if rankings else "",
+            report=report,
+            ranking=ranking,
+            table=_table,
+            facts=_facts,
             name_tables=[*_name_tables(splits)],
             has_reasons=any(split["with_reasons"] for split in splits.values()),
             split_by_prompt=len(splits) > 1 and all(split["prompts"] for split in splits.values()),
@@ -128,18 +116,9 @@ def dataset_card(
             is_generators_license=is_generators_license,
             models={stage: public_name(values["model"]) for stage, values in report.items() if values.get("model")},
             prompt_source=public_name(prompts["source"]) if prompts.get("source") else None,
-            stages={stage: _facts(values, _SHOWN_ELSEWHERE.get(stage, set())) for stage, values in report.items()},
-            by=list(ranking.get("by") or []),
-            judge=", ".join(map(public_name, ranking.get("judges") or [])) or None,
-            num_excluded=len(ranking.get("excluded") or []),
-            concordance=ranking.get("kendalls_w"),
+            judge=", ".join(map(public_name, ranking.get("judges") or [])),
             agreement=_percent(ranking.get("pairwise_agreement")),
             annotators_table=_annotators_table(ranking),
-            num_annotators=len(ranking.get("annotators", {})),
-            extra_columns={
-                "pairs": _columns(next(iter(splits.values()))["columns"], _PAIR_COLUMNS),
-                "rankings": _columns(rankings["columns"], _RANKING_COLUMNS) if rankings else "",
-            },
             paper=PAPER,
         )
     card.text = re.sub(r"\n{3,}", "\n\n", card.text)
@@ -157,37 +136,6 @@ def _percent(fraction: float | None) -> str | None:
     return None if fraction is None else f"{100 * fraction:.1f} %"
 
 
-def _pairs_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
-    def of_class(name: str) -> list[str]:
-        return [f"{split[name]} ({_percent(split[name] / split['rows'])})" for split in splits.values()]
-
-    counts = {name: [split[name] for split in splits.values()] for name in ("rows", "prompts", "images")}
-    return _table(
-        {
-            "pairs": list(splits),
-            "rows": counts["rows"],
-            "consistent": of_class("consistent"),
-            "inconsistent": of_class("inconsistent"),
-            "prompts": counts["prompts"],
-            "images": counts["images"],
-            "with reasons": [split["with_reasons"] or None for split in splits.values()],
-        }
-    )
-
-
-def _rankings_table(rankings: Mapping[str, Any]) -> str:
-    fewest, most = rankings["fewest"], rankings["most"]
-    return _table(
-        {
-            "rankings": ["test"],
-            "rows": [rankings["rows"]],
-            "candidates of each": [fewest if fewest == most else f"{fewest} to {most}"],
-            "prompts": [rankings["prompts"]],
-            "images": [rankings["images"]],
-        }
-    )
-
-
 def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Format tables of categories and of dimensions, the most frequent first, where they are known."""
     for label, key in (("category", "categories"), ("dimension of consistency", "dimensions")):
@@ -195,10 +143,6 @@ def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if names:
             counts = {f"pairs ({split})": [found[key][name] for name in names] for split, found in splits.items()}
             yield _table({label: names, **counts})
-
-
-def _columns(names: Sequence[str], known: Sequence[str]) -> str:
-    return ", ".join(text for text in known if text.split("`")[1] in names)
 
 
 def _annotators_table(ranking: Mapping[str, Any]) -> str:
@@ -247,7 +191,7 @@ def _named(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def _facts(values: Mapping[str, Any], shown: set[str]) -> str:
-    """List the values of a stage that the card does not show elsewhere."""
-    others = {name: value for name, value in values.items() if name not in shown}
+def _facts(values: Mapping[str, Any] | None, *shown: str) -> str:
+    """List the values of a stage other than those that the card shows elsewhere."""
+    others = {name: value for name, value in (values or {}).items() if name not in shown}
     return "".join(f"- {name}: {text}\n" for name, text in _named(others).items()) + "\n"

@@ -3,7 +3,6 @@
 
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from io import BytesIO
@@ -200,12 +199,8 @@ class _Images:
         folder.mkdir()
         self.folder = folder
         for path, name in self.names.items():
-            if (folder / name).exists():
-                continue
-            try:
+            if not (folder / name).exists():
                 (folder / name).symlink_to(os.path.abspath(path))
-            except OSError:  # Windows lets only administrators and developers make links
-                shutil.copyfile(path, folder / name)
 
     def renamed(self, dataset: "Dataset", part: tuple[str, str]) -> "Dataset":
         """Refer to the links. No image is read."""
