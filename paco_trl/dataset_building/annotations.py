@@ -26,7 +26,7 @@ from ..data.rankings import is_order
 from ..utils.files import digest, write_atomically
 from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
-from .label_studio import LABELING_CONFIG, is_label_studio, label_studio_tasks, records_of_label_studio
+from .label_studio import LABELING_CONFIG, label_studio_tasks, records_of_label_studio
 
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _read_records(path: Path) -> list[tuple[str, Any]]:
         raise ValueError(f"{path} cannot be read ({error}). Save it as UTF-8 {path.suffix}. {_REMEDY}") from error
     if not isinstance(records, list):
         raise ValueError(f"{path} is not a list of records. {_REMEDY}")
-    if is_label_studio(records):
+    if records and isinstance(records[0], dict) and {"data", "annotations"} <= set(records[0]):  # Label Studio's
         records = records_of_label_studio(records)
     return [(f"{path.name}, record {number}", record) for number, record in enumerate(records)]
 

@@ -64,12 +64,8 @@ def decide_pairs(
             continue
         vote, given = votes[row["id"]]
         if vote.best is not None:
-            add(
-                row,
-                vote.best,
-                sum(ranks[vote.best] == min(ranks) and ranks.count(min(ranks)) == 1 for ranks in given),
-                0,
-            )
+            firsts = sum(ranks[vote.best] == min(ranks) and ranks.count(min(ranks)) == 1 for ranks in given)
+            add(row, vote.best, firsts, 0)
         worst = sorted(vote.worst, key=lambda index: keyed_hash(seed, row["id"], index))[:num_negatives]
         for index in sorted(worst):
             add(row, index, 0, sum(ranks[index] == max(ranks) > min(ranks) for ranks in given))
@@ -95,7 +91,7 @@ def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Da
     questions = {name: default_question(rows[name]) for name in {decision.prompt_id for decision in decided}}
 
     features = built_pair_features()
-    columns: dict[str, list[Any]] = {name: [] for name in features}
+    pairs = []
     for decision in tqdm(decided, desc="Making pairs", unit="pair"):
         prompt = rows[decision.prompt_id]
         pair = make_pair(
@@ -110,9 +106,8 @@ def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Da
             "sha256": [sha_of[decision.first], sha_of[decision.second]],
             "votes": {"yes": decision.yes, "no": decision.no},
         }
-        for name in columns:
-            columns[name].append(pair[name])
-    return Dataset.from_dict(columns, features=features)
+        pairs.append(pair)
+    return Dataset.from_dict({name: [pair[name] for pair in pairs] for name in features}, features=features)
 
 
 def build_pairs(

@@ -58,11 +58,6 @@ def label_studio_tasks(
     return tasks
 
 
-def is_label_studio(records: Sequence[Any]) -> bool:
-    """Tell whether the records of a JSON file are tasks that Label Studio exported."""
-    return bool(records) and isinstance(records[0], dict) and {"data", "annotations"} <= set(records[0])
-
-
 def records_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the records of annotations in exported tasks, by annotators named `label-studio-<user id>`."""
     records = []

@@ -120,11 +120,8 @@ class ChatEndpoint:
     def ask_all(
         self, requests: Iterable[ChatRequest], again: deque[tuple[int, ChatRequest]] | None = None
     ) -> Generator[tuple[int, Reply], None, None]:
-        """
-        Send queries, `max_concurrency` at a time, and yield the number and the reply of each, in the order of the
-        replies. Queries are consumed as there is room, those that the caller appends to `again` (with their numbers)
-        first; those in flight are canceled when the iteration ends early.
-        """
+        """Send queries, those in `again` first, as there is room, and yield the number and the reply of each."""
+        # In the order of the replies. The caller may append to `again`; an iteration that ends early cancels the rest
         waiting, client = enumerate(requests), self._connect()
         under_way: dict[Future[Reply], int] = {}
         done: queue.SimpleQueue[Future[Reply]] = queue.SimpleQueue()
