@@ -256,9 +256,6 @@ def _encoder(size: int) -> Callable[[str, Mapping[str, Any]], str]:
 
 def _with_completions(pairs: "Dataset", kept: list[int], completions: list[Any]) -> "Dataset":
     """Select rows and replace their completions. Images are neither decoded nor, if given by path, read."""
-    from datasets import Dataset, Features, concatenate_datasets
-
-    features = Features({"completion": pair_features()["completion"]})
-    written = Dataset.from_dict({"completion": completions}, features=features)
     others = pairs.with_format(None).select(kept).remove_columns("completion")
-    return concatenate_datasets([others, written], axis=1).select_columns(pairs.column_names)
+    written = others.add_column("completion", completions, feature=pair_features()["completion"])
+    return written.select_columns(pairs.column_names)
