@@ -19,6 +19,13 @@ from rich.console import Console
 from paco_trl.cards import load_reference_card, render_card
 from paco_trl.evaluation.published import published_tables, published_text
 from paco_trl.image_benchmarks.card_results import add_results_to_card, check_card
+from paco_trl.image_benchmarks.report import (
+    choose_sets,
+    difference_chart,
+    markdown_report,
+    print_report,
+    save_generation_report,
+)
 from paco_trl.image_benchmarks.report_content import (
     PUBLISHED_HEADING,
     breakdown_tables,
@@ -32,8 +39,6 @@ from paco_trl.image_benchmarks.report_content import (
     summary,
     verdict,
 )
-from paco_trl.image_benchmarks.report_markdown import markdown_report, print_report
-from paco_trl.image_benchmarks.report_page import choose_sets, difference_chart, save_generation_report
 from paco_trl.utils.tables import interval_text, markdown_table, number_text
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
 
@@ -598,6 +603,13 @@ def test_missing_images_are_shown_as_empty_frames(results, tmp_path):
     assert page.sets["best"] == ["0003/0"] and page.pictures("best") == []
     assert "missing" in page.text("best") and "not readable" in page.text("best")
     assert frames(page) == 4  # among the best, and among those that gained most
+
+
+def test_images_of_16_bits_are_shown_in_8(results, tmp_path):
+    Image.new("I;16", (8, 8), 257 * 100).save(tmp_path / "gray.png")
+    results["sets"][3]["pictures"][1] = [str(tmp_path / "gray.png")]
+    _, shown = Page(save_generation_report(results, tmp_path, num_shown=1)["html"]).pictures("best")
+    assert shown.getpixel((4, 4)) == pytest.approx((100, 100, 100), abs=2)
 
 
 def test_page_of_one_system(world, tmp_path):

@@ -12,8 +12,8 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api")
 
 from paco_trl.data import join_grid  # noqa: E402
+from paco_trl.image_benchmarks.report import save_generation_report  # noqa: E402
 from paco_trl.image_benchmarks.report_content import metric_tables, summary  # noqa: E402
-from paco_trl.image_benchmarks.report_page import save_generation_report  # noqa: E402
 from planted_results import panel, plant_gedit, plant_t2is  # noqa: E402
 
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from .image_sets import find_image_sets
     from .leakage import find_leaks
     from .loading import load_system
-    from .report_markdown import print_report
-    from .report_page import save_generation_report
+    from .report import print_report, save_generation_report
     from .scoring import score_aesthetics, score_alignment, score_consistency, score_duplicates
     from .t2is_bench import alignment_means, consistency_means, load_t2is_bench
     from .t2is_comparison import System, t2is_results

@@ -15,10 +15,8 @@ from ..utils.files import write_atomically
 from ..utils.names import public_name
 from ..utils.tables import markdown_text
 from . import report_content as content
-from .report_markdown import bullet_list, report_table
+from .report import bullet_list, report_table
 
-
-_SHOWN_KINDS = ("dimension", "group", "average")
 
 # The results go before the first of these sections
 _NEXT_HEADING = re.compile(r"^## (?:Training|Adapter|Limits|Licence|License|Citation)\b", re.MULTILINE)
@@ -101,7 +99,7 @@ def _eval_results(results: dict[str, Any], task_type: str) -> list[EvalResult]:
     rows = [(table["title"], row) for table in results["tables"] for row in table["rows"]]
     for title, row in rows:
         mean = row["cells"][place]["mean"]
-        if row["kind"] not in _SHOWN_KINDS or mean is None:
+        if row["kind"] not in ("dimension", *content.MEANS) or mean is None:
             continue
         scorer = content.scored_by(row["metric"], title, results)
         if not (scorer.startswith(("judge ", "scorer ")) or "judge: " in scorer):
@@ -178,7 +176,7 @@ def _section(results: dict[str, Any], number: int) -> list[str]:
     table = content.metric_tables(results)[number]
     (tuned,) = (system for system in results["systems"] if system["role"] == "tuned")
     counts = "; ".join(f"{name}: {count}" for name, count in tuned["counts"].items())
-    lines, alerts = [*table.lines, *([f"Counts: {counts}."] if counts else [])], content.alerts(results)
+    lines, alerts = [*table.lines, *([f"Counts: {counts}."] if counts else [])], results.get("alerts") or []
     notes = [note for note in results["notes"] if note not in alerts]
     listed = bullet_list([*content.facts(results), content.leakage_line(results), *notes])
     return [

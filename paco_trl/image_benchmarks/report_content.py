@@ -5,8 +5,8 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 from ..evaluation.published import PublishedTable, published_tables, published_text
 from ..evaluation.runs import PROTOCOLS
@@ -25,23 +25,23 @@ _OWN_SCORER = dict.fromkeys(("alignment", "entity", "attribute", "relation"), "a
 _OWN_SCORER["aesthetics"] = "aesthetics"
 # A path inside a text. In a URL the slashes follow a colon
 _PATH_IN_TEXT = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"`,;]+/)+([^\s/'\"`,;]+)/?")
+# Kinds of rows in bold
+MEANS = ("group", "average")
 # A list in a sentence has this many entries, then their number
 _MAX_LISTED = 20
 
 
-@dataclass(frozen=True)
-class ReportTable:
+class ReportTable(NamedTuple):
     """A table of texts."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     kinds: tuple[str, ...]
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A section of a report: text, a list, and tables."""
 
     id: str
@@ -75,9 +75,6 @@ def report_sections(results: dict[str, Any]) -> list[Section]:
     return [section for section in sections if section.text or section.bullets or section.tables]
 
 
-################
-# Tables
-################
 def _table(title: str, columns: Iterable, rows: Iterable, lines: Iterable = (), kinds: Iterable = ()) -> ReportTable:
     rows = tuple(map(tuple, rows))
     return ReportTable(title, tuple(columns), rows, tuple(kinds) or ("other",) * len(rows), tuple(lines))
@@ -122,9 +119,7 @@ def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
     """Lay out the breakdowns: a table for each metric, a row for each category."""
     tables: dict[str, ReportTable] = {}
     for breakdown in results["breakdowns"]:
-        of_judge: dict[str, Any] = next(
-            (table for table in results["tables"] if table["title"] == breakdown["table"]), {"rows": []}
-        )
+        (of_judge,) = [one for one in results["tables"] if one["title"] == breakdown["table"]] or [{"rows": []}]
         for metric in breakdown["columns"]:
             row = find_row(of_judge, metric) or {"label": metric, "higher_is_better": True}
             scorer = scored_by(metric, breakdown["table"], results)
@@ -186,9 +181,6 @@ def comparable_tables(results: dict[str, Any]) -> list[PublishedTable]:
     return found
 
 
-################
-# Sentences
-################
 def report_title(results: dict[str, Any]) -> str:
     """Write the title of a report: the benchmark and the systems."""
     return f"{benchmark_name(results)}: {' and '.join(map(system_name, results['systems']))}"
@@ -216,11 +208,6 @@ def summary(results: dict[str, Any]) -> list[str]:
     if copies is None and results["weights"]:  # an edit is a single image and has no duplicates
         lines.append("There is no duplicate rate.")
     return lines
-
-
-def alerts(results: dict[str, Any]) -> list[str]:
-    """Return what readers must know next to the headline; results of an earlier version have nothing."""
-    return results.get("alerts") or []
 
 
 def facts(results: dict[str, Any]) -> list[str]:
@@ -283,9 +270,6 @@ def _listed(names: Sequence[str], most: int = _MAX_LISTED) -> str:
     return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
-################
-# Values and names
-################
 def public_results(results: Any) -> Any:
     """Copy results without paths of this machine and without numbers that JSON cannot hold."""
     if isinstance(results, dict):

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the report of an evaluation as JSON, Markdown and a self-contained HTML page with the images."""
+"""Write the report of an evaluation as JSON, Markdown, a self-contained HTML page with the images, and to a terminal."""
 
-import base64
-import io
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -17,18 +15,20 @@ from jinja2 import Environment, Template
 from markupsafe import Markup
 from markupsafe import escape as html_escape
 from PIL import Image, ImageOps
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from ..utils.files import write_atomically
-from ..utils.tables import number_text
+from ..utils.images import data_url, to_rgb
+from ..utils.tables import markdown_table, markdown_text, number_text
 from . import report_content as content
-from .report_markdown import markdown_report
 
 
 # A set is shown with the area of a square of this side, so that a row of seven panels is not a thin strip ...
 _SIDE = 480
 # ... and not wider than this
 _MAX_WIDTH = 1280
-_QUALITY = 85
 # Training prompts that the head of the page names; its section names more
 _LISTED_LEAKS = 5
 
@@ -76,49 +76,92 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     return dict(zip(("json", "markdown", "html"), (output_dir / name for name in texts), strict=True))
 
 
+def print_report(results: dict[str, Any], console: Console) -> None:
+    """
+    Print the summary of an evaluation, its alerts, the tables of metrics and counts, and whether training prompts occur
+    in the benchmark.
+
+    Args:
+        results (`dict`):
+            Results of [`t2is_results`] or [`gedit_results`].
+        console (`rich.console.Console`):
+            Console to print to.
+    """
+    results = content.public_results(results)
+    console.print(escape(" ".join(content.summary(results))))
+    for line in results.get("alerts") or ():
+        console.print(escape(line), style="bold")
+    for table in (*content.metric_tables(results), content.count_table(results)):
+        shown = Table(title=escape(table.title), caption=escape(" ".join(table.lines)), caption_justify="left")
+        for number, name in enumerate(table.columns):
+            shown.add_column(escape(name), overflow="fold", min_width=None if number else 12)
+        for row, kind in zip(table.rows, table.kinds, strict=True):
+            # Intervals on lines of their own: the table fits a terminal
+            cells = [escape(cell.replace(" [", "\n[")) for cell in row]
+            shown.add_row(*cells, style="bold" if kind in content.MEANS else None)
+        console.print(shown)
+    for line in (*content.missing_lines(results), content.leakage_line(results)):
+        console.print(escape(line))
+
+
+def markdown_report(results: dict[str, Any]) -> str:
+    """Write the report as Markdown."""
+    shown = content.public_results(results)
+    parts = [f"# {markdown_text(content.report_title(shown))}", markdown_text(" ".join(content.summary(shown)))]
+    parts += [bullet_list(shown.get("alerts"), bold=True), bullet_list(content.facts(shown))]
+    for section in content.report_sections(results):
+        parts += [f"## {section.title}", *map(markdown_text, section.text), bullet_list(section.bullets)]
+        for table in section.tables:
+            # The only table of a section needs no title
+            parts += [f"### {markdown_text(table.title)}"] if table.title != section.title else []
+            parts += [report_table(table), markdown_text(" ".join(table.lines))]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def report_table(table: content.ReportTable) -> str:
+    """Write a table as Markdown."""
+    rows = zip(table.rows, table.kinds, strict=True)
+    shown = [(f"**{row[0]}**", *row[1:]) if kind in content.MEANS else row for row, kind in rows]
+    return markdown_table(table.columns, shown)
+
+
+def bullet_list(lines: Iterable[str] | None, bold: bool = False) -> str:
+    """Write a list in Markdown."""
+    mark = "**" if bold else ""
+    return "\n".join(f"- {mark}{markdown_text(line)}{mark}" for line in lines or ())
+
+
 def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> str:
     sections = content.report_sections(results)
     results = content.public_results(results)
     labels = {row["metric"]: row["label"] for row in (results["tables"] or [{"rows": ()}])[0]["rows"]}
-    headline, copies = (labels.get(name, name) for name in (results["headline"], content.duplicate_metric(results)))
-    headline, copies = str(headline).lower(), (copies or "").lower()
-    first, last = (results["systems"][place]["role"] for place in (0, -1))
-    titles = {
-        "best": (f"Best by {headline}", f"The sets of {last} with the highest {headline}."),
-        "worst": (f"Worst by {headline}", f"The sets of {last} with the lowest {headline}."),
-        "gained": (f"Largest gain in {headline}", f"The largest increases of {headline} from {first} to {last}."),
-        "lost": (f"Largest loss in {headline}", f"The largest decreases of {headline} from {first} to {last}."),
-        "copies": (
-            "Near-duplicates",
-            f"The sets of {last} with the highest {copies}. Copies of a panel are consistent with it, but are not what "
-            "was asked for.",
-        ),
-    }
     # A set can be in several galleries
     load = cache(partial(_load_image, directory))
-    galleries = [
-        (name, *titles[name], [_shown_set(results, results["sets"][number], labels, load) for number in numbers])
+    galleries = {
+        name: [_shown_set(results, results["sets"][number], labels, load) for number in numbers]
         for name, numbers in choose_sets(results, num_shown).items()
-    ]
-    shown_leaks, num_more_leaks = content.leaks(results)
+    }
+    names = (results["headline"], content.duplicate_metric(results) or "")
     return _template().render(
         title=content.report_title(results),
-        systems=list(map(content.system_name, results["systems"])),
+        systems=results["systems"],
         summary=content.summary(results),
-        alerts=content.alerts(results),
+        alerts=results.get("alerts"),
         facts=[*content.facts(results), content.leakage_line(results, _LISTED_LEAKS)],
         sections=sections,
         charts=list(map(difference_chart, results["tables"])),
+        headline=results["headline"],
+        measured=[labels.get(name, name).lower() for name in names],
+        labels=labels,
         galleries=galleries,
-        leaks=shown_leaks,
-        num_more_leaks=num_more_leaks,
+        leaks=content.leaks(results),
     )
 
 
 @cache
 def _template() -> Template:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["interval"] = _with_interval
+    environment.filters |= {"interval": _with_interval, "number": number_text, "system": content.system_name}
     path = files("paco_trl") / "templates" / "generation_report.html.jinja"
     return environment.from_string(path.read_text(encoding="utf-8"))
 
@@ -180,37 +223,22 @@ def difference_chart(table: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _shown_set(results: dict[str, Any], one: dict[str, Any], labels: dict[str, str], load: Callable) -> dict[str, Any]:
-    """Lay out a set: its images, and its scores in the order of the table, then those of other metrics."""
-    roles = [system["role"] for system in results["systems"]]
+    """Add to a set its images, and the names of its scores in the order of the table, then those of other metrics."""
     scored = {name for scores in one["scores"] for name in scores}
-    names = [name for name in labels if name in scored] + sorted(scored - labels.keys())
-    rows: list[Any] = []
-    for name in names:
-        values = [scores.get(name) for scores in one["scores"]]
-        change = None if None in values else values[-1] - values[0]
-        paired = [number_text(change, signed=True)] * (len(values) > 1)
-        rows.append((labels.get(name, name), *map(number_text, values), *paired))
-    columns = ("metric", *roles, *["difference"] * (len(roles) > 1))
-    kinds = tuple("headline" if name == results["headline"] else "other" for name in names)
-    images = [("source", _shown_images([one["source"]], 1, 1, load))] if one.get("source") else []
-    for role, paths in zip(roles, one["pictures"], strict=True):
-        images.append((role, _shown_images(paths, one["panels"][0], one["panels"][1], load)))
-    return {
-        "key": one["key"],
-        "categories": ", ".join(filter(None, (one.get("category"), one.get("subcategory")))),
-        "prompt": one["prompt"],
-        "table": content.ReportTable(one["key"], columns, tuple(rows), kinds),
-        "images": images,
-        "is_wide": any(shown["aspect"] > 1.6 for _, shown in images),
-    }
+    images = {"source": _shown_images([one["source"]], (1, 1), load)} if one.get("source") else {}
+    for system, paths in zip(results["systems"], one["pictures"], strict=True):
+        images[system["role"]] = _shown_images(paths, one["panels"], load)
+    metrics = [name for name in labels if name in scored] + sorted(scored - labels.keys())
+    is_wide = any(shown["aspect"] > 1.6 for shown in images.values())
+    return one | {"metrics": metrics, "images": images, "is_wide": is_wide}
 
 
-def _shown_images(paths: Sequence[str | None], rows: int, cols: int, load: Callable) -> dict[str, Any]:
+def _shown_images(paths: Sequence[str | None], shape: Sequence[int], load: Callable) -> dict[str, Any]:
     """Lay out the files of a set: one with all its panels, or one for each panel."""
     is_grid = len(paths) < 2
-    layout = (1, 1) if is_grid else (rows, cols)
+    layout = (1, 1) if is_grid else tuple(shape)
     panels = [load(path, *layout) for path in [*paths, *[None] * (math.prod(layout) - len(paths))]]
-    size = next((panel["size"] for panel in panels if panel["size"]), (cols, rows) if is_grid else (1, 1))
+    size = next((panel["size"] for panel in panels if panel["size"]), tuple(shape[::-1]) if is_grid else (1, 1))
     return {
         "cols": layout[1],
         "panels": [panel if panel["size"] else {**panel, "size": size} for panel in panels],
@@ -227,21 +255,14 @@ def _load_image(directory: Path, path: str | Path | None, rows: int, cols: int) 
         return problem
     try:
         with Image.open(found) as image:
-            image = ImageOps.exif_transpose(image)
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            image = image.convert("RGB")
+            image = to_rgb(ImageOps.exif_transpose(image), "The image")
     # What Pillow raises for files that are not images, and for truncated ones
-    except (OSError, SyntaxError, Image.DecompressionBombError):
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return {**problem, "problem": "not readable"}
     area = math.sqrt(image.width * cols * image.height * rows)
     scale = min(1.0, _SIDE / area, _MAX_WIDTH / max(image.width * cols, image.height * rows))
     image.thumbnail((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
-    written = io.BytesIO()
-    image.save(written, "JPEG", quality=_QUALITY)
-    uri = f"data:image/jpeg;base64,{base64.b64encode(written.getvalue()).decode('ascii')}"
-    return {"uri": uri, "size": image.size, "problem": None}
+    return {"uri": data_url(image, "jpeg", quality=85), "size": image.size, "problem": None}
 
 
 def _portable(results: dict[str, Any], output_dir: Path) -> dict[str, Any]:
