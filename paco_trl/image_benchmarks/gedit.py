@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluate edits on GEdit-Bench (https://huggingface.co/papers/2504.17761), scored by a served vision-language model."""
 
-import base64
 import logging
 import math
 import random
@@ -18,6 +17,7 @@ from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest, write_atomically
 from ..utils.generation import to_png
+from ..utils.images import data_url
 from ..utils.text import shorten, some_of
 from . import gedit_published as published
 from . import t2is_comparison as comparison
@@ -30,7 +30,6 @@ from .statistics import Unit
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from PIL.Image import Image
 
 
 logger = logging.getLogger(__name__)
@@ -172,7 +171,13 @@ def score_edits(
             edited = published.open_like_source(edits.files[key], source)
             return published.published_request(question, [source, edited] if kind == "semantic" else [edited])
         images = [*(sources.load(row) if kind == "semantic" else ()), load_image_file(edits.files[key])]
-        content: list[dict] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
+        content: list[dict] = []
+        for image in images:
+            # The area and (Pillow's default) the filter of the benchmark's script
+            ratio = image.width / image.height
+            size = max(1, int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))
+            url = data_url(image.resize(size), "png", compress_level=1)
+            content.append({"type": "image_url", "image_url": {"url": url}})
         return ChatRequest(
             messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
             seed=random.Random(f"0/{name}/{attempt}").getrandbits(31),
@@ -248,8 +253,6 @@ def gedit_results(
             " Convert its raw rows with `convert_gedit_bench`."
         )
     for system in systems:
-        if missing == "error":
-            system.found.check_complete()
         if system.found.files.keys() | set(system.found.missing) != set(keys):
             raise ValueError(
                 f"The edits of {system.name!r} were found for other prompts. Call `find_edits` with the same ones."
@@ -305,9 +308,6 @@ def gedit_results(
     }
 
 
-################
-# Queries
-################
 def _query(endpoint: ChatEndpoint, store: ScoreStore, request: Callable, read: Callable, max_attempts: int) -> None:
     """Query the judge with this process's part of the questions, and again where an answer is unreadable."""
     from accelerate import PartialState
@@ -362,13 +362,6 @@ def _earlier_attempts(store: ScoreStore) -> dict[str, int]:
     return attempts
 
 
-def _data_url(image: "Image") -> str:
-    """Encode an image with the area and (Pillow's default) the filter of the benchmark's script."""
-    ratio = image.width / image.height
-    size = max(1, int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))
-    return f"data:image/png;base64,{base64.b64encode(to_png(image.resize(size))).decode()}"
-
-
 def _digests(prompts: "Dataset", sources: SourceImages, edits: FoundEdits) -> dict[str, str]:
     """Digest what each question (`"semantic/<key>"`, `"quality/<key>"`) is about."""
     instructions = prompts.with_format(None)["prompt"][:]
@@ -390,9 +383,6 @@ def _edit_scores(records: Mapping[str, Mapping[str, Any]], edits: FoundEdits) ->
     return scores
 
 
-################
-# Results
-################
 def _scored(system: comparison.System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
     digests = _digests(prompts, sources, system.found)
     found = read_scores(system.folder, digests, benchmark=BENCHMARK, protocol=protocol)

@@ -2,8 +2,6 @@
 """Repeat the requests of GEdit-Bench's own script, and its reading of the answers; docs/evaluate_generation.md has the rest."""
 
 import ast
-import base64
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from ..utils.chat import ChatRequest
+from ..utils.images import data_url
 from .gedit_rubric import PLACEHOLDER, valid_scores
 from .image_sets import load_image_file
 
@@ -63,9 +62,7 @@ def published_request(question: str, images: Sequence[Image.Image]) -> ChatReque
     """Build the script's request: the text before the images, JPEG, neither temperature nor seed."""
     content: list[dict[str, Any]] = [{"type": "text", "text": question}]
     for image in images:
-        buffer = io.BytesIO()
-        ImageOps.exif_transpose(image).convert("RGB").save(buffer, "JPEG")
-        url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        url = data_url(ImageOps.exif_transpose(image).convert("RGB"), "jpeg")
         content.append({"type": "image_url", "image_url": {"url": url}})
     return ChatRequest([{"role": "user", "content": content}], None, _MAX_TOKENS, None)
 

@@ -121,16 +121,13 @@ def t2is_results(
     rows = {row["id"]: row for row in benchmark}
     columns = ("id", "prompt", "rows", "cols", "criteria", "alignment")
     columns = [name for name in columns if name in benchmark.column_names]
-    if missing == "error":
-        for system in systems:
-            system.found.check_complete()
     scored = [_scored(system, rows, benchmark, protocol) for system in systems]
     if len(scored) > 1:
         _check_comparable(*scored)
     alerts = _alerts(scored, missing)
 
     judges = scored[0].names("consistency")
-    breakdowns = [("By category", "category"), ("By subcategory", "subcategory")]
+    tables = {judge: _table(judge, scored) for judge in judges}
     return {
         "benchmark": "T2IS-Bench",
         "protocol": protocol,
@@ -144,11 +141,11 @@ def t2is_results(
             **{kind: next(iter(scored[0].names(kind)), None) for kind in ("alignment", "aesthetics")},
         },
         "weights": bench.WEIGHTS,
-        "tables": [_table(judge, scored) for judge in judges],
+        "tables": list(tables.values()),
         "breakdowns": [
-            _breakdown(title, column, judge, scored, rows)
-            for judge in judges
-            for title, column in breakdowns
+            _breakdown(f"By {column}", column, judge, table, scored, rows)
+            for judge, table in tables.items()
+            for column in ("category", "subcategory")
             if any(row.get(column) for row in rows.values())
         ],
         "leakage": leakage,
@@ -161,17 +158,16 @@ def t2is_results(
 
 
 def check_results_arguments(systems: Sequence[System], missing: str, protocol: str) -> None:
-    """Refuse invalid arguments of [`t2is_results`] and [`gedit_results`]."""
+    """Refuse invalid arguments of [`t2is_results`] and [`gedit_results`], and missing images."""
     check_protocol(protocol)
     if missing not in ("error", "zero"):
         raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
     if len(systems) not in (1, 2):
         raise ValueError(f"There are {len(systems)} systems, but one is evaluated alone or two are compared.")
+    for system in systems if missing == "error" else ():
+        system.found.check_complete()
 
 
-################
-# From records to values
-################
 def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protocol: str) -> _Scored:
     by_kind: dict[str, list[Scores]] = {}
     for scores in read_scores(system.folder, system.found.digests):
@@ -291,31 +287,18 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
                 )
 
 
-################
-# From values to tables
-################
-def _parts(metrics: _Metrics, name: str) -> tuple[list[dict[Unit, float]], list[float] | None] | None:
-    """Return the parts of a metric (values by unit) and their weights; `None` if a part was not scored."""
-    names: Any = {
-        "alignment": bench.ALIGNMENT,
-        "consistency": bench.CONSISTENCY,
-        "average": bench.DIMENSION_WEIGHTS,
-    }.get(name, [name])
-    if not all(part in metrics for part in names):
-        return None
-    return [metrics[part] for part in names], list(bench.DIMENSION_WEIGHTS.values()) if name == "average" else None
-
-
 def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | None = None) -> tuple | None:
-    """Compute the cells of a metric and of its difference; `None` if it was not scored."""
-    found: list[Any] = [_parts(one.metrics(judge), name) for one in scored]
-    if None in found:
+    """Compute the cells of a metric and of its difference; `None` if a part of it was not scored."""
+    groups: dict[str, Any] = {"alignment": bench.ALIGNMENT, "consistency": bench.CONSISTENCY}
+    groups["average"] = bench.DIMENSION_WEIGHTS
+    parts, metrics = groups.get(name, [name]), [one.metrics(judge) for one in scored]
+    if any(part not in of_system for of_system in metrics for part in parts):
         return None
     values = [
-        [{unit: value for unit, value in part.items() if prompts is None or unit[0] in prompts} for part in parts]
-        for parts, _ in found
+        [{unit: v for unit, v in of_system[part].items() if prompts is None or unit[0] in prompts} for part in parts]
+        for of_system in metrics
     ]
-    return paired_cells(values, found[0][1])
+    return paired_cells(values, list(bench.DIMENSION_WEIGHTS.values()) if name == "average" else None)
 
 
 def paired_cells(
@@ -360,17 +343,18 @@ def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
     return {"title": f"Judge: {judge}", "rows": rows}
 
 
-def _breakdown(title: str, column: str, judge: str, scored: list[_Scored], rows: dict[str, dict]) -> dict[str, Any]:
+def _breakdown(title: str, column: str, judge: str, table: dict, scored: list[_Scored], rows: dict) -> dict[str, Any]:
     members: dict[str, set[str]] = {}
     for name, row in rows.items():
         members.setdefault(row.get(column) or "without one", set()).add(name)
+    measured = {row["metric"] for row in table["rows"]}
     metrics = ("consistency", "alignment", "aesthetics", "average", "duplicates")
-    columns = [name for name in metrics if _parts(scored[0].metrics(judge), name) is not None]
+    columns = [name for name in metrics if name in measured]
 
     def cells(metric: str, prompts: set[str]) -> Any:
         return _cells(judge, scored, metric, prompts)
 
-    return breakdown(title, f"Judge: {judge}", columns, members, cells)
+    return breakdown(title, table["title"], columns, members, cells)
 
 
 def _sets(scored: list[_Scored], judge: str, rows: dict[str, dict]) -> list[dict[str, Any]]:
@@ -420,9 +404,6 @@ def _mean_of(values: list) -> float | None:
     return fmean(values) if values and None not in values else None
 
 
-################
-# Words
-################
 def condition_notes(systems: Sequence[System]) -> list[str]:
     """List the conditions under which the images of two systems were generated differently."""
     if len(systems) < 2:
