@@ -116,26 +116,16 @@ def evaluate_edit_reward(
     runs.check_scorer(scorer, protocol)
     _check_rows(dataset)
     dataset = dataset.with_format(None)  # plain Python values
-    numbers, skipped = runs.rows_in_order(dataset, {}, IMAGE_COLUMNS, skip_broken)
-    if skipped:
-        dataset = dataset.select(numbers)
-    rows = list(dataset.select_columns(list(TEXT_COLUMNS)))
-    settings = {
-        "benchmark": "edit_reward",
-        "protocol": protocol,
-        "scorer": scorer.name,
-        "dataset_size": len(dataset),
-        "dataset_fingerprint": runs.dataset_fingerprint(dataset, TEXT_COLUMNS, IMAGE_COLUMNS),
-    }
-    file = Journal(output_path, settings, key="key")
-    images = runs.RowImages(dataset, IMAGE_COLUMNS, protocol)
+    settings = {"benchmark": "edit_reward", "protocol": protocol, "scorer": scorer.name}
+    run = runs.Run(settings, scorer, dataset, TEXT_COLUMNS, IMAGE_COLUMNS, skip_broken, {})
+    rows, file = run.rows, Journal(output_path, run.settings, key="key")
 
     work = _work(rows)
     total = sum(len(keys) for _, keys in work)
     progress = tqdm(total=total, initial=len(file.by_key), desc=f"EditReward-Bench, {scorer.name}", unit="image")
     with progress:
         for batch in runs.batches(work, lambda one: sum(map(len, one[1].values())), batch_size):
-            records = _score_keys(scorer, images, rows, batch, set(file.by_key), protocol)
+            records = _score_keys(run, batch, set(file.by_key))
             if records:
                 file.append(*records)
                 progress.update(len(records))
@@ -144,9 +134,7 @@ def evaluate_edit_reward(
     groups = _groups(rows)
     present = {row["dimension"] for row in rows}
     return {
-        "settings": runs.shared_settings(settings, scorer),
-        "num_instances": len(rows),
-        "skipped": skipped,
+        **run.head(),
         "num_keys": len(scores),
         "num_groups": len(set(groups)),
         "num_unanswered": sum(record["unanswered"] for record in file.by_key.values()),
@@ -207,23 +195,23 @@ def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
     return list(work.items())
 
 
-def _score_keys(scorer, images: runs.RowImages, rows, work, finished: set[str], protocol: str) -> list[dict[str, Any]]:
-    pairs, asked, names = [], [], []
+def _score_keys(run: runs.Run, work, finished: set[str]) -> list[dict[str, Any]]:
+    pairs, asked, names, rows = [], [], [], run.rows
     for index, keys in work:
         places = [place for place, key in enumerate(rows[index]["key"]) if key in keys and key not in finished]
         if not places:
             continue
-        first, *outputs = images[index]
+        first, *outputs = run.images[index]
         for place in places:
             key, second = rows[index]["key"][place], outputs[place].resize(first.size)
             for question in keys[key]:
                 pairs.append((first, second))
-                asked.append(QUESTIONS[protocol][question](rows[index]["instruction"]))
+                asked.append(QUESTIONS[run.protocol][question](rows[index]["instruction"]))
                 names.append((key, question))
     if not pairs:
         return []
     records: dict[str, dict[str, Any]] = {}
-    scores, unanswered = runs.score_pairs(scorer, pairs, asked, protocol, PUBLISHED_YES, PUBLISHED_NO)
+    scores, unanswered = run.score(pairs, asked, PUBLISHED_YES, PUBLISHED_NO)
     for (key, question), score, is_none in zip(names, scores, unanswered, strict=True):
         record = records.setdefault(key, {"key": key, "scores": {}, "unanswered": 0})
         record["scores"][question] = score

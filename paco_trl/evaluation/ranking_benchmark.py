@@ -142,26 +142,14 @@ def evaluate_rankings(
     check_ranking_types(dataset, "dataset")
     dataset = dataset.with_format(None)  # plain Python values
     broken = find_broken_rankings(dataset, "dataset")
-    numbers, skipped = runs.rows_in_order(dataset, broken, IMAGE_COLUMNS, skip_broken)
-    if skipped:
-        dataset = dataset.select(numbers)
     text_columns = ("prompt", "theme", "criteria", "ranking", "group", "id")
     text_columns = [name for name in text_columns if name in dataset.column_names]
-    rows = [
-        {"id": str(number), **row}  # a column `id` takes the place of the number
-        for number, row in zip(numbers, dataset.select_columns(text_columns), strict=True)  # without the images
-    ]
+    settings = {"benchmark": "rankings", "protocol": protocol, "scorer": scorer.name, "template": template}
+    run = runs.Run(settings, scorer, dataset, text_columns, IMAGE_COLUMNS, skip_broken, broken)
+    # A column `id` takes the place of the number
+    rows = [{"id": str(number), **row} for number, row in zip(run.numbers, run.rows, strict=True)]
     questions = [questions_of_row(row, template) for row in rows]
-    settings = {
-        "benchmark": "rankings",
-        "protocol": protocol,
-        "scorer": scorer.name,
-        "template": template,
-        "dataset_size": len(dataset),
-        "dataset_fingerprint": runs.dataset_fingerprint(dataset, text_columns, IMAGE_COLUMNS),
-    }
-    file = Journal(output_path, settings, key="index")
-    images = runs.RowImages(dataset, IMAGE_COLUMNS, protocol)
+    file = Journal(output_path, run.settings, key="index")
 
     def num_pairs(index: int) -> int:
         return len(rows[index]["ranking"]) * sum(map(len, questions[index]))
@@ -171,15 +159,13 @@ def evaluate_rankings(
         # The batches of an uninterrupted run: the last bits of a score can depend on the batch
         for batch in runs.batches(range(len(rows)), num_pairs, batch_size):
             if remaining := [index for index in batch if index not in file.by_key]:
-                file.append(*_score_rows(scorer, images, rows, questions, remaining, protocol))
+                file.append(*_score_rows(run, rows, questions, remaining))
                 progress.update(len(remaining))
 
     records = [file.by_key[index] for index in range(len(rows))]
     groups = [row["group"] for row in rows] if "group" in text_columns else None
     return {
-        "settings": runs.shared_settings(settings, scorer),
-        "num_instances": len(rows),
-        "skipped": skipped,
+        **run.head(),
         "num_groups": len(set(groups)) if groups is not None else len(rows),
         "num_undefined_correlations": sum(record["metrics"]["kendall_tau"] is None for record in records),
         "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
@@ -191,20 +177,18 @@ def evaluate_rankings(
     }
 
 
-def _score_rows(
-    scorer, images: runs.RowImages, rows, questions, batch: list[int], protocol: str
-) -> list[dict[str, Any]]:
+def _score_rows(run: runs.Run, rows, questions, batch: list[int]) -> list[dict[str, Any]]:
     pairs, asked = [], []
     for index in batch:
-        reference, *candidates = images[index]
+        reference, *candidates = run.images[index]
         for candidate in candidates:
             for question in (question for part in questions[index] for question in part):
                 pairs.append((reference, candidate))
                 asked.append(question)
-    scores, unanswered = runs.score_pairs(scorer, pairs, asked, protocol)
+    scores, unanswered = run.score(pairs, asked)
     answers = zip(scores, unanswered, strict=True)
 
-    metrics = list_order_metrics if protocol == "published" else ranking_metrics
+    metrics = list_order_metrics if run.protocol == "published" else ranking_metrics
     records = []
     for index in batch:
         ranking = rows[index]["ranking"]

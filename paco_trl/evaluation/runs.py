@@ -69,21 +69,6 @@ def _open_stored(stored: dict[str, Any] | None, where: str, convert: Callable) -
         raise ValueError(f"{where} ({file}) cannot be read: {type(error).__name__}: {error}.{_ADVICE}") from error
 
 
-def rows_in_order(
-    dataset: "Dataset", broken: dict[int, str], image_columns: Sequence[str], skip_broken: bool
-) -> tuple[list[int], list[str]]:
-    """List the rows to evaluate, and a sentence for each that is left out, as `skip_broken` allows."""
-    broken, images = dict(broken), RowImages(dataset, image_columns)
-    for index in range(len(dataset)) if skip_broken else ():
-        try:
-            index in broken or images[index]  # reads it
-        except ValueError as error:
-            broken[index] = str(error).removesuffix(_ADVICE)
-    sentences = [broken[index] for index in sorted(broken)]
-    report_broken(sentences, len(dataset), "rows", skip_broken)
-    return [index for index in range(len(dataset)) if index not in broken], sentences
-
-
 def check_scorer(scorer: Any, protocol: str = "default") -> None:
     """Refuse an object that is not a scorer, or cannot follow the protocol, before anything is loaded."""
     check_protocol(protocol)
@@ -100,41 +85,66 @@ def check_scorer(scorer: Any, protocol: str = "default") -> None:
         )
 
 
-def shared_settings(settings: dict[str, Any], scorer: Any) -> dict[str, Any]:
-    """Copy the settings of a run for its results, which are shared: without the address of a judge's server."""
-    return settings | {"scorer": scorer.model_name if "://" in scorer.name else scorer.name}
-
-
 def _reads_questions(scorer: Any) -> bool:
     return getattr(scorer, "reads_questions", True)
 
 
-def score_pairs(
-    scorer: Any,
-    pairs: list[tuple[Image.Image, Image.Image]],
-    questions: list[str],
-    protocol: str,
-    yes: Sequence[str] = ("Yes",),
-    no: Sequence[str] = ("No",),
-) -> tuple[list[float], list[bool]]:
-    """Return a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer."""
-    by_tokens = protocol == "published" and _reads_questions(scorer)
-    answers = scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS) if by_tokens else scorer.score(pairs, questions)
-    answers = list(answers)
-    if len(answers) != len(pairs):
-        raise ValueError(
-            f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs. `score` must give one per pair."
-        )
-    for answer, question in zip(answers, questions, strict=True):
-        if answer is None or (not by_tokens and not math.isfinite(answer)):
+class Run:
+    """Run a scorer over the rows of a dataset, without the broken ones if `skip_broken` allows that."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        scorer: Any,
+        dataset: "Dataset",
+        columns: Sequence[str],
+        image_columns: Sequence[str],
+        skip_broken: bool,
+        broken: dict[int, str],
+    ):
+        images = RowImages(dataset, image_columns)
+        for index in range(len(dataset)) if skip_broken else ():
+            try:
+                index in broken or images[index]  # reads it
+            except ValueError as error:
+                broken[index] = str(error).removesuffix(_ADVICE)
+        self.skipped = [broken[index] for index in sorted(broken)]
+        report_broken(self.skipped, len(dataset), "rows", skip_broken)
+        self.numbers = [index for index in range(len(dataset)) if index not in broken]
+        dataset = dataset.select(self.numbers) if broken else dataset
+        self.rows = list(dataset.select_columns(list(columns)))
+        self.scorer, self.protocol = scorer, settings["protocol"]
+        self.images = RowImages(dataset, image_columns, self.protocol)
+        fingerprint = dataset_fingerprint(dataset, columns, image_columns)
+        self.settings = settings | {"dataset_size": len(dataset), "dataset_fingerprint": fingerprint}
+
+    def head(self) -> dict[str, Any]:
+        """Describe the run in its results, which are shared: without the address of a judge's server."""
+        name = self.scorer.model_name if "://" in self.scorer.name else self.scorer.name
+        settings = self.settings | {"scorer": name}
+        return {"settings": settings, "num_instances": len(self.rows), "skipped": self.skipped}
+
+    def score(
+        self, pairs: list, questions: list[str], yes: Sequence[str] = ("Yes",), no: Sequence[str] = ("No",)
+    ) -> tuple[list[float], list[bool]]:
+        """Return a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer."""
+        scorer, by_tokens = self.scorer, self.protocol == "published" and _reads_questions(self.scorer)
+        labels = [PUBLISHED_LABELS] * by_tokens
+        answers = list((scorer.top_logprobs if by_tokens else scorer.score)(pairs, questions, *labels))
+        if len(answers) != len(pairs):
             raise ValueError(
-                f"The scorer {scorer.name!r} gave {answer} for a pair with the question {question!r}. An evaluation "
-                "cannot use a missing score: fix the scorer and re-run to resume."
+                f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs. `score` must give one per pair."
             )
-    if not by_tokens:
-        return [float(answer) for answer in answers], [False] * len(pairs)
-    scores = [yes_probability(tokens, yes, no) for tokens in answers]
-    return [score or 0.0 for score in scores], [score is None for score in scores]
+        for answer, question in zip(answers, questions, strict=True):
+            if answer is None or (not by_tokens and not math.isfinite(answer)):
+                raise ValueError(
+                    f"The scorer {scorer.name!r} gave {answer} for a pair with the question {question!r}. An evaluation "
+                    "cannot use a missing score: fix the scorer and re-run to resume."
+                )
+        if not by_tokens:
+            return [float(answer) for answer in answers], [False] * len(pairs)
+        scores = [yes_probability(tokens, yes, no) for tokens in answers]
+        return [score or 0.0 for score in scores], [score is None for score in scores]
 
 
 def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_columns: Sequence[str]) -> str:
