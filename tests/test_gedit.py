@@ -26,7 +26,7 @@ from judge_server import pictures_of
 from paco_trl import tiny
 from paco_trl.dataset_building import load_pipeline
 from paco_trl.image_benchmarks import gedit
-from paco_trl.image_benchmarks.edit_generation import FoundEdits, draw_edits, edit_keys, find_edits
+from paco_trl.image_benchmarks.edit_generation import draw_edits, edit_keys, find_edits
 from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
 from paco_trl.image_benchmarks.gedit_published import read_published_answer, read_published_prompts
 from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
@@ -101,8 +101,7 @@ def test_the_arithmetic_of_one_edit():
         for key, pair in answers.items()
         for kind, scores in zip(("semantic", "quality"), pair, strict=True)
     }
-    found = FoundEdits(dict.fromkeys(answers, Path("edit.png")), {})
-    assert gedit._edit_scores(records, found) == {
+    assert gedit._edit_scores(records, answers) == {
         "k": EditScore(4.0, 9.0, 6.0), "l": None, "m": None, "n": EditScore(0.0, 9.0, 0.0)
     }  # fmt: skip
 
@@ -324,31 +323,31 @@ def plant(
 class TestFinding:
     def test_by_id_and_language(self, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
-        assert list(found.files) == edit_keys(prompts) == [f"{x}/k{n}" for x in ("en", "cn") for n in range(6)]
-        assert all(path == tmp_path / f"{key}.png" for key, path in found.files.items())
-        assert found.missing == found.unknown == [] and len(set(found.digests.values())) == 12
+        assert list(found.sets) == edit_keys(prompts) == [f"{x}/k{n}" for x in ("en", "cn") for n in range(6)]
+        assert all(one.files == (tmp_path / f"{key}.png",) for key, one in found.sets.items())
+        assert not (found.missing or found.unknown) and len(set(found.digests.values())) == 12
         found.check_complete()
-        assert find_edits(tmp_path, prompts.select(range(6, 12))).files.keys() == {f"cn/k{n}" for n in range(6)}
+        assert find_edits(tmp_path, prompts.select(range(6, 12))).sets.keys() == {f"cn/k{n}" for n in range(6)}
 
     @pytest.mark.parametrize(
         "places", ["fullset/{task_type}/{language}/{id}.jpg", "images/{language}/{id}.webp", "{language}/{id}.PNG"]
     )
     def test_other_layouts(self, prompts, tmp_path, places):
         found = find_edits(plant(tmp_path, places=places), prompts)
-        assert len(found.files) == 12 and found.missing == found.unknown == []
-        assert found.files["cn/k4"].parent.name == "cn"
+        assert len(found.sets) == 12 and not (found.missing or found.unknown)
+        assert found.sets["cn/k4"].files[0].parent.name == "cn"
 
     def test_what_draw_edits_wrote(self, generated):
         edits, path = generated
         found = find_edits(path, edits_of(EDITS))
-        assert found.missing == found.unknown == []
+        assert not (found.missing or found.unknown)
         stored = edits.cast_column("image", ImageFeature(decode=False))["image"]
-        assert [str(file) for file in found.files.values()] == [image["path"] for image in stored]
+        assert [str(one.files[0]) for one in found.sets.values()] == [image["path"] for image in stored]
 
     def test_without_languages(self, prompts, tmp_path):
         one = prompts.select(range(6)).remove_columns("language")
         plant(tmp_path, places="{id}.png")
-        assert list(find_edits(tmp_path, one).files) == [f"k{n}" for n in range(6)]
+        assert list(find_edits(tmp_path, one).sets) == [f"k{n}" for n in range(6)]
 
     def test_missing_and_unknown_are_named(self, prompts, tmp_path, caplog):
         plant(tmp_path, leave_out=("en/k1", "cn/k3"))
@@ -358,11 +357,11 @@ class TestFinding:
         (tmp_path / "en" / "notes.txt").write_text("no image")
         with caplog.at_level(logging.WARNING):
             found = find_edits(tmp_path, prompts)
-        assert found.missing == ["en/k1", "cn/k3"] and len(found.files) == 10
+        assert list(found.missing) == ["en/k1", "cn/k3"] and len(found.sets) == 12
         assert found.unknown == ["en/K2 copy.png", "en/k10.png", "en/k1_0.png"]
         assert "2 of 12 prompts have no edit: en/k1, cn/k3. The edit of 'k1', for example, was looked" in caplog.text
         assert "3 images belong to no prompt: en/K2 copy.png" in caplog.text
-        with pytest.raises(ValueError, match="2 of 12 edits are missing: en/k1, cn/k3"):
+        with pytest.raises(ValueError, match=r"2 of 12 sets lack images: en/k1 \(all\); cn/k3 \(all\)"):
             found.check_complete()
 
     def test_only_the_main_process_speaks(self, prompts, tmp_path, caplog, monkeypatch):
@@ -379,7 +378,7 @@ class TestFinding:
         plant(tmp_path, places="fullset/{task_type}/{language}/{id}.png")
         os.replace(tmp_path / "fullset/ps_human/en/k0.png", tmp_path / "fullset/text_change/en/k0.png")
         found = find_edits(tmp_path, prompts)
-        assert found.missing == ["en/k0"] and found.unknown == ["fullset/text_change/en/k0.png"]
+        assert list(found.missing) == ["en/k0"] and found.unknown == ["fullset/text_change/en/k0.png"]
 
     def test_two_files_of_one_edit(self, prompts, tmp_path):
         plant(tmp_path)
@@ -398,7 +397,7 @@ class TestFinding:
         for name, color in (("a%20b", "red"), ("a%2520b", "blue")):
             Image.new("RGB", (8, 8), color).save(tmp_path / f"{name}.png")
         found = find_edits(tmp_path, edits_of(rows))
-        assert {key: path.stem for key, path in found.files.items()} == {"a b": "a%20b", "a%20b": "a%2520b"}
+        assert {key: one.files[0].stem for key, one in found.sets.items()} == {"a b": "a%20b", "a%20b": "a%2520b"}
 
     def test_folders_and_files_that_are_none(self, prompts, tmp_path):
         with pytest.raises(FileNotFoundError, match="is not a directory of edits"):
@@ -473,7 +472,7 @@ class TestScoring:
     def test_each_edit_has_the_scores_of_its_pixels(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
         scores = score_edits(endpoint_of(server), prompts, found, tmp_path)
-        assert list(scores) == list(found.files)
+        assert list(scores) == list(found.sets)
         for key, score in scores.items():
             language, _, name = key.partition("/")
             assert score == pytest.approx(by_hand(int(name[1:]), language)), key
@@ -524,7 +523,7 @@ class TestScoring:
         score_edits(endpoint_of(server), prompts, found, tmp_path)
         system = System("base", "model", found, tmp_path)
         gedit_results(prompts, [system])
-        Image.new("RGB", (100, 60), (1, 2, 3)).save(found.files["cn/k2"])
+        Image.new("RGB", (100, 60), (1, 2, 3)).save(found.sets["cn/k2"].files[0])
         changed = find_edits(tmp_path, prompts)
         for call in (
             lambda: score_edits(endpoint_of(server), prompts, changed, tmp_path),
@@ -631,7 +630,7 @@ class TestScoring:
             score_edits(endpoint_of(server), prompts, found, tmp_path, max_attempts=0)
         noise = tmp_path / "noise.png"
         noise_image(100, 60, 1).save(noise)
-        found.files["en/k2"].write_bytes(noise.read_bytes()[:-100])  # its header is complete
+        found.sets["en/k2"].files[0].write_bytes(noise.read_bytes()[:-100])  # its header is complete
         cut = find_edits(tmp_path, prompts)
         with pytest.raises(ValueError, match="en/k2.png cannot be read"):
             score_edits(endpoint_of(server), prompts, cut, tmp_path)
@@ -750,7 +749,7 @@ class TestResults:
         )
 
     def test_missing_edits(self, prompts, systems):
-        with pytest.raises(ValueError, match="1 of 12 edits are missing: en/k1"):
+        with pytest.raises(ValueError, match=r"1 of 12 sets lack images: en/k1 \(all\)"):
             gedit_results(prompts, systems)
         alone = gedit_results(prompts, systems[:1])  # nothing is missing
         assert alone["tables"][0]["rows"][0]["difference"] is None
@@ -1014,7 +1013,7 @@ class TestPublishedProtocol:
             with pytest.raises(ValueError, match=message):
                 score_edits(endpoint_of(server), prompts, found, tmp_path, **arguments)
         assert server.requests == []
-        found.files["en/k2"].write_bytes(found.files["en/k2"].read_bytes()[:-30])
+        found.sets["en/k2"].files[0].write_bytes(found.sets["en/k2"].files[0].read_bytes()[:-30])
         published = {"protocol": "published", "gedit_repo": gedit_repo}
         with pytest.raises(ValueError, match="en/k2.png cannot be read"):
             score_edits(endpoint_of(server), prompts, find_edits(tmp_path, prompts), tmp_path, **published)

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edited images: generate them with a pipeline, or find those that were made elsewhere."""
 
-import hashlib
 import inspect
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from tqdm.auto import tqdm
 
 from ..data.edit_prompts import check_edit_columns
 from ..data.source_images import SourceImages
@@ -17,7 +13,7 @@ from ..utils.files import file_name
 from ..utils.generation import check_call, generate_missing, name_prompts, read_image, warn_of_flat
 from ..utils.stage_folder import StageFolder
 from ..utils.text import some_of
-from .image_sets import EXTENSIONS, image_file_size
+from .image_sets import EXTENSIONS, FoundImages, ImageSet, image_file_size
 
 
 if TYPE_CHECKING:
@@ -34,27 +30,6 @@ _LARGEST_SEED = 2**63 - 1  # of a column of int64
 _AREA = 1024 * 1024
 # The benchmark's own example puts a copy of the source next to each edit, under this name
 _SOURCE_COPY = "_SRCIMG"
-# Reading fewer files shows no progress bar
-_MANY_FILES = 200
-
-
-@dataclass
-class FoundEdits:
-    """The edited images of a system: files and their digests by key (see [`edit_keys`]), in the order of the prompts."""
-
-    files: dict[str, Path]
-    digests: dict[str, str]
-    missing: list[str] = field(default_factory=list)  # keys without an image
-    unknown: list[str] = field(default_factory=list)  # images that belong to no prompt
-
-    def check_complete(self) -> None:
-        """Refuse missing edits."""
-        if self.missing:
-            raise ValueError(
-                f"{len(self.missing)} of {len(self.files) + len(self.missing)} edits are missing: "
-                f"{some_of(self.missing)}. A mean over the others would favor a system that leaves out what is hard. "
-                "Add the images, or count missing ones as 0 (`missing='zero'`)."
-            )
 
 
 def edit_keys(prompts: "Dataset") -> list[str]:
@@ -136,7 +111,7 @@ def draw_edits(
     return dataset
 
 
-def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
+def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
     """
     Find the edited image of each prompt, by its id.
 
@@ -152,7 +127,8 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
             Editing prompts with `id` and, where known, `language` and `task_type`.
 
     Returns:
-        [`FoundEdits`]. Prompts without an image, and images without a prompt, are logged too.
+        [`FoundImages`], each edit a set of one panel. Prompts without an image, and images without a prompt, are logged
+        too.
 
     Raises:
         FileNotFoundError: If there is no such directory.
@@ -189,7 +165,10 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
             raise ValueError(
                 f"{paths[0]} and {paths[1]} are both named as the edit of {key!r}. Keep the one that is to be scored."
             )
-    files = {key: paths[0] for key, paths in found.items() if paths}
+    sets = {
+        key: ImageSet(key, row["id"], 0, 1, 1, (found[key][0] if found[key] else None,))
+        for key, row in zip(keys, rows, strict=True)
+    }
     unknown = sorted(str(path.relative_to(folder)) for paths in images.values() for path in set(paths) - taken)
 
     def looked_for(row: dict[str, Any]) -> str:
@@ -199,23 +178,21 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundEdits:
             f"{', '.join(EXTENSIONS)}, directly in {', '.join(map(str, _places(folder, row)))}; subdirectories are not read."
         )
 
-    if not files:
+    if not any(found.values()):
         first = f"; the first is {unknown[0]}" if unknown else ""
         raise ValueError(
             f"None of the {len(unknown)} images found in {folder} belongs to a prompt{first}. {looked_for(rows[0])}"
         )
-    missing = [key for key in keys if key not in files]
+    missing = [key for key in keys if not found[key]]
     if missing and is_main_process:
         example = looked_for(rows[keys.index(missing[0])])
         logger.warning(f"{folder}: {len(missing)} of {len(keys)} prompts have no edit: {some_of(missing)}. {example}")
     if unknown and is_main_process:
         logger.warning(f"{folder}: {len(unknown)} images belong to no prompt: {some_of(unknown)}.")
-    is_quiet = len(files) < _MANY_FILES or not is_main_process
-    digests = {}
-    for key, path in tqdm(files.items(), desc="Reading edits", unit="image", disable=is_quiet):
-        image_file_size(path)  # finds unreadable files before a judge is queried about the others
-        digests[key] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return FoundEdits(files, digests, missing, unknown)
+    for paths in found.values():
+        for path in paths:
+            image_file_size(path)  # finds unreadable files before a judge is queried about the others
+    return FoundImages(sets, unknown)
 
 
 def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluate edits on GEdit-Bench (https://huggingface.co/papers/2504.17761), scored by a served vision-language model."""
 
+import hashlib
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -21,9 +22,9 @@ from ..utils.images import data_url
 from ..utils.text import shorten, some_of
 from . import gedit_published as published
 from . import t2is_comparison as comparison
-from .edit_generation import FoundEdits, edit_keys
+from .edit_generation import edit_keys
 from .gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
-from .image_sets import load_image_file
+from .image_sets import FoundImages, load_image_file
 from .score_store import ScoreStore, read_scores
 from .statistics import Unit
 
@@ -84,7 +85,7 @@ class _Scored(NamedTuple):
 def score_edits(
     endpoint: ChatEndpoint,
     prompts: "Dataset",
-    edits: FoundEdits,
+    edits: FoundImages,
     folder: str | Path,
     max_attempts: int | None = None,
     rescore_changed: bool = False,
@@ -114,8 +115,8 @@ def score_edits(
             The judge.
         prompts ([`~datasets.Dataset`]):
             Editing prompts with `id` and one source each.
-        edits ([`FoundEdits`]):
-            The edited images. Prompts without one are skipped.
+        edits ([`FoundImages`]):
+            The edited images, from [`find_edits`]. Prompts without one are skipped.
         folder (`str` or `Path`):
             Directory of the system; the answers go to `scores` in it, also those of several protocols.
         max_attempts (`int`, *optional*):
@@ -156,7 +157,7 @@ def score_edits(
             f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images, but the judge sees only one. "
             "Leave such rows out (`load_edit_prompts(..., max_images=1)`)."
         )
-    row_of = {key: row for row, key in enumerate(edit_keys(prompts))}
+    row_of, files = {key: row for row, key in enumerate(edit_keys(prompts))}, _files(edits)
     instructions = list(prompts.with_format(None)["prompt"])
     settings = {"benchmark": BENCHMARK, "kind": "edits", "scorer": endpoint.model, "protocol": protocol}
     settings["rubric"] = digest(list(questions.values()))[:16]
@@ -168,9 +169,9 @@ def score_edits(
         question = questions[kind].replace(PLACEHOLDER, instructions[row]) if kind == "semantic" else questions[kind]
         if is_published:
             (source,) = sources.load(row, in_rgb=False)
-            edited = published.open_like_source(edits.files[key], source)
+            edited = published.open_like_source(files[key], source)
             return published.published_request(question, [source, edited] if kind == "semantic" else [edited])
-        images = [*(sources.load(row) if kind == "semantic" else ()), load_image_file(edits.files[key])]
+        images = [*(sources.load(row) if kind == "semantic" else ()), load_image_file(files[key])]
         content: list[dict] = []
         for image in images:
             # The area and (Pillow's default) the filter of the benchmark's script
@@ -188,11 +189,11 @@ def score_edits(
     def read(text: str, is_retry: bool) -> Sequence[float] | None:
         return published.read_published_answer(text, is_retry) if is_published else read_answer(text)
 
-    digests = _digests(prompts, sources, edits)
+    digests = _digests(prompts, sources, files)
     with ScoreStore(folder, f"{BENCHMARK} {protocol} {endpoint.model}", settings, digests, rescore_changed) as store:
         _query(endpoint, store, request, read, max_attempts)
         records = store.finish()
-    scores = _edit_scores(records, edits)
+    scores = _edit_scores(records, files)
     unanswered = [key for key, score in scores.items() if score is None]
     if unanswered and store.is_main_process:
         logger.warning(
@@ -226,7 +227,7 @@ def gedit_results(
         prompts ([`~datasets.Dataset`]):
             Editing prompts with `id` and `task_type`, and optionally `language` and `intersection`.
         systems (`Sequence[System]`):
-            One system, or two, of which the second is compared with the first. `found` has its edits ([`FoundEdits`]),
+            One system, or two, of which the second is compared with the first. `found` has its edits ([`find_edits`]),
             and `folder` the scores of [`score_edits`].
         missing (`str`, *optional*, defaults to `"error"`), dataset_name (`str`, *optional*), leakage (`dict[str, Any]`, *optional*):
             As in [`t2is_results`].
@@ -253,7 +254,7 @@ def gedit_results(
             " Convert its raw rows with `convert_gedit_bench`."
         )
     for system in systems:
-        if system.found.files.keys() | set(system.found.missing) != set(keys):
+        if system.found.sets.keys() != set(keys):
             raise ValueError(
                 f"The edits of {system.name!r} were found for other prompts. Call `find_edits` with the same ones."
             )
@@ -294,7 +295,7 @@ def gedit_results(
                 "category": row["task_type"],
                 "subcategory": row.get("language"),
                 "source": _source_file(sources, number, source_folder),
-                "pictures": [[str(s.found.files[key])] if key in s.found.files else [] for s in systems],
+                "pictures": [[str(file) for file in s.found.sets[key].files if file] for s in systems],
                 "panels": [1, 1],
                 "scores": [
                     score._asdict() if (score := one.by_judge[judges[0]].get(key)) else dict.fromkeys(METRICS)
@@ -362,21 +363,25 @@ def _earlier_attempts(store: ScoreStore) -> dict[str, int]:
     return attempts
 
 
-def _digests(prompts: "Dataset", sources: SourceImages, edits: FoundEdits) -> dict[str, str]:
+def _files(edits: FoundImages) -> dict[str, Path]:
+    """Return the file of each edit that is not missing."""
+    return {key: file for key, one in edits.sets.items() for file in one.files if file is not None}
+
+
+def _digests(prompts: "Dataset", sources: SourceImages, files: Mapping[str, Path]) -> dict[str, str]:
     """Digest what each question (`"semantic/<key>"`, `"quality/<key>"`) is about."""
-    instructions = prompts.with_format(None)["prompt"][:]
-    seen = {
-        key: digest([edits.digests[key], *sources.digests(row), instructions[row]])
-        for row, key in enumerate(edit_keys(prompts))
-        if key in edits.files
-    }
+    instructions, seen = prompts.with_format(None)["prompt"][:], {}
+    for row, key in enumerate(edit_keys(prompts)):
+        if key in files:
+            edited = hashlib.sha256(files[key].read_bytes()).hexdigest()
+            seen[key] = digest([edited, *sources.digests(row), instructions[row]])
     # Kind by kind, so that processes share the questions of each
-    return {f"{kind}/{key}": seen[key] for kind in _QUESTIONS for key in edits.files}
+    return {f"{kind}/{key}": seen[key] for kind in _QUESTIONS for key in files}
 
 
-def _edit_scores(records: Mapping[str, Mapping[str, Any]], edits: FoundEdits) -> dict[str, EditScore | None]:
+def _edit_scores(records: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> dict[str, EditScore | None]:
     scores: dict[str, EditScore | None] = {}
-    for key in edits.files:
+    for key in keys:
         pair = [records[f"{kind}/{key}"]["scores"] for kind in _QUESTIONS]
         lowest = None if None in pair else (float(min(pair[0])), float(min(pair[1])))
         scores[key] = lowest and EditScore(*lowest, overall(*lowest))
@@ -384,15 +389,15 @@ def _edit_scores(records: Mapping[str, Mapping[str, Any]], edits: FoundEdits) ->
 
 
 def _scored(system: comparison.System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
-    digests = _digests(prompts, sources, system.found)
-    found = read_scores(system.folder, digests, benchmark=BENCHMARK, protocol=protocol)
+    files = _files(system.found)
+    found = read_scores(system.folder, _digests(prompts, sources, files), benchmark=BENCHMARK, protocol=protocol)
     if not found:
         raise ValueError(
             f"No judge has scored the edits of {system.name!r} under the protocol {protocol!r} ({system.folder}). Call "
             "`score_edits`. Scores of an earlier version name no protocol and are not read."
         )
     settings = {scores.settings["scorer"]: scores.settings for scores in found}
-    return _Scored(system, {s.settings["scorer"]: _edit_scores(s.records, system.found) for s in found}, settings)
+    return _Scored(system, {s.settings["scorer"]: _edit_scores(s.records, files) for s in found}, settings)
 
 
 def _check_comparable(first: _Scored, second: _Scored) -> None:
@@ -421,7 +426,7 @@ def _judge_tables(
                 score = one.by_judge[judge].get(key)
                 if score is not None:
                     of_system[row["id"], seed] = getattr(score, metric)
-                elif key not in one.system.found.files and protocol == "default":
+                elif one.system.found.sets[key].missing and protocol == "default":
                     of_system[row["id"], seed] = 0.0
         return comparison.paired_cells([[of_system] for of_system in values], strata=strata)
 
@@ -454,7 +459,7 @@ def _judge_tables(
 
 def _counts(one: _Scored) -> dict[str, int]:
     found = one.system.found
-    counts = {"edits": len(found.files), "missing edits": len(found.missing)}
+    counts = {"edits": len(found.sets) - len(found.missing), "missing edits": len(found.missing)}
     counts |= {f"edits without an answer ({judge})": len(one.unanswered(judge)) for judge in one.by_judge}
     return counts | {"images of no prompt, left out": len(found.unknown)}
 
@@ -463,7 +468,7 @@ def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
     """List what readers must know next to the headline."""
     alerts = comparison.condition_notes([one.system for one in scored])
     for one in scored:
-        name, missing = one.system.name, one.system.found.missing
+        name, missing = one.system.name, list(one.system.found.missing)
         if missing:
             how = "count 0" if protocol == "default" else "are left out, as by the benchmark's own script"
             alerts.append(f"{name}: {len(missing)} missing edits {how} ({some_of(missing)}).")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.text import some_of
 from . import t2is_bench as bench
+from .image_sets import FoundImages
 from .score_store import Scores, read_scores
 from .scoring import COLUMNS, DUPLICATE
 from .statistics import Unit, cell, difference
@@ -34,7 +35,7 @@ class System:
             `"base"` or `"tuned"`; any word for a system alone.
         name (`str`):
             Name for reports.
-        found ([`FoundImages`] or [`FoundEdits`]):
+        found ([`FoundImages`]):
             Its images.
         folder (`Path`):
             Directory with its scores.
@@ -44,7 +45,7 @@ class System:
 
     role: str
     name: str
-    found: Any
+    found: FoundImages
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
 
