@@ -169,7 +169,8 @@ def score_edits(
         question = questions[kind].replace(PLACEHOLDER, instructions[row]) if kind == "semantic" else questions[kind]
         if is_published:
             (source,) = sources.load(row, in_rgb=False)
-            edited = published.open_like_source(files[key], source)
+            # As the script reads an edit: transparency is dropped, and it gets the size of the source
+            edited = load_image_file(files[key], lambda image: image.convert("RGB").resize(source.size))
             return published.published_request(question, [source, edited] if kind == "semantic" else [edited])
         images = [*(sources.load(row) if kind == "semantic" else ()), load_image_file(files[key])]
         content: list[dict] = []

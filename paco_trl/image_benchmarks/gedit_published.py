@@ -13,7 +13,6 @@ from PIL import Image, ImageOps
 from ..utils.chat import ChatRequest
 from ..utils.images import data_url
 from .gedit_rubric import PLACEHOLDER, valid_scores
-from .image_sets import load_image_file
 
 
 # The script's own: one try, and another one when an answer cannot be read
@@ -65,11 +64,6 @@ def published_request(question: str, images: Sequence[Image.Image]) -> ChatReque
         url = data_url(ImageOps.exif_transpose(image).convert("RGB"), "jpeg")
         content.append({"type": "image_url", "image_url": {"url": url}})
     return ChatRequest([{"role": "user", "content": content}], None, _MAX_TOKENS, None)
-
-
-def open_like_source(path: Path, source: Image.Image) -> Image.Image:
-    """Read an edit as the script does: transparency is dropped, and it gets the size of the source."""
-    return load_image_file(path, lambda image: image.convert("RGB").resize(source.size))
 
 
 def read_published_answer(text: str, again: bool) -> list[float] | None:

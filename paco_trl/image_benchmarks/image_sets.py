@@ -164,17 +164,13 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
             "ids. Rename the files so that they begin with one or the other."
         )
 
-    grids: dict[str, list[Path]] = {}
-    panels: dict[str, dict[int, list[Path]]] = {}
+    images: dict[str, dict[int | None, list[Path]]] = {}
     for path, (name, number) in found.items():
-        if number is None:
-            grids.setdefault(name, []).append(path)
-        else:
-            panels.setdefault(name, {}).setdefault(number, []).append(path)
-    start = _first_number(panels, {row[column]: row["rows"] * row["cols"] for row in rows}, folder)
+        images.setdefault(name, {}).setdefault(number, []).append(path)
+    start = _first_number(images, {row[column]: row["rows"] * row["cols"] for row in rows}, folder)
     sets = {}
     for row in rows:
-        key, of_prompt = f"{row['id']}/0", _files_of(row, row[column], grids, panels, start)
+        key, of_prompt = f"{row['id']}/0", _files_of(row, row[column], images.get(row[column], {}), start)
         sets[key] = ImageSet(key, row["id"], 0, row["rows"], row["cols"], of_prompt)
     unknown = [path.name for path in files if path not in found]
     if unknown and _is_main_process():
@@ -209,11 +205,12 @@ def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, 
     return found
 
 
-def _first_number(panels: dict[str, dict[int, list[Path]]], counts: dict[str, int], folder: Path) -> int:
+def _first_number(images: dict[str, dict[int | None, list[Path]]], counts: dict[str, int], folder: Path) -> int:
     """Return 0 or 1, from which the panels are numbered."""
-    if not panels or any(0 in numbers for numbers in panels.values()):
+    numbered = [(name, number) for name, numbers in images.items() for number in numbers if number is not None]
+    if not numbered or any(number == 0 for _, number in numbered):
         return 0
-    if any(counts[name] in numbers for name, numbers in panels.items()):
+    if any(number == counts[name] for name, number in numbered):
         return 1
     raise ValueError(
         f"The panels in {folder} are numbered neither from 0 nor up to the number of panels: the first or the last of each is "
@@ -221,25 +218,27 @@ def _first_number(panels: dict[str, dict[int, list[Path]]], counts: dict[str, in
     )
 
 
-def _files_of(row: dict, name: str, grids: dict, panels: dict, start: int) -> tuple[Path | None, ...]:
-    numbered, count = panels.get(name, {}), row["rows"] * row["cols"]
-    for paths in (grids.get(name, []), *numbered.values()):
+def _files_of(row: dict, name: str, images: dict[int | None, list[Path]], start: int) -> tuple[Path | None, ...]:
+    """Return the grid of a prompt (number `None`), or its panels."""
+    for paths in images.values():
         if len(paths) > 1:
             raise ValueError(
                 f"{paths[0]} and {paths[1].name} are the same image of {name!r} in two formats. Keep one."
             )
-    if grids.get(name) and numbered:
-        folder, panel = grids[name][0].parent, next(iter(numbered.values()))[0].name
+    found, count = {number: paths[0] for number, paths in images.items()}, row["rows"] * row["cols"]
+    numbers = sorted(number for number in found if number is not None)
+    if not numbers:
+        return (found.get(None),)
+    if None in found:
+        folder, panel = found[None].parent, found[numbers[0]].name
         raise ValueError(f"{folder} has a grid of {name!r} and images of its panels, such as {panel}. Keep one kind.")
-    if not numbered:
-        return (grids[name][0] if name in grids else None,)
-    beyond = sorted(number for number in numbered if not start <= number < start + count)
+    beyond = [number for number in numbers if not start <= number < start + count]
     if beyond:
         raise ValueError(
-            f"{numbered[beyond[0]][0]} has the number {beyond[0]}, but {name!r} has {count} panels, numbered from {start} "
+            f"{found[beyond[0]]} has the number {beyond[0]}, but {name!r} has {count} panels, numbered from {start} "
             "in this directory. It is of another layout, or of another prompt."
         )
-    return tuple(numbered[number][0] if number in numbered else None for number in range(start, start + count))
+    return tuple(found.get(number) for number in range(start, start + count))
 
 
 def _checked(
