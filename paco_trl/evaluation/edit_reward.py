@@ -111,9 +111,7 @@ def evaluate_edit_reward(
     >>> results["dimensions"]["consistency"]["strict"]["mean"]
     ```
     """
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
-    runs.check_scorer(scorer, protocol)
+    runs.check_scorer(scorer, protocol, batch_size)
     _check_rows(dataset)
     dataset = dataset.with_format(None)  # plain Python values
     settings = {"benchmark": "edit_reward", "protocol": protocol, "scorer": scorer.name}

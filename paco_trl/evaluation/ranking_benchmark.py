@@ -127,7 +127,7 @@ def evaluate_rankings(
     >>> results["metrics"]["accuracy"]["mean"]
     ```
     """
-    runs.check_scorer(scorer, protocol)
+    runs.check_scorer(scorer, protocol, batch_size)
     if template is None:
         template = "plain" if protocol == "published" else "theme"
     if template not in TEMPLATES:
@@ -137,8 +137,6 @@ def evaluate_rankings(
             f"`template` is {template!r}, but the published protocol asks the question of 'plain'. Leave `template` out, "
             'or use `protocol="default"`.'
         )
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     check_ranking_types(dataset, "dataset")
     dataset = dataset.with_format(None)  # plain Python values
     broken = find_broken_rankings(dataset, "dataset")

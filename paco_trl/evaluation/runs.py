@@ -69,9 +69,11 @@ def _open_stored(stored: dict[str, Any] | None, where: str, convert: Callable) -
         raise ValueError(f"{where} ({file}) cannot be read: {type(error).__name__}: {error}.{_ADVICE}") from error
 
 
-def check_scorer(scorer: Any, protocol: str = "default") -> None:
+def check_scorer(scorer: Any, protocol: str, batch_size: int) -> None:
     """Refuse an object that is not a scorer, or cannot follow the protocol, before anything is loaded."""
     check_protocol(protocol)
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     kind = f"`scorer` is a {type(scorer).__name__}"
     if not callable(getattr(scorer, "score", None)) or not isinstance(getattr(scorer, "name", None), str):
         raise TypeError(
