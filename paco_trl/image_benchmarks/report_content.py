@@ -218,11 +218,10 @@ def facts(results: dict[str, Any]) -> list[str]:
             scorers.append(f"{name}: {' and '.join([scorer] if isinstance(scorer, str) else scorer)}")
         elif results["weights"]:  # without weights it is not part of the benchmark
             scorers.append(f"{name}: no scorer was given, so it is not computed")
-    seeds = ", ".join(map(str, results["seeds"]))
     return [
         f"dataset: {results['dataset'] or 'without a name'}, fingerprint {results['dataset_fingerprint']}",
         f"protocol: {protocol_of(results)}",
-        f"prompts: {results['num_prompts']}; seeds: {seeds or 'none'}",
+        f"prompts: {results['num_prompts']}; seeds: {', '.join(map(str, results['seeds'])) or 'none'}",
         f"scorers: {'; '.join(scorers)}",
     ]
 
@@ -259,9 +258,9 @@ def leakage_line(results: dict[str, Any], most: int = _MAX_LISTED) -> str:
 def leaks(results: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
     """List training prompts that occur in the benchmark, most similar first, and count those beyond the list."""
     leakage = results["leakage"] or {"exact": [], "near": []}
+    near = sorted(leakage["near"], key=lambda one: one["similarity"], reverse=True)
     found = [(one, "the same text") for one in leakage["exact"]]
-    for one in sorted(leakage["near"], key=lambda one: one["similarity"], reverse=True):
-        found.append((one, f"similarity {one['similarity']:.2f}"))
+    found += [(one, f"similarity {one['similarity']:.2f}") for one in near]
     shown = [(f"{one['id']}: training row {one['training_row']}, {how}", one["text"]) for one, how in found]
     return shown[:_MAX_LISTED], max(len(shown) - _MAX_LISTED, 0)
 
