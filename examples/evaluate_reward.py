@@ -23,7 +23,7 @@ EditReward-Bench:
 
 import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from rich.table import Table
 from trl import TrlParser
 
 from paco_trl.commands.evaluation_arguments import JudgeArguments, load_judge
+from paco_trl.commands.options import option
 from paco_trl.data import load_consistency_rank
 from paco_trl.data.dataset_files import load_split
 from paco_trl.evaluation import (
@@ -57,49 +58,34 @@ SERVED_ONLY = ("api_key_variable", "max_concurrency")
 class ScriptArguments(JudgeArguments):
     """Judge or baseline, benchmark, and the directory of the results."""
 
-    judge: str = field(
-        default="X-GenGroup/PaCo-Reward-7B",
-        metadata={
-            "help": "Hub id or directory of a judge, its name on the server with `judge_url`, or a baseline: `clip-i` "
-            "or `dreamsim`."
-        },
+    judge: str = option(
+        "X-GenGroup/PaCo-Reward-7B",
+        "Hub id or directory of a judge, its name on the server with `judge_url`, or a baseline: `clip-i` "
+        "or `dreamsim`.",
     )
-    benchmark: str = field(default="rankings", metadata={"help": "`rankings` or `edit_reward`."})
-    dataset_name: str = field(
-        default="X-GenGroup/ConsistencyRank-Bench",
-        metadata={
-            "help": "Hub id or directory: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditScore's "
-            "EditReward-Bench."
-        },
+    benchmark: str = option("rankings", "`rankings` or `edit_reward`.")
+    dataset_name: str = option(
+        "X-GenGroup/ConsistencyRank-Bench",
+        "Hub id or directory: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditScore's "
+        "EditReward-Bench.",
     )
-    dataset_split: str = field(
-        default="train", metadata={"help": "Split to evaluate on; ConsistencyRank-Bench has only one."}
+    dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
+    protocol: str = option(
+        "default", "How it is measured: `default`, or `published` for what the published scripts do."
     )
-    protocol: str = field(
-        default="default",
-        metadata={"help": "How it is measured: `default`, or `published` for what the published scripts do."},
+    template: str | None = option(
+        None,
+        "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
+        "published protocol.",
     )
-    template: str | None = field(
-        default=None,
-        metadata={
-            "help": "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
-            "published protocol."
-        },
+    output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
+    skip_broken: bool = option(
+        False,
+        "Whether to leave out broken rows, including those with an unreadable image, instead of stopping. "
+        "They are listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them "
+        "out.",
     )
-    output_dir: str = field(
-        default="results", metadata={"help": "Directory for the scores, `results.json` and `results.md`."}
-    )
-    skip_broken: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to leave out broken rows, including those with an unreadable image, instead of stopping. "
-            "They are listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them "
-            "out."
-        },
-    )
-    clip_model: str = field(
-        default="laion/CLIP-ViT-H-14-laion2B-s32B-b79K", metadata={"help": "CLIP model of the judge `clip-i`."}
-    )
+    clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
 
 
 def check_options(script_args: ScriptArguments) -> None:

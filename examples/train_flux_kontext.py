@@ -22,11 +22,12 @@ Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux_kontext.py ...
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.commands.options import option
 from paco_trl.commands.script_arguments import (
     ScriptArguments,
     get_peft_config,
@@ -40,29 +41,20 @@ from paco_trl.utils.processes import end_training
 
 @dataclass
 class KontextArguments(ScriptArguments):
-    model_name_or_path: str = field(
-        default="black-forest-labs/FLUX.1-Kontext-dev", metadata={"help": "Hub id or directory of the pipeline."}
-    )
-    edits: bool = field(default=True, metadata={"help": "Whether the prompts are instructions with source images."})
-    max_source_images: int | None = field(
-        default=1, metadata={"help": "Maximum number of source images per row; the pipeline takes one."}
-    )
-    rewards: list[str] = field(
-        default_factory=lambda: ["edit"], metadata={"help": "Rewards, as in `train_flux.py` (paper: edit)."}
-    )
+    model_name_or_path: str = option("black-forest-labs/FLUX.1-Kontext-dev", "Hub id or directory of the pipeline.")
+    edits: bool = option(True, "Whether the prompts are instructions with source images.")
+    max_source_images: int | None = option(1, "Maximum number of source images per row; the pipeline takes one.")
+    rewards: list[str] = option(["edit"], "Rewards, as in `train_flux.py` (paper: edit).")
 
 
 @dataclass
 class KontextConfig(PaCoGRPOConfig):
-    num_inference_steps: int = field(default=8, metadata={"help": "Denoising steps of a rollout (paper)."})
-    noise_level: float = field(default=0.9, metadata={"help": "Noise level `a` of the stochastic steps (paper)."})
-    guidance_scale: float = field(default=2.5, metadata={"help": "Guidance scale (paper)."})
-    resolution_scale: float = field(
-        default=0.375, metadata={"help": "Factor per side from inference to training: 384 for 1024 (paper)."}
-    )
-    multi_objective_aggregation: str = field(
-        default="sum_then_normalize",
-        metadata={"help": "How several rewards become one. The paper has one here, and tames none."},
+    num_inference_steps: int = option(8, "Denoising steps of a rollout (paper).")
+    noise_level: float = option(0.9, "Noise level `a` of the stochastic steps (paper).")
+    guidance_scale: float = option(2.5, "Guidance scale (paper).")
+    resolution_scale: float = option(0.375, "Factor per side from inference to training: 384 for 1024 (paper).")
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize", "How several rewards become one. The paper has one here, and tames none."
     )
 
 

@@ -19,11 +19,12 @@ Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_qwen_image_edit.py ...
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.commands.options import option
 from paco_trl.commands.script_arguments import (
     ScriptArguments,
     get_peft_config,
@@ -37,33 +38,23 @@ from paco_trl.utils.processes import end_training
 
 @dataclass
 class QwenImageEditArguments(ScriptArguments):
-    model_name_or_path: str = field(
-        default="Qwen/Qwen-Image-Edit", metadata={"help": "Hub id or directory of the pipeline."}
-    )
-    edits: bool = field(default=True, metadata={"help": "Whether the prompts are instructions with source images."})
-    rewards: list[str] = field(
-        default_factory=lambda: ["edit"], metadata={"help": "Rewards, as in `train_flux.py` (paper: edit)."}
-    )
+    model_name_or_path: str = option("Qwen/Qwen-Image-Edit", "Hub id or directory of the pipeline.")
+    edits: bool = option(True, "Whether the prompts are instructions with source images.")
+    rewards: list[str] = option(["edit"], "Rewards, as in `train_flux.py` (paper: edit).")
 
 
 @dataclass
 class QwenImageEditConfig(PaCoGRPOConfig):
-    num_inference_steps: int = field(default=10, metadata={"help": "Denoising steps of a rollout (paper)."})
-    sde_steps: list[int] = field(
-        default_factory=lambda: [1, 2, 3, 4],
-        metadata={"help": "Indices of the denoising steps that are stochastic, and are trained (paper)."},
+    num_inference_steps: int = option(10, "Denoising steps of a rollout (paper).")
+    sde_steps: list[int] = option(
+        [1, 2, 3, 4], "Indices of the denoising steps that are stochastic, and are trained (paper)."
     )
-    noise_level: float = field(default=1.0, metadata={"help": "Noise level `a` of the stochastic steps (paper)."})
-    guidance_scale: float = field(default=4.0, metadata={"help": "Scale of true guidance (paper)."})
-    negative_prompt: str | None = field(
-        default=" ", metadata={"help": "Negative prompt of true guidance: that of the model's own examples."}
-    )
-    resolution_scale: float = field(
-        default=0.375, metadata={"help": "Factor per side from inference to training: 384 for 1024 (paper)."}
-    )
-    multi_objective_aggregation: str = field(
-        default="sum_then_normalize",
-        metadata={"help": "How several rewards become one. The paper has one here, and tames none."},
+    noise_level: float = option(1.0, "Noise level `a` of the stochastic steps (paper).")
+    guidance_scale: float = option(4.0, "Scale of true guidance (paper).")
+    negative_prompt: str | None = option(" ", "Negative prompt of true guidance: that of the model's own examples.")
+    resolution_scale: float = option(0.375, "Factor per side from inference to training: 384 for 1024 (paper).")
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize", "How several rewards become one. The paper has one here, and tames none."
     )
 
 

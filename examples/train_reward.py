@@ -23,13 +23,14 @@ Own pairs or rankings, from the Hub or a directory:
         --first_token_weight 1 --output_dir my-judge
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from datasets import Dataset
 from peft import LoraConfig
 from trl import TrlParser
 
 from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.commands.options import option
 from paco_trl.data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
 from paco_trl.data.dataset_files import load_split
 from paco_trl.utils.processes import end_training
@@ -39,43 +40,29 @@ from paco_trl.utils.processes import end_training
 class ScriptArguments:
     """Model, data and adapter of a judge."""
 
-    model_name_or_path: str = field(
-        default="Qwen/Qwen2.5-VL-7B-Instruct",
-        metadata={"help": "Hub id or directory of the vision-language model (paper)."},
+    model_name_or_path: str = option(
+        "Qwen/Qwen2.5-VL-7B-Instruct", "Hub id or directory of the vision-language model (paper)."
     )
-    dataset_name: str = field(
-        default="X-GenGroup/PaCo-Dataset",
-        metadata={
-            "help": "Hub id or directory of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or "
-            "rankings."
-        },
+    dataset_name: str = option(
+        "X-GenGroup/PaCo-Dataset",
+        "Hub id or directory of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or rankings.",
     )
-    dataset_files: list[str] = field(
-        default_factory=lambda: ["consistency_reward_cot_train", "sharegpt_editing_cot"],
-        metadata={"help": "Files of PaCo-Dataset to train on (paper)."},
+    dataset_files: list[str] = option(
+        ["consistency_reward_cot_train", "sharegpt_editing_cot"], "Files of PaCo-Dataset to train on (paper)."
     )
-    eval_files: list[str] | None = field(
-        default=None,
-        metadata={"help": "Files of PaCo-Dataset to evaluate on, for example `consistency_reward_cot_test`."},
+    eval_files: list[str] | None = option(
+        None, "Files of PaCo-Dataset to evaluate on, for example `consistency_reward_cot_test`."
     )
-    dataset_split: str | None = field(
-        default=None, metadata={"help": "Split to train on, for data that are not in the layout of PaCo-Dataset."}
+    dataset_split: str | None = option(None, "Split to train on, for data that are not in the layout of PaCo-Dataset.")
+    eval_split: str | None = option(None, "Split of the same data to evaluate on.")
+    swap: bool = option(
+        False, "Whether to also add every pair in the other order, where its texts do not depend on the order."
     )
-    eval_split: str | None = field(default=None, metadata={"help": "Split of the same data to evaluate on."})
-    swap: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to also add every pair in the other order, where its texts do not depend on the order."
-        },
-    )
-    skip_broken: bool = field(
-        default=False, metadata={"help": "Whether to leave out broken rows, with a list, instead of stopping."}
-    )
-    lora_r: int = field(default=32, metadata={"help": "Rank of the adapter (paper)."})
-    lora_alpha: int = field(default=64, metadata={"help": "Scale of the adapter (paper)."})
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={"help": "Layers that get an adapter. If `None`, all linear layers of the language model (paper)."},
+    skip_broken: bool = option(False, "Whether to leave out broken rows, with a list, instead of stopping.")
+    lora_r: int = option(32, "Rank of the adapter (paper).")
+    lora_alpha: int = option(64, "Scale of the adapter (paper).")
+    lora_target_modules: list[str] | None = option(
+        None, "Layers that get an adapter. If `None`, all linear layers of the language model (paper)."
     )
 
 
