@@ -2,7 +2,7 @@
 """Arguments that the training examples share with `paco-trl doctor`, and what they load."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -91,7 +91,9 @@ class ScriptArguments:
 
 # Lazy: the classes import their models' packages
 _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
-    "consistency": lambda args: _consistency(args, args.judge_model, args.judge_url),
+    "consistency": lambda args: rewards.ConsistencyReward(
+        args.judge_model, args.judge_url, question=args.judge_question, max_pairs=args.judge_max_pairs
+    ),
     "edit": lambda args: rewards.EditReward(args.judge_model, args.judge_url),
     "clip_t": lambda args: rewards.ClipTReward(args.clip_model),
     "clip_i": lambda args: rewards.ClipIReward(args.clip_model),
@@ -168,24 +170,12 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
         raise ValueError(
             "`--eval_judge_model` and `--eval_judge_url` are for `consistency` and `edit`, and neither is a reward here."
         )
-    known: dict[str, Callable | None] = dict(zip(script_args.rewards, reward_funcs, strict=True))
+    known = dict(zip(script_args.rewards, reward_funcs, strict=True))
     if has_own_judge:
         model = script_args.eval_judge_model or script_args.judge_model
-        url = script_args.eval_judge_url
-        if url is None and script_args.eval_judge_model is None:
-            url = script_args.judge_url
-        known["consistency"], known["edit"] = None, None
-        if "consistency" in names:
-            known["consistency"] = _consistency(script_args, model, url)
-        if "edit" in names:
-            known["edit"] = rewards.EditReward(model, url)
+        own = replace(script_args, judge_model=model, judge_url=script_args.eval_judge_url)
+        known |= {name: load_reward(name, own) for name in ("consistency", "edit") if name in names}
     return [known.get(name) or load_reward(name, script_args) for name in names]
-
-
-def _consistency(script_args: ScriptArguments, model: str, url: str | None) -> Callable:
-    return rewards.ConsistencyReward(
-        model, url, question=script_args.judge_question, max_pairs=script_args.judge_max_pairs
-    )
 
 
 def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
