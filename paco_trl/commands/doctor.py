@@ -10,9 +10,9 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from trl import TrlParser
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.export import save_adapter, save_transformer
+from ..checkpointing.weights import gather_weights, load_weights, trained_parameters
 from ..data import split_grid
 from ..hub.account import check_base_model, check_repository
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
@@ -92,71 +93,55 @@ class DoctorState:
 
 def check_versions(state: DoctorState) -> Row:
     """Compare installed versions with the package's lower bounds, and describe the device."""
-    versions = {}
-    for name in (_PACKAGE, *_VERSIONS):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    device = "no CUDA device"
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
         bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
-        device = f"{torch.cuda.device_count()} x {properties.name}, {bf16} bf16"
-    else:
-        device = "no CUDA device"
-    finding = f"{', '.join(f'{name} {version}' for name, version in versions.items())}; {device}"
-
-    try:
-        requirements = map(Requirement, importlib.metadata.requires(_PACKAGE) or [])
-    except importlib.metadata.PackageNotFoundError:
+        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_properties(0).name}, {bf16} bf16"
+    versions = {name: _version_of(name) for name in (_PACKAGE, *_VERSIONS)}
+    finding = f"{', '.join(f'{name} {version}' for name, version in versions.items() if version)}; {device}"
+    if versions[_PACKAGE] is None:
         return Row(WARNING, finding, f"{_PACKAGE} is not installed, so its requirements are unknown: install it.")
     unmet = {}
-    for requirement in requirements:
+    for requirement in map(Requirement, importlib.metadata.requires(_PACKAGE) or []):
+        name, version = requirement.name, _version_of(requirement.name)
         is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        if is_extra and requirement.name not in _VERSIONS:
-            continue  # tools for development
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            if not is_extra:
-                unmet[requirement.name] = f"{requirement.name} is missing, needed is {requirement.specifier}"
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            unmet[requirement.name] = f"{requirement.name} is {version}, needed is {requirement.specifier}"
-    if unmet:
-        return Row(
-            WARNING,
-            f"{'; '.join(unmet.values())}. ({finding})",
-            f"Install them: `pip install -U {' '.join(unmet)}`.",
-        )
-    return Row(OK, finding)
+        if is_extra and (name not in _VERSIONS or version is None):
+            continue  # tools for development, or not used
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            unmet[name] = f"{name} is {version or 'missing'}, needed is {requirement.specifier}"
+    if not unmet:
+        return Row(OK, finding)
+    return Row(
+        WARNING, f"{'; '.join(unmet.values())}. ({finding})", f"Install them: `pip install -U {' '.join(unmet)}`."
+    )
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_configuration(state: DoctorState) -> Row:
     """Check the settings, and how a round divides."""
-    with _warnings_of(_PACKAGE) as warned:
-        state.script_args, args = state.parse()
+    (state.script_args, args), warned = _with_warnings(state.parse)
     state.output_dir, state.resume_from_checkpoint = args.output_dir, args.resume_from_checkpoint
     state.push_to_hub = args.push_to_hub
-    args.output_dir, args.push_to_hub = state.temporary_dir, False
-    args.resume_from_checkpoint = None
-    layout = args.round_layout
-    finding = layout.describe()
+    args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
+    finding = args.round_layout.describe()
     if args.num_iterations > 1:
-        steps = layout.num_optimizer_steps * args.num_iterations
+        steps = args.round_layout.num_optimizer_steps * args.num_iterations
         finding += f" With `num_iterations` = {args.num_iterations}: {steps} optimizer steps a round."
     state.args = args
-    if warned:
-        return Row(WARNING, finding, " ".join(warned))
-    return Row(OK, finding)
+    return Row(WARNING if warned else OK, finding, warned)
 
 
 def check_output_folder(state: DoctorState) -> Row:
     """Check the real output directory for a checkpoint to resume from, or for other checkpoints."""
-    with _warnings_of(_PACKAGE) as warned:
-        checkpoint = find_checkpoint(state.output_dir, state.resume_from_checkpoint)
+    checkpoint, warned = _with_warnings(lambda: find_checkpoint(state.output_dir, state.resume_from_checkpoint))
     if checkpoint is not None:
-        return Row(WARNING if warned else OK, f"The run continues from '{checkpoint}'.", " ".join(warned))
+        return Row(WARNING if warned else OK, f"The run continues from '{checkpoint}'.", warned)
     found = checkpoints_of(state.output_dir)
     if found:
         return Row(
@@ -227,16 +212,12 @@ def check_data(state: DoctorState) -> Row:
         f"{steps / steps_per_round:g} round(s)."
     )
     repeated = Counter(dataset["prompt"])
-    surplus = len(dataset) - len(repeated)
-    if surplus:
-        prompt, count = repeated.most_common(1)[0]
-        findings.append(f"{surplus} row(s) repeat a prompt; {prompt[:40]!r}... is there {count} times.")
-        return Row(
-            WARNING,
-            " ".join(findings),
-            "They are used more often than the others: remove them if that is not intended.",
-        )
-    return Row(OK, " ".join(findings))
+    if len(dataset) == len(repeated):
+        return Row(OK, " ".join(findings))
+    prompt, count = repeated.most_common(1)[0]
+    surplus = f"{len(dataset) - len(repeated)} row(s) repeat a prompt; {prompt[:40]!r}... is there {count} times."
+    advice = "They are used more often than the others: remove them if that is not intended."
+    return Row(WARNING, " ".join([*findings, surplus]), advice)
 
 
 def _examine_prompts(dataset: Dataset, args: PaCoGRPOConfig, where: str) -> str:
@@ -301,9 +282,10 @@ def check_model(state: DoctorState) -> Row:
         generator.prepare()
     state.trainer = trainer
     state.generator = generator
-    parameters = list(trainer.model.parameters())
-    num_trained = sum(p.numel() for p in parameters if p.requires_grad)
-    num_frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    trained_weights = list(trained_parameters(trainer.model).values())
+    num_trained = sum(p.numel() for p in trained_weights)
+    num_frozen = sum(p.numel() for p in trainer.model.parameters()) - num_trained
+    missing: list[str] = []
     if isinstance(trainer.model, PeftModel):
         adapter = trainer.model.peft_config[trainer.model.active_adapter]
         layers = trainer.model.base_model.targeted_module_names
@@ -315,23 +297,22 @@ def check_model(state: DoctorState) -> Row:
         )
         missing = _missing_targets(adapter.target_modules, layers)
     else:
-        dtype = next(p.dtype for p in parameters if p.requires_grad)
+        dtype = trained_weights[0].dtype
         trained = f"no adapter: all weights of the transformer are trained, {num_trained:,} parameters in {dtype}"
         trained += f", {num_frozen:,} frozen." if num_frozen else "."
-        missing = []
     finding = (
         f"{type(trainer.pipeline).__name__} ({type(trainer.family).__name__}) on {trainer.accelerator.device}, "
         f"{trainer.compute_dtype}; {trained} Trained at {_listed(generator.sizes)} (multiples of "
         f"{trainer.size_multiple} pixels)."
     )
-    if missing:
-        return Row(
-            FAILED,
-            f"No layer of the transformer is named {', '.join(missing)}. {finding}",
-            "Correct `lora_target_modules`, or leave it out for the family's default: "
-            f"{', '.join(trainer.family.lora_target_modules)}.",
-        )
-    return Row(OK, finding)
+    if not missing:
+        return Row(OK, finding)
+    defaults = ", ".join(trainer.family.lora_target_modules)
+    return Row(
+        FAILED,
+        f"No layer of the transformer is named {', '.join(missing)}. {finding}",
+        f"Correct `lora_target_modules`, or leave it out for the family's default: {defaults}.",
+    )
 
 
 def _missing_targets(target_modules: list[str] | set[str] | str, layers: list[str]) -> list[str]:
@@ -373,6 +354,7 @@ def check_memory(state: DoctorState) -> Row:
     )
     zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin is not None else None
     is_full = not isinstance(trainer.model, PeftModel)
+    trained_weights = list(trained_parameters(trainer.model).values())
     encoders = {
         name: weights_bytes(encoder)
         for name in trainer.family.text_encoders
@@ -380,13 +362,13 @@ def check_memory(state: DoctorState) -> Row:
     }
     estimate = estimate_memory(
         weights_bytes(trainer.model, trainable=False),
-        sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        sum(p.numel() for p in trained_weights),
         sum(encoders.values()),
         weights_bytes(pipeline.vae),
         buffer,
         layout.num_processes,
         zero_stage,
-        next(p.element_size() for p in trainer.model.parameters() if p.requires_grad),
+        trained_weights[0].element_size(),
         args.ds3_gather_for_generation,
         has_ema=getattr(args, "ema_decay", None) is not None and not args.ema_offload,
         reference_bytes=0 if trainer.ref_model is None else weights_bytes(trainer.ref_model),
@@ -426,13 +408,10 @@ def _latent_channels(vae) -> int:
 def _describe_optimizer(optim: str) -> str:
     """Describe the optimizer, whose states are counted as those of AdamW in float32."""
     name = getattr(optim, "value", optim)
-    if "8bit" in name:
-        return f"optimizer (`{name}`, counted as AdamW in float32; 8-bit: a quarter of the states)"
-    return (
-        "AdamW"
-        if name.startswith("adamw_torch") and "4bit" not in name
-        else f"optimizer (`{name}`, counted as AdamW in float32)"
-    )
+    if name.startswith("adamw_torch") and "8bit" not in name and "4bit" not in name:
+        return "AdamW"
+    note = "; 8-bit: a quarter of the states" if "8bit" in name else ""
+    return f"optimizer (`{name}`, counted as AdamW in float32{note})"
 
 
 def _fits(estimate: MemoryEstimate, total: int | None, is_full: bool = False) -> tuple[str, str]:
@@ -510,11 +489,8 @@ def check_ratio(state: DoctorState) -> Row:
             f"({args.epsilon:g}) can be rounding: then set `ratio_tolerance` above it.",
         )
     if not any(gradients):
-        return Row(
-            FAILED,
-            f"{finding} What is trained gets no gradient.",
-            "Find out what cuts the graph in the transformer.",
-        )
+        advice = "Find out what cuts the graph in the transformer."
+        return Row(FAILED, f"{finding} What is trained gets no gradient.", advice)
     return Row(OK, finding)
 
 
@@ -531,8 +507,7 @@ def _adapter_round_trip(state: DoctorState) -> Row:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                noise = torch.randn(parameter.shape, generator=rng) * _ADAPTER_STD
-                parameter.copy_(noise.to(parameter.device, parameter.dtype))
+                parameter.copy_(torch.randn(parameter.shape, generator=rng) * _ADAPTER_STD)
     with model.disable_adapter():
         base = generator.generate()
     tuned = generator.generate()
@@ -540,8 +515,7 @@ def _adapter_round_trip(state: DoctorState) -> Row:
     # A second copy of a large model may not fit: the adapter's layers are removed from the transformer, and loaded again
     # from the files
     with tempfile.TemporaryDirectory() as folder:
-        trained = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
-        save_adapter(model, pipeline, trained, folder)
+        save_adapter(model, pipeline, gather_weights(model, trained_parameters(model), zero_stage=0), folder)
         transformer = model.unload()
         loaded = PeftModel.from_pretrained(transformer, folder)
         with_peft = generator.generate_with(loaded)
@@ -556,8 +530,8 @@ def _adapter_round_trip(state: DoctorState) -> Row:
         {"PeftModel.from_pretrained": with_peft, "pipe.load_lora_weights": with_diffusers},
         "Random weights in the adapter",
         "The adapter has no effect on the image: check `lora_target_modules`.",
-        "The saved files do not hold the adapter that was trained: checkpoints of this run would generate something else. "
-        "Check the versions of peft and diffusers (first row), and the scale `lora_alpha / r` in the files.",
+        "adapter",
+        "the versions of peft and diffusers (first row), and the scale `lora_alpha / r` in the files",
     )
 
 
@@ -566,18 +540,16 @@ def _transformer_round_trip(state: DoctorState) -> Row:
     model, device = trainer.model, trainer.accelerator.device
     rng = torch.Generator().manual_seed(state.args.seed)
     base = generator.generate()
-    originals = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
+    weights = trained_parameters(model)
+    originals = gather_weights(model, weights, zero_stage=0)
     try:
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in originals:
-                    scale = _WEIGHT_NOISE * parameter.float().square().mean().sqrt().item()
-                    noise = torch.randn(parameter.shape, generator=rng) * scale
-                    parameter.add_(noise.to(parameter.device, parameter.dtype))
+            for parameter in weights.values():
+                scale = _WEIGHT_NOISE * parameter.float().square().mean().sqrt().item()
+                parameter.add_((torch.randn(parameter.shape, generator=rng) * scale).to(parameter))
         tuned = generator.generate()
         with tempfile.TemporaryDirectory() as folder:
-            trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-            save_transformer(model, trained, folder)
+            save_transformer(model, {name: p.detach() for name, p in weights.items()}, folder)
             loaded = type(model).from_pretrained(folder, subfolder="transformer")
             # A second copy of a large model may not fit on the device
             model.to("cpu")
@@ -585,10 +557,7 @@ def _transformer_round_trip(state: DoctorState) -> Row:
     finally:
         loaded = None
         model.to(device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in originals:
-                    parameter.copy_(originals[name])
+        load_weights(model, originals, zero_stage=0)
     return _compare_loaded(
         trainer.compute_dtype,
         base,
@@ -596,9 +565,8 @@ def _transformer_round_trip(state: DoctorState) -> Row:
         {f"{type(model).__name__}.from_pretrained": reloaded},
         "Noise in the transformer's weights",
         "The weights have no effect on the image: find out which weights the pipeline uses.",
-        "The saved files do not hold the transformer that was trained: checkpoints of this run would generate "
-        "something else. Check the version of diffusers (first row), and that the transformer's config and weights can be "
-        "saved.",
+        "transformer",
+        "the version of diffusers (first row), and that the transformer's config and weights can be saved",
     )
 
 
@@ -609,7 +577,8 @@ def _compare_loaded(
     loaded: dict[str, Generation],
     change: str,
     without_effect: str,
-    with_difference: str,
+    saved: str,
+    possible_causes: str,
 ) -> Row:
     """Compare what was loaded again, by the name of the loading function, with what was saved."""
     effect = (tuned.latents - base.latents).abs().max().item()
@@ -623,7 +592,12 @@ def _compare_loaded(
     if not (math.isfinite(effect) and effect > 0):
         return Row(FAILED, finding, without_effect)
     if not all(value <= tolerance * effect for value in differences.values()):
-        return Row(FAILED, finding, with_difference)
+        return Row(
+            FAILED,
+            finding,
+            f"The saved files do not hold the {saved} that was trained: checkpoints of this run would generate something "
+            f"else. Check {possible_causes}.",
+        )
     return Row(OK, finding)
 
 
@@ -653,18 +627,16 @@ def check_reward_values(state: DoctorState) -> list[Row]:
         scored = [value for value in values if value is not None]
         shown = ", ".join("None" if value is None else f"{value:.4g}" for value in values)
         finding = f"{len(images)} images of one prompt: {shown}; {len(values) - len(scored)} None."
+        verdict, advice = OK, ""
         if not scored:
-            rows.append(Row(FAILED, finding, "No image could be scored: find out why the reward returns None.", title))
+            verdict, advice = FAILED, "No image could be scored: find out why the reward returns None."
         elif len(scored) > 1 and len(set(scored)) == 1:
-            advice = (
-                "A group whose values are all equal teaches nothing. If most prompts are like that, use a finer "
-                "reward or another prompt; watch `frac_reward_zero_std`."
-            )
-            rows.append(Row(WARNING, finding, advice, title))
+            verdict = WARNING
+            advice = "A group whose values are all equal teaches nothing. If most prompts are like that, use a finer "
+            advice += "reward or another prompt; watch `frac_reward_zero_std`."
         elif len(scored) < len(values):
-            rows.append(Row(WARNING, finding, "Images that get None are left out: find out why.", title))
-        else:
-            rows.append(Row(OK, finding, check=title))
+            verdict, advice = WARNING, "Images that get None are left out: find out why."
+        rows.append(Row(verdict, finding, advice, title))
     return rows
 
 
@@ -726,9 +698,8 @@ def examine(arguments: list[str], console: Console) -> list[Row]:
 
 
 def _make(check: Check, state: DoctorState) -> list[Row]:
-    missing = [name for name in check.needs if not getattr(state, name)]
-    if missing:
-        return [Row(SKIPPED, f"needs: {', '.join(_FOUND_BY[name] for name in missing)}")]
+    if missing := [_FOUND_BY[name] for name in check.needs if not getattr(state, name)]:
+        return [Row(SKIPPED, f"needs: {', '.join(missing)}")]
     if check.examine in _GENERATING and state.args.deepspeed_plugin is not None:
         finding = "DeepSpeed places the model on its device only when training begins."
         return [Row(SKIPPED, finding, "Run the doctor without it, on one GPU, to make this check.")]
@@ -748,21 +719,15 @@ def _parser() -> TrlParser:
     )
 
 
-@contextmanager
-def _warnings_of(name: str) -> Iterator[list[str]]:
-    """Collect the warnings of a logger."""
-    messages = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Collector(logging.WARNING)
-    logging.getLogger(name).addHandler(handler)
+def _with_warnings(function: Callable[[], Any]) -> tuple[Any, str]:
+    """Call a function, and return its result with the warnings that the package logged."""
+    handler, logger = BufferingHandler(1000), logging.getLogger(_PACKAGE)
+    handler.setLevel(logging.WARNING)
+    logger.addHandler(handler)
     try:
-        yield messages
+        return function(), " ".join(record.getMessage() for record in handler.buffer)
     finally:
-        logging.getLogger(name).removeHandler(handler)
+        logger.removeHandler(handler)
 
 
 def _message(error: Exception) -> str:
