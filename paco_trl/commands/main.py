@@ -30,6 +30,12 @@ def name_first(arguments: list[str], option: str) -> list[str]:
     return [option, *arguments] if arguments and not arguments[0].startswith("-") else arguments
 
 
+def say(command: str, message: str) -> None:
+    """Write a message of a command to stderr."""
+    sys.stderr.write(f"paco-trl {command}: {message}\n")
+    sys.stderr.flush()
+
+
 def main(arguments: list[str] | None = None) -> int | str | None:
     """Run a command; return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -42,16 +48,17 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         return 2
     # An unknown option is shown with its value, and this one is secret
     if arguments[0] != "doctor" and any(word.replace("-", "_").startswith("__hub_token") for word in arguments):
-        sys.stderr.write(
-            f"paco-trl {arguments[0]}: a token must not be on the command line, where others can read it. Log in with "
-            "`hf auth login`, or set the environment variable HF_TOKEN.\n"
+        say(
+            arguments[0],
+            "a token must not be on the command line, where others can read it. Log in with `hf auth login`, or set the "
+            "environment variable HF_TOKEN.",
         )
         return 2
     module, _ = COMMANDS[arguments[0]]
     try:
         return import_module(module).main(arguments[1:])
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"paco-trl {arguments[0]}: {error}\n")
+        say(arguments[0], str(error))
         return 1
     except SystemExit as end:  # argparse, after `--help` or a value of the wrong type
         return end.code

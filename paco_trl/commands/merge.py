@@ -32,7 +32,7 @@ from ..hub.licenses import base_license
 from ..rewards.paco_reward import has_processor, load_judge_adapter, safetensors_of
 from ..rollout.loading import load_transformer_adapter
 from ..utils.names import check_adapter_base
-from .main import name_first
+from .main import name_first, say
 from .options import option
 from .push import find_saved_model
 
@@ -130,7 +130,7 @@ def _find_adapter(name: str) -> str:
     if folder.is_dir() and checkpoints_of(folder):
         newest = find_saved_model(folder)
         if newest != folder:
-            _say(f"Merging the newest model of '{name}': '{newest}'.")
+            say("merge", f"Merging the newest model of '{name}': '{newest}'.")
             name = str(newest)
     if cached_file(name, _CONFIG, _raise_exceptions_for_missing_entries=False) is None:
         raise ValueError(
@@ -215,7 +215,7 @@ def _staged(output_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    _say("Writing the merged weights.")
+    say("merge", "Writing the merged weights.")
     try:
         yield
     except (OSError, SafetensorError) as error:  # a full disk is either
@@ -360,11 +360,6 @@ def _describe(merged: Merged, output_dir: str, seconds: float) -> str:
             f"dtype=torch.{dtype})",
         ]
     return "\n".join([*lines, ""])
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"{_PROGRAM}: {message}\n")
-    sys.stderr.flush()
 
 
 def main(arguments: list[str]) -> int:

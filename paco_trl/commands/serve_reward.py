@@ -11,18 +11,19 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil  # type: ignore[import-untyped]
+import requests
 from safetensors import SafetensorError, safe_open
 from trl import TrlParser
 
 from ..rewards.judge import JudgeUnavailableError
 from ..utils.addresses import is_loopback
+from .main import say
 from .options import option
 
 
@@ -134,10 +135,10 @@ def find_adapter(model: str) -> Adapter | None:
             "adapter_config.json is empty. Put the model's Hub id or directory there."
         )
 
-    def find(name: str) -> str | None:
-        return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-
-    weights = find("adapter_model.safetensors")
+    names = ("adapter_model.safetensors", "processor_config.json", "preprocessor_config.json")
+    weights, *processor_files = (
+        cached_file(model, name, _raise_exceptions_for_missing_entries=False) for name in names
+    )
     if weights is None:
         raise ValueError(
             f"The adapter {model!r} has no adapter_model.safetensors. Other formats are pickles, which can run code; "
@@ -161,17 +162,14 @@ def find_adapter(model: str) -> Adapter | None:
         revision=config.get("revision"),
         rank=rank,
         has_vision_layers=any(_VISION_LAYERS.search(name) for name in shapes),
-        image_size=_image_size(find("processor_config.json"), find("preprocessor_config.json")),
+        image_size=_image_size(*processor_files),
     )
 
 
-def _image_size(processor_file: str | None, image_processor_file: str | None) -> dict[str, Any] | None:
+def _image_size(*files: str | None) -> dict[str, Any] | None:
     """Return the `size` of an image processor whose limits are numbers of pixels."""
-    config = {}
-    if image_processor_file is not None:
-        config = json.loads(Path(image_processor_file).read_text(encoding="utf-8"))
-    if processor_file is not None:
-        config = json.loads(Path(processor_file).read_text(encoding="utf-8")).get("image_processor") or config
+    processor, config = (json.loads(Path(file).read_text(encoding="utf-8")) if file else {} for file in files)
+    config = processor.get("image_processor") or config
     size = config.get("size") or {}
     # Files of older versions have the limits under their own names
     edges = {
@@ -273,15 +271,11 @@ class Server:
         except ProcessLookupError:
             return False
         # One that has ended and that has no parent waiting for it, as in a container without an init, stays in the group
-        states = []
-        for file in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, group = file.read_text(errors="replace").rpartition(")")[2].split()[:3]
-            except OSError:  # has ended meanwhile
-                continue
-            if int(group) == self.process.pid:
-                states.append(state)
-        return not states or any(state != "Z" for state in states)
+        for process in psutil.process_iter(["status"]):
+            with suppress(ProcessLookupError):  # has ended meanwhile
+                if os.getpgid(process.pid) == self.process.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
 
 
 class _Failure(RuntimeError):
@@ -321,13 +315,6 @@ def _check_address(host: str, port: int) -> None:
         ) from error
 
 
-def _server_url(host: str, port: int) -> str:
-    """Return the address of the server as seen from this machine."""
-    # Wildcard addresses cannot be connected to
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 @contextmanager
 def _stop_signals():
     """Provide an event that is set when the command should stop."""
@@ -344,13 +331,10 @@ def _stop_signals():
             signal.signal(number, handler)
 
 
-def _is_healthy(url: str) -> bool:
-    # Not through a proxy, which does not know this machine's own addresses
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _is_healthy(session: requests.Session, url: str) -> bool:
     try:
-        with opener.open(f"{url}/health", timeout=2.0) as response:
-            return response.status == 200
-    except (OSError, urllib.error.URLError):
+        return session.get(f"{url}/health", timeout=2.0).status_code == 200
+    except requests.RequestException:
         return False
 
 
@@ -359,8 +343,7 @@ class _Check(threading.Thread):
 
     def __init__(self, url: str, model: str):
         super().__init__(daemon=True)
-        self.url = url
-        self.model = model
+        self.url, self.model = url, model
         self.error: Exception | None = None
 
     def run(self) -> None:
@@ -368,8 +351,10 @@ class _Check(threading.Thread):
             # Takes long to import, and the server longer to start
             from ..rewards.served_judge import ServedJudge
 
-            while not _is_healthy(self.url):
-                time.sleep(_POLL)
+            with requests.Session() as session:
+                session.trust_env = False  # a proxy does not know this machine's own addresses
+                while not _is_healthy(session, self.url):
+                    time.sleep(_POLL)
             # A server that calls itself healthy may fail at its first query
             judge = ServedJudge(base_url=f"{self.url}/v1", model=self.model)
             # The first answer of a server that has just started may take longer than later ones
@@ -422,7 +407,9 @@ def _serve(args: ServeArguments) -> None:
     if not is_loopback(args.host):
         _warn_of_the_network(args.host)
 
-    url = _server_url(args.host, args.port)
+    # Wildcard addresses cannot be connected to
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(args.host, args.host)
+    url = f"http://[{host}]:{args.port}" if ":" in host else f"http://{host}:{args.port}"
     with _stop_signals() as stopped:
         server = Server(command)
         try:
@@ -435,39 +422,29 @@ def _serve(args: ServeArguments) -> None:
                     raise _ended(server, "by itself")
         finally:
             if server.process.poll() is None:
-                _say("Stopping vLLM.")
+                say("serve-reward", "Stopping vLLM.")
             server.stop()
 
 
 def _warn_of_the_network(host: str) -> None:
+    guard = f"Without a key everyone there can use the server: put one into {API_KEY_VARIABLE}."
     if os.environ.get(API_KEY_VARIABLE):
         guard = "The key guards the addresses below /v1, and not all others that vLLM has."
-    else:
-        guard = f"Without a key everyone there can use the server: put one into {API_KEY_VARIABLE}."
-    _say(f"Warning: `--host` is {host}, which other machines may reach. {guard} Keep it in a network that you trust.")
+    say(
+        "serve-reward",
+        f"Warning: `--host` is {host}, which other machines may reach. {guard} Keep it in a network that you trust.",
+    )
 
 
 def _announce(args: ServeArguments, url: str, adapter: Adapter | None) -> None:
-    lines = [
-        "",
-        f"The judge is ready: {args.served_model_name!r} at {url}/v1",
-        "",
-        "    from paco_trl.rewards import ConsistencyReward",
-        f'    reward = ConsistencyReward(base_url="{url}/v1", model="{args.served_model_name}")',
-        "",
-    ]
-    if os.environ.get(API_KEY_VARIABLE):
-        lines.insert(-1, f"    (with the same {API_KEY_VARIABLE} in the environment)")
-    if adapter is not None:
-        lines.insert(2, f"The base model: {args.served_model_name + '-base'!r}")
-    lines += ["Ctrl-C stops it.", ""]
-    sys.stdout.write("\n".join(lines))
+    name = args.served_model_name
+    base = "" if adapter is None else f"The base model: {name + '-base'!r}\n"
+    key = f"    (with the same {API_KEY_VARIABLE} in the environment)\n" if os.environ.get(API_KEY_VARIABLE) else ""
+    sys.stdout.write(
+        f"\nThe judge is ready: {name!r} at {url}/v1\n{base}\n    from paco_trl.rewards import ConsistencyReward\n"
+        f'    reward = ConsistencyReward(base_url="{url}/v1", model="{name}")\n{key}\nCtrl-C stops it.\n'
+    )
     sys.stdout.flush()
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"{_PROGRAM}: {message}\n")
-    sys.stderr.flush()
 
 
 def main(arguments: list[str]) -> int:
@@ -478,15 +455,12 @@ def main(arguments: list[str]) -> int:
         usage=f"{_PROGRAM} [options] [-- options of vllm serve]",
         description="Starts vLLM for a judge, checks it with a query, and runs until it is stopped.",
     )
-    own, further = arguments, []
-    if "--" in arguments:
-        place = arguments.index("--")
-        own, further = arguments[:place], arguments[place + 1 :]
-    (args,) = parser.parse_args_and_config(own)
+    place = [*arguments, "--"].index("--")
+    (args,) = parser.parse_args_and_config(arguments[:place])
     try:
         # After those of a YAML file: vLLM uses the last of a repeated option
-        _serve(replace(args, vllm_args=args.vllm_args + further))
+        _serve(replace(args, vllm_args=args.vllm_args + arguments[place + 1 :]))
     except _Failure as failure:
-        _say(str(failure))
+        say("serve-reward", str(failure))
         return failure.exit_code
     return 0
