@@ -21,19 +21,6 @@ from .rendering import metadata, renamed, render_card, save_card
 
 
 __all__ = [
-    "Evaluation",
-    "ImageModelCard",
-    "ImageSettings",
-    "JudgeCard",
-    "JudgeSettings",
-    "LoRA",
-    "Published",
-    "Result",
-    "Reward",
-    "Table",
-    "load_reference_card",
-    "metadata",
-    "renamed",
-    "render_card",
-    "save_card",
-]
+    "Evaluation", "ImageModelCard", "ImageSettings", "JudgeCard", "JudgeSettings", "LoRA", "Published", "Result",
+    "Reward", "Table", "load_reference_card", "metadata", "renamed", "render_card", "save_card",
+]  # fmt: skip

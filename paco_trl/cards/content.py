@@ -66,11 +66,8 @@ class ImageSettings:
 
     def rows(self, lora: LoRA | None) -> Iterator[tuple[str, str]]:
         """Yield the rows of the card's table: a setting and its value."""
-        prompts, generations, steps = (
-            self.num_prompts_per_generation,
-            self.num_generations,
-            self.optimizer_steps_per_generation,
-        )
+        prompts, generations = self.num_prompts_per_generation, self.num_generations
+        steps = self.optimizer_steps_per_generation
         yield from _given(("optimizer steps", self.optimizer_steps))
         if prompts is not None and generations is not None and steps is not None:
             batch = self.per_device_train_batch_size
@@ -93,10 +90,8 @@ class ImageSettings:
             chosen = f", {self.num_sde_steps} of them at random in each round" if self.num_sde_steps else ""
             shared = self.images_per_prefix or 1
             branches = f"; {shared} images share the steps before the first" if shared > 1 else ""
-            yield (
-                "stochastic steps",
-                f"{self.sde_type}, noise level {self.noise_level}, steps {self.sde_steps}{chosen}{branches}",
-            )
+            kind = f"{self.sde_type}, noise level {self.noise_level}"
+            yield "stochastic steps", f"{kind}, steps {self.sde_steps}{chosen}{branches}"
         if self.tail_steps is not None:
             yield "images seen by the rewards", f"{self.tail_steps} steps after the last stochastic one, a short tail"
         yield from lora.rows() if lora is not None else ()

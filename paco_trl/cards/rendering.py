@@ -2,7 +2,6 @@
 """Render a card as Markdown with the Hub's metadata."""
 
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -170,13 +169,10 @@ def _results(card: ImageModelCard | JudgeCard) -> list[Result]:
 
 def _interval(fraction: float, count: int) -> str:
     """Compute the 95 % interval of a fraction (Wilson) of independent pairs."""
-    z = 1.96
-    middle, spread = (
-        fraction + z * z / (2 * count),
-        z * math.sqrt(fraction * (1 - fraction) / count + (z / (2 * count)) ** 2),
-    )
-    low, high = ((middle + sign * spread) / (1 + z * z / count) for sign in (-1, 1))
-    return f"{max(low, 0):.4f} to {min(high, 1):.4f}"
+    from scipy.stats import binomtest  # takes a second to import
+
+    interval = binomtest(round(fraction * count), count).proportion_ci(method="wilson")
+    return f"{interval.low:.4f} to {interval.high:.4f}"
 
 
 def _serve_options(card: JudgeCard) -> list[str]:

@@ -8,18 +8,10 @@ from pathlib import Path
 PICTURES = ["contact_sheet.png", "curves.png", "evaluation.png", "resolution_transfer.png", "tail_transfer.png"]
 _JUDGE_PICTURES = ["eval*_calibration.png", "eval*_wrong_pairs.png"]
 _PROCESSOR = [
-    "added_tokens.json",
-    "chat_template.jinja",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "video_preprocessor_config.json",
-    "vocab.json",
-]
+    "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json", "processor_config.json",
+    "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "video_preprocessor_config.json", "vocab.json",
+]  # fmt: skip
 _JUDGE_CARD = ["README.md", *_JUDGE_PICTURES]
 
 # Patterns; `*` does not cross directories. An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
