@@ -315,15 +315,31 @@ def _check_address(host: str, port: int) -> None:
         ) from error
 
 
+class _Stopped:
+    """Flag that signal handlers set. Not an `Event`, whose lock the wait that they interrupt may hold."""
+
+    is_set = False
+
+    def set(self, *_) -> None:
+        """Set the flag, as a signal handler."""
+        self.is_set = True
+
+    def after(self, seconds: float) -> bool:
+        """Wait, and return whether the flag is set."""
+        if not self.is_set:
+            time.sleep(seconds)
+        return self.is_set
+
+
 @contextmanager
 def _stop_signals():
-    """Provide an event that is set when the command should stop."""
-    stopped = threading.Event()
+    """Provide a flag that is set when the command should stop."""
+    stopped = _Stopped()
     previous = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Those that are ignored (`nohup`) stay ignored
         if signal.getsignal(number) != signal.SIG_IGN:
-            previous[number] = signal.signal(number, lambda *_: stopped.set())
+            previous[number] = signal.signal(number, stopped.set)
     try:
         yield stopped
     finally:
@@ -364,12 +380,12 @@ class _Check(threading.Thread):
             self.error = error
 
 
-def _wait_until_ready(server: Server, check: _Check, stopped: threading.Event, timeout: float) -> bool:
+def _wait_until_ready(server: Server, check: _Check, stopped: _Stopped, timeout: float) -> bool:
     """Wait until the judge has answered; return `False` if the command should stop before."""
     deadline = time.monotonic() + timeout
     check.start()
     while check.is_alive() and server.process.poll() is None:
-        if stopped.wait(_POLL):
+        if stopped.after(_POLL):
             return False
         if time.monotonic() > deadline:
             raise _Failure(
@@ -380,7 +396,7 @@ def _wait_until_ready(server: Server, check: _Check, stopped: threading.Event, t
         # The query may have ended the server, whose exit shows only after the broken connection
         deadline = time.monotonic() + _EXIT_WAIT
         while server.process.poll() is None and time.monotonic() < deadline:
-            if stopped.wait(_POLL):
+            if stopped.after(_POLL):
                 return False
     if server.process.poll() is not None:
         raise _ended(server, "before it was ready")
@@ -417,7 +433,7 @@ def _serve(args: ServeArguments) -> None:
             if not _wait_until_ready(server, check, stopped, args.startup_timeout):
                 return
             _announce(args, url, adapter)
-            while not stopped.wait(_POLL):
+            while not stopped.after(_POLL):
                 if server.process.poll() is not None:
                     raise _ended(server, "by itself")
         finally:
