@@ -26,7 +26,7 @@ help:
 	$(PYTHON) -m venv .venv-uv
 	.venv-uv/bin/pip install --quiet uv
 
-# Made anew when the dependencies change
+# Made again when the dependencies change
 .venv/.installed: setup.cfg pyproject.toml | $(filter .venv-uv/bin/uv,$(UV))
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
 	$(UV) pip install --quiet --python $(BIN)/python -e ".[dev]"
@@ -49,7 +49,7 @@ test-lowest: | $(filter .venv-uv/bin/uv,$(UV))
 	.venv-lowest/bin/python -m pytest -m "not slow and not vllm" -n 2 --dist loadfile --no-loadscope-reorder tests
 
 # By pip, since uv does not find the CPU build of torch that vLLM pins. The packages that are taken out again come as
-# CUDA builds, which do not load beside it, and nothing here uses them.
+# CUDA builds, which do not load next to it, and nothing here uses them.
 .venv-vllm/.installed: tests/vllm_environment/requirements.txt
 	$(PYTHON) -m venv --clear .venv-vllm
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -r $<

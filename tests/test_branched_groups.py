@@ -236,6 +236,9 @@ class TestFlux:
         message = "`images_per_prefix` is 2, but.*argument `encoder_hidden_states`.*FluxPipeline makes"
         with pytest.raises(RuntimeError, match=message):
             flux.generate(BRANCHES, arguments=arguments)
+        arguments["prompt_embeds"][2:] = torch.nan  # which differs from itself
+        with pytest.raises(RuntimeError, match=r"image\(s\) \[2, 3\].*not finite before the first stochastic step"):
+            flux.generate(BRANCHES, arguments=arguments)
 
     @pytest.mark.parametrize(
         ("sde", "keys"),

@@ -21,7 +21,7 @@ PHRASES = [
 FORBIDDEN = re.compile(rf"(?<![\w/.-])({'|'.join(PHRASES)})(?![\w/(=])", re.IGNORECASE)
 # Names and code are not prose: they are those of other libraries, or what users already wrote down
 CODE = re.compile(r"```.*?```|\w+ \(\[?`|`[^`\n]*`|\{[^{}]*\}|https?://\S+|\]\([^)]*\)", re.DOTALL)
-PAGES = ["*.md", "docs/*.md", "examples/**/*.md", "examples/**/*.yaml", "benchmarks/*.md"]
+PAGES = ["*.md", "Makefile", "setup.cfg", "docs/*.md", "examples/**/*.md", "examples/**/*.yaml", "benchmarks/*.md"]
 PYTHON = ["paco_trl/**/*.py", "examples/**/*.py", "benchmarks/*.py"]
 FILES = sorted(path for pattern in PAGES + PYTHON for path in ROOT.glob(pattern))
 # Prompts behind stored results, words that models and older cards are searched for, and the step `draw`

@@ -409,13 +409,13 @@ class TestIdentity:
         # Started anew in its own folder: it is said, and goes on
         run = Run(context, tiny_flux, earlier, save_strategy="no", eval_strategy="no")
         assert run.state()["global_step"] == 8
-        assert "has checkpoints of this very run, the latest 'checkpoint-6'" in run.output_text()
+        assert "has checkpoints of this run, the latest 'checkpoint-6'" in run.output_text()
         assert "other settings" not in run.output_text()
 
     def test_a_folder_without_checkpoints(self, context, tiny_flux, tmp_path):
         run = Run(context, tiny_flux, tmp_path / "out", max_steps=1, save_strategy="no", eval_strategy="no")
         assert run.state()["global_step"] == 1
-        assert "checkpoints of this very run" not in run.output_text()
+        assert "checkpoints of this run" not in run.output_text()
 
 
 # Rewards that draw nothing: the generators of other processes are others

@@ -372,7 +372,7 @@ class TestCeilings:
     def test_the_defaults_are_a_half(self, make_trainer):
         settings = {"max_reward_failures": 1.0}
         assert self.run(make_trainer, {0: 4, 1: 4}, **settings).state.global_step == 2
-        with pytest.raises(RuntimeError, match="raise the ceilings"):
+        with pytest.raises(RuntimeError, match="raise the limits"):
             self.run(make_trainer, {0: 4, 1: 4, 2: 1}, **settings)
 
     def test_a_required_reward_may_fail_for_one_image_in_a_hundred(self, make_trainer):

@@ -254,7 +254,7 @@ class TestReport:
         expected = np.mean([spearmanr(unrelated[group], full[group]).statistic for group in groups])
         assert other.correlation == pytest.approx(expected) and abs(expected) < 0.4
         assert other.low < expected < other.high
-        assert math.isnan(equal.correlation) and "all ranks within prompts at the short tail are 0" in equal.note
+        assert math.isnan(equal.correlation) and "all ranks within prompts with the short tail are 0" in equal.note
         # With the differences between prompts they agree
         (plain,) = resolution_transfer(ScorePairs(prompts, {"r": unrelated + offsets}, {"r": full + offsets}))
         assert plain.correlation > 0.9
@@ -335,3 +335,9 @@ class TestRuns:
             json.loads((each.output / "evaluation" / "tail_transfer.json").read_text()) for each in (alone, run)
         ]
         assert reports[0][0]["training_mean"] == pytest.approx(reports[1][0]["training_mean"], abs=1e-5)
+
+
+def test_a_tail_without_a_stochastic_step_is_refused():
+    assert SDESettings((), 0.7).num_steps(10) == 10
+    with pytest.raises(ValueError, match="`tail_steps` is 2, but there is no stochastic step"):
+        SDESettings((), 0.7, tail_steps=2)

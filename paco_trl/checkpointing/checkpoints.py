@@ -247,7 +247,7 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
             )
     if found and settings is not None:
         logger.warning(
-            f"`output_dir` ('{output_dir}') has checkpoints of this very run, the latest '{found[0].name}', and it "
+            f"`output_dir` ('{output_dir}') has checkpoints of this run, the latest '{found[0].name}', and it "
             "starts from scratch. To resume it, pass `resume_from_checkpoint=True`."
         )
 

@@ -28,6 +28,7 @@ class Sides(NamedTuple):
 
     training: str
     inference: str
+    preposition: str
     correlation: str
     advice: str
     is_within_prompts: bool = False  # whether ranks of a prompt's images are correlated, in place of scores
@@ -36,6 +37,7 @@ class Sides(NamedTuple):
 RESOLUTIONS = Sides(
     "training resolution",
     "inference resolution",
+    "at",
     "correlation over images",
     f"Low is below {LOW_CORRELATION}: the paper trains with correlations of 0.725 to 0.848 at half the resolution, and "
     "training fails at a quarter of it, where the consistency reward has 0.669. Raise `resolution_scale`, or compare more "
@@ -44,6 +46,7 @@ RESOLUTIONS = Sides(
 TAILS = Sides(
     "short tail",
     "full tail",
+    "with",
     "rank correlation within prompts",
     f"Low is below {LOW_CORRELATION} (our choice). Raise `tail_steps`, or compare more prompts to narrow the intervals.",
     is_within_prompts=True,
@@ -63,7 +66,7 @@ class ScorePairs:
         if self.training.keys() != self.inference.keys():
             raise ValueError(
                 f"`training` has the rewards {sorted(self.training)} and `inference` {sorted(self.inference)}. Score "
-                "both resolutions with the same rewards."
+                "both sides with the same rewards."
             )
         sides = {"training": self.training, "inference": self.inference}
         for side, reward in ((side, reward) for side, scores in sides.items() for reward in scores):
@@ -116,6 +119,9 @@ def resolution_transfer(
     """
     Correlate the scores at the training resolution with those at the inference resolution, for each reward.
 
+    For `TAILS`, the scores with a short tail ("training") with those with the full one ("inference"): the ranks of each
+    prompt's images are correlated.
+
     Training at a reduced resolution helps at the inference resolution as far as both give the same images high scores.
     The interval is a percentile bootstrap over prompts, because images of one prompt are not independent. A resample
     whose scores are all the same has no correlation and is left out. With few prompts such intervals are somewhat narrow:
@@ -135,7 +141,7 @@ def resolution_transfer(
     Returns:
         `list[ResolutionTransfer]`: one result per reward, in the order of `pairs.training`. A reward with fewer than 3
         pairs, or whose scores are all the same at one resolution, has no correlation; one with a single prompt has no
-        interval. Its `note` tells so.
+        interval. Its `note` says why.
     """
     results = []
     for reward in pairs.training:
@@ -183,7 +189,7 @@ def transfer_warning(results: list[ResolutionTransfer], sides: Sides = RESOLUTIO
         return None
     return "\n".join(
         [
-            f"The scores of these rewards at the {sides.training} say little about the {sides.inference} "
+            f"The scores of these rewards {sides.preposition} the {sides.training} say little about the {sides.inference} "
             f"({sides.correlation}, with its interval over prompts):",
             *lines,
             sides.advice,
@@ -208,14 +214,17 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
     for index, result in enumerate(results):
         axes = figure.add_subplot(rows, columns, index + 1)
         training, inference, prompts = pairs.scored(result.reward)
+        what = "score"
+        if pairs.sides.is_within_prompts:
+            training, inference, what = _ranks_within(training, prompts), _ranks_within(inference, prompts), "rank"
         if len(training):
             ends = [min(training.min(), inference.min()), max(training.max(), inference.max())]
             axes.plot(ends, ends, linestyle="--", linewidth=0.8, color="gray", zorder=1)
             axes.scatter(training, inference, s=12, c=[color_of[prompt] for prompt in prompts], zorder=2)
         title = "no correlation" if math.isnan(result.correlation) else f"r {result.interval_text()}"
         axes.set_title(f"{result.reward}\n{title}", fontsize=9)
-        axes.set_xlabel(f"score at the {pairs.sides.training}", fontsize=8)
-        axes.set_ylabel(f"score at the {pairs.sides.inference}", fontsize=8)
+        axes.set_xlabel(f"{what} {pairs.sides.preposition} the {pairs.sides.training}", fontsize=8)
+        axes.set_ylabel(f"{what} {pairs.sides.preposition} the {pairs.sides.inference}", fontsize=8)
         axes.tick_params(labelsize=7)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -237,7 +246,7 @@ def _undefined(training: np.ndarray, inference: np.ndarray, sides: Sides) -> str
     for side, scores in ((sides.training, training), (sides.inference, inference)):
         if np.ptp(scores) <= 1e-12 * np.abs(scores).max():  # the rounding of their arithmetic
             what = "ranks within prompts" if sides.is_within_prompts else "scores"
-            return f"no correlation: all {what} at the {side} are {scores[0]:.6g}"
+            return f"no correlation: all {what} {sides.preposition} the {side} are {scores[0]:.6g}"
     return ""
 
 

@@ -57,8 +57,8 @@ class RewardSet:
             if is_needed and fraction > ceiling:
                 raise RewardError(
                     f"In {where} the required reward '{name}' gave no value (None) for {fraction:.1%} of "
-                    f"{len(rewards)} images; the ceiling is `max_reward_failures` = {ceiling:g}. The warnings above may "
-                    "say why. To continue anyway, raise the ceiling or make the reward optional (`reward_required`)."
+                    f"{len(rewards)} images; the limit is `max_reward_failures` = {ceiling:g}. The warnings above may "
+                    "say why. To continue anyway, raise the limit or make the reward optional (`reward_required`)."
                 )
 
     def check_excluded(
@@ -78,9 +78,9 @@ class RewardSet:
         raise RewardError(
             f"In {where} {(~is_valid).sum().item()} of {len(is_valid)} images ({images_lost:.0%}) are "
             f"excluded and {(~groups).sum().item()} of {len(groups)} prompts ({groups_lost:.0%}) have fewer than two "
-            f"scored images. The ceilings are `max_excluded_images` = {max_images:g} and "
+            f"scored images. The limits are `max_excluded_images` = {max_images:g} and "
             f"`max_excluded_groups` = {max_groups:g}. {self.describe_missing(rewards)} Find out why None is returned; to "
-            "continue anyway, raise the ceilings."
+            "continue anyway, raise the limits."
         )
 
     def check_scored(self, rewards: torch.Tensor, ceiling: float) -> None:
@@ -90,7 +90,8 @@ class RewardSet:
             return
         raise RewardError(
             f"{missing.sum().item()} of {len(missing)} evaluation images could not be scored, more than "
-            f"`max_excluded_images` = {ceiling:g} allows. {self.describe_missing(rewards)} Find out why."
+            f"`max_excluded_images` = {ceiling:g} allows. {self.describe_missing(rewards)} Find out why, "
+            "or raise the limit."
         )
 
     def metrics(self, rewards: torch.Tensor, details: AggregationDetails, num_generations: int) -> dict[str, float]:

@@ -148,11 +148,12 @@ class PipelinePolicy:
             height (`int`), width (`int`):
                 Size in pixels.
             num_inference_steps (`int`):
-                Number of denoising steps.
+                Number of denoising steps of the full schedule.
             guidance_scale (`float`):
                 Guidance scale.
             noise_keys (`list[tuple[int, ...]]`):
-                Key of each image's noise, see [`keyed_generator`].
+                Key of each image's noise, see [`keyed_generator`]; the initial noise of a branch is that of its first
+                image.
             sde ([`SDESettings`], *optional*):
                 Stochastic steps. If `None`, the pipeline's own ODE generates the images.
             record_mean (`bool`, *optional*, defaults to `False`):
@@ -328,6 +329,8 @@ class PipelinePolicy:
             if is_list and len(value) == rows and name not in self.family.unbatched_arguments:
                 narrowed[name] = _first_rows(value, copies)
                 if not _is_same(_widen(narrowed[name], copies), value):
+                    if all(torch.is_tensor(row) for row in value):  # NaN equals nothing
+                        _check_latents(torch.stack(list(value)), "before the first stochastic step")
                     raise RuntimeError(
                         f"`images_per_prefix` is {copies}, but before the first stochastic step {copies} images that "
                         f"should be the same differ in the argument `{name}` of the transformer: "
@@ -536,12 +539,12 @@ def _check_pixels(module: nn.Module, args: tuple, pixels: Any) -> None:
         )
 
 
-def _check_latents(latents: torch.Tensor) -> None:
+def _check_latents(latents: torch.Tensor, when: str = "after the last denoising step") -> None:
     is_finite = torch.isfinite(latents).flatten(1).all(dim=1)  # (B,)
     if not is_finite.all():
         raise RuntimeError(
             f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(latents)} are not "
-            "finite after the last denoising step; their pixels would be black, and scored like any others. The weights "
+            f"finite {when}; their pixels would be black, and scored like any others. The weights "
             "are not finite, or overflow in their dtype: check `grad_norm` and the learning rate, and resume from an "
             "earlier checkpoint."
         )

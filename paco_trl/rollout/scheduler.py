@@ -38,6 +38,12 @@ class SDESettings:
     images_per_prefix: int = 1
     tail_steps: int | None = None
 
+    def __post_init__(self):
+        if self.tail_steps is not None and not self.steps:
+            raise ValueError(
+                f"`tail_steps` is {self.tail_steps}, but there is no stochastic step that it could follow."
+            )
+
     def num_steps(self, num_inference_steps: int) -> int:
         """Return the number of denoising steps in place of a full schedule's."""
         return num_inference_steps if self.tail_steps is None else max(self.steps) + 1 + self.tail_steps
@@ -66,7 +72,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """
     [`~diffusers.FlowMatchEulerDiscreteScheduler`] that samples an SDE step at chosen indices.
 
-    Without `sde`, or with noise level 0, it acts as its parent. Samples keep the dtype of the pipeline's latents: with
+    Without `sde`, or with noise level 0 and no `tail_steps`, it acts as its parent. Samples keep the dtype of the pipeline's latents: with
     float32 latents the full trajectory is float32, whatever the dtype of the model.
 
     Build it with [`FlowMatchSDEScheduler.from_scheduler`].
@@ -120,7 +126,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         super().set_timesteps(*args, **kwargs)
         self._tail_start, self._x0 = math.inf, None
         if self.sde is not None and self.sde.tail_steps is not None:
-            # Evenly spaced indices of the schedule are evenly spaced times before its shift
+            # At evenly spaced indices of the schedule, between which its sigmas are interpolated
             self._tail_start = start = max(self.sde.steps) + 1
             indices = np.linspace(start, len(self.timesteps), self.sde.tail_steps + 1)
             tail = np.interp(indices, np.arange(len(self.sigmas)), self.sigmas.tolist())

@@ -89,7 +89,7 @@ class Evaluator:
         """
         Generate rows by the pipeline's ODE, or as in training with `sde`, and score them.
 
-        The noise depends on seed, row and number alone.
+        The noise depends on the seed, the place of the row in `numbers` and the number of the image alone.
         """
         args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
         generations, num_steps, batch = args.num_generations_eval, args.num_inference_steps_eval, 1

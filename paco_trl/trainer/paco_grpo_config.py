@@ -90,7 +90,7 @@ REFUSED_FIELDS = {
     "parallelism_config": "the pipeline generates with the full transformer; use data parallelism or DeepSpeed",
     "auto_find_batch_size": "the batch size is part of the arithmetic of a round",
     "save_only_model": "a run cannot resume exactly without the optimizer's state",
-    "enable_jit_checkpoint": "it saves amid an optimizer step; runs resume exactly from their last checkpoint",
+    "enable_jit_checkpoint": "it saves in the middle of an optimizer step; runs resume exactly from their last checkpoint",
     **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "`evaluate()` generates in the precision of training"),
     "fp16": "log-probabilities of flow-matching models are not reliable in fp16; use bf16 or float32",
 }  # fmt: skip

@@ -21,7 +21,7 @@ _OPTIMIZER = (
 _ADJUSTABLE = (
     "seed", "per_device_train_batch_size", "height", "width", "resolution_scale", "num_inference_steps",
     "guidance_scale", "negative_prompt", "detach_unconditional", "sde_type", "sde_steps", "num_sde_steps",
-    "noise_level", "images_per_prefix", "tail_steps", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
+    "noise_level", "tail_steps", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
     "multi_objective_aggregation", "log_tame_threshold", "scale_rewards", "advantage_clip", "shuffle_dataset", "bf16",
     "max_grad_norm", "warmup_steps",
 )  # fmt: skip
@@ -57,6 +57,8 @@ def adjustable_settings(
         "num_prompts_per_generation": layout.num_prompts,
         "num_generations": layout.num_generations,
         **{name: getattr(args, name) for name in _ADJUSTABLE},
+        # `None` is what a checkpoint from before this option is read as
+        "images_per_prefix": args.images_per_prefix if args.images_per_prefix > 1 else None,
         # A schedule that ends depends on where
         "max_steps": None if args.lr_scheduler_type == "constant" else args.max_steps,
         "rewards": rewards.names,
