@@ -214,7 +214,7 @@ class TestOptions:
 
     def test_configs_of_the_paper_index_are_valid(self, tmp_path):
         calls = [call for _, code in blocks(ROOT / "docs" / "paper_index.md", "python") for call in config_calls(code)]
-        assert len(calls) == 6
+        assert len(calls) == 7
         for call in calls:
             settings = {keyword.arg: eval(ast.unparse(keyword.value)) for keyword in call.keywords}
             settings |= {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
