@@ -32,12 +32,7 @@ class StagedCheckpoint:
         self.folder = stage_folder(output_dir, step)
 
     def write(self, part: Callable[[Path], Any]) -> None:
-        """
-        Write a part of the checkpoint. Every process calls it, and all stop if one fails.
-
-        A failed process must not leave the others in a collective of the next part. (DeepSpeed's own saving is one part,
-        which can still wait for a process whose disk is full.)
-        """
+        """Write a part of the checkpoint. Every process calls it, and all stop if one fails."""
         problem = None
         try:
             part(self.folder)
@@ -61,12 +56,7 @@ class StagedCheckpoint:
 def staged_checkpoint(
     output_dir: str | Path, step: int, accelerator: Accelerator, should_save: bool, run: dict
 ) -> Iterator[StagedCheckpoint]:
-    """
-    Write a checkpoint next to the others and rename it when every process, all of which enter, has written its parts.
-
-    `should_save` is for the process that writes what is written once; `run` is what the checkpoint belongs to. Raise
-    `RuntimeError` if it cannot be written, on whichever process; existing checkpoints are unchanged.
-    """
+    """Write a checkpoint aside and rename it when every process is done; raise `RuntimeError` on all if one fails."""
     staged = StagedCheckpoint(output_dir, step, accelerator, should_save)
 
     def make(folder: Path) -> None:

@@ -120,11 +120,7 @@ def checkpoints_of(output_dir: str | Path) -> list[Path]:
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
-    """
-    Find the checkpoint to resume from: a directory, or with `True` the latest complete one of the output directory.
-
-    Raise `ValueError` if it does not exist or is incomplete.
-    """
+    """Find the complete checkpoint to resume from: a directory, or with `True` the latest of the output directory."""
     # The command line gives "True" as text
     if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
         resume_from_checkpoint = resume_from_checkpoint.lower() == "true"
@@ -178,11 +174,7 @@ def _differences(saved: dict, now: dict) -> str:
 def check_resumed_run(
     checkpoint: Path, identity: dict, settings: dict, num_processes: int, is_deepspeed: bool
 ) -> None:
-    """
-    Check that this run can resume from a checkpoint, before any model is loaded.
-
-    `identity` (base model, adapter, dataset) must be the same. Other adjustable `settings` are allowed, with a warning.
-    """
+    """Check that a checkpoint has the same `identity`, and warn of other `settings`, before any model is loaded."""
     saved = read_run(checkpoint) or {}
     if different := _differences(saved.get("identity", {}), identity):
         raise ValueError(
@@ -220,11 +212,7 @@ def check_resumed_run(
 
 
 def check_output_folder(output_dir: str | Path, identity: dict, settings: dict | None = None) -> None:
-    """
-    Refuse to start in the directory of another run: a later `resume_from_checkpoint=True` takes the highest number.
-
-    `identity` and `settings` are as in [`check_resumed_run`]; `settings` only for a run that starts from scratch.
-    """
+    """Refuse to start in the directory of another run: `resume_from_checkpoint=True` would take its checkpoints."""
     found = checkpoints_of(output_dir)
     for checkpoint in found:
         saved = read_run(checkpoint)

@@ -8,12 +8,7 @@ from .weights import gather_weights, local_weights, split_weights
 
 
 class EMA:
-    """
-    Exponential moving average of the trained weights, in float32.
-
-    After each optimizer step, `average = decay * average + (1 - decay) * weights`; it starts at the initial weights. Each
-    process keeps its local part: a partition under ZeRO-3, otherwise all. With `offload` it is in CPU memory.
-    """
+    """Average trained weights in float32, starting at the initial ones; each process keeps its local part."""
 
     def __init__(self, model: nn.Module, decay: float, zero_stage: int, offload: bool):
         self.model = model

@@ -17,19 +17,13 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """
-    Save an adapter, with full weights by name, so that both ways of loading it give the same image.
-
-    `PeftModel.from_pretrained(pipe.transformer, folder)` reads `adapter_model.safetensors`,
-    `pipe.load_lora_weights(folder)` reads `pytorch_lora_weights.safetensors`. In the latter the scale of each layer,
-    `lora_alpha / r`, is multiplied into its up matrix: ComfyUI and others read no metadata and scale by 1.
-    """
+    """Save an adapter for `PeftModel.from_pretrained` and for `load_lora_weights`, which give the same image."""
     # `save_embedding_layers="auto"` would request from the Hub the base model's vocabulary
     model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     lora = get_peft_model_state_dict(model, state_dict=state_dict, save_embedding_layers=False)
     adapter = model.active_adapter
     scales = {name: layer.scaling[adapter] for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
-    layers = {}
+    layers = {}  # with their scale, `lora_alpha / r`: ComfyUI and others read no metadata and scale by 1
     for name, tensor in lora.items():
         layer, is_up, _ = name.partition(".lora_B.")
         if is_up:
@@ -46,12 +40,7 @@ def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor]
 
 
 def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """
-    Save a full trained transformer in diffusers' format, in the directory `transformer`, in float32 as it was trained.
-
-    `FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")` reads it, for the pipeline's
-    `transformer=`. `state_dict` has the trained weights; buffers and the rest are added from the transformer.
-    """
+    """Save a full trained transformer in diffusers' format, in the directory `transformer`, in float32."""
     folder = Path(folder) / "transformer"
     folder.mkdir(parents=True, exist_ok=True)
     transformer.save_config(folder)
@@ -61,9 +50,8 @@ def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor]
     config.pop("_name_or_path", None)
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     buffers = {name: value for name, value in transformer.state_dict().items() if name not in state_dict}
-    save_torch_state_dict(
-        {**buffers, **state_dict}, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
-    )
+    pattern = "diffusion_pytorch_model{suffix}.safetensors"
+    save_torch_state_dict({**buffers, **state_dict}, folder, filename_pattern=pattern)
 
 
 def save_trained(model: nn.Module, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Access the trained weights, in the model or in DeepSpeed's float32 masters.
-
-The local weights of a process are its partition of each weight under ZeRO-3, otherwise the full weights.
-"""
+"""Access trained weights: local ones are a process's partition of each under ZeRO-3, otherwise the full weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +13,7 @@ from torch import nn
 
 
 def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped: nn.Module) -> int:
-    """
-    Return the stage of the DeepSpeed engine that holds a model's weights, 0 without DeepSpeed and before `train()`.
-
-    An engine of stage 0 has full float32 masters like one of stage 1, and counts as 1.
-    """
+    """Return the DeepSpeed stage of a model (1 for 0: both have full masters); 0 without, and before `train()`."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return 0 if plugin is None or wrapped is model else max(plugin.zero_stage, 1)
 
@@ -33,12 +25,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def all_gradients_needed(model: nn.Module, unused_layers: Sequence[str] = ()) -> Iterator[None]:
-    """
-    Raise `ValueError`, on every process, if a backward in this context leaves a trained weight without a gradient.
-
-    With DDP, gradients would then not be averaged over the processes in the first step, and the second would fail.
-    `unused_layers` may have none.
-    """
+    """Raise `ValueError` on every process if a backward leaves a trained, used weight without a gradient."""
     # By hooks: DeepSpeed takes gradients out of `.grad` as they come
     parameters, seen = trained_parameters(model), set()
     handles = [
@@ -85,11 +72,7 @@ def local_weights(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
 def gather_weights(
     model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int, keep: bool = True
 ) -> dict[str, torch.Tensor]:
-    """
-    Return copies of the full weights on the CPU, from the local weights of all processes. Every process calls it.
-
-    `keep=False` returns nothing: a full transformer need not be in memory once per process.
-    """
+    """Return full weights on the CPU, or nothing unless kept, from the local ones. Every process calls it."""
     full = {}
     for name, parameter in trained_parameters(model).items():
         value = local[name]
@@ -135,11 +118,7 @@ def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: in
 
 @contextmanager
 def swapped(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_stage: int) -> Iterator[None]:
-    """
-    Use other local weights in the model's forwards in this context, and restore its own bit-exactly afterwards.
-
-    DeepSpeed's masters are not touched, only the weights that a forward reads. Without `local` nothing changes.
-    """
+    """Use other local weights in forwards, not in DeepSpeed's masters, and restore the own bit-exactly afterwards."""
     if local is None:
         yield
         return

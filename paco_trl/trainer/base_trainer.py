@@ -95,11 +95,8 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             self._prepare_hub(args)
 
     def _add_callbacks(self) -> None:
-        self.add_callback(
-            RunCallback(
-                on_train_begin=self._begin_run, on_optimizer_step=self._update_averages, on_step_end=self._end_step
-            )
-        )
+        events = {"on_optimizer_step": self._update_averages, "on_step_end": self._end_step}
+        self.add_callback(RunCallback(on_train_begin=self._begin_run, **events))
         self.add_callback(TrainingTimeCallback())
         self.add_callback(CurvesCallback(self.args.plot_curves))
 
@@ -125,22 +122,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         check_resumed_run(checkpoint, self._identity, settings, args.world_size, args.deepspeed_plugin is not None)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        """
-        Train the model, see [`~transformers.Trainer.train`].
-
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*):
-                Directory of a checkpoint, or `True` for the latest complete one in the output directory. Resuming is
-                exact.
-            trial (*optional*), ignore_keys_for_eval (`list[str]`, *optional*):
-                As in [`~transformers.Trainer.train`].
-
-        Returns:
-            [`~transformers.trainer_utils.TrainOutput`].
-
-        Raises:
-            ValueError: If the checkpoint is incomplete, or it or the output directory is of another run.
-        """
+        """Train as [`~transformers.Trainer.train`] does; resuming (`True`: from the latest checkpoint) is exact."""
         args = self.args
         checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
         if checkpoint is None:
@@ -175,9 +157,8 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
                 self.averages[file].load_state_dict(load_file(checkpoint / file))
             elif checkpoint is not None and file != EMA_WEIGHTS:  # EMA may start here
                 raise ValueError(
-                    f"'{checkpoint}' has no {file}: it is not a checkpoint of {type(self).__name__}, and the old policy's "
-                    "weights are missing. To continue from its adapter, pass the directory as `peft_config` and set "
-                    "another `output_dir`."
+                    f"'{checkpoint}' has no {file}, the old policy's weights: it is not of {type(self).__name__}. "
+                    "Pass the directory as `peft_config` and set another `output_dir` to continue from its adapter."
                 )
         if checkpoint is not None:
             self._load_round(checkpoint)
@@ -296,11 +277,8 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             return
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
-                name, saved = type(callback).__name__, callback.state()
-                if isinstance(state.stateful_callbacks[name], list):
-                    state.stateful_callbacks[name].append(saved)
-                else:
-                    state.stateful_callbacks[name] = saved
+                name, saved, of = type(callback).__name__, callback.state(), state.stateful_callbacks
+                of[name] = [*of[name], saved] if isinstance(of[name], list) else saved
         state.save_to_json(str(folder / STATE))
 
     def _load_round(self, checkpoint: Path) -> None:
@@ -309,15 +287,10 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
         settings = self._adjustable_settings(self.args)
-        changed = [
-            name for name in settings
-            if name not in AFTER_GENERATION and run["course"].get(name) != settings[name]
-        ]  # fmt: skip
-        if changed:
-            logger.warning(
-                f"'{checkpoint}' is in the middle of a round that was generated with other values of "
-                f"{', '.join(changed)}: it is generated again."
-            )
+        before = settings.keys() - set(AFTER_GENERATION)
+        if changed := [name for name in settings if name in before and run["course"].get(name) != settings[name]]:
+            message = f"'{checkpoint}' is in the middle of a round that was generated with other values of"
+            logger.warning(f"{message} {', '.join(changed)}: it is generated again.")
             return
         device, is_offloaded = self.accelerator.device, self.args.offload_embeddings
         state = load_round(checkpoint, index, device, is_offloaded)
@@ -340,17 +313,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
     # ---- Files, card, Hub ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, use_ema: bool = True) -> None:
-        """
-        Save the trained weights with their card and images, and upload them with `push_to_hub`. Every process calls it.
-
-        An adapter is saved in PEFT's and diffusers' formats, a full transformer in diffusers'.
-
-        Args:
-            output_dir (`str`, *optional*):
-                Directory. If `None`, `args.output_dir`.
-            use_ema (`bool`, *optional*, defaults to `True`):
-                Whether to save the averaged weights (`ema_decay`). If `False`, those of the last step.
-        """
+        """Save trained weights (`use_ema=False`: of the last step), card and images. Every process calls it."""
         folder = output_dir if output_dir is not None else self.args.output_dir
         keep = self.args.should_save
         if self.ema is not None and use_ema:
@@ -375,12 +338,10 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         base_model = self.pipeline.name_or_path or type(self.pipeline).__name__
         is_adapter = isinstance(self.model, PeftModel)
         rewards = (self.reward_funcs, self.reward_func_names, self.reward_weights.tolist())
-        evaluations = []
+        evaluations, judges = [], self.evaluator.rewards
         if use_ema or args.ema_decay is None:  # evaluations are of the average
             datasets = [*self.eval_dataset] if isinstance(self.eval_dataset, dict) else [None]
-            evaluations = evaluation_rows(
-                history, datasets, self.evaluator.rewards.functions, self.evaluator.rewards.names
-            )
+            evaluations = evaluation_rows(history, datasets, judges.functions, judges.names)
         return ImageModelCard(
             **self._card_fields(base_model, step=step, **fields),
             lora=lora_of(self.model, self.trained_from),

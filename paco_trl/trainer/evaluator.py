@@ -86,11 +86,7 @@ class Evaluator:
         scale: float = 1.0,
         sde: SDESettings | None = None,
     ) -> Evaluation:
-        """
-        Generate rows by the pipeline's ODE, or as in training with `sde`, and score them.
-
-        The noise depends on the seed, the place of the row in `numbers` and the number of the image alone.
-        """
+        """Generate rows by the ODE, or as in training with `sde`, and score them; noise is by seed, row and number."""
         args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
         generations, num_steps, batch = args.num_generations_eval, args.num_inference_steps_eval, 1
         if sde is not None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formulas of the objectives. `(B,)` and `(B, ...)` are the shapes of one value and one latent per image.
-
-DiffusionNFT is https://huggingface.co/papers/2509.16117.
-"""
+"""Formulas of the objectives, of shape (B,) or (B, ...). DiffusionNFT: https://huggingface.co/papers/2509.16117."""
 
 from typing import NamedTuple
 

@@ -262,11 +262,9 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader that only counts micro-steps; `_prepare_inputs` fetches each row once per round."""
         # Called when training begins: reset the state of an earlier `train()`
-        self.buffer = None
         self.statistics.clear()
-        self._step, self._train_time = 0, 0.0
-        self._is_first_backward = True
-        self._encoded_for_max_steps = None
+        self._step, self._train_time, self._is_first_backward = 0, 0.0, True
+        self.buffer = self._encoded_for_max_steps = None
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
@@ -283,8 +281,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
                     f"Training resumes in the middle of round {round_index}, whose images are not in the checkpoint: "
                     "they are generated again, with the current weights."
                 )
-            started = time.perf_counter()
-            self.buffer = None  # frees the old round before the new one is generated
+            started, self.buffer = time.perf_counter(), None  # frees the old round before the new one is generated
             self.buffer = self._generate_and_score_completions(round_index)
             self.buffer.seconds = time.perf_counter() - started
             self._generation_time += self.buffer.seconds
@@ -365,21 +362,15 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         return buffer
 
     def _generate_round(
-        self,
-        round_index: int,
-        micro_batches: np.ndarray,
-        row_numbers: list[int],
-        fetched: FetchedRows,
-        sde: SDESettings,
+        self, round_index: int, mine: np.ndarray, row_numbers: list[int], fetched: FetchedRows, sde: SDESettings
     ) -> tuple[list[Image.Image], list[list[RecordedStep]]]:
         """Generate this process's images of a round, and record the trained steps of each micro-batch."""
         images: list[Image.Image] = []
         records: list[list[RecordedStep]] = []
         is_hidden = self.args.disable_tqdm or not self.accelerator.is_main_process
         with self.sampler.ready():
-            for micro_batch in tqdm(
-                micro_batches.tolist(), desc=f"Round {round_index}: generating", disable=is_hidden, leave=False
-            ):
+            desc = f"Round {round_index}: generating"
+            for micro_batch in tqdm(mine.tolist(), desc=desc, disable=is_hidden, leave=False):
                 rows = [row_numbers[image // self.num_generations] for image in micro_batch]
                 noise_keys = [
                     self.schedule.noise_key(round_index, row, image % self.num_generations)
@@ -468,10 +459,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         else:
             surrogate = clipped_surrogate(log_prob, record.log_prob, advantages, self.epsilon_low, self.epsilon_high)
         loss = surrogate.loss  # (B,)
-        kl = torch.zeros_like(loss)
-        if ref_mean is not None:
-            kl = gaussian_kl(mean, ref_mean, std)
-            loss = loss + self.beta * kl
+        kl = torch.zeros_like(loss) if ref_mean is None else gaussian_kl(mean, ref_mean, std)
+        loss = loss + self.beta * kl
         self._record_step(record, surrogate, kl.detach(), inputs["weights"])
         # The weights divide by the images of the optimizer step on all processes, over which gradients are averaged
         return (loss * inputs["weights"]).sum() * self.accelerator.num_processes
@@ -511,24 +500,11 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """
-        Generate the evaluation prompts at full resolution from the averaged weights (`ema_decay`), with fixed noise
-        and without stochastic steps, and score them with `eval_reward_funcs`.
+        Evaluate the averaged weights (`ema_decay`) at full resolution, with fixed noise and without stochastic steps.
 
-        The untrained model is evaluated once in a run as the baseline.
-
-        Args:
-            eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
-                Prompts. If `None`, the trainer's `eval_dataset`.
-            ignore_keys (`list[str]`, *optional*):
-                Not used.
-            metric_key_prefix (`str`, *optional*, defaults to `"eval"`):
-                Prefix of the metrics.
-
-        Returns:
-            `dict[str, float]`: `eval_reward` (the weighted sum), `eval_rewards/<name>/mean` and `eval_grid_artifact`
-            ([`~paco_trl.evaluation.grid_artifact_score`]), each with a bootstrap interval over prompts (`ci_low`,
-            `ci_high`), its `baseline`, and the `gain` over it with its interval; `.../std` and `.../failure_rate`.
-            Undefined values (the deviation of a single image, the interval of one prompt) are left out.
+        Arguments are those of [`~transformers.Trainer.evaluate`]; `ignore_keys` is not used. Returns `eval_reward`, the
+        weighted sum, `eval_rewards/<name>/mean` and `eval_grid_artifact`, each with an interval over prompts, its
+        `baseline` (of the untrained model, evaluated once in a run) and its `gain`. Undefined values are left out.
         """
         eval_dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(eval_dataset, dict):

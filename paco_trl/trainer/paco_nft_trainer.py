@@ -59,9 +59,8 @@ class VelocityStatistics(StepStatistics):
         if step == 0 and deviation.sum() > _TOLERANCE**2 * size.sum():
             fraction = (deviation.sum() / size.sum()).sqrt().item()
             raise RuntimeError(
-                f"Before the first update the trained velocity must be the old one, but they differ by {fraction:.1%} "
-                "of it. Rollout and training compute different numbers: look for dropout, for layers that behave "
-                "differently with gradients, for a compiled forward."
+                f"Before the first update the trained velocity must be the old one, but they differ by {fraction:.1%}: "
+                "look for dropout, for layers that behave differently with gradients, for a compiled forward."
             )
         count = valid.sum().clamp(min=1)
         metrics = {"velocity_deviation": ((deviation * valid).sum() / count).item()}
@@ -116,8 +115,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         if type(self.family).call_at is Family.call_at:
             raise ValueError(
                 f"{type(self.family).__name__} does not define how {type(self.pipeline).__name__} calls its transformer "
-                "at another time, which DiffusionNFT requires for its noised images. Add `call_at` to the family class, "
-                "or train with `PaCoGRPOTrainer`."
+                "at another time, as DiffusionNFT requires. Add `call_at` to it, or train with `PaCoGRPOTrainer`."
             )
 
     # ---- Generation by the old policy ----
@@ -134,10 +132,8 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     def _end_step(self) -> None:
         """Update the old policy at the end of each round."""
         if self.state.global_step % self.schedule.optimizer_steps_per_round == 0:
-            args = self.args
-            self.old_policy.decay = nft_old_policy_decay(
-                self.state.global_step, args.old_policy_decay_rate, args.old_policy_max_decay
-            )
+            rate, maximum = self.args.old_policy_decay_rate, self.args.old_policy_max_decay
+            self.old_policy.decay = nft_old_policy_decay(self.state.global_step, rate, maximum)
             self.old_policy.step()
 
     def _generate_round(self, *args, **kwargs) -> tuple[list[Image.Image], list]:
@@ -194,10 +190,9 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         )  # (B, ...)
         probability = nft_reward_probability(inputs["advantages"], args.advantage_clip)  # (B,)
         loss = nft_loss(velocity, record.old_velocity, record.target, probability, args.nft_beta, record.times)  # (B,)
-        kl = torch.zeros_like(loss)
-        if reference_velocity is not None:
-            kl = velocity_error(velocity.float(), reference_velocity)
-            loss = loss + self.beta * kl
+        has_kl = reference_velocity is not None
+        kl = velocity_error(velocity.float(), reference_velocity) if has_kl else torch.zeros_like(loss)
+        loss = loss + self.beta * kl
         self.statistics.add(velocity, record.old_velocity.float(), kl, weights)
         if self.accelerator.sync_gradients:
             metrics = self.statistics.finish(self.state.global_step, self.beta > 0)

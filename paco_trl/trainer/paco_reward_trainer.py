@@ -141,15 +141,11 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             self._prepare_hub(args)
 
         # 2. The processor, with the size limit of images, and the adapter
-        init_kwargs = {
-            "dtype": "bfloat16" if args.bf16 else "float32",
-            "use_safetensors": True,
-            **(args.model_init_kwargs or {}),
-        }
+        own_kwargs = args.model_init_kwargs or {}
+        init_kwargs = {"dtype": "bfloat16" if args.bf16 else "float32", "use_safetensors": True, **own_kwargs}
+        source = {"revision": init_kwargs.get("revision"), "trust_remote_code": args.trust_remote_code}
         if processing_class is None:
-            processing_class = AutoProcessor.from_pretrained(
-                name, revision=init_kwargs.get("revision"), trust_remote_code=args.trust_remote_code
-            )
+            processing_class = AutoProcessor.from_pretrained(name, **source)
         if not isinstance(processing_class, ProcessorMixin):
             raise TypeError(
                 f"`processing_class` is a {type(processing_class).__name__}; a judge of images requires a processor "
@@ -168,8 +164,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         if not isinstance(model, PeftModel):
-            revision = init_kwargs.get("revision")
-            peft_config = complete_peft_config(peft_config, model, revision, args.trust_remote_code)
+            peft_config = complete_peft_config(peft_config, model, **source)
 
         # 3. SFTTrainer loads the model, wraps it, and gives it the fused head
         super().__init__(
@@ -194,10 +189,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         )
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled or parallelism.tp_enabled):
-            raise ValueError(
-                "Context, sequence and tensor parallelism would split a completion, whose tokens are weighted "
-                "together. Use data parallelism or DeepSpeed ZeRO."
-            )
+            reason = "Context, sequence and tensor parallelism would split a completion, whose tokens are weighted together."
+            raise ValueError(f"{reason} Use data parallelism or DeepSpeed ZeRO.")
 
         config = self._inner_model().config
         scale = scales_logits(config)
@@ -209,10 +202,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         if self.is_fsdp_enabled:
             raise ValueError(f"FSDP does not work here: {REFUSED_FIELDS['fsdp']}.")
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ValueError(
-                "Nothing of the model is trainable. Load the adapter with `PeftModel.from_pretrained(..., "
-                "is_trainable=True)`."
-            )
+            remedy = "Load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`."
+            raise ValueError(f"Nothing of the model is trainable. {remedy}")
 
         # 4. Own state
         self.base_model_name = name
@@ -286,10 +277,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         hidden_state, self._last_hidden_state = self._last_hidden_state, None
         mask = outputs.label_mask  # (B, T - 1), at the positions that predict a token of the completion
         weights = first_token_weights(mask, args.first_token_weight, args.loss_variant)
-        num_items = num_items_in_batch
-        if num_items is None:
-            num_items = num_loss_items(mask, args.first_token_weight, args.loss_variant)
-        loss = -(weights * outputs.log_probs).sum() / num_items
+        own_items = num_loss_items(mask, args.first_token_weight, args.loss_variant)
+        loss = -(weights * outputs.log_probs).sum() / (own_items if num_items_in_batch is None else num_items_in_batch)
         # DDP averages the gradients over the processes, and `num_items_in_batch` counts the items of all
         if args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
@@ -342,20 +331,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """
-        Evaluate the judge on pairs: losses, accuracy, AUROC, calibration error, and two figures in
-        `output_dir/evaluation`.
-
-        Args:
-            eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
-                Pairs. If `None`, the trainer's own.
-            ignore_keys (`list[str]`, *optional*), metric_key_prefix (`str`, *optional*, defaults to `"eval"`):
-                As in [`~transformers.Trainer`].
-
-        Returns:
-            `dict[str, float]`: the metrics. AUROC is left out when all pairs have the same answer.
-
-        Raises:
-            ValueError: If there are no pairs, or a row is invalid.
+        Evaluate the judge on pairs, as [`~transformers.Trainer.evaluate`] does: losses, accuracy, AUROC, calibration
+        error, and two figures in `output_dir/evaluation`. AUROC is left out when all pairs have the same answer.
         """
         if eval_dataset is None and self.eval_dataset is None:
             raise ValueError(
@@ -401,14 +378,11 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
     def _save_figures(self, rows: np.ndarray, decisions: Decisions, dataset: PairRows, name: str) -> None:
         folder = Path(self.args.output_dir) / "evaluation"
         folder.mkdir(parents=True, exist_ok=True)
-        step = self.state.global_step
-        p_yes, is_yes = decisions.p_yes.numpy(), decisions.is_yes.numpy()
-        metrics = self.evaluations[name]
+        step, ece = self.state.global_step, self.evaluations[name]["ece"]
+        p_yes, is_yes, title = decisions.p_yes.numpy(), decisions.is_yes.numpy(), f"{name}, step {step}"
         pictures = {
-            "calibration": plot_calibration(p_yes, is_yes, f"{name}, step {step}, {len(rows)} pairs", metrics["ece"]),
-            "wrong_pairs": plot_wrong_pairs(
-                rows, p_yes, is_yes, dataset, self.processing_class, f"{name}, step {step}"
-            ),
+            "calibration": plot_calibration(p_yes, is_yes, f"{title}, {len(rows)} pairs", ece),
+            "wrong_pairs": plot_wrong_pairs(rows, p_yes, is_yes, dataset, self.processing_class, title),
         }
         for kind, picture in pictures.items():
             file_name = name.replace("/", "_")
@@ -417,16 +391,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             self.pictures[f"{file_name}_{kind}.png"] = picture
 
     def train(self, *args, **kwargs):
-        """
-        Train the judge, and evaluate it at the end if there is an `eval_dataset`.
-
-        Args:
-            *args, **kwargs:
-                Arguments of [`~transformers.Trainer.train`], such as `resume_from_checkpoint`.
-
-        Returns:
-            [`~transformers.trainer_utils.TrainOutput`].
-        """
+        """Train as [`~transformers.Trainer.train`] does, and evaluate at the end if there is an `eval_dataset`."""
         self._sums = None
         output = super().train(*args, **kwargs)
         # The callback has evaluated the last model, which may not be the best
@@ -438,18 +403,11 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """
-        Save the adapter, the processor, the figures of the last evaluation and the card. Every process calls it.
-
-        Args:
-            output_dir (`str`, *optional*):
-                Directory. If `None`, `args.output_dir`.
-        """
+        """Save adapter, processor, figures of the last evaluation and card. Every process calls it."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         zero_stage = zero_stage_of(self.accelerator, self.model, self.model_wrapped)
-        state_dict = gather_weights(
-            self.model, local_weights(self.model, zero_stage), zero_stage, keep=self.args.should_save
-        )
+        local = local_weights(self.model, zero_stage)
+        state_dict = gather_weights(self.model, local, zero_stage, keep=self.args.should_save)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary

@@ -68,15 +68,7 @@ class PushesToHub(Trainer):
         )
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """
-        Create the repository, or check that the existing one is writable.
-
-        Args:
-            token (`str`, *optional*):
-                Token with write access. If `None`, `args.hub_token`, or that of `hf auth login`.
-            private (`bool`, *optional*):
-                Whether a new repository is private. If `None`, `args.hub_private_repo`.
-        """
+        """Create the repository, or check that it is writable. `None` is `hub_token` and `hub_private_repo`."""
         self._prepare_hub(self.args, token, private)
         if self.pusher is not None:
             self.hub_model_id = self.pusher.repo_id
@@ -108,27 +100,9 @@ class PushesToHub(Trainer):
         """
         Save the trained model with its card to `args.output_dir`, and upload it. Every process calls it.
 
-        Args:
-            commit_message (`str`, *optional*, defaults to `"End of training"`):
-                Message of the commit.
-            blocking (`bool`, *optional*, defaults to `True`):
-                Whether to wait for the upload.
-            token (`str`, *optional*):
-                Token with write access. If `None`, `args.hub_token`, or that of `hf auth login`.
-            revision (`str`, *optional*):
-                Branch. If `None`, `args.hub_revision`.
-            private (`bool`, *optional*):
-                Whether a new repository is private. If `None`, `args.hub_private_repo`.
-            **kwargs:
-                Arguments of `create_model_card`; `use_ema` also selects the saved weights.
-
-        Returns:
-            [`~huggingface_hub.CommitInfo`] on the main process; a `Future` of it with `blocking=False`.
-
-        Raises:
-            ValueError: If the repository's name is invalid, or it holds something else.
-            PermissionError: If the Hub refuses the token.
-            ConnectionError: If the upload failed. The model is saved, and `paco-trl push` uploads it later.
+        Arguments are those of [`~transformers.Trainer.push_to_hub`], and in `kwargs` those of `create_model_card`;
+        `private` is for a new repository. Returns a [`~huggingface_hub.CommitInfo`] on the main process, with
+        `blocking=False` its `Future`. After a `ConnectionError` the model is saved: `paco-trl push` uploads it later.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
@@ -160,22 +134,7 @@ class PushesToHub(Trainer):
         license: str | None = None,
         **kwargs,
     ) -> None:
-        """
-        Write the model card to `args.output_dir`.
-
-        Args:
-            model_name (`str`, *optional*):
-                Title of the card. If `None`, the name of the Hub repository or of the output directory.
-            dataset_name (`str`, *optional*):
-                Hub id of the dataset. If `None`, the one that the dataset was loaded from.
-            tags (`str` or `list[str]`, *optional*):
-                Further tags.
-            license (`str`, *optional*):
-                License. If `None`, the base model's.
-            **kwargs:
-                `use_ema` (`bool`, defaults to `True`) of trainers that average the weights: whether the card describes
-                the averaged weights, or those of the last step.
-        """
+        """Write the card, of the last step's weights with `use_ema=False`. `None` is what the run knows."""
         if self.is_world_process_zero():
             fields = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "license": license}
             render_card(self._model_card(**fields, **kwargs)).save(Path(self.args.output_dir) / "README.md")

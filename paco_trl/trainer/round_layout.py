@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of a generation round.
-
-Its `num_prompts * num_generations` images are cut into micro-batches of one image size, which are generated and trained
-as one batch, so that the replay's forward sees the batch of the rollout.
-"""
+"""Arithmetic of a round: micro-batches of one image size are generated and trained as one batch."""
 
 import math
 from dataclasses import dataclass
