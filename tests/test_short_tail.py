@@ -228,7 +228,7 @@ class TestTrainer:
             ({"tail_steps": 9}, "`tail_steps` is 9, but 8 of 10"),
             ({"tail_steps": 6, "sde_steps": [1, 4]}, "`tail_steps` is 6, but 5 of 10.*step, 4: choose from 1 to 5"),
             ({"tail_transfer_prompts": 8}, "`tail_transfer_prompts` is 8, but there is no short tail.*`tail_steps`"),
-            ({"tail_transfer_prompts": 2, "tail_steps": 4}, "`tail_transfer_prompts` is 2; a correlation needs"),
+            ({"tail_transfer_prompts": 2, "tail_steps": 4}, "`tail_transfer_prompts` is 2; it must be .*at least 3"),
         ],
         ids=str,
     )

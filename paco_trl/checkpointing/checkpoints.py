@@ -23,7 +23,6 @@ RUN_FILE = "run.json"
 STAGING = ".saving"
 
 _REPLACED = "replaced-"
-
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
@@ -133,9 +132,9 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
             raise ValueError(f"`resume_from_checkpoint` is '{checkpoint}', which is not a directory.")
         broken = incomplete_files(checkpoint)
         if broken:
+            found = f"The checkpoint '{checkpoint}' is incomplete: {_name_some(broken)} missing or truncated."
             raise ValueError(
-                f"The checkpoint '{checkpoint}' is incomplete: {_name_some(broken)} missing or truncated. Resume from "
-                "another one, or pass `resume_from_checkpoint=True` for the latest complete one of `output_dir`."
+                f"{found} Pass another one, or `resume_from_checkpoint=True` for the latest complete one."
             )
         return checkpoint
     for checkpoint in checkpoints_of(output_dir):
@@ -143,10 +142,8 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         if not broken:
             return checkpoint
         logger.warning(f"The checkpoint '{checkpoint}' is skipped: {_name_some(broken)} missing or truncated.")
-    raise ValueError(
-        f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint. Start without it, or pass "
-        "the directory of a checkpoint."
-    )
+    missing = f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint."
+    raise ValueError(f"{missing} Start without it, or pass the directory of a checkpoint.")
 
 
 def read_run(checkpoint: str | Path) -> dict | None:
@@ -192,8 +189,7 @@ def check_resumed_run(
         if saved["is_round_pending"]:
             logger.warning(
                 f"'{checkpoint}' was made by {processes}. It is in the middle of a round, whose images are stored per "
-                "process: the round is generated again, with the current weights. A checkpoint at the end of a round "
-                "resumes exactly."
+                "process: it is generated again with the current weights. At the end of a round a run resumes exactly."
             )
         else:
             logger.warning(

@@ -16,9 +16,8 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardS
     rows, layout = PromptRows(dataset, args, "the dataset"), args.round_layout
     if len(dataset) < layout.num_prompts:
         raise ValueError(
-            f"The dataset has {len(dataset)} prompts, but a round takes {layout.num_prompts} different ones. "
-            f"Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts. (A round: "
-            f"{layout.describe()})"
+            f"The dataset has {len(dataset)} prompts, but a round takes {layout.num_prompts} different ones: "
+            f"{layout.describe()} Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts."
         )
     rewards.check_dataset(dataset, "the dataset")
     return rows
@@ -56,16 +55,13 @@ def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negativ
     """Check the settings against the pipeline."""
     name, batch_size = type(pipeline).__name__, args.per_device_train_batch_size
     if args.detach_unconditional and negative_prompt is None:
-        raise ValueError(
-            f"`detach_unconditional` is for true guidance, but {name} makes no unconditional prediction at "
-            f"`guidance_scale` = {args.guidance_scale}: it would be ignored. Unset it."
-        )
+        problem = f"{name} makes no unconditional prediction at `guidance_scale` = {args.guidance_scale}"
+        raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
     most = family.max_batch_size
     if most is not None and batch_size > most:
         raise ValueError(
             f"`per_device_train_batch_size` is {batch_size}, but {type(family).__name__} generates at most {most} with "
-            f"{name} in one call. Set `per_device_train_batch_size={most}`"
-            f"{' and `images_per_prefix=1`' if args.images_per_prefix > 1 else ''}."
+            f"{name}. Set it to {most}{' and `images_per_prefix=1`' if args.images_per_prefix > 1 else ''}."
         )
 
 

@@ -101,20 +101,16 @@ class Evaluator:
         artifacts, pictures = [], []
         self.scorer.start()
         with sampler.ready():
-            for batches_of_all in tqdm(
-                padded.tolist(), desc=description, disable=args.disable_tqdm or not accelerator.is_main_process
-            ):
+            is_hidden = args.disable_tqdm or not accelerator.is_main_process
+            for batches_of_all in tqdm(padded.tolist(), desc=description, disable=is_hidden):
                 places = [number * batch // generations for number in batches_of_all]
                 fetched = sampler.fetch(rows, [numbers[place] for place in places], scale)
                 first, place = batches_of_all[accelerator.process_index] * batch, places[accelerator.process_index]
                 row = fetched.read(numbers[place])
-                keys: list[tuple[int, ...]] = [
-                    (args.seed, STREAMS["evaluation"], 0, place, image % generations)
-                    for image in range(first, first + batch)
-                ]
-                images, _ = sampler.generate(
-                    fetched, [numbers[place]] * batch, keys, sizes[numbers[place]], num_steps, sde=sde
-                )
+                noise = (args.seed, STREAMS["evaluation"], 0, place)
+                keys: list[tuple[int, ...]] = [(*noise, image % generations) for image in range(first, first + batch)]
+                number = numbers[place]
+                images, _ = sampler.generate(fetched, [number] * batch, keys, sizes[number], num_steps, sde=sde)
                 self.scorer.add([row] * batch, images, state)
                 for image, generated in enumerate(images, start=first):
                     artifacts.append(_grid_artifact(generated, period, row))
@@ -124,14 +120,9 @@ class Evaluator:
         scores = self.scorer.finish(order, state)
         _, first = np.unique(order, return_index=True)
         gathered = accelerator.gather(torch.tensor(artifacts, dtype=torch.float64, device=accelerator.device)).cpu()
-        return Evaluation(
-            scores.rewards,
-            self.rewards.total(scores.rewards),
-            gathered[torch.from_numpy(first)],
-            scores.extra,
-            scores.metrics,
-            dict(gather_object(pictures)) if processes > 1 else dict(pictures),
-        )
+        total_scores, artifacts_of_all = self.rewards.total(scores.rewards), gathered[torch.from_numpy(first)]
+        shown = dict(gather_object(pictures)) if processes > 1 else dict(pictures)
+        return Evaluation(scores.rewards, total_scores, artifacts_of_all, scores.extra, scores.metrics, shown)
 
     def baseline(
         self,
@@ -149,8 +140,7 @@ class Evaluator:
         baseline = load_baseline(folder, key) if may_load else None
         is_new = baseline is None
         if baseline is None:
-            weights = untrained()
-            if weights is None:
+            if (weights := untrained()) is None:
                 return None, False
             # A resumed run, which loads the baseline instead, must have the same random state
             with weights, preserve_rng_state(self.sampler.accelerator.device):
@@ -179,9 +169,9 @@ class Evaluator:
 def _grid_artifact(image: Image.Image, period: int, row: dict) -> float:
     try:
         score = grid_artifact_score(image, period, row["rows"], row["cols"])
+        return score if math.isfinite(score) else math.nan
     except ValueError:  # panels of less than two patches
         return math.nan
-    return score if math.isfinite(score) else math.nan
 
 
 def evaluation_metrics(
@@ -213,10 +203,9 @@ def _add_mean(
     metrics: dict[str, float], name: str, interval: str | None, values: torch.Tensor, generations: int
 ) -> None:
     valid = ~torch.isnan(values)
-    if not valid.any():
-        return
-    metrics[name] = values[valid].mean().item()
-    if interval is None:
+    if valid.any():
+        metrics[name] = values[valid].mean().item()
+    if interval is None or not valid.any():
         return
     low, high = bootstrap_interval(values.tolist(), groups=[number // generations for number in range(len(values))])
     if not math.isnan(low):

@@ -50,9 +50,9 @@ def complete_peft_config(
     if peft_config is None:
         peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
     if not isinstance(peft_config, LoraConfig):
+        kind = type(peft_config).__name__
         raise TypeError(
-            f"`peft_config` is a {type(peft_config).__name__}; a judge is trained as a LoRA adapter: pass a "
-            "`LoraConfig`, or None for the paper's."
+            f"`peft_config` is a {kind}; judges are LoRA adapters: pass a `LoraConfig`, or None (the paper's)."
         )
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type = peft_config.task_type or "CAUSAL_LM"

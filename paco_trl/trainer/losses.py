@@ -33,12 +33,8 @@ def _clip(
     clipped_ratio = torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     ratio = ratio.detach()
-    return ClippedSurrogate(
-        loss,
-        ratio,
-        is_low_clipped=(ratio < 1 - epsilon_low) & (advantages < 0),
-        is_high_clipped=(ratio > 1 + epsilon_high) & (advantages > 0),
-    )
+    is_low, is_high = (ratio < 1 - epsilon_low) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
+    return ClippedSurrogate(loss, ratio, is_low, is_high)
 
 
 def normalized_log_ratio(
@@ -84,10 +80,8 @@ def _one_per_image(value: float | torch.Tensor, like: torch.Tensor, name: str) -
     # (B, 1, ...) against (B,) would broadcast to (B, 1, ..., B) and mix the images
     value = torch.as_tensor(value, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     if value.numel() != 1 and (value.numel() != len(like) or len(value) != len(like)):
-        raise ValueError(
-            f"`{name}` has shape {tuple(value.shape)} for a batch of {len(like)} images; pass one value, or one for "
-            "each image."
-        )
+        shape = tuple(value.shape)
+        raise ValueError(f"`{name}` has shape {shape} for {len(like)} images; pass one value, or one for each image.")
     return value.flatten()  # (B,) or (1,)
 
 

@@ -30,9 +30,6 @@ LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate
 _ROWS_IN_CACHE = re.compile(r"([^/\\]+?)___[^/\\]+[/\\][^/\\]+[/\\][^/\\]+[/\\]([0-9a-f]{40})[/\\][^/\\]+$")
 
 
-# ---- Any run ----
-
-
 def hardware_of(device: torch.device, processes: int) -> str:
     """Name the hardware of a run, such as `"7 x NVIDIA H100"`."""
     if device.type == "cpu":
@@ -65,9 +62,6 @@ def lora_of(model: nn.Module, continued_from: str | None = None) -> LoRA | None:
     # A pattern, or a long list that PEFT has expanded, tells a reader little
     layers = sorted(layers) if isinstance(layers, (list, set, tuple)) and len(layers) <= 16 else None
     return LoRA(config.r, config.lora_alpha, layers, continued_from)
-
-
-# ---- Image models ----
 
 
 def image_settings(
@@ -115,8 +109,7 @@ def pipeline_call(family: Family, guidance_scale: float, negative_prompt: str | 
 
 
 def _model_of(reward: Callable) -> str | None:
-    name = getattr(reward, "model_name", None)
-    return public_name(str(name)) if name else None
+    return public_name(str(name)) if (name := getattr(reward, "model_name", None)) else None
 
 
 def reward_rows(
@@ -168,9 +161,6 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
         if getattr(args, f"{name}_prompts"):
             found[f"{name}.png"] = output_dir / "evaluation" / f"{name}.png"
     return {name: path for name, path in found.items() if path is not None and path.is_file()}
-
-
-# ---- Judges ----
 
 
 def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | None, step: int) -> JudgeSettings:

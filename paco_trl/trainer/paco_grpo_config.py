@@ -4,6 +4,7 @@
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +95,37 @@ REFUSED_FIELDS = {
     **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "`evaluate()` generates in the precision of training"),
     "fp16": "log-probabilities of flow-matching models are not reliable in fp16; use bf16 or float32",
 }  # fmt: skip
+
+
+_CHOICES = {
+    "sde_type": SDE_TYPES,
+    "multi_objective_aggregation": AGGREGATIONS,
+    "scale_rewards": ("group", "batch", "none", True, False),
+}
+_COUNTS = (
+    "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
+    "num_generations_eval", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
+    "num_iterations", "num_inference_steps_eval", "images_per_prefix",
+)  # fmt: skip
+_TRANSFERS = ("resolution_transfer_prompts", "tail_transfer_prompts")
+_FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
+# Fields, their good values, and the rule in errors
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
+    (_COUNTS, lambda v: v is None or v >= 1, "at least 1"),
+    (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
+    (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
+    (("epsilon",), lambda v: v > 0, "above 0"),
+    (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
+    (("beta",), lambda v: v >= 0, "at least 0: the weight of the KL divergence cannot be negative"),
+    (
+        ("ema_decay",),
+        lambda v: v is None or 0 < v < 1,
+        "between 0 and 1 (published code: 0.9), or None for no average",
+    ),
+    (_FRACTIONS, lambda v: 0 <= v <= 1, "a fraction of a round, from 0 to 1"),
+    (_TRANSFERS, lambda v: v == 0 or v >= 3, "0 (off) or at least 3 (10 for a useful interval of the correlation)"),
+)
 
 
 @dataclass
@@ -443,10 +475,8 @@ class PaCoGRPOConfig(GRPOConfig):
             if getattr(self.accelerator_config, name) != getattr(AcceleratorConfig(), name):
                 raise ValueError(f"`accelerator_config` sets `{name}`, which has no effect here: {_ROWS}. Unset it.")
         if set(self.activation_checkpointing_kwargs or {}) - {"use_reentrant"}:
-            raise ValueError(
-                f"`activation_checkpointing_kwargs` is {self.activation_checkpointing_kwargs}, but diffusers' "
-                "checkpointing takes no options. Unset it."
-            )
+            value = f"`activation_checkpointing_kwargs` is {self.activation_checkpointing_kwargs}"
+            raise ValueError(f"{value}, but diffusers' checkpointing takes no options. Unset it.")
         if (self.activation_checkpointing_kwargs or {}).get("use_reentrant"):
             raise ValueError(
                 "`activation_checkpointing_kwargs` (or `gradient_checkpointing_kwargs`) requests reentrant "
@@ -454,42 +484,20 @@ class PaCoGRPOConfig(GRPOConfig):
             )
 
     def _check_values(self) -> None:
-        if self.num_generations is None or self.num_generations < 2:
-            raise ValueError(
-                f"`num_generations` is {self.num_generations}, but an advantage compares an image with others of the "
-                "same prompt: it must be at least 2 (the paper uses 16)."
-            )
-        for name in (
-            "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size",
-            "num_generations_eval", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-            "num_iterations", "height", "width", "num_inference_steps_eval", "images_per_prefix",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}; it must be at least 1.")
+        # `not` instead of a reversed comparison: it refuses NaN as well
+        for names, is_good, rule in _RANGES:
+            for name in names:
+                value = getattr(self, name)
+                if not is_good(value):
+                    raise ValueError(f"`{name}` is {value}; it must be {rule}.")
         for name in ("num_generations", "per_device_train_batch_size"):
             value, branch = getattr(self, name), self.images_per_prefix
             if value % branch != 0:
                 raise ValueError(
-                    f"`{name}` is {value}, but the {branch} images of a branch (`images_per_prefix`) are generated in "
-                    f"one batch and compared in one group: it must be a multiple of {branch}. "
-                    f"{nearest_multiples(value, branch)}"
+                    f"`{name}` is {value}, but the {branch} images of a branch (`images_per_prefix`) share a batch and "
+                    f"a group: it must be a multiple of {branch}. {nearest_multiples(value, branch)}"
                 )
-        if self.num_inference_steps < 2:
-            raise ValueError(
-                f"`num_inference_steps` is {self.num_inference_steps}; it must be at least 2: the last is not stochastic."
-            )
-        if not 0 < self.resolution_scale <= 1:
-            raise ValueError(
-                f"`resolution_scale` is {self.resolution_scale}; it shrinks the inference size for training and must "
-                "be in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)."
-            )
-        choices_of = {
-            "sde_type": SDE_TYPES,
-            "multi_objective_aggregation": AGGREGATIONS,
-            "scale_rewards": ("group", "batch", "none", True, False),
-        }
-        for name, choices in choices_of.items():
+        for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
         if not self.sde_steps or len(set(self.sde_steps)) != len(self.sde_steps):
@@ -497,18 +505,14 @@ class PaCoGRPOConfig(GRPOConfig):
         last = self.num_inference_steps - 1
         for index in self.sde_steps:
             if not 0 <= index < last:
-                problem = (
-                    f"the last of {last + 1} denoising steps, whose noise would stay in the image"
-                    if index == last
-                    else f"outside the schedule of `num_inference_steps` = {last + 1} steps"
-                )
+                problem = f"outside the schedule of `num_inference_steps` = {last + 1} steps"
+                if index == last:
+                    problem = f"the last of {last + 1} denoising steps, whose noise would stay in the image"
                 raise ValueError(f"`sde_steps` has {index}, {problem}. Choose from 0 to {last - 1}.")
         self.sde_steps = sorted(self.sde_steps)
         if self.num_sde_steps is not None and not 1 <= self.num_sde_steps <= len(self.sde_steps):
-            raise ValueError(
-                f"`num_sde_steps` is {self.num_sde_steps}, but {len(self.sde_steps)} steps are named in `sde_steps` "
-                f"({self.sde_steps}) to choose from."
-            )
+            choice = f"{len(self.sde_steps)} steps are named in `sde_steps` ({self.sde_steps}) to choose from"
+            raise ValueError(f"`num_sde_steps` is {self.num_sde_steps}, but {choice}.")
         rest = last - self.sde_steps[-1]
         if self.tail_steps is not None and not 1 <= self.tail_steps <= rest:
             raise ValueError(
@@ -516,22 +520,14 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"step, {self.sde_steps[-1]}: choose from 1 to {rest}, or None for the full schedule."
             )
         if not self.noise_level > 0 or (self.sde_type == "cps" and self.noise_level > 1):
-            raise ValueError(
-                f"`noise_level` is {self.noise_level}. A policy gradient requires the log-probability of a sampled "
-                "step, and a step without noise has none: it must be above 0"
-                + (", and at most 1 for 'cps'." if self.sde_type == "cps" else " (the paper uses 0.7).")
-            )
-        for name in ("epsilon", "epsilon_high", "ratio_tolerance", "advantage_clip"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:  # refuses NaN as well
-                raise ValueError(f"`{name}` is {value}; it must be above 0{'' if name == 'epsilon' else ', or None'}.")
+            reason = "a step without noise has no log-probability for a policy gradient: it must be above 0"
+            limit = ", and at most 1 for 'cps'" if self.sde_type == "cps" else " (the paper uses 0.7)"
+            raise ValueError(f"`noise_level` is {self.noise_level}, but {reason}{limit}.")
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "
                 "and their sum by the batch, as in TRL. Unset it, or choose another `multi_objective_aggregation`."
             )
-        if not self.beta >= 0:
-            raise ValueError(f"`beta` is {self.beta}; the weight of the KL divergence cannot be negative.")
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
                 f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}: TRL's other "
@@ -543,27 +539,11 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`per_device_eval_batch_size` is {self.per_device_eval_batch_size}, but `evaluate()` generates one image "
                 "at a time on each process. Unset it; `num_generations_eval` is the number of images for each prompt."
             )
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(
-                f"`ema_decay` is {self.ema_decay}; it must be between 0 and 1 (the published code uses 0.9), or None "
-                "for no average."
-            )
         if self.reward_required is not None:
             self.reward_required = [_parse_flag(value) for value in self.reward_required]
-        for name in ("max_reward_failures", "max_excluded_images", "max_excluded_groups"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it is a fraction of a round, from 0 to 1.")
-        for name in ("resolution_transfer_prompts", "tail_transfer_prompts"):
-            if (prompts := getattr(self, name)) != 0 and prompts < 3:
-                raise ValueError(
-                    f"`{name}` is {prompts}; a correlation needs at least 3 prompts (10 for a useful interval), and 0 "
-                    "disables it."
-                )
         if self.tail_transfer_prompts and self.tail_steps is None:
-            raise ValueError(
-                f"`tail_transfer_prompts` is {self.tail_transfer_prompts}, but there is no short tail to compare. Set "
-                "`tail_steps`."
-            )
+            prompts = self.tail_transfer_prompts
+            raise ValueError(f"`tail_transfer_prompts` is {prompts}, but there is no short tail. Set `tail_steps`.")
         self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
 
 

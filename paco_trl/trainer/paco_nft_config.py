@@ -85,10 +85,8 @@ class PaCoNFTConfig(PaCoGRPOConfig):
 
     def _check_values(self) -> None:
         if self.num_inference_steps < 2:
-            raise ValueError(
-                f"`num_inference_steps` is {self.num_inference_steps}: it must be at least 2, since images are "
-                "trained at the times of all steps but the last."
-            )
+            reason = "it must be at least 2, since images are trained at the times of all steps but the last"
+            raise ValueError(f"`num_inference_steps` is {self.num_inference_steps}: {reason}.")
         # The parent checks `sde_steps`, which are not used, against the schedule
         sde_steps, self.sde_steps = self.sde_steps, [0]
         super()._check_values()
@@ -100,19 +98,11 @@ class PaCoNFTConfig(PaCoGRPOConfig):
             )
         # `not >` instead of `<=`: it refuses NaN as well
         if not self.nft_beta > 0:
-            raise ValueError(
-                f"`nft_beta` is {self.nft_beta}; it must be above 0, or nothing would be learned (the published code "
-                "uses 1 and 0.1)."
-            )
+            raise ValueError(f"`nft_beta` is {self.nft_beta}; it must be above 0 (the published code: 1 and 0.1).")
         if not self.old_policy_decay_rate >= 0:
             raise ValueError(f"`old_policy_decay_rate` is {self.old_policy_decay_rate}; it cannot be negative.")
         if not 0 <= self.old_policy_max_decay < 1:
-            raise ValueError(
-                f"`old_policy_max_decay` is {self.old_policy_max_decay}; it must be from 0 to below 1 (the paper uses "
-                "0.5): with 1 the old policy would never change."
-            )
+            rule = "it must be from 0 to below 1 (the paper uses 0.5): with 1 the old policy would never change"
+            raise ValueError(f"`old_policy_max_decay` is {self.old_policy_max_decay}; {rule}.")
         if self.advantage_clip is None:
-            raise ValueError(
-                "`advantage_clip` is None, but advantages are divided by it to become probabilities. Set a number "
-                "(the paper uses 5)."
-            )
+            raise ValueError("`advantage_clip` is None, but advantages are divided by it. Set it (the paper uses 5).")

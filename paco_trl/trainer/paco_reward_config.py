@@ -159,14 +159,12 @@ class PaCoRewardConfig(SFTConfig):
         # `not` instead of a reversed comparison: it refuses NaN as well
         if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
             raise ValueError(
-                f"`first_token_weight` is {self.first_token_weight}; it is the decision token's fraction of the loss and "
-                "must be in (0, 1] (the paper uses 0.1), or None for plain likelihood. At 0 the decision would not "
-                "be trained."
+                f"`first_token_weight` is {self.first_token_weight}; the decision token's fraction of the loss must be in "
+                "(0, 1] (the paper uses 0.1), or None for plain likelihood. At 0 the decision would not be trained."
             )
         if self.loss_variant not in LOSS_VARIANTS:
-            raise ValueError(
-                f"`loss_variant` is {self.loss_variant!r}; it must be one of {', '.join(map(repr, LOSS_VARIANTS))}."
-            )
+            choices = ", ".join(map(repr, LOSS_VARIANTS))
+            raise ValueError(f"`loss_variant` is {self.loss_variant!r}; it must be one of {choices}.")
         if self.train_sampling_strategy == "batch_rebalance":
             raise ValueError(
                 "`train_sampling_strategy` is 'batch_rebalance', whose order does not depend on `seed` alone. "

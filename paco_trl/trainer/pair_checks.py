@@ -39,9 +39,7 @@ def datasets_by_name(eval_dataset: Dataset | dict[str, Dataset]) -> dict[str, Da
     if not isinstance(eval_dataset, dict):
         return {"eval_dataset": eval_dataset}
     if not eval_dataset:
-        raise ValueError(
-            "`eval_dataset` is an empty dictionary, so there is nothing to evaluate on. Add a dataset, or omit it."
-        )
+        raise ValueError("`eval_dataset` is an empty dictionary: nothing to evaluate on. Add a dataset, or omit it.")
     return eval_dataset
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collate rows of the pair format, with errors that name the row."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -53,17 +54,14 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate rows of [`PairRows`]."""
         rows = [example["row"] for example in examples]
-        pairs = [
-            {
-                "images": [
-                    load_image(image, patch_size_of(self.processor), f"{place} image of row {example['row']}")
-                    for place, image in zip(_PLACES, example["images"], strict=True)
-                ],
-                "prompt": example["prompt"],
-                "completion": example["completion"],
-            }
-            for example in examples
-        ]
+        patch_size = patch_size_of(self.processor)
+        pairs = []
+        for example in examples:
+            places = zip(_PLACES, example["images"], strict=True)
+            images = [
+                load_image(image, patch_size, f"{place} image of row {example['row']}") for place, image in places
+            ]
+            pairs.append({"images": images, "prompt": example["prompt"], "completion": example["completion"]})
         batch = super().torch_call(pairs)
         is_completion = batch["labels"] != -100
         decision = is_completion.int().argmax(dim=1)  # (B,), position of the first token of the completion
@@ -103,8 +101,7 @@ class PairSampler(LengthGroupedSampler):
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int):
         super().__init__(batch_size, lengths=lengths, generator=torch.Generator())
-        self.seed = seed
-        self.epoch = 0
+        self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -128,8 +125,7 @@ def _check_position(position: int, max_length: int, where: str) -> None:
     if position >= max_length:
         raise ValueError(
             f"{where} has {position} tokens of images and question before its decision; `max_length` = {max_length} "
-            f"would cut them off. Raise `max_length` to at least {position + 1} (None never cuts), or lower "
-            "`max_pixels`, so that an image takes fewer tokens."
+            f"would cut them off. Raise it to at least {position + 1} (None never cuts), or lower `max_pixels`."
         )
 
 
@@ -154,8 +150,7 @@ def check_lengths_are_known(processor: ProcessorMixin) -> None:
     if not hasattr(processor, "_get_num_multimodal_tokens"):
         raise ValueError(
             f"`train_sampling_strategy` is 'group_by_length', but a {type(processor).__name__} cannot report how many "
-            "tokens an image takes. Add a column of lengths to the dataset, named by `length_column_name`, or use "
-            "'random'."
+            "tokens an image takes. Add a column of lengths, named by `length_column_name`, or use 'random'."
         )
 
 
@@ -184,19 +179,15 @@ def _count_tokens(
     images: list[dict], prompt: list[dict], completion: list[dict], processor: ProcessorMixin, where: str
 ) -> tuple[int, int]:
     """Count the tokens of a pair before its decision, and of its completion, as TRL's collator writes them."""
-    sizes = [
-        _size_from_header(image, processor, f"{place} image of {where}")
-        for place, image in zip(_PLACES, images, strict=True)
-    ]
+    places = zip(_PLACES, images, strict=True)
+    sizes = [_size_from_header(image, processor, f"{place} image of {where}") for place, image in places]
     of_images = processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
     example = {
         "prompt": prepare_multimodal_messages(prompt, images=[Image.new("RGB", (1, 1))] * 2),
         "completion": prepare_multimodal_messages(completion),
     }
     texts = apply_chat_template(example, processor)
-    of_prompt, of_completion = (
-        len(processor.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
-        for part in ("prompt", "completion")
-    )
+    encode = functools.partial(processor.tokenizer, add_special_tokens=False)
+    of_prompt, of_completion = (len(encode(texts[part])["input_ids"]) for part in ("prompt", "completion"))
     # The processor replaces the one token that the text has for each image
     return of_prompt - 2 + sum(of_images), of_completion

@@ -151,15 +151,14 @@ class PushesToHub(Trainer):
         """Fill in what all cards share; the Hub is queried for the license only where the run pushes to it."""
         pusher, args = self.pusher, self.args
         repo_id = self.hub_model_id or args.hub_model_id or Path(args.output_dir).absolute().name
-        if license is not None:
-            license = License(license)
-        else:
-            license = base_license(base_model, online=pusher is not None, token=pusher.api.token if pusher else None)
+        token = pusher.api.token if pusher else None
         return {
             "title": model_name or repo_id.split("/")[-1],
             "repo_id": repo_id,
             "base_model": base_model,
-            "license": license,
+            "license": License(license)
+            if license is not None
+            else base_license(base_model, pusher is not None, token),
             "datasets": dataset_ids(self.train_dataset, dataset_name),
             "tags": [*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
             "hardware": hardware_of(self.accelerator.device, self.accelerator.num_processes),

@@ -21,9 +21,8 @@ class RoundLayout:
     def __post_init__(self):
         if self.num_images % self.images_per_parallel_step == 0:
             return
-        multiple = prompts_multiple(
-            self.num_generations, self.batch_size, self.num_processes, self.num_optimizer_steps
-        )
+        sizes = (self.num_generations, self.batch_size, self.num_processes, self.num_optimizer_steps)
+        multiple = prompts_multiple(*sizes)
         below, above = self.num_prompts // multiple * multiple, -(-self.num_prompts // multiple) * multiple
         nearest = " or ".join(str(number) for number in (below, above) if number > 0)
         raise ValueError(
@@ -78,15 +77,12 @@ class RoundLayout:
             [np.arange(self.num_generations) + prompt * self.num_generations for prompt in prompts_by_size]
         )
         micro_batches = images.reshape(-1, self.batch_size)  # (all micro-batches, batch_size)
-        sizes_of = [
-            {sizes[image // self.num_generations] for image in micro_batch} for micro_batch in micro_batches.tolist()
-        ]
+        sizes_of = [{sizes[image // self.num_generations] for image in batch} for batch in micro_batches.tolist()]
         mixed = next((found for found in sizes_of if len(found) > 1), None)
         if mixed is not None:
             raise ValueError(
-                f"A micro-batch of {self.batch_size} would hold images of sizes {sorted(mixed)}: with several sizes in "
-                f"a dataset, `per_device_train_batch_size` ({self.batch_size}) must divide `num_generations` "
-                f"({self.num_generations})."
+                f"A micro-batch would hold images of sizes {sorted(mixed)}: with several sizes in a dataset, "
+                f"`per_device_train_batch_size` ({self.batch_size}) must divide `num_generations` ({self.num_generations})."
             )
 
         # 2. Shuffle micro-batches into optimizer steps, independently of the number of processes. Within a step order

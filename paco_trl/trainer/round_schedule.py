@@ -40,14 +40,12 @@ class RoundSchedule:
 
     def sde(self, round_index: int) -> SDESettings:
         """Return the stochastic steps of a round, the same for every image and process."""
-        steps = self.args.sde_steps
-        if self.args.num_sde_steps is not None:
-            generator = np.random.default_rng((self.args.seed, STREAMS["sde steps"], round_index))
-            steps = generator.choice(steps, self.args.num_sde_steps, replace=False).tolist()
-        args = self.args
-        return SDESettings(
-            tuple(sorted(steps)), args.noise_level, args.sde_type, args.images_per_prefix, args.tail_steps
-        )
+        args, steps = self.args, self.args.sde_steps
+        if args.num_sde_steps is not None:
+            generator = np.random.default_rng((args.seed, STREAMS["sde steps"], round_index))
+            steps = generator.choice(steps, args.num_sde_steps, replace=False).tolist()
+        noise, kind, branch, tail = (args.noise_level, args.sde_type, args.images_per_prefix, args.tail_steps)
+        return SDESettings(tuple(sorted(steps)), noise, kind, branch, tail)
 
     def noise_key(self, round_index: int, row: int, generation: int) -> tuple[int, ...]:
         """Return the key of an image's noise."""

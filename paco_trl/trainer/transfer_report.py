@@ -37,9 +37,8 @@ def report_resolution_transfer(evaluator: Evaluator, rows: PromptRows, state: Tr
 
 def report_tail_transfer(evaluator: Evaluator, rows: PromptRows, state: TrainerState, sde: SDESettings) -> None:
     """Compare the rewards of groups with the short tail and the full one, and warn where they disagree."""
-    how = [
-        (rows.training_sizes, evaluator.args.resolution_scale, each) for each in (sde, replace(sde, tail_steps=None))
-    ]
+    sizes, scale = rows.training_sizes, evaluator.args.resolution_scale
+    how = [(sizes, scale, sde), (sizes, scale, replace(sde, tail_steps=None))]
     _report(evaluator, rows, state, "tail_transfer", TAILS, how, evaluator.args.num_generations)
 
 
@@ -61,11 +60,9 @@ def _report(
     results = resolution_transfer(pairs)
     folder = Path(args.output_dir) / "evaluation"
     save_resolution_transfer(results, pairs, folder / f"{name}.png")
-    (folder / f"{name}.json").write_text(
-        json.dumps([result.to_dict() for result in results], indent=2), encoding="utf-8"
-    )
+    content = json.dumps([result.to_dict() for result in results], indent=2)
+    (folder / f"{name}.json").write_text(content, encoding="utf-8")
     if not args.disable_tqdm:
         tqdm.write(transfer_table(results, sides))
-    warning = transfer_warning(results, sides)
-    if warning is not None:
+    if (warning := transfer_warning(results, sides)) is not None:
         logger.warning(warning)
