@@ -80,8 +80,8 @@ def _one_per_image(value: float | torch.Tensor, like: torch.Tensor, name: str) -
     # (B, 1, ...) against (B,) would broadcast to (B, 1, ..., B) and mix the images
     value = torch.as_tensor(value, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     if value.numel() != 1 and (value.numel() != len(like) or len(value) != len(like)):
-        shape = tuple(value.shape)
-        raise ValueError(f"`{name}` has shape {shape} for {len(like)} images; pass one value, or one for each image.")
+        problem = f"`{name}` has shape {tuple(value.shape)} for a batch of {len(like)} images"
+        raise ValueError(f"{problem}; pass one value, or one for each image.")
     return value.flatten()  # (B,) or (1,)
 
 

@@ -118,11 +118,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon",), lambda v: v > 0, "above 0"),
     (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
     (("beta",), lambda v: v >= 0, "at least 0: the weight of the KL divergence cannot be negative"),
-    (
-        ("ema_decay",),
-        lambda v: v is None or 0 < v < 1,
-        "between 0 and 1 (published code: 0.9), or None for no average",
-    ),
+    (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
     (_FRACTIONS, lambda v: 0 <= v <= 1, "a fraction of a round, from 0 to 1"),
     (_TRANSFERS, lambda v: v == 0 or v >= 3, "0 (off) or at least 3 (10 for a useful interval of the correlation)"),
 )

@@ -57,10 +57,8 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
         patch_size = patch_size_of(self.processor)
         pairs = []
         for example in examples:
-            places = zip(_PLACES, example["images"], strict=True)
-            images = [
-                load_image(image, patch_size, f"{place} image of row {example['row']}") for place, image in places
-            ]
+            row, places = example["row"], zip(_PLACES, example["images"], strict=True)
+            images = [load_image(image, patch_size, f"{place} image of row {row}") for place, image in places]
             pairs.append({"images": images, "prompt": example["prompt"], "completion": example["completion"]})
         batch = super().torch_call(pairs)
         is_completion = batch["labels"] != -100
@@ -125,7 +123,7 @@ def _check_position(position: int, max_length: int, where: str) -> None:
     if position >= max_length:
         raise ValueError(
             f"{where} has {position} tokens of images and question before its decision; `max_length` = {max_length} "
-            f"would cut them off. Raise it to at least {position + 1} (None never cuts), or lower `max_pixels`."
+            f"would cut them off. Raise `max_length` to at least {position + 1} (None never cuts), or lower `max_pixels`."
         )
 
 

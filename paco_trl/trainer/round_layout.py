@@ -81,7 +81,7 @@ class RoundLayout:
         mixed = next((found for found in sizes_of if len(found) > 1), None)
         if mixed is not None:
             raise ValueError(
-                f"A micro-batch would hold images of sizes {sorted(mixed)}: with several sizes in a dataset, "
+                f"A micro-batch of {self.batch_size} would hold sizes {sorted(mixed)}: with several in a dataset, "
                 f"`per_device_train_batch_size` ({self.batch_size}) must divide `num_generations` ({self.num_generations})."
             )
 
