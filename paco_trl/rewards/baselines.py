@@ -66,7 +66,6 @@ class DreamSimScorer:
             Pairs per forward pass.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether `dreamsim` may run code from GitHub. Required unless a model is given.
-
     """
 
     reads_questions = False

@@ -77,11 +77,7 @@ class LayoutReward:
 
 
 def layout_score(image: Image.Image, rows: int, cols: int) -> float:
-    """
-    Compute how much an image looks like a grid of panels, in [0, 1]: over both directions, the product of how complete
-    the expected lines are on average times 1 minus how complete those are that divide each panel again into two, three
-    or four (the faintest counts, so that a single straight edge of the content costs nothing).
-    """
+    """Compute how much an image looks like a grid, in [0, 1]: complete lines, and no panel divided again."""
     if rows < 1 or cols < 1:
         raise ValueError(f"A grid has at least one row and one column, got rows={rows} and cols={cols}.")
     if image.height < rows * MIN_PANEL or image.width < cols * MIN_PANEL:
@@ -132,5 +128,6 @@ def _extra_lines(profile: np.ndarray, count: int) -> float:
     for parts in (2, 3, 4):
         finer = count * parts
         places = [k / finer for k in range(1, finer) if k % parts]
+        # The faintest counts, so that a single straight edge of the content costs nothing
         strengths.append(min(line_strength(profile, place, TOLERANCE / finer, *EXTRA_LINE) for place in places))
     return max(strengths)

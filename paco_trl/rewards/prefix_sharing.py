@@ -28,15 +28,9 @@ def order_for_sharing(images: list[tuple[Hashable, ...]], prompts: list[str]) ->
 
 
 def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hashable, ...]]) -> dict:
-    """
-    Run the language model over each distinct beginning of the rows once, up to the end of each image.
-
-    A token's keys and values depend only on the tokens before it, so rows that begin alike share them: the six pairs of
-    a 2x2 grid have three first images. Inputs are left-padded and on the CPU, except for the encoded images. Returns the
-    inputs of the remaining parts of the rows with the cache of their beginnings; full rows, if no two begin alike.
-    """
+    """Run the language model once over each distinct beginning of rows; return what remains, with the cache."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    count = len(images[0])
+    count = len(images[0])  # the six pairs of a 2x2 grid have three first images
     features = inputs["mm_encoder_outputs"]["image"].pooler_output  # of the images of each row in turn
     features = [features[start : start + count] for start in range(0, len(features), count)]
     positions, _ = model.model.get_rope_index(

@@ -15,17 +15,11 @@ STREAMS = {"prompts": 0, "batches": 1, "sde steps": 2, "training": 3, "evaluatio
 
 def keyed_generator(*key: int) -> torch.Generator:
     """
-    Return a CPU generator whose state depends only on the key.
+    Return a CPU generator whose state depends only on the key: its stream is the same for every accelerator.
 
-    Args:
-        key (`int`):
-            Integers from 0 to 2**32 - 1, here `(seed, round, prompt, image, step)`. Keys of one length that differ
-            anywhere give independent streams. Keys of different lengths may not: [`numpy.random.SeedSequence`] pads
-            short keys with zeros.
-
-    Returns:
-        `torch.Generator` on the CPU, so that its stream is the same for every accelerator. The CPU generator uses 32
-        bits of a seed: of 100,000 keys about one pair shares its stream.
+    The key has integers from 0 to 2**32 - 1, here `(seed, round, prompt, image, step)`. Keys of one length that differ
+    anywhere give independent streams. Keys of different lengths may not: [`numpy.random.SeedSequence`] pads short keys
+    with zeros. The CPU generator uses 32 bits of a seed: of 100,000 keys about one pair shares its stream.
     """
     state = np.random.SeedSequence(key).generate_state(2, dtype=np.uint32)
     # 63 bits, which `manual_seed` always accepts; the generator uses the lower 32

@@ -22,27 +22,14 @@ logger = get_logger(__name__)
 
 @dataclass
 class PromptEmbeddings:
-    """
-    Embeddings of a row's prompts and latents of its source images. Rows with something in common share the tensors.
-
-    Attributes:
-        prompt (`dict[str, torch.Tensor]`), negative_prompt (`dict[str, torch.Tensor]`):
-            Arguments of the pipeline's call, batch dimension 1; no negative prompt without true guidance.
-        image_latents (`list[torch.Tensor]`):
-            Latents of each source image, float32, batch dimension 1.
-    """
+    """Embeddings of a row's prompts and latents of its source images, batch dimension 1; rows share the tensors."""
 
     prompt: dict[str, torch.Tensor]
     negative_prompt: dict[str, torch.Tensor] = field(default_factory=dict)
     image_latents: list[torch.Tensor] = field(default_factory=list)
 
     def place(self, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """
-        Move the embeddings to a device, for all rows that share them, and return them as arguments of the pipeline's
-        call.
-
-        Floating-point numbers become float32, so that the pipeline keeps its latents in float32.
-        """
+        """Move the embeddings to a device for all rows that share them, as float32, and return them as arguments."""
         for arguments in (self.prompt, self.negative_prompt):
             for name, tensor in arguments.items():
                 arguments[name] = tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
@@ -51,13 +38,9 @@ class PromptEmbeddings:
 
 
 class PromptEncoder:
-    """
-    Encodes prompts and source images and keeps the results in CPU memory, each on one process only.
+    """Encodes prompts and source images on one process each, and keeps the results in its CPU memory."""
 
-    A FLUX.1-dev prompt takes 4 MB in bf16, so each process encodes and keeps a part, and those of a round are
-    exchanged when they are needed. Prompts are encoded one at a time, so that an embedding does not depend on its
-    neighbors.
-    """
+    # A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
 
     def __init__(self, pipeline, family: Family, accelerator: Accelerator, negative_prompt: str | None = None):
         self.pipeline = pipeline
@@ -132,10 +115,9 @@ class PromptEncoder:
         with self._on_accelerator(self.family.text_encoders), self._count_truncations(count) as truncations:
             for condition, number in self._local_part(new, "Encoding prompts"):
                 images = rows.images(number) if condition.images else []
+                arguments = (condition.prompt, device, images, condition.scale)
                 with rows.row_named_in_errors(number):
-                    encoded = self.family.encode_prompt(
-                        self.pipeline, condition.prompt, device, images, condition.scale
-                    )
+                    encoded = self.family.encode_prompt(self.pipeline, *arguments)
                 self._prompts[condition] = send_to_device(encoded, "cpu")
                 if self.family.is_truncated(self.pipeline, condition.prompt):
                     name = type(self.pipeline).__name__

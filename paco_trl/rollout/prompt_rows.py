@@ -33,11 +33,7 @@ class Condition:
 
 
 class PromptRows:
-    """
-    Rows of image-set prompts, or of editing prompts with source images in the column `image` or `images`.
-
-    The constructor checks everything that does not depend on the pipeline. `where` names the dataset in messages.
-    """
+    """Rows of image-set prompts, or of editing prompts with source images; `where` names the dataset in messages."""
 
     def __init__(self, dataset: Dataset, args: Sizes, where: str):
         self.dataset, self.args, self.where = dataset, args, where
@@ -67,13 +63,7 @@ class PromptRows:
         return len(self.dataset)
 
     def measure(self, pipeline, family: Family) -> "PromptRows":
-        """
-        Compute `inference_sizes` and `training_sizes`, height and width of each row, and check them against the
-        pipeline.
-
-        A row's own `height` and `width` are its inference size. Without them an edited image has the aspect ratio of
-        its source, and any other the size of the settings.
-        """
+        """Compute height and width of each row, for inference and training, and check them against the pipeline."""
         self._check_source_images(pipeline, family)
         args, multiple = self.args, family.size_multiple(pipeline)
         self.inference_sizes = []

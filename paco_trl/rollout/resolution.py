@@ -19,11 +19,7 @@ def check_inference_size(height: int, width: int, rows: int, cols: int, multiple
 def training_size(
     height: int, width: int, rows: int, cols: int, resolution_scale: float, multiple: int
 ) -> tuple[int, int]:
-    """
-    Return height and width for training: the inference size times `resolution_scale` (paper, Part 3).
-
-    Each side is rounded to the nearest multiple that the pipeline and the panels require.
-    """
+    """Return height and width for training: inference size times `resolution_scale`, rounded to the grid."""
 
     def scale(size: int, count: int) -> int:
         step = math.lcm(multiple, count)

@@ -29,11 +29,7 @@ class FetchedRows:
 
 
 class RolloutSampler:
-    """
-    Generate images of rows; each prompt and source image is encoded once.
-
-    With `offload_embeddings`, recorded prompts are in CPU memory. `gathered` is a context with full weights (ZeRO-3).
-    """
+    """Generate images of rows; each prompt and source image is encoded once. `gathered` has full weights (ZeRO-3)."""
 
     def __init__(
         self,
@@ -84,12 +80,7 @@ class RolloutSampler:
     def inputs(
         self, fetched: FetchedRows, numbers: list[int]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[EncodedImage]]:
-        """
-        Return the prompts of a micro-batch on the accelerator, the stored tensors behind them, and its source images.
-
-        Images of one prompt share one copy, which the recorded calls refer to as well: on the accelerator, or in CPU
-        memory with `offload_embeddings`.
-        """
+        """Return a micro-batch's prompts on the accelerator, the stored tensors behind them, and its source images."""
         device = self.accelerator.device
         encoded = [fetched.encoded[number] for number in numbers]
         placed = [each.place("cpu" if self.offload_embeddings else device) for each in encoded]
@@ -112,13 +103,7 @@ class RolloutSampler:
         finish: Callable[[list[RecordedStep]], list] | None = None,
         **recording,
     ) -> tuple[list[Image.Image], list]:
-        """
-        Generate a micro-batch, within [`RolloutSampler.ready`].
-
-        The images are of one row, or of rows without source images. `finish` processes the recorded steps before their
-        prompts leave the accelerator; `recording` are `sde`, `record_mean` and `record_last_step` of
-        [`PipelinePolicy.generate`].
-        """
+        """Generate a micro-batch within `ready`; `finish` gets its steps while prompts are on the accelerator."""
         arguments, kept, sources = self.inputs(fetched, numbers)
         images, records = self.policy.generate(
             arguments, *size, num_inference_steps, self.guidance_scale, noise_keys, sources=sources, **recording

@@ -19,18 +19,11 @@ class SDEStep(NamedTuple):
     """
     One step of the sampler and its density.
 
-    Attributes:
-        prev_sample (`torch.Tensor` of shape `(B, ...)`):
-            Sample after the step, float32: newly sampled, or the `prev_sample` that was passed.
-        log_prob (`torch.Tensor` of shape `(B,)` or `None`):
-            Log-density of `prev_sample`, averaged over all non-batch dimensions. `None` for a step
-            without noise, which has no density.
-        mean (`torch.Tensor` of shape `(B, ...)`):
-            Mean of the Gaussian, float32.
-        std (`torch.Tensor`, broadcastable to `mean`):
-            Noise scale. For `flow_sde` and `dance_sde` it is the diffusion coefficient s_t, *without* the factor
-            sqrt(-dt); for `cps`, which has no such factor, it is the standard deviation itself. See
-            [`step_std`] for the standard deviation in every case.
+    `prev_sample` is the sample after the step, newly sampled or the one that was passed, and `mean` that of the
+    Gaussian, both `(B, ...)` in float32. `log_prob` `(B,)` is the log-density of `prev_sample`, averaged over all
+    non-batch dimensions, `None` for a step without noise, which has no density. `std` is the noise scale,
+    broadcastable to `mean`: for `flow_sde` and `dance_sde` the diffusion coefficient s_t, *without* the factor
+    sqrt(-dt); for `cps` the standard deviation itself. See [`step_std`] for the standard deviation in every case.
     """
 
     prev_sample: torch.Tensor
@@ -51,18 +44,9 @@ def step_std(
     std: torch.Tensor, sigma: float | torch.Tensor, sigma_next: float | torch.Tensor, sde_type: str
 ) -> torch.Tensor:
     """
-    Compute the standard deviation of the Gaussian of one step from the noise scale that [`sde_step`] returns.
+    Compute the standard deviation of one step, s_t * sqrt(-dt), from the noise scale `std` that [`sde_step`] returns.
 
-    Args:
-        std (`torch.Tensor`):
-            Noise scale, as in [`SDEStep`].
-        sigma (`float` or `torch.Tensor`), sigma_next (`float` or `torch.Tensor`):
-            Times before and after the step.
-        sde_type (`str`):
-            One of `"flow_sde"`, `"dance_sde"`, `"cps"`.
-
-    Returns:
-        `torch.Tensor`: s_t * sqrt(-dt), or `std` itself for `"cps"`.
+    For `"cps"` it is `std` itself. `sigma` and `sigma_next` are the times before and after the step.
     """
     if sde_type == "cps":
         return std
@@ -72,20 +56,11 @@ def step_std(
 
 def gaussian_log_prob(value: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
     """
-    Compute the log-density of a Gaussian, averaged over the non-batch dimensions (PaCo-RL, Part 3; Flow-GRPO).
+    Compute the log-density `(B,)` of a Gaussian, averaged over the non-batch dimensions (PaCo-RL, Part 3; Flow-GRPO).
 
-    log p = mean[ -(x' - mean)^2 / (2 std^2) - log std - log sqrt(2 pi) ]
+    log p = mean[ -(x' - mean)^2 / (2 std^2) - log std - log sqrt(2 pi) ], `value` and `mean` `(B, ...)` in float32.
 
     The mean instead of the sum keeps ratios close to 1 at every resolution; clip ranges of 1e-4 rely on it.
-
-    Args:
-        value (`torch.Tensor` of shape `(B, ...)`), mean (`torch.Tensor` of shape `(B, ...)`):
-            Point and mean, float32.
-        std (`torch.Tensor`):
-            Standard deviation, broadcastable to `mean`.
-
-    Returns:
-        `torch.Tensor` of shape `(B,)`.
     """
     log_prob = -((value - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
     return log_prob.flatten(1).mean(dim=1)  # (B,)
