@@ -11,16 +11,13 @@ from PIL import Image
 
 
 # Attention projections of transformers with a stream for the image and one for the text
-DUAL_STREAM_ATTENTION = [
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-]
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+DUAL_STREAM_ATTENTION = [f"attn.{name}" for name in ATTENTION]
+
+
+def feed_forward(*names: str) -> list[str]:
+    """Return the linear layers of feed-forward modules."""
+    return [f"{name}.{layer}" for name in names for layer in ("net.0.proj", "net.2")]
 
 
 class Family(ABC):
@@ -72,18 +69,8 @@ class Family(ABC):
         Encode one prompt with the pipeline's own method, which must not need other components than `text_encoders`.
 
         Negative prompts are encoded by the same method and passed to the pipeline with `negative_` before the names.
-
-        Args:
-            pipeline ([`~diffusers.DiffusionPipeline`]):
-                Pipeline with its text encoders on `device`.
-            prompt (`str`):
-                Prompt or negative prompt.
-            device (`torch.device`):
-                Device of the text encoders.
-            images (`list[PIL.Image.Image]`, *optional*):
-                Source images as the user gave them, for text encoders that see them.
-            scale (`float`, *optional*, defaults to `1.0`):
-                Factor per side of the size at which the pipeline reads source images, as in [`prepare_image`].
+        `images` are the source images as the user gave them, for text encoders that see them, `scale` is that of
+        [`prepare_image`], and `device` has the text encoders.
 
         Returns:
             `dict[str, torch.Tensor]`: arguments of the pipeline's call that carry the prompt, batch dimension 1.
@@ -147,19 +134,11 @@ class Family(ABC):
         """
         Return height and width of an edited image whose row has no size: the aspect ratio of its first source.
 
-        Args:
-            pipeline ([`~diffusers.DiffusionPipeline`]):
-                Pipeline.
-            sizes (`list[tuple[int, int]]`):
-                Width and height of each source image.
-            area (`int`):
-                Approximate number of pixels of the edited image.
+        `sizes` are width and height of each source image, `area` the approximate number of pixels of the edited image.
         """
         ratio, step = sizes[0][0] / sizes[0][1], self.size_multiple(pipeline)
-        return (
-            max(1, round((area / ratio) ** 0.5 / step)) * step,
-            max(1, round((area * ratio) ** 0.5 / step)) * step,
-        )
+        height, width = (area / ratio) ** 0.5, (area * ratio) ** 0.5
+        return max(1, round(height / step)) * step, max(1, round(width / step)) * step
 
     def check_image_size(self, width: int, height: int) -> None:  # noqa: B027  (most pipelines take any)
         """Raise a `ValueError` for a source image that the pipeline would refuse, before anything is encoded."""
@@ -186,20 +165,9 @@ class Family(ABC):
         self, outputs: list[Any], guidance_scale: float, sample: torch.Tensor, detach_unconditional: bool = False
     ) -> torch.Tensor:
         """
-        Compute what the scheduler receives from the transformer's outputs of one step.
+        Compute what the scheduler receives, in the shape of `sample`, from the transformer's outputs of one step.
 
-        Args:
-            outputs (`list`):
-                Output of each call of the step, in order.
-            guidance_scale (`float`):
-                Guidance scale.
-            sample (`torch.Tensor` of shape `(B, ...)`):
-                Sample that the scheduler steps from, for its shape.
-            detach_unconditional (`bool`, *optional*, defaults to `False`):
-                Whether no gradient flows through the unconditional prediction.
-
-        Returns:
-            `torch.Tensor` of the shape of `sample`: velocity.
+        With `detach_unconditional` no gradient flows through the unconditional prediction.
 
         Raises:
             ValueError: the family class does not know this number of calls.
@@ -235,18 +203,10 @@ class Family(ABC):
 
     def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
         """
-        Return a recorded call of the transformer for another sample and time, as the pipeline would make it.
+        Return a recorded call, unchanged itself, for another sample `(B, ...)` and time of each image, float32 `(B,)`.
 
-        Only [`PaCoNFTTrainer`] needs it. For the recorded sample and time it must return the recorded call bit-exactly,
-        which every rollout checks.
-
-        Args:
-            call (`dict`):
-                Arguments, by name. They are not changed.
-            sample (`torch.Tensor` of shape `(B, ...)`):
-                Sample.
-            sigma (`torch.Tensor` of shape `(B,)`):
-                Time of each image, float32.
+        Only [`PaCoNFTTrainer`] needs it. For the recorded sample and time it must return the recorded call
+        bit-exactly, which every rollout checks.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not say how its transformer is called at another time, which training with "
@@ -266,12 +226,7 @@ def packed_call_at(call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tens
 def true_guidance_prompt(
     pipeline, guidance_scale: float, negative_prompt: str | None, default: str | None, off_at: float = 1.0
 ) -> str | None:
-    """
-    Return the negative prompt of a pipeline with true classifier-free guidance.
-
-    `default` is the pipeline's own negative prompt, or `None` where it leaves guidance out without one. Guidance is on
-    above the scale `off_at`. Raise a `ValueError` where a setting would be ignored.
-    """
+    """Return the negative prompt, by default the pipeline's `default`; guidance is on above the scale `off_at`."""
     name = type(pipeline).__name__
     if guidance_scale <= off_at:
         if negative_prompt is not None:

@@ -6,20 +6,14 @@ from collections.abc import Sequence
 import torch
 from PIL import Image
 
-from .base import DUAL_STREAM_ATTENTION, Family, packed_call_at
+from .base import DUAL_STREAM_ATTENTION, Family, feed_forward, packed_call_at
 
 
 class FluxFamily(Family):
     """[`~diffusers.FluxPipeline`]."""
 
     # The paper's targets: attention projections of both streams, feed-forward layers of the double-stream blocks
-    lora_target_modules = [
-        *DUAL_STREAM_ATTENTION,
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    ]
+    lora_target_modules = [*DUAL_STREAM_ATTENTION, *feed_forward("ff", "ff_context")]
     text_encoders = ("text_encoder", "text_encoder_2")
     unbatched_arguments = ("txt_ids", "img_ids")
     call_at = staticmethod(packed_call_at)

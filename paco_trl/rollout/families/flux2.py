@@ -27,10 +27,7 @@ class Flux2Family(Family):
     # is. Their `attn.to_out` would also match a container of the other blocks; the paper leaves it out for FLUX.1 too.
     lora_target_modules = [
         *DUAL_STREAM_ATTENTION,
-        "ff.linear_in",
-        "ff.linear_out",
-        "ff_context.linear_in",
-        "ff_context.linear_out",
+        *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
         "attn.to_qkv_mlp_proj",
     ]
     text_encoders = ("text_encoder",)

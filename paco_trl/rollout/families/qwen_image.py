@@ -11,7 +11,7 @@ import diffusers
 import torch
 from PIL import Image
 
-from .base import DUAL_STREAM_ATTENTION, Family, packed_call_at, true_guidance_prompt
+from .base import DUAL_STREAM_ATTENTION, Family, feed_forward, packed_call_at, true_guidance_prompt
 
 
 # Default length to which the pipeline truncates prompts
@@ -26,13 +26,7 @@ class QwenImageFamily(Family):
     """[`~diffusers.QwenImagePipeline`]."""
 
     # As the paper's targets for FLUX.1
-    lora_target_modules = [
-        *DUAL_STREAM_ATTENTION,
-        "img_mlp.net.0.proj",
-        "img_mlp.net.2",
-        "txt_mlp.net.0.proj",
-        "txt_mlp.net.2",
-    ]
+    lora_target_modules = [*DUAL_STREAM_ATTENTION, *feed_forward("img_mlp", "txt_mlp")]
     text_encoders = ("text_encoder",)
     max_calls = 2
     has_fixed_length = False

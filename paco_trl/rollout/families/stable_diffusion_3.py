@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from .base import Family, true_guidance_prompt
+from .base import ATTENTION, Family, feed_forward, true_guidance_prompt
 
 
 # Default length to which the pipeline truncates the prompt of T5
@@ -18,20 +18,7 @@ class StableDiffusion3Family(Family):
     """[`~diffusers.StableDiffusion3Pipeline`]."""
 
     # As the paper's targets for FLUX.1. The second attention of some layers of 3.5-medium (`attn2`) matches too.
-    lora_target_modules = [
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    ]
+    lora_target_modules = [*ATTENTION, *feed_forward("ff", "ff_context")]
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
     def encode_prompt(

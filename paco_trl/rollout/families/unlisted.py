@@ -48,14 +48,8 @@ class UnlistedFamily(Family):
 
     A prompt is encoded by the pipeline's own call, which is interrupted at its first call of the transformer. What its
     `encode_prompt` returned until then is stored, and returned again during generation. It may have any form, so a
-    micro-batch holds one image.
-
-    Args:
-        pipeline ([`~diffusers.DiffusionPipeline`] or `str`):
-            Pipeline, or the name of its class: then only the checks that need no weights are made, for a class that
-            diffusers has.
-        listed (`Iterable[str]`):
-            Names of the pipelines that have a family class, for the errors.
+    micro-batch holds one image. `pipeline` may be the name of a class of diffusers: then only the checks that need no
+    weights are made. `listed` are the names of the pipelines that have a family class, for the errors.
 
     Raises:
         ValueError: the pipeline cannot be trained without a family class; everything that is missing is named.
@@ -72,7 +66,8 @@ class UnlistedFamily(Family):
         self.name = pipeline_class.__name__
         reasons = _class_reasons(pipeline_class)
         if not is_name:
-            reasons += _object_reasons(pipeline)
+            reasons += _missing_components([name for name in COMPONENTS if getattr(pipeline, name, None) is not None])
+            reasons += ["it has no attribute `vae_scale_factor`"] * (not hasattr(pipeline, "vae_scale_factor"))
         if reasons:
             raise ValueError(
                 f"There is no family class for {self.name}, and without one it cannot be trained: "
@@ -260,9 +255,8 @@ class UnlistedFamily(Family):
 def _class_reasons(pipeline_class: Any) -> list[str]:
     """Return why the pipelines of a class cannot be trained without a family class."""
     reasons = _missing_components(inspect.signature(pipeline_class.__init__).parameters)
-    for name in ("encode_prompt", "save_lora_weights"):
-        if not hasattr(pipeline_class, name):
-            reasons.append(f"it has no method `{name}`")
+    methods = ("encode_prompt", "save_lora_weights")
+    reasons += [f"it has no method `{name}`" for name in methods if not hasattr(pipeline_class, name)]
     parameters = inspect.signature(pipeline_class.__call__).parameters
     reasons += [f"its call takes no `{name}`" for name in REQUIRED_ARGUMENTS if name not in parameters]
     reasons += [f"{what} (its call takes `{name}`)" for name, what in REFUSED_ARGUMENTS.items() if name in parameters]
@@ -270,13 +264,6 @@ def _class_reasons(pipeline_class: Any) -> list[str]:
         is_required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if is_required and name not in ("self", *REQUIRED_ARGUMENTS):
             reasons.append(f"it cannot generate from a prompt alone (its call needs `{name}`)")
-    return reasons
-
-
-def _object_reasons(pipeline) -> list[str]:
-    reasons = _missing_components([name for name in COMPONENTS if getattr(pipeline, name, None) is not None])
-    if not hasattr(pipeline, "vae_scale_factor"):
-        reasons.append("it has no attribute `vae_scale_factor`")
     return reasons
 
 

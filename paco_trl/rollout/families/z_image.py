@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from .base import Family, true_guidance_prompt
+from .base import ATTENTION, Family, true_guidance_prompt
 
 
 # Default length to which the pipeline truncates prompts
@@ -18,15 +18,7 @@ class ZImageFamily(Family):
     """[`~diffusers.ZImagePipeline`]. Z-Image-Turbo is trained with `guidance_scale=0.0`."""
 
     # As the paper's targets for FLUX.1
-    lora_target_modules = [
-        "attention.to_q",
-        "attention.to_k",
-        "attention.to_v",
-        "attention.to_out.0",
-        "feed_forward.w1",
-        "feed_forward.w2",
-        "feed_forward.w3",
-    ]
+    lora_target_modules = [f"attention.{name}" for name in ATTENTION[:4]] + [f"feed_forward.w{n}" for n in (1, 2, 3)]
     text_encoders = ("text_encoder",)
     has_fixed_length = False
 
