@@ -26,20 +26,9 @@ from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching,
 
 
 # Settings of adapters with two matrices and a scale for each layer. PEFT's others are for variants, such as DoRA.
-_PLAIN_LORA = {
-    *vars(PeftConfig()),
-    "alpha_pattern",
-    "exclude_modules",
-    "init_lora_weights",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_dropout",
-    "r",
-    "rank_pattern",
-    "runtime_config",
-    "target_modules",
-    "use_rslora",
+_PLAIN_LORA = vars(PeftConfig()).keys() | {
+    *("r", "lora_alpha", "lora_dropout", "alpha_pattern", "rank_pattern", "init_lora_weights", "use_rslora"),
+    *("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform", "runtime_config"),
 }
 
 
@@ -72,12 +61,7 @@ def load_pipeline(
     trust_remote_code: bool = False,
     **model_init_kwargs,
 ) -> DiffusionPipeline:
-    """
-    Load a pipeline on the CPU, frozen, in the compute dtype, or freeze and cast one that is already loaded.
-
-    `transformer_dtype` is for weights that are trained themselves: in bf16 most updates are smaller than half a unit
-    in the last place. `model_init_kwargs` go to [`~diffusers.DiffusionPipeline.from_pretrained`].
-    """
+    """Load a pipeline, or cast a loaded one, and freeze it; bf16 would lose updates of weights trained themselves."""
     if isinstance(model, str):
         _check_config(model, model_init_kwargs)
         is_uniform = transformer_dtype in (None, dtype)
@@ -148,16 +132,9 @@ def adapter_digest(peft_config: LoraConfig | str | None) -> dict | str:
     if peft_config is None:
         return "none, all weights of the transformer are trained"
     config = read_peft_config(peft_config)
-    targets = config.target_modules
-    return {
-        "r": config.r,
-        "lora_alpha": config.lora_alpha,
-        "target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
-        "use_rslora": config.use_rslora,
-        "use_dora": config.use_dora,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
-    }
+    names = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+    values = {name: getattr(config, name) for name in names}
+    return {name: sorted(value) if isinstance(value, set | list) else value for name, value in values.items()}
 
 
 def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
@@ -214,13 +191,7 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
 def prepare_transformer(
     pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str | None, autocast_adapter_dtype: bool
 ) -> nn.Module:
-    """
-    Make the pipeline's transformer trainable: a LoRA adapter, new or from a Hub id or directory, or all of its
-    weights.
-
-    The adapter's layers are added in place. `autocast_adapter_dtype` makes the adapter float32 over frozen weights of
-    a lower precision.
-    """
+    """Make all weights trainable, or add a LoRA adapter in place: a new one, or one from a Hub id or directory."""
     transformer = pipeline.transformer
     for name, module in transformer.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -243,13 +214,9 @@ def prepare_transformer(
     else:
         unused_layers = family.unused_layers(transformer)
         if isinstance(peft_config, str):
+            base, options = base_model_name(pipeline), {"autocast_adapter_dtype": autocast_adapter_dtype}
             model = load_transformer_adapter(
-                transformer,
-                peft_config,
-                base_model_name(pipeline),
-                unused_layers,
-                is_trainable=True,
-                autocast_adapter_dtype=autocast_adapter_dtype,
+                transformer, peft_config, base, unused_layers, is_trainable=True, **options
             )
         else:
             own: Any = copy.deepcopy(peft_config)
@@ -261,11 +228,8 @@ def prepare_transformer(
         # PEFT leaves the base model's name empty for diffusers models
         model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
 
-    def enable_checkpointing(**kwargs) -> None:
-        transformer.enable_gradient_checkpointing()
-
     # Trainer calls another name than diffusers'
-    model.activation_checkpointing_enable = enable_checkpointing
+    model.activation_checkpointing_enable = lambda **kwargs: transformer.enable_gradient_checkpointing()
     return model
 
 
@@ -277,12 +241,7 @@ def make_policy(
     is_deepspeed: bool,
     with_reference: bool,
 ) -> tuple[PipelinePolicy, nn.Module | None]:
-    """
-    Build the policy of a pipeline from [`load_pipeline`] with the adapter of [`prepare_transformer`].
-
-    Also return a copy of the transformer as the reference of the KL divergence, where no adapter can be switched off
-    for it.
-    """
+    """Build the policy, and a copy of the transformer as the reference where no adapter can be switched off for it."""
     reference = None
     if peft_config is None and with_reference:
         reference = copy.deepcopy(pipeline.transformer)
@@ -308,9 +267,8 @@ def make_policy(
 
 def _exclude(config: LoraConfig, layers: Sequence[str]) -> None:
     """Exclude layers in an adapter's config, which is saved with it. PEFT warns of names that match nothing."""
-    layers = [
-        name for name in layers if config.target_modules == "all-linear" or check_target_module_exists(config, name)
-    ]
+    is_all = config.target_modules == "all-linear"
+    layers = [name for name in layers if is_all or check_target_module_exists(config, name)]
     if layers and isinstance(config.exclude_modules, str):
         config.exclude_modules = "|".join([f"(?:{config.exclude_modules})", *map(re.escape, layers)])
     elif layers:
@@ -320,11 +278,7 @@ def _exclude(config: LoraConfig, layers: Sequence[str]) -> None:
 def load_transformer_adapter(
     transformer: nn.Module, adapter: str, base: str, unused_layers: Sequence[str] = (), **kwargs
 ) -> PeftModel:
-    """
-    Put an existing adapter on a pipeline's transformer, in place, except on `unused_layers`.
-
-    Raise a `ValueError` if it was made for another base model than `base`.
-    """
+    """Put an existing adapter on a transformer, in place, except on `unused_layers`; refuse one of another base."""
     config = read_peft_config(adapter)
     _exclude(config, unused_layers)
     try:
