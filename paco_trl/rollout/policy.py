@@ -30,19 +30,11 @@ class RecordedStep:
     """
     One recorded stochastic step of a batch of images.
 
-    Attributes:
-        index (`int`):
-            Index of the step in the schedule.
-        sigma (`float`), sigma_next (`float`), sigma_max (`float`):
-            Times before and after the step, and the second sigma of the schedule.
-        sample (`torch.Tensor` of shape `(n, ...)`), prev_sample (`torch.Tensor` of shape `(B, ...)`):
-            Latents before and after the step, float32. `n` is `B`, or `B / images_per_prefix` where branches begin.
-        log_prob (`torch.Tensor` of shape `(B,)`):
-            Log-probability of `prev_sample` under the policy that sampled it. `None` for a step without noise.
-        calls (`list[dict]`):
-            Arguments, by name, of each call of the transformer in this step, for `n` images.
-        mean (`torch.Tensor` of shape `(B, ...)`, *optional*):
-            Mean of the step under the policy that sampled it, float32, if it was recorded.
+    `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
+    schedule. `sample` `(n, ...)` and `prev_sample` `(B, ...)` are the latents before and after it, `mean` `(B, ...)`
+    is that of the step, all float32; `n` is `B`, or `B / images_per_prefix` where branches begin. `log_prob` `(B,)` is
+    that of `prev_sample` under the policy that sampled it, `None` for a step without noise. `calls` has the arguments,
+    by name, of each call of the transformer for `n` images.
     """
 
     index: int
@@ -67,15 +59,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """
-    An encoded source image.
-
-    Attributes:
-        image (`PIL.Image.Image`):
-            From [`Family.prepare_image`].
-        latents (`torch.Tensor` of shape `(1, ...)`):
-            Its latents from the pipeline's VAE.
-    """
+    """Source image from [`Family.prepare_image`], with its latents `(1, ...)` from the pipeline's VAE."""
 
     image: Image.Image
     latents: torch.Tensor
@@ -85,16 +69,9 @@ class PipelinePolicy:
     """
     Generate images with an unmodified diffusers pipeline and record its stochastic steps.
 
-    Args:
-        pipeline ([`~diffusers.DiffusionPipeline`]):
-            Flow-matching pipeline. Its `scheduler` is replaced by a [`FlowMatchSDEScheduler`] with the same settings,
-            its `transformer` by `model`.
-        family ([`Family`]):
-            Family of the pipeline.
-        model (`nn.Module`):
-            Transformer with the adapter. The pipeline calls this object, so that it generates with what is trained.
-        forward_signature ([`inspect.Signature`]):
-            Signature of the transformer's own `forward` (the adapter's wrapper takes anything).
+    The `scheduler` of the flow-matching pipeline is replaced by a [`FlowMatchSDEScheduler`] with the same settings,
+    its `transformer` by `model`, the one with the adapter, so that it generates with what is trained.
+    `forward_signature` is that of the transformer's own `forward` (the adapter's wrapper takes anything).
 
     Raises:
         TypeError: the pipeline's call does not take an argument that the family class passes.
@@ -140,26 +117,19 @@ class PipelinePolicy:
         sources: Sequence[EncodedImage] = (),
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """
-        Generate a batch of images.
+        Generate a batch of images of `height` x `width` pixels.
 
         Args:
             prompt_arguments (`dict[str, torch.Tensor]`):
                 Encoded prompts, as arguments of the pipeline's call, batch dimension B.
-            height (`int`), width (`int`):
-                Size in pixels.
-            num_inference_steps (`int`):
-                Number of denoising steps of the full schedule.
-            guidance_scale (`float`):
-                Guidance scale.
             noise_keys (`list[tuple[int, ...]]`):
                 Key of each image's noise, see [`keyed_generator`]; the initial noise of a branch is that of its first
                 image.
             sde ([`SDESettings`], *optional*):
                 Stochastic steps. If `None`, the pipeline's own ODE generates the images.
-            record_mean (`bool`, *optional*, defaults to `False`):
-                Whether to record the means of the stochastic steps, which takes a latent each.
-            record_last_step (`bool`, *optional*, defaults to `False`):
-                Whether to record the last step, which has no noise: its `prev_sample` is the images' latents.
+            record_mean (`bool`), record_last_step (`bool`):
+                Whether to record the means of the stochastic steps, which takes a latent each, and the last step,
+                which has no noise: its `prev_sample` is the images' latents.
             sources (`list[EncodedImage]`, *optional*):
                 Source images, the same for all images of the batch.
 
@@ -428,36 +398,17 @@ def replay(
     """
     Score a recorded step with the current model: one forward for each call of the step.
 
-    Args:
-        model (`nn.Module`):
-            Model, wrapped for training.
-        record ([`RecordedStep`]):
-            Recorded step.
-        family ([`Family`]):
-            Family of the pipeline.
-        guidance_scale (`float`):
-            Guidance scale of the rollout.
-        sde ([`SDESettings`]):
-            Settings of the rollout.
-        detach_unconditional (`bool`, *optional*, defaults to `False`):
-            Whether no gradient flows through the unconditional prediction of true guidance. A call of its own then
-            keeps nothing for the backward pass.
+    `guidance_scale` and `sde` are those of the rollout. With `detach_unconditional` no gradient flows through the
+    unconditional prediction of true guidance; a call of its own then keeps nothing for the backward pass.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
         `(B, ...)` and standard deviation of the step's Gaussian.
     """
     model_output = predict(model, record.calls, family, guidance_scale, record.sample, detach_unconditional)
-    step = sde_step(
-        _widen(model_output, record.images_per_prefix),
-        _widen(record.sample, record.images_per_prefix),
-        record.sigma,
-        record.sigma_next,
-        sde.noise_level,
-        sde.sde_type,
-        prev_sample=record.prev_sample,
-        sigma_max=record.sigma_max,
-    )
+    output, sample = (_widen(rows, record.images_per_prefix) for rows in (model_output, record.sample))
+    settings = (record.sigma, record.sigma_next, sde.noise_level, sde.sde_type)
+    step = sde_step(output, sample, *settings, prev_sample=record.prev_sample, sigma_max=record.sigma_max)
     return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)
 
 
@@ -469,26 +420,7 @@ def predict(
     sample: torch.Tensor,
     detach_unconditional: bool = False,
 ) -> torch.Tensor:
-    """
-    Compute the velocity that a model predicts in the calls of one step.
-
-    Args:
-        model (`nn.Module`):
-            Model, wrapped for training.
-        calls (`list[dict]`):
-            Arguments, by name, of each call of the step.
-        family ([`Family`]):
-            Family of the pipeline.
-        guidance_scale (`float`):
-            Guidance scale of the rollout.
-        sample (`torch.Tensor` of shape `(B, ...)`):
-            Sample, for its shape.
-        detach_unconditional (`bool`, *optional*, defaults to `False`):
-            As in [`replay`].
-
-    Returns:
-        `torch.Tensor` of shape `(B, ...)`.
-    """
+    """Compute the velocity `(B, ...)` that a model predicts in the calls of one step; see [`replay`]."""
     outputs = []
     for number, call in enumerate(calls):
         # The unconditional prediction is the second call in every pipeline that makes two
@@ -499,20 +431,7 @@ def predict(
 
 def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: torch.Tensor) -> list[dict[str, Any]]:
     """
-    Return the calls of a recorded step for another sample and time.
-
-    Args:
-        record ([`RecordedStep`]):
-            Recorded step.
-        family ([`Family`]):
-            Family of the pipeline, with `call_at`.
-        sample (`torch.Tensor` of shape `(B, ...)`):
-            Sample.
-        sigma (`torch.Tensor` of shape `(B,)`):
-            Time of each image, float32.
-
-    Returns:
-        `list[dict]`.
+    Return the calls of a recorded step for another sample `(B, ...)` and time `sigma` `(B,)` of each image, float32.
 
     Raises:
         RuntimeError: `call_at` does not reproduce the recorded calls for the recorded sample and time.
@@ -544,9 +463,8 @@ def _check_latents(latents: torch.Tensor, when: str = "after the last denoising 
     if not is_finite.all():
         raise RuntimeError(
             f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(latents)} are not "
-            f"finite {when}; their pixels would be black, and scored like any others. The weights "
-            "are not finite, or overflow in their dtype: check `grad_norm` and the learning rate, and resume from an "
-            "earlier checkpoint."
+            f"finite {when}; their pixels would be black. The weights are not finite, or overflow in their dtype: "
+            "check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
         )
 
 
@@ -560,16 +478,10 @@ def _is_same(first: Any, second: Any) -> bool:
 
 def cast_floating_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """
-    Cast floating-point inputs of a low-precision module, because the pipeline computes in float32.
+    Cast floating-point inputs of a low-precision module to `dtype`, because the pipeline computes in float32.
 
     The hook acts on the calls of rollout and replay alike, so that both see the same numbers. Tensors with one number
     for each image are unchanged: times and guidance scales, which some transformers read in float32.
-
-    Args:
-        module (`nn.Module`):
-            Module called without autocast.
-        dtype (`torch.dtype`):
-            Dtype that its floating-point inputs are cast to.
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,17 +19,10 @@ class SDESettings:
     """
     Stochastic steps of the sampler.
 
-    Args:
-        steps (`tuple[int, ...]`):
-            Indices of the stochastic steps; the others are the Euler steps of the pipeline's scheduler.
-        noise_level (`float`):
-            The paper's `a`; 0 makes every step deterministic.
-        sde_type (`str`, *optional*, defaults to `"flow_sde"`):
-            See [`sde_step`].
-        images_per_prefix (`int`, *optional*, defaults to `1`):
-            Consecutive images of a batch that share the initial noise and the steps before the first stochastic one.
-        tail_steps (`int`, *optional*):
-            Number of steps after the last stochastic one, by DPM-Solver++(2M). If `None`, those of the schedule.
+    `steps` are their indices; the others are the Euler steps of the pipeline's scheduler. `noise_level` is the paper's
+    `a`, and 0 makes every step deterministic. For `sde_type` see [`sde_step`]. `images_per_prefix` consecutive images
+    of a batch share the initial noise and the steps before the first stochastic one. `tail_steps` is the number of
+    steps after the last stochastic one, by DPM-Solver++(2M), by default those of the schedule.
     """
 
     steps: tuple[int, ...]
@@ -51,11 +44,7 @@ class SDESettings:
 
 def check_flow_matching(scheduler_class: type) -> None:
     """
-    Raise an error for schedulers for which the policy's step is not defined.
-
-    Args:
-        scheduler_class (`type`):
-            Class of a pipeline's scheduler.
+    Check that a scheduler class is one for which the policy's step is defined.
 
     Raises:
         ValueError: it is not the flow-matching Euler scheduler.
@@ -94,10 +83,6 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     def from_scheduler(cls, scheduler) -> "FlowMatchSDEScheduler":
         """
         Build the scheduler with the settings of a pipeline's scheduler.
-
-        Args:
-            scheduler ([`~diffusers.FlowMatchEulerDiscreteScheduler`]):
-                Scheduler of the pipeline.
 
         Raises:
             ValueError: the scheduler is not the flow-matching Euler scheduler, or has another step.
@@ -165,16 +150,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             return (output[0].to(sample.dtype), *output[1:])
 
         sigma, sigma_next, sigma_max = self.sigmas_of(index)
-        step = functools.partial(
-            sde_step,
-            model_output,
-            sample,
-            sigma,
-            sigma_next,
-            self.sde.noise_level,
-            self.sde.sde_type,
-            sigma_max=sigma_max,
-        )
+        settings = (sigma, sigma_next, self.sde.noise_level, self.sde.sde_type)
+        step = functools.partial(sde_step, model_output, sample, *settings, sigma_max=sigma_max)
         sampled = step(generator=self.step_generators(index) if self.step_generators else kwargs.get("generator"))
         prev_sample = sampled.prev_sample.to(sample.dtype)
         if sample.dtype != torch.float32:
