@@ -113,9 +113,8 @@ def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
         try:
             criteria = criteria_list(record.get("criteria"))
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{place} has the criteria {record['criteria']!r}. They must be dimension -> name -> text."
-            ) from error
+            given = f"{place} has the criteria {record['criteria']!r}"
+            raise ValueError(f"{given}. They must be dimension -> name -> text.") from error
         prompts[str(idx)] = {"prompt": prompt, "criteria": criteria}
     return prompts
 
@@ -244,7 +243,8 @@ def rankings_to_pairs(
     from datasets import Features
 
     check_ranking_types(dataset, "dataset")
-    for name, value in (("num_positives", num_positives), ("num_negatives", num_negatives)):
+    numbers = {"num_positives": num_positives, "num_negatives": num_negatives}
+    for name, value in numbers.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` is {value!r}. It must be an int of at least 1: the judge needs both answers.")
     broken = find_broken_rankings(dataset, "dataset")
@@ -269,12 +269,7 @@ def rankings_to_pairs(
         batch_size=100,
         remove_columns=dataset.column_names,
         features=features,
-        fn_kwargs={
-            "num_positives": num_positives,
-            "num_negatives": num_negatives,
-            "questions": questions,
-            "names": list(features),
-        },
+        fn_kwargs=numbers | {"questions": questions, "names": list(features)},
         desc="Making pairs",
     )
     return pairs.with_format(None)

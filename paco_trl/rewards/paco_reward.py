@@ -547,14 +547,8 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
         # PEFT loads an adapter whose names do not match as an untrained one, with this warning
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
-            model = PeftModel.from_pretrained(
-                network,
-                adapter,
-                config=config,
-                torch_device="cpu",
-                key_mapping=_OLD_LAYERS if model_type in _ENCODED_IMAGES else None,
-                **hub_kwargs,
-            )
+            options = {"key_mapping": _OLD_LAYERS if model_type in _ENCODED_IMAGES else None, **hub_kwargs}
+            model = PeftModel.from_pretrained(network, adapter, config=config, torch_device="cpu", **options)
         except (UserWarning, ValueError, RuntimeError) as problem:
             fault = problem
     if fault is None:
