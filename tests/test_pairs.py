@@ -278,7 +278,7 @@ class TestCheckPairColumns:
         for thing, message in (
             (dataset.to_iterable_dataset(), "`train_dataset` is an `IterableDataset`.*without `streaming=True`"),
             (IterableDataset.from_generator(lambda: iter(rows)), "`IterableDataset`"),
-            (DatasetDict(train=dataset), r"`DatasetDict` of the splits \['train'\]. Give one"),
+            (DatasetDict(train=dataset), r"`DatasetDict` of the splits \['train'\]. Pass one"),
             (rows, r"`list`. It must be a `datasets.Dataset`"),
             (None, "`NoneType`"),
         ):
