@@ -187,7 +187,9 @@ def transfer_warning(results: list[ResolutionTransfer], sides: Sides = RESOLUTIO
         lines.append(line)
     if not lines:
         return None
-    head = f"The scores of these rewards {sides.preposition} the {sides.training} say little about the {sides.inference} "
+    head = (
+        f"The scores of these rewards {sides.preposition} the {sides.training} say little about the {sides.inference} "
+    )
     head += f"({sides.correlation}, with its interval over prompts):"
     return "\n".join([head, *lines, sides.advice])
 
