@@ -58,11 +58,8 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def hub_errors(api: HfApi, repo_id: str, remedy: str, right: str = "write to") -> Iterator[None]:
-    """
-    Turn errors of requests about a repository into ones that name the Hub and a remedy; add a timeout to the client.
-
-    A refused token raises `PermissionError`, another permanent refusal `ValueError`, an outage `ConnectionError`.
-    """
+    """Turn errors of requests into ones that name the Hub and a remedy, and add a timeout to the client."""
+    # A refused token becomes a `PermissionError`, another refusal a `ValueError`, an outage a `ConnectionError`
     session = get_session()
     if session.timeout.read is None:
         session.timeout = _TIMEOUT
@@ -160,12 +157,8 @@ def check_repository(
     published_files: list[str],
     base_model: str | None,
 ) -> tuple[str, bool]:
-    """
-    Check whether a model may be pushed to a repository, and return its full id and whether it exists. Nothing changes.
-
-    `published_files` are patterns of the files to write. An adapter of another `base_model` (Hub id or directory) in
-    the repository is not overwritten.
-    """
+    """Check whether `published_files` (patterns) may be pushed, and return the full id and whether it exists."""
+    # An adapter of another `base_model` (Hub id or directory) in the repository is not overwritten
     repo_id = check_account(api, repo_id)
     with hub_errors(api, repo_id, _TRY_AGAIN):
         try:

@@ -52,12 +52,7 @@ def read_license(model: str, token: str | bool | None = None) -> License:
 
 
 def base_license(base: str, online: bool = False, token: str | None = None) -> License | None:
-    """
-    Return the license of a base model (Hub id or directory), or `None` where it is not known.
-
-    It comes from the card in the directory; for a model on the Hub from a table (the models that the paper trains), from
-    its card in the cache, or, with `online`, from the Hub, once in a process.
-    """
+    """Return the license of a base model: from its directory, table, cached card or, with `online`, the Hub."""
     from huggingface_hub import try_to_load_from_cache
 
     name = public_name(base)

@@ -82,12 +82,8 @@ def upload(
     message: str,
     published_files: list[str],
 ) -> CommitInfo:
-    """
-    Upload files (paths or contents, by their path in the repository) in one commit: others see all of them or none.
-
-    Files of an earlier upload that are no longer among them (images, parts of a checkpoint) are deleted;
-    `published_files` are the patterns of these at the top of the repository. Unchanged content is not sent again.
-    """
+    """Upload files (paths or contents) in one commit, and delete those of an earlier upload that are gone."""
+    # Deleted are files of `published_files` (patterns at the top of the repository) and of uploaded checkpoints
     folders = {name.split("/")[0] for name in files if name.startswith(CHECKPOINT_FOLDERS)}
     has_model = any(not name.startswith(CHECKPOINT_FOLDERS) for name in files)
     operations = [CommitOperationAdd(name, _public_content(name, path)) for name, path in files.items()]
@@ -114,15 +110,12 @@ def _public_content(name: str, path: Path | bytes) -> str | bytes:
 
 
 class HubPusher:
-    """
-    Uploads what a run saves while training continues.
+    """Uploads what a run saves while training continues."""
 
-    Files to upload are first kept in `output_dir/.pushing`, as hard links to the checkpoint's files (no copies), so that
-    old checkpoints can be deleted meanwhile. A thread uploads them from there, and deletes them when they have arrived.
-    Of several that wait, only the newest is uploaded, and of the others the full checkpoints that
-    `hub_strategy="all_checkpoints"` asks for; `always_push` (`hub_always_push`) uploads each. An outage is retried, then
-    reported; the files wait for the next checkpoint, or for `paco-trl push`.
-    """
+    # Files to upload are first kept in `output_dir/.pushing`, as hard links to the checkpoint's files (no copies):
+    # old checkpoints can be deleted meanwhile. Of several that wait, only the newest is uploaded, and the full
+    # checkpoints that `hub_strategy="all_checkpoints"` asks for; `always_push` (`hub_always_push`) uploads each. An
+    # outage is retried, then reported; the files wait for the next checkpoint, or for `paco-trl push`.
 
     def __init__(
         self,
@@ -141,12 +134,7 @@ class HubPusher:
         self._thread: threading.Thread | None = None
 
     def push_later(self, checkpoint: str | Path, step: int, message: str, checkpoint_name: str | None = None) -> None:
-        """
-        Upload a checkpoint, whose files must not change any more, in the background; they may be deleted.
-
-        `checkpoint_name` is the directory of the repository for the full checkpoint, from which training can resume. If
-        `None`, only the published files are uploaded.
-        """
+        """Upload a checkpoint in the background; as `checkpoint_name` in full, so that training can resume."""
         new = self.folder / ".new"
         shutil.rmtree(new, ignore_errors=True)  # of a failed attempt
         for name, path in select_files(checkpoint, self.published_files).items():

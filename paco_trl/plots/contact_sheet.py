@@ -78,12 +78,7 @@ def _show(canvas: Any, place: Bbox, image: Image.Image, caption: str, size: int)
 def save_contact_sheet(
     images: list[SheetImage], title: str, path: str | Path, sources: dict[int, list[Image.Image]] | None = None
 ) -> Image.Image:
-    """
-    Save a contact sheet as a PNG file.
-
-    Each prompt has a title and a row of images for each of its series. `sources` are thumbnails of the images that a
-    prompt edits (RGB, by the position of the prompt), in a column left of its rows.
-    """
+    """Save a PNG with a row of images per prompt and series; `sources` are thumbnails left of them."""
     rows = sorted({(image.prompt, image.series) for image in images})
     columns = max(image.generation for image in images) + 1
     # All lengths are in inches; `width` is that of the images, `gap` is in widths of an image

@@ -82,12 +82,8 @@ def save_scored_sheet(
     callbacks: list[TrainerCallback],
     sources: dict[int, list[Image.Image]] | None = None,
 ) -> None:
-    """
-    Save the sheet `<name>.png` and the scores of all images in `<name>.jsonl`, and send the sheet to the trackers.
-
-    `before` has the same images without training, for rows above and columns `<score>_before`. `sources` are the images
-    that a prompt edits, by the number of the prompt. Only the main process may call it.
-    """
+    """Save `<name>.png` and all scores in `<name>.jsonl`, and send the sheet to the trackers (main process only)."""
+    # `before` has the same images without training, for rows above and columns `<score>_before`
     images = _sheet_images(prompts, shown, before)
     thumbnails, sources = {}, sources or {}
     for prompt in sorted({image.prompt for image in images} & set(sources)):

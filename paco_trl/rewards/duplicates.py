@@ -90,14 +90,11 @@ class DuplicateReward:
 
 
 def panel_similarity(first: Image.Image, second: Image.Image) -> float:
-    """
-    Compute how similar two panels are: 1 for copies, below 0.1 for a black and a white panel. It is symmetric.
-
-    Both become blurred thumbnails of equal brightness. The difference of a pixel is how far its color is outside the
-    range of the other thumbnail's colors around that place, beyond a tolerance: small shifts and noise make no
-    difference. The similarity is 1 minus the mean of the largest hundredth of the differences: a mean over the full
-    panel would measure how much background the panels share.
-    """
+    """Compute how similar two panels are: 1 for copies, below 0.1 for a black and a white panel."""
+    # Both become blurred thumbnails of equal brightness. The difference of a pixel is how far its color is outside
+    # the range of the other thumbnail's colors around that place, beyond a tolerance: small shifts and noise make no
+    # difference. The similarity is 1 minus the mean of the largest hundredth of the differences: a mean over the
+    # full panel would measure how much background the panels share.
     return _similarity(_thumbnail(first, "The first panel"), _thumbnail(second, "The second panel"))
 
 

@@ -360,11 +360,8 @@ def _widen(rows: Any, copies: int) -> Any:
 def share_tensors(
     records: list[RecordedStep], arguments: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
 ) -> list[RecordedStep]:
-    """
-    Replace tensors of recorded calls that equal one of the pipeline's arguments by its copy, which all records share.
-
-    Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own.
-    """
+    """Replace recorded tensors that equal an argument of the pipeline's call by one shared copy."""
+    # Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own
     every = records[0].images_per_prefix if records else 1
     views = lambda argument: _views(argument, every)  # noqa: E731
     pairs = [pair for name in arguments for pair in zip(views(arguments[name]), views(copies[name]), strict=True)]

@@ -65,12 +65,10 @@ def _end_last_line(file: BinaryIO) -> None:
 
 
 class Journal:
-    """
-    Records that survive a kill, in the order in which they were written; without a path they are in memory only.
+    """Records that survive a kill, in the order of writing; without a path they are in memory only."""
 
-    A `header` says what the records depend on: a file with another one is refused. With a `key`, `by_key` has the record
-    of each value of this field, and a second one is accepted only if the first has a true `incomplete`.
-    """
+    # A `header` says what the records depend on: a file with another one is refused. With a `key`, `by_key` has the
+    # record of each value of this field, and a second one is accepted only if the first has a true `incomplete`.
 
     def __init__(self, path: str | Path | None, header: dict[str, Any] | None = None, key: str | None = None):
         self.path = None if path is None else Path(path)
