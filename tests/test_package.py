@@ -43,6 +43,16 @@ def test_import_is_light():
     assert is_there == "True"
 
 
+@pytest.mark.slow
+def test_only_what_is_on_a_server_requires_its_client():
+    code = "import sys; sys.modules['openai'] = None\n"
+    code += "from paco_trl import PaCoGRPOTrainer, PaCoRewardTrainer\n"
+    code += "from paco_trl.rewards import ConsistencyReward\n"
+    code += "try: ConsistencyReward(base_url='http://127.0.0.1:1/v1', model='judge')\n"
+    code += "except ImportError as error: print(error)"
+    assert run_python(code) == 'A model on a server requires `openai`: pip install "paco_trl[served]".'
+
+
 def test_public_names():
     names = ["PaCoGRPOConfig", "PaCoGRPOTrainer", "PaCoNFTConfig", "PaCoNFTTrainer"]
     names += ["PaCoReward", "PaCoRewardConfig", "PaCoRewardTrainer"]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from ..data.questions import plain_question
-from ..utils.chat_client import ChatClient
 from ..utils.chat_requests import UNREADABLE, NoAnswerError, ServerLimits
 from ..utils.images import data_url, load_image
 from ..utils.names import public_name
@@ -113,6 +112,8 @@ class ServedJudge:
     patch_size: int = 14
 
     def __post_init__(self, api_key: str | None):
+        from ..utils.chat_client import ChatClient  # openai is an extra, and takes seconds to import
+
         if self.max_concurrency < 1:
             raise ValueError(f"`max_concurrency` is {self.max_concurrency}, but must be at least 1.")
         if not 0 < self.timeout <= self.time_budget:

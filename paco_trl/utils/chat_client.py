@@ -16,11 +16,14 @@ from concurrent.futures import Future
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
-import openai
-
 from .addresses import check_base_url, is_loopback
 from .chat_requests import NO_CONNECTION, TIMEOUT, UNREADABLE, NoAnswerError, ServerLimits
 
+
+try:
+    import openai
+except ImportError as error:
+    raise ImportError('A model on a server requires `openai`: pip install "paco_trl[served]".') from error
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
