@@ -54,10 +54,10 @@ from paco_trl.dataset_building import (
     cut_panels,
     digest,
     diversify_prompts,
-    draw_grids,
     export_annotations,
     export_label_studio,
     export_tasks,
+    generate_grids,
     import_annotations,
     judge_annotator_name,
     load_pipeline,
@@ -198,7 +198,7 @@ def make_grids(args: GridsArguments) -> None:
     folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})
 
     pipeline = load_pipeline(args.model, getattr(torch, args.dtype))
-    draw_grids(pipeline, prompts, folder, args.seeds, args.batch_size, args.height, args.width, **call)
+    generate_grids(pipeline, prompts, folder, args.seeds, args.batch_size, args.height, args.width, **call)
     if state.is_main_process:  # the others are done: an upload may take longer than they would wait
         finish(args, folder, folder.report)
 
@@ -213,8 +213,8 @@ def make_panels(args: PanelsArguments) -> None:
         raise ValueError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is the id of no prompt.")
     kept = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
     grids = grids.select(kept)
-    drawn_with = digest(stage(args, "grids").settings)
-    panels = cut_panels(grids, stage(args, "panels", {"drawn_with": drawn_with}), args.num_workers)
+    generated_with = digest(stage(args, "grids").settings)
+    panels = cut_panels(grids, stage(args, "panels", {"generated_with": generated_with}), args.num_workers)
     instances = make_instances(panels, args.max_instances_per_prompt, args.seed)
     folder = stage(args, "instances")
     report = {

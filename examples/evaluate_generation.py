@@ -5,8 +5,8 @@
 """
 Evaluates image models on T2IS-Bench or GEdit-Bench: the base model and the tuned one, under the same settings.
 
-    accelerate launch examples/evaluate_generation.py draw --dataset_name t2is.jsonl --output_dir evaluation/base
-    accelerate launch examples/evaluate_generation.py draw --dataset_name t2is.jsonl --output_dir evaluation/tuned \
+    accelerate launch examples/evaluate_generation.py generate --dataset_name t2is.jsonl --output_dir evaluation/base
+    accelerate launch examples/evaluate_generation.py generate --dataset_name t2is.jsonl --output_dir evaluation/tuned \
         --adapter user/paco-flux
     accelerate launch examples/evaluate_generation.py score --dataset_name t2is.jsonl --output_dir evaluation/base \
         --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it
@@ -32,18 +32,24 @@ from rich.console import Console
 from rich.markup import escape
 from trl import TrlParser
 
-from paco_trl.commands.evaluation_arguments import DTYPES, DrawArguments, ReportArguments, ScoreArguments, load_judge
+from paco_trl.commands.evaluation_arguments import (
+    DTYPES,
+    GenerateArguments,
+    ReportArguments,
+    ScoreArguments,
+    load_judge,
+)
 from paco_trl.data import load_edit_prompts, load_image_set_prompts
-from paco_trl.dataset_building import ChatEndpoint, StageFolder, digest, draw_grids
+from paco_trl.dataset_building import ChatEndpoint, StageFolder, digest, generate_grids
 from paco_trl.evaluation import AestheticScorer
 from paco_trl.image_benchmarks import (
     System,
     add_results_to_card,
-    draw_edits,
     find_edits,
     find_image_sets,
     find_leaks,
     gedit_results,
+    generate_edits,
     load_system,
     load_t2is_bench,
     print_report,
@@ -104,7 +110,7 @@ def settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
 ################
 # 1. Generate
 ################
-def draw(args: DrawArguments) -> None:
+def generate(args: GenerateArguments) -> None:
     if args.dtype not in DTYPES:
         raise ValueError(f"`--dtype` is {args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
     if args.benchmark == "gedit" and (len(args.seeds) > 1 or args.panel_files):
@@ -126,9 +132,9 @@ def draw(args: DrawArguments) -> None:
         pipeline = load_system(args.model, getattr(torch, args.dtype), args.adapter)
         if args.benchmark == "gedit":
             size = {name: getattr(args, name) for name in ("height", "width") if getattr(args, name) is not None}
-            draw_edits(pipeline, benchmark, folder, args.seeds[0], **call, **size)
+            generate_edits(pipeline, benchmark, folder, args.seeds[0], **call, **size)
         else:
-            draw_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, args.height, args.width, **call)
+            generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, args.height, args.width, **call)
         if PartialState().is_main_process:
             if args.panel_files:
                 found = find_generated_sets(folder.images, benchmark, args.seeds, args.height, args.width)
@@ -145,7 +151,7 @@ def pictures_of(args, folder: str, benchmark: Dataset, settings: dict | None, im
     """Find the images of a system: generated here, or elsewhere."""
     if settings is None and images is None:
         raise FileNotFoundError(
-            f"There are no images in {folder}. Run `draw` with this `--output_dir` first, or give a directory of images as "
+            f"There are no images in {folder}. Run `generate` with this `--output_dir` first, or give a directory of images as "
             "`--images`."
         )
     if args.benchmark == "gedit":
@@ -177,9 +183,7 @@ def score(args: ScoreArguments) -> None:
     benchmark = load_benchmark(args)
     settings = settings_of(args.output_dir, benchmark)
     if settings is not None and args.images is not None:
-        raise ValueError(
-            f"{args.output_dir} has images that `draw` generated. Give `--images` another `--output_dir`."
-        )
+        raise ValueError(f"{args.output_dir} has generated images. Give `--images` another `--output_dir`.")
     found = pictures_of(args, args.output_dir, benchmark, settings, args.images)
     if args.missing == "error":
         found.check_complete()
@@ -322,7 +326,7 @@ def report(args: ReportArguments) -> None:
 
 
 STEPS = {
-    "draw": (DrawArguments, draw),
+    "generate": (GenerateArguments, generate),
     "score": (ScoreArguments, score),
     "report": (ReportArguments, report),
 }

@@ -107,9 +107,9 @@ def planted_once(tmp_path_factory) -> tuple[Path, PlantedWorld]:
     """The same, with grids of the planted world in the place of generated ones."""
     folder = tmp_path_factory.mktemp("planted")
     world = PlantedWorld(folder / "world", 5)
-    drawn_with = {"model": "a-model", "prompts": script.digest_of_prompts(world.prompts)}
+    generated_with = {"model": "a-model", "prompts": script.digest_of_prompts(world.prompts)}
     script.StageFolder(folder / "build/prompts").finish(world.prompts, {})
-    script.StageFolder(folder / "build/grids", drawn_with).finish(world.grids, {})
+    script.StageFolder(folder / "build/grids", generated_with).finish(world.grids, {})
     with contextlib.chdir(folder):
         run("panels", num_workers=1)
     return folder, world

@@ -100,15 +100,15 @@ def options(workspace, tiny_flux, tiny_qwen):
     drawing = [*benchmark, "--model", str(tiny_flux), "--dtype", "float32", "--num_inference_steps", "2"]
     scoring = [*benchmark, *alignment, "--judges", str(tiny_qwen), "--alignment_model", str(tiny_qwen)]
     scoring += ["--aesthetics_head", str(workspace / "head.safetensors"), "--clip_model", str(workspace / "clip")]
-    return {"draw": drawing, "score": [*scoring, "--device", "cpu"], "report": [*benchmark, *alignment]}
+    return {"generate": drawing, "score": [*scoring, "--device", "cpu"], "report": [*benchmark, *alignment]}
 
 
 @pytest.fixture(scope="module")
 def evaluated(script, workspace, options):
     """A base model and a tuned one, drawn, scored and compared."""
     base, tuned = str(workspace / "base"), str(workspace / "tuned")
-    script.main(["draw", *options["draw"], "--output_dir", base])
-    script.main(["draw", *options["draw"], "--output_dir", tuned, "--adapter", str(workspace / "adapter")])
+    script.main(["generate", *options["generate"], "--output_dir", base])
+    script.main(["generate", *options["generate"], "--output_dir", tuned, "--adapter", str(workspace / "adapter")])
     for folder in (base, tuned):
         script.main(["score", *options["score"], "--output_dir", folder])
     words = ["--base", base, "--tuned", tuned, "--output_dir", str(workspace / "report")]
@@ -206,12 +206,12 @@ class TestT2IS:
         assert not list((workspace / "base" / "scores").glob("*other-judge*"))
 
     def test_nothing_is_made_where_there_is_nothing(self, script, options, tmp_path):
-        with pytest.raises(FileNotFoundError, match="Run `draw`"):
+        with pytest.raises(FileNotFoundError, match="Run `generate`"):
             script.main(["report", *options["report"], "--base", str(tmp_path / "typo")])
         assert not (tmp_path / "typo").exists()
 
     def test_an_adapter_that_has_changed(self, script, evaluated, workspace, options):
-        words = ["draw", *options["draw"], "--output_dir", str(workspace / "tuned"), "--adapter"]
+        words = ["generate", *options["generate"], "--output_dir", str(workspace / "tuned"), "--adapter"]
         script.main([*words, str(workspace / "adapter")])
         weights = workspace / "adapter" / "adapter_model.safetensors"
         before = weights.read_bytes()
@@ -231,12 +231,12 @@ class TestT2IS:
             script.main(["report", *words, "--output_dir", str(tmp_path / "report")])
 
     def test_pictures_that_somebody_else_made(self, script, workspace, options, tmp_path, evaluated):
-        words = ["draw", *options["draw"], "--output_dir", str(tmp_path / "drawn"), "--panel_files", "True"]
+        words = ["generate", *options["generate"], "--output_dir", str(tmp_path / "drawn"), "--panel_files", "True"]
         script.main(words)
         pictures = tmp_path / "drawn" / "panels"
         assert len(list(pictures.iterdir())) == 2 * 4 + 3
         system = str(tmp_path / "system")
-        with pytest.raises(FileNotFoundError, match="Run `draw`"):
+        with pytest.raises(FileNotFoundError, match="Run `generate`"):
             script.main(["score", *options["score"], "--output_dir", system])
         script.main(
             ["score", *options["score"], "--output_dir", system, "--images", str(pictures), "--name", "theirs"]
@@ -257,7 +257,7 @@ class TestT2IS:
 
     def test_another_size_than_that_of_the_rows(self, script, options, tmp_path):
         words = ["--output_dir", str(tmp_path / "drawn"), "--height", "48", "--width", "48", "--panel_files", "True"]
-        script.main(["draw", *options["draw"], *words])
+        script.main(["generate", *options["generate"], *words])
         sizes = {Image.open(path).size for path in (tmp_path / "drawn" / "panels").iterdir()}
         assert sizes == {(24, 24), (16, 48)}  # of 2x2 and of 1x3
         script.main(["score", *options["score"], "--output_dir", str(tmp_path / "drawn")])
@@ -267,7 +267,7 @@ class TestT2IS:
 
     def test_two_seeds_and_one_seed_are_not_compared(self, script, workspace, options, tmp_path, evaluated):
         folder = str(tmp_path / "two")
-        script.main(["draw", *options["draw"], "--output_dir", folder, "--seeds", "0", "1"])
+        script.main(["generate", *options["generate"], "--output_dir", folder, "--seeds", "0", "1"])
         script.main(["score", *options["score"], "--output_dir", folder])
         words = ["--base", str(workspace / "base"), "--output_dir", str(tmp_path / "report"), "--tuned", folder]
         with pytest.raises(ValueError, match="other prompts or seeds"):
@@ -325,7 +325,7 @@ class TestGEdit:
             for name, adapter in folders.items():
                 words = [*benchmark, "--output_dir", str(edits / name)]
                 drawing = ["--model", str(edits / "kontext"), "--dtype", "float32", "--num_inference_steps", "2"]
-                script.main(["draw", *words, *drawing, "--height", "32", "--width", "32", *adapter])
+                script.main(["generate", *words, *drawing, "--height", "32", "--width", "32", *adapter])
                 script.main(["score", *words, "--judges", "judge", "--judge_url", server.url])
                 assert pictures_of(server.requests[-1])[0][0].size == (512, 512)
                 script.main(["score", *words, "--judges", "judge", "--judge_url", server.url, *published])
@@ -350,7 +350,7 @@ class TestGEdit:
     def test_what_it_needs(self, script, edits):
         benchmark = ["--benchmark", "gedit", "--dataset_name", str(edits / "bench")]
         with pytest.raises(ValueError, match="one of `--seeds`"):
-            script.main(["draw", *benchmark, "--seeds", "0", "1"])
+            script.main(["generate", *benchmark, "--seeds", "0", "1"])
         with pytest.raises(ValueError, match="takes one judge on a server"):
             script.main(["score", *benchmark, "--output_dir", str(edits / "base"), "--judges", "a", "b"])
 
@@ -376,10 +376,10 @@ class TestOptions:
     @pytest.mark.parametrize(
         "words, message",
         [
-            (["draw", "--benchmark", "t3is"], "'t3is', but must be one of t2is, gedit"),
-            (["draw"], "`--dataset_name` is missing"),
-            (["draw", "--dtype", "int8"], "'int8', but must be one of"),
-            (["draw", "--num_inference_steps", "0"], "is 0, but must be at least 1"),
+            (["generate", "--benchmark", "t3is"], "'t3is', but must be one of t2is, gedit"),
+            (["generate"], "`--dataset_name` is missing"),
+            (["generate", "--dtype", "int8"], "'int8', but must be one of"),
+            (["generate", "--num_inference_steps", "0"], "is 0, but must be at least 1"),
             (["score", "--missing", "skip"], "'skip', but must be 'error' or 'zero'"),
             (["score", "--dtype", "fp4"], "'fp4', but must be auto or one of"),
             (["score", "--protocol", "published"], "`--protocol` would do nothing with `--benchmark t2is`"),
@@ -418,7 +418,7 @@ def test_two_processes_are_one(script, evaluated, workspace, options, tmp_path):
     folder = tmp_path / "two"
     report = tmp_path / "report"
     for step, where in (
-        ("draw", ["--output_dir", str(folder)]),
+        ("generate", ["--output_dir", str(folder)]),
         ("score", ["--output_dir", str(folder)]),
         ("report", ["--base", str(folder), "--output_dir", str(report)]),
     ):

@@ -26,7 +26,7 @@ from judge_server import pictures_of
 from paco_trl import tiny
 from paco_trl.dataset_building import load_pipeline
 from paco_trl.image_benchmarks import gedit
-from paco_trl.image_benchmarks.edit_generation import draw_edits, edit_keys, find_edits
+from paco_trl.image_benchmarks.edit_generation import edit_keys, find_edits, generate_edits
 from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
 from paco_trl.image_benchmarks.gedit_published import read_published_answer, read_published_prompts
 from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
@@ -149,7 +149,7 @@ STEPS = {"num_inference_steps": 1, "guidance_scale": 2.5, "max_area": 128 * 128}
 @pytest.fixture(scope="module")
 def generated(pipeline, tmp_path_factory) -> tuple[Dataset, Path]:
     path = tmp_path_factory.mktemp("edits") / "edits"
-    return draw_edits(pipeline, edits_of(EDITS), StageFolder(path), seed=3, **STEPS), path
+    return generate_edits(pipeline, edits_of(EDITS), StageFolder(path), seed=3, **STEPS), path
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -191,16 +191,16 @@ class TestGeneration:
         complete, path = generated
         prompts = edits_of(EDITS)
         with Calls(pipeline.vae.decoder, stop_after=2), pytest.raises(KeyboardInterrupt):
-            draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
+            generate_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
         assert len(files(tmp_path)) == 2 and not StageFolder(tmp_path).is_done
         first = sorted((tmp_path / "images").rglob("*.png"))[0]
         first.write_bytes(first.read_bytes()[:200])  # torn
         with Calls(pipeline.vae.decoder) as calls, caplog.at_level(logging.WARNING):
-            resumed = draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
+            resumed = generate_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
         assert calls.count == 2 and f"{first} cannot be used" in caplog.text
         assert files(tmp_path) == files(path) and resumed["id"] == complete["id"]
         with Calls(pipeline.vae.decoder) as calls:
-            draw_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
+            generate_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
         assert calls.count == 0
 
     @pytest.mark.slow
@@ -212,15 +212,15 @@ class TestGeneration:
             lambda module, args, kwargs: noises.append(kwargs["hidden_states"].clone()), with_kwargs=True
         )
         tuned.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights="gaussian"))
-        untrained = draw_edits(tuned, prompts, StageFolder(tmp_path / "0"), seed=3, **STEPS)
+        untrained = generate_edits(tuned, prompts, StageFolder(tmp_path / "0"), seed=3, **STEPS)
         assert untrained[0]["image"].tobytes() == complete[0]["image"].tobytes()
         for name, parameter in tuned.transformer.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
-        trained = draw_edits(tuned, prompts, StageFolder(tmp_path / "1"), seed=3, **STEPS)
+        trained = generate_edits(tuned, prompts, StageFolder(tmp_path / "1"), seed=3, **STEPS)
         assert trained[0]["image"].tobytes() != complete[0]["image"].tobytes()
         assert torch.equal(noises[0], noises[1])
-        draw_edits(tuned, prompts, StageFolder(tmp_path / "2"), seed=4, **STEPS)
+        generate_edits(tuned, prompts, StageFolder(tmp_path / "2"), seed=4, **STEPS)
         assert not torch.equal(noises[0], noises[2])
 
     @pytest.mark.slow
@@ -230,7 +230,7 @@ class TestGeneration:
         call = {"num_inference_steps": 1, "true_cfg_scale": 4.0, "negative_prompt": " "}
         row = {**EDITS[0], "height": 64, "width": 128}
         prompts = edits_of([row], height=Value("int64"), width=Value("int64")).remove_columns("language")
-        edits = draw_edits(qwen, prompts, StageFolder(tmp_path / "edits"), **call)
+        edits = generate_edits(qwen, prompts, StageFolder(tmp_path / "edits"), **call)
         assert list(files(tmp_path / "edits")) == ["images/a%2F1.png"]
         noise = torch.Generator().manual_seed(0)
         by_hand = qwen(image=row["image"], prompt=row["prompt"], height=64, width=128, generator=noise, **call).images[
@@ -242,7 +242,7 @@ class TestGeneration:
         handle = pipeline.vae.decoder.register_forward_hook(lambda *args: torch.zeros_like(args[-1]))
         try:
             with caplog.at_level(logging.WARNING):
-                draw_edits(pipeline, edits_of(EDITS[2:]), StageFolder(tmp_path), **STEPS)
+                generate_edits(pipeline, edits_of(EDITS[2:]), StageFolder(tmp_path), **STEPS)
         finally:
             handle.remove()
         assert StageFolder(tmp_path).report["flat edits"] == ["en/b"]
@@ -252,7 +252,7 @@ class TestGeneration:
         def refused(message, rows=EDITS, with_pipeline=pipeline, **arguments):
             prompts = rows if isinstance(rows, Dataset) else edits_of(rows)
             with Calls(pipeline.transformer) as calls, pytest.raises(ValueError, match=message):
-                draw_edits(with_pipeline, prompts, StageFolder(tmp_path), **{**STEPS, **arguments})
+                generate_edits(with_pipeline, prompts, StageFolder(tmp_path), **{**STEPS, **arguments})
             assert calls.count == 0 and files(tmp_path) == {}
 
         refused("FluxPipeline has no `image`, so", with_pipeline=load_pipeline(str(tiny_flux), torch.float32, "cpu"))
@@ -1026,13 +1026,13 @@ from accelerate import PartialState
 from datasets import load_from_disk
 from paco_trl.dataset_building import ChatEndpoint, StageFolder
 from paco_trl.dataset_building import load_pipeline
-from paco_trl.image_benchmarks.edit_generation import draw_edits, find_edits
+from paco_trl.image_benchmarks.edit_generation import generate_edits, find_edits
 from paco_trl.image_benchmarks.gedit import score_edits
 
 model, prompts, path, planted, planted_edits, url = sys.argv[1:]
 state = PartialState(cpu=True)
 call = {"num_inference_steps": 1, "guidance_scale": 2.5, "max_area": 128 * 128}
-draw_edits(load_pipeline(model, torch.float32), load_from_disk(prompts), StageFolder(path), seed=3, **call)
+generate_edits(load_pipeline(model, torch.float32), load_from_disk(prompts), StageFolder(path), seed=3, **call)
 prompts = load_from_disk(planted)
 scores = score_edits(ChatEndpoint(url, "writer"), prompts, find_edits(planted_edits, prompts), planted_edits)
 print(f"process {state.process_index} of {state.num_processes}: {sum(s.overall for s in scores.values()):.6f}")

@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline, EulerAncestralDiscreteScheduler, Stable
 from PIL import Image
 
 import launching
-from paco_trl.dataset_building.generate_grids import draw_grids, plan_batches
+from paco_trl.dataset_building.grids import generate_grids, plan_batches
 from paco_trl.utils.generation import load_pipeline
 from paco_trl.utils.stage_folder import StageFolder
 
@@ -73,7 +73,7 @@ class Calls:
 
 
 def draw(pipeline: DiffusionPipeline, prompts: Dataset, path: Path, **arguments) -> Dataset:
-    return draw_grids(pipeline, prompts, StageFolder(path), **{"num_inference_steps": 1, **arguments})
+    return generate_grids(pipeline, prompts, StageFolder(path), **{"num_inference_steps": 1, **arguments})
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -425,12 +425,12 @@ import sys
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from paco_trl.dataset_building import draw_grids, load_pipeline
+from paco_trl.dataset_building import generate_grids, load_pipeline
 from paco_trl.utils.stage_folder import StageFolder
 
 model, prompts, path = sys.argv[1:]
 state = PartialState(cpu=True)
-grids = draw_grids(
+grids = generate_grids(
     load_pipeline(model, torch.float32), Dataset.from_json(prompts), StageFolder(path), [0, 1, 2], 2,
     num_inference_steps=1,
 )

@@ -24,13 +24,12 @@ CODE = re.compile(r"```.*?```|\w+ \(\[?`|`[^`\n]*`|\{[^{}]*\}|https?://\S+|\]\([
 PAGES = ["*.md", "Makefile", "setup.cfg", "docs/*.md", "examples/**/*.md", "examples/**/*.yaml", "benchmarks/*.md"]
 PYTHON = ["paco_trl/**/*.py", "examples/**/*.py", "benchmarks/*.py"]
 FILES = sorted(path for pattern in PAGES + PYTHON for path in ROOT.glob(pattern))
-# Prompts behind stored results, words that models and older cards are searched for, and the step `draw`
+# Prompts behind stored results, and words that models and older cards are searched for
 ALLOWED = {
     "benchmarks/reward_overlap.py": ["grey"],
     "benchmarks/reward_scoring.py": ["drawn", "watercolour"],
     "benchmarks/reward_training.py": ["colours"],
     "benchmarks/t2is_scoring.py": ["watercolour"],
-    "examples/evaluate_generation.py": ["draw"],
     "paco_trl/dataset_building/categories.py": ["draw"],
     "paco_trl/dataset_building/write_reasons.py": [
         "colour",

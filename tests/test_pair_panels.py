@@ -468,7 +468,7 @@ def seen(sheet: Image.Image, colours: list[tuple]) -> list[tuple]:
 
 
 def test_importing_is_light():
-    code = "import sys, paco_trl.dataset_building.generate_grids, paco_trl.dataset_building.pair_panels, \
+    code = "import sys, paco_trl.dataset_building.grids, paco_trl.dataset_building.pair_panels, \
 paco_trl.dataset_building.sample_sheet; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
 'PIL') if m in sys.modules])"
     done = subprocess.run(

@@ -11,7 +11,7 @@ from paco_trl.dataset_building import (
     annotation_files,
     build_pairs,
     cut_panels,
-    draw_grids,
+    generate_grids,
     load_pipeline,
     make_instances,
     rank_automatically,
@@ -33,7 +33,7 @@ GRID_SEEDS = (0, 1, 2, 3)  # paper: four sets of each prompt
 def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings) -> dict[str, Any]:
     """Generate sets with the untrained generator and pair their panels; the same set counts as more consistent."""
     pipeline = load_pipeline(str(toy_flux_path()), torch.float32, device="cpu")
-    grids = draw_grids(
+    grids = generate_grids(
         pipeline,
         prompts,
         StageFolder(folder / "grids"),

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from paco_trl.data import split_grid
-from paco_trl.dataset_building import StageFolder, draw_grids
+from paco_trl.dataset_building import StageFolder, generate_grids
 from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.image_benchmarks.statistics import Unit, cell, difference
 
@@ -32,7 +32,7 @@ Truths = Mapping[Unit, SetTruth]  # by prompt id and seed
 def generate_and_read(folder: Path, adapter: Path | None, prompts: "Dataset", settings: MiniatureSettings) -> Truths:
     """Generate sets of the test prompts at full resolution, and read from the pixels what they show."""
     pipeline = load_system(str(toy_flux_path()), torch.float32, None if adapter is None else str(adapter), "cpu")
-    grids = draw_grids(
+    grids = generate_grids(
         pipeline,
         prompts,
         StageFolder(folder),

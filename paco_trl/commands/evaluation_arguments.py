@@ -83,7 +83,7 @@ class ScoredArguments(BenchmarkArguments):
 
 
 @dataclass
-class DrawArguments(PipelineArguments, BenchmarkArguments):
+class GenerateArguments(PipelineArguments, BenchmarkArguments):
     """Images of one system: a pipeline, with or without an adapter."""
 
     output_dir: str = option("evaluation/base", "Directory of the system; each requires its own.")
@@ -104,7 +104,7 @@ class ScoreArguments(ScoredArguments, JudgeArguments):
     output_dir: str = option("evaluation/base", "Directory of the system.")
     images: str | None = option(
         None,
-        "Directory of images that were generated elsewhere. If `None`, those that `draw` generated in the directory "
+        "Directory of images that were generated elsewhere. If `None`, those that `generate` saved in the directory "
         "of the system.",
     )
     name: str | None = option(None, "Name of such a system in the report. If `None`, that of the directory.")

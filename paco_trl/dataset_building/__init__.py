@@ -21,7 +21,7 @@ from .annotators import annotator_kinds, judge_annotator_name, rank_automaticall
 from .build_pairs import build_pairs
 from .categories import CATEGORIES, DIMENSIONS
 from .diversify import diversify_prompts
-from .generate_grids import draw_grids
+from .grids import generate_grids
 from .pair_panels import cut_panels, make_instances
 from .publish import publish_dataset
 from .write_prompts import write_prompts
@@ -44,10 +44,10 @@ __all__ = [
     "cut_panels",
     "digest",
     "diversify_prompts",
-    "draw_grids",
     "export_annotations",
     "export_label_studio",
     "export_tasks",
+    "generate_grids",
     "import_annotations",
     "judge_annotator_name",
     "load_pipeline",

@@ -38,7 +38,7 @@ def edit_keys(prompts: "Dataset") -> list[str]:
     return name_prompts(prompts, "edits", ("language", "id"))
 
 
-def draw_edits(
+def generate_edits(
     pipeline: "DiffusionPipeline", prompts: "Dataset", folder: StageFolder, seed: int = 0, **call_arguments: Any
 ) -> "Dataset":
     """
@@ -115,7 +115,7 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
     """
     Find the edited image of each prompt, by its id.
 
-    The name of a file without its extension must be the id, plain or as [`draw_edits`] writes it. Searched are `<folder>/<language>/`, `<folder>/images/<language>/` (where [`draw_edits`] writes) and
+    The name of a file without its extension must be the id, plain or as [`generate_edits`] writes it. Searched are `<folder>/<language>/`, `<folder>/images/<language>/` (where [`generate_edits`] writes) and
     `<folder>/fullset/<task_type>/<language>/` (the layout of GEdit-Bench's own script), or the same without `<language>`
     if the prompts have no such column. Copies of sources, `<id>_SRCIMG`, which the benchmark's own example writes, are
     skipped.

@@ -111,7 +111,7 @@ class FoundImages:
 def find_generated_sets(
     folder: str | Path, benchmark: "Dataset", seeds: list[int], height: int | None = None, width: int | None = None
 ) -> FoundImages:
-    """Find the grids that [`~paco_trl.dataset_building.draw_grids`] generated, of the rows' size or of the given one."""
+    """Find the grids that [`~paco_trl.dataset_building.generate_grids`] generated, of the rows' size or of the given one."""
     sets = {}
     for row in _layouts(benchmark):
         for seed in seeds:

@@ -40,7 +40,7 @@ def build_vae() -> AutoencoderKL:
     )
 
 
-def draw_batch(random: np.random.Generator) -> torch.Tensor:
+def sample_batch(random: np.random.Generator) -> torch.Tensor:
     """Sample grids of unrelated panels, so that the VAE learns pixels and nothing else."""
     size, side, count = BATCHES[random.choice(len(BATCHES), p=SHARES)]
     panels = draw_all_panels(size)
@@ -64,7 +64,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=arguments.max_steps, pct_start=0.05)
     progress = tqdm(range(arguments.max_steps), desc="VAE", mininterval=5)
     for step in progress:
-        pictures = draw_batch(random)
+        pictures = sample_batch(random)
         posterior = vae.encode(pictures).latent_dist
         restored = vae.decode(posterior.sample()).sample
         difference = restored - pictures
@@ -85,7 +85,7 @@ def main() -> None:
             look(vae, arguments.output_dir)
 
     with torch.no_grad():
-        latents = torch.cat([vae.encode(draw_batch(random)).latent_dist.sample().flatten() for _ in range(50)])
+        latents = torch.cat([vae.encode(sample_batch(random)).latent_dist.sample().flatten() for _ in range(50)])
     vae.register_to_config(
         scaling_factor=round(1 / latents.std().item(), 4), shift_factor=round(latents.mean().item(), 4)
     )

@@ -47,7 +47,7 @@ def plan_batches(sizes: Sequence[tuple[int, int]], seeds: Sequence[int], batch_s
     ]
 
 
-def draw_grids(
+def generate_grids(
     pipeline: "DiffusionPipeline",
     prompts: "Dataset",
     folder: StageFolder,
