@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Measure a round of PaCo-GRPO with its optimizer steps against the cost structure of the published recipe, in one run.
+Measure a round of PaCo-GRPO with its optimizer steps against the published recipe, in one run.
 
     python benchmarks/grpo_step.py                                        # the tiny FLUX
     python benchmarks/grpo_step.py --size medium --repeats 3 --output benchmarks/grpo_step_medium.json
+    python benchmarks/grpo_step.py --published <clone of https://github.com/X-GenGroup/PaCo-RL>
     python benchmarks/grpo_step.py --size flux-dev --device cuda --dtype bfloat16 --resolutions 512 --batch_sizes 1 4
 
-Real rounds of `PaCoGRPOTrainer`, timed by hooks around the model calls. The published recipe is built from the same
-trainer, model and prompts: the text encoders stay on the device and encode the prompts of each call again, and a trained
-step is three forwards (old policy, reference, trained). Rounds of the two take turns, and so do the resolutions;
-medians and ratios of adjacent rounds are saved.
+Real rounds of `PaCoGRPOTrainer`, timed by hooks around the model calls: with the defaults, with branches
+(`images_per_prefix`), with short tails (`tail_steps`), and with the largest branch and the shortest tail together.
+"published costs" has the cost structure of the published recipe, built from the same trainer, model and prompts: the
+text encoders stay on the device and encode the prompts of each call again, and a trained step is three forwards (old
+policy, reference, trained). `--published` also runs the published loop itself. Rounds of all recipes and resolutions
+take turns; medians and ratios of rounds of the same turn are saved.
 """
 
 import argparse
@@ -25,7 +28,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +47,7 @@ from paco_trl.rollout import replay
 from paco_trl.rollout.sampler import FetchedRows
 from paco_trl.tiny import build_tiny_flux
 from paco_trl.trainer.round_buffer import RoundBuffer
+from published_loop import PublishedLoop, count_forwards, forwards_by_kind
 
 
 # Dense bf16 of the data sheets, https://www.nvidia.com/en-us/data-center/h200/ (H100 SXM: the same)
@@ -51,6 +55,8 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
 
 ROWS, COLS = 2, 2  # panels of an image
 SWEPT = ("batch_size", "attention_backend", "compiled", "gradient_checkpointing")
+DEFAULTS, COSTS = "defaults", "published costs"
+LOOP, LOOP_STORED = "published loop", "published loop, no checkpointing"
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Size:
     resolutions: tuple[int, ...] = (32, 64)
     num_generations: int = 16
     num_prompts: int = 2
-    batch_size: int = 4
+    batch_size: int = 16
 
 
 SIZES = {
@@ -84,9 +90,7 @@ SIZES = {
         },
         t5={"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 8},
         lora_rank=16,
-        num_generations=4,
         num_prompts=1,
-        batch_size=2,
     ),
     "flux-dev": Size(
         transformer={},  # the defaults of FluxTransformer2DModel, except `guidance_embeds`
@@ -184,13 +188,13 @@ class Stopwatch:
         self.is_synchronized = True
         self.clock = time.process_time if is_processor_time(device) else time.perf_counter
         self._stack = ["trainer: loop, clipping, logs"]
+        self.counts: Counter[str] = Counter()
         self.begin()
 
     def begin(self) -> None:
         """A new round begins, in the section that is open."""
         self.seconds: dict[str, float] = defaultdict(float)
-        self.counts: Counter[str] = Counter()
-        self.flops: dict[str, float] = defaultdict(float)
+        self.counts.clear()
         self.started = self._last = self.now()
         self.wall_started = time.perf_counter()
 
@@ -241,11 +245,15 @@ class Round:
     whole: float = 0.0
     wall: float = 0.0
     rollout: float = 0.0
+    flops: float = 0.0  # of a forward
     seconds: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    flops: dict[str, float] = field(default_factory=dict)
     memory_before: float = 0.0
     memory_peak: float = 0.0
+
+    @property
+    def is_encoded_before(self) -> bool:
+        return "published" not in self.recipe
 
     @property
     def figures(self) -> float:
@@ -254,7 +262,7 @@ class Round:
 
     def time(self, encode: float) -> float:
         """Seconds of the round without figures; a prompt is encoded in `encode` where it was done before the round."""
-        return self.whole - self.figures + (self.num_prompts * encode if self.recipe == "paco_trl" else 0.0)
+        return self.whole - self.figures + (self.num_prompts * encode if self.is_encoded_before else 0.0)
 
 
 # Whose time a section is, by what its name ends with; the rest is that of paco_trl, TRL and Trainer
@@ -265,16 +273,26 @@ PIPELINE = ("diffusers' pipeline", "tokenizers")
 
 
 class MeasuredTrainer(PaCoGRPOTrainer):
-    """The trainer, measured. In rounds of the recipe "published" it has that recipe's cost structure."""
+    """The trainer, measured. `recipes` has what differs in their stochastic steps."""
 
-    def __init__(self, watch: Stopwatch, plan: list[tuple[str, int, bool]], **kwargs):
-        self.watch, self.plan, self.rounds = watch, plan, []
+    def __init__(
+        self,
+        watch: Stopwatch,
+        plan: list[tuple[str, int, bool]],
+        recipes: dict[str, dict],
+        loop: PublishedLoop | None,
+        **kwargs,
+    ):
+        self.watch, self.plan, self.loop = watch, plan, loop
+        self.rounds: list[Round] = []
         self.phase, self.encode_seconds = "rollout", []
         self._current: Round | None = None
         super().__init__(**kwargs)
         self._own_inputs, self.sampler.inputs = self.sampler.inputs, self._inputs
+        own_sde = self.schedule.sde
+        self.schedule.sde = lambda index: replace(own_sde(index), **recipes[self._current.recipe])
         transformer = self.accelerator.unwrap_model(self.model).get_base_model()
-        transformer.register_forward_pre_hook(self._count_forward, with_kwargs=True)
+        count_forwards(transformer, watch.counts, self._kind)
         self._time_module(transformer, "transformer")
         self._time_module(self.pipeline.vae.decoder, "VAE")
         for name in self.family.text_encoders:
@@ -305,13 +323,12 @@ class MeasuredTrainer(PaCoGRPOTrainer):
 
         setattr(owner, method, timed)
 
-    def _count_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        batch_size, image_tokens, _ = kwargs["hidden_states"].shape
-        text_tokens = kwargs["encoder_hidden_states"].shape[1]
-        self.watch.counts[f"{self.phase}: transformer"] += batch_size
-        self.watch.flops[self.phase] += batch_size * forward_flops(module.config, image_tokens, text_tokens)
-        if module.is_gradient_checkpointing and torch.is_grad_enabled():
-            self.watch.counts["recomputed in the backward: transformer"] += batch_size
+    def _kind(self, module: nn.Module, kwargs: dict) -> str:
+        rows, tokens, _ = kwargs["hidden_states"].shape
+        self.flops_of_forward = forward_flops(module.config, tokens, kwargs["encoder_hidden_states"].shape[1])
+        if self.phase != "rollout":
+            return {"training": "trained"}.get(self.phase, "old policy and reference")
+        return "generated" if rows == self.args.per_device_train_batch_size else "generated, shared prefix"
 
     def _count_encode(self, module: nn.Module, args: tuple) -> None:
         self.watch.counts["encodes"] += args[0].shape[0]
@@ -335,8 +352,13 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         vars(self.family).pop("encode_prompt", None)
         if self._encoded_for_max_steps is None:
             self._time_first_encode()
-        self._current = Round(*self.plan[round_index], self.layout.num_prompts)
-        self.is_published = self._current.recipe == "published"
+        recipe, resolution, is_synchronized = self.plan[round_index]
+        self._current = Round(recipe, resolution, is_synchronized, self.layout.num_prompts)
+        if self.loop is not None and recipe == DEFAULTS and (self.watch.device == "cpu" or not is_synchronized):
+            for name, is_checkpointed in {LOOP: self.args.gradient_checkpointing, LOOP_STORED: False}.items():
+                seconds, counts = self.loop.run(resolution, is_checkpointed)
+                self.rounds.append(Round(name, resolution, is_synchronized, 0, seconds, seconds, counts=counts))
+        self.is_published = recipe == COSTS
         for name in self.family.text_encoders:
             getattr(self.pipeline, name).to(self.accelerator.device if self.is_published else "cpu")
         self._generated_prompts: list[list[str]] = []
@@ -356,7 +378,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         done.whole, done.wall = self.watch.end()
         done.rollout = self._rollout_seconds
         done.seconds, done.counts = dict(self.watch.seconds), dict(self.watch.counts)
-        done.flops = dict(self.watch.flops)
+        done.flops = self.flops_of_forward
         done.memory_peak = peak_memory(self.watch.device)
         self.rounds.append(done)
 
@@ -471,15 +493,29 @@ def dataset_of(plan: list[tuple[str, int, bool]], num_prompts: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def recipes_of(args: argparse.Namespace, batch_size: int) -> dict[str, dict]:
+    """What differs in the stochastic steps of each recipe; a branch must divide the micro-batch."""
+    branches = [branch for branch in args.images_per_prefix if batch_size % branch == 0]
+    recipes: dict[str, dict] = {COSTS: {}, DEFAULTS: {}}
+    recipes |= {f"images_per_prefix={branch}": {"images_per_prefix": branch} for branch in branches}
+    recipes |= {f"tail_steps={tail}": {"tail_steps": tail} for tail in args.tail_steps}
+    if branches and args.tail_steps:
+        both = {"images_per_prefix": max(branches), "tail_steps": min(args.tail_steps)}
+        recipes[", ".join(f"{name}={value}" for name, value in both.items())] = both
+    return recipes
+
+
 def measure(
     args: argparse.Namespace, batch_size: int, backend: str | None, is_compiled: bool, is_checkpointed: bool
 ) -> dict:
     """Trains with one setting, and says what it cost."""
     # On an accelerator the rounds whose sections are timed wait for it at each of them: their wall is not that of a run
     modes = [True] if args.device == "cpu" else [True, False]
-    recipes = ["paco_trl", "published"]
-    plan = list(itertools.product(args.resolutions, modes, recipes)) * (args.repeats + 1)
-    plan = [(recipe, resolution, mode) for resolution, mode, recipe in plan]
+    recipes = recipes_of(args, batch_size)
+    plan = [
+        (recipe, resolution, mode) for resolution, recipe, mode in itertools.product(args.resolutions, recipes, modes)
+    ] * (args.repeats + 1)
+    optimizer_steps = min(2, args.num_prompts * args.num_generations // batch_size)
     pipeline = build_pipeline(args)
     if backend is not None:
         pipeline.transformer.set_attention_backend(backend)
@@ -498,7 +534,8 @@ def measure(
         num_prompts_per_generation=args.num_prompts,
         per_device_train_batch_size=batch_size,
         gradient_checkpointing=is_checkpointed,
-        max_steps=len(plan) * PaCoGRPOConfig.optimizer_steps_per_generation,
+        optimizer_steps_per_generation=optimizer_steps,
+        max_steps=len(plan) * optimizer_steps,
         shuffle_dataset=False,
         log_completions=not args.no_contact_sheets,
         report_to="none",
@@ -506,26 +543,47 @@ def measure(
         disable_tqdm=True,
     )
     rank = SIZES[args.size].lora_rank
-    watch = Stopwatch(args.device)
+    watch, dataset, loop = Stopwatch(args.device), dataset_of(plan, args.num_prompts), None
+    if args.published:
+        loop = PublishedLoop(
+            args.published, build_pipeline=build_pipeline, args=args, clock=watch.clock, lora_rank=rank,
+            batch_size=batch_size, num_prompts=args.num_prompts, num_optimizer_steps=optimizer_steps,
+            prompts=dataset["prompt"][:],
+        )  # fmt: skip
     trainer = MeasuredTrainer(
         watch,
         plan,
+        recipes,
+        loop,
         model=pipeline,
         reward_funcs=[redness_reward, panel_similarity_reward],
         args=config,
-        train_dataset=dataset_of(plan, config.num_prompts_per_generation),
+        train_dataset=dataset,
         peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, init_lora_weights="gaussian"),
     )
     trainer.train()
-    measured = trainer.rounds[len(plan) // (args.repeats + 1) :]  # without the first of each kind, which warms up
-    encode_seconds = statistics.median(trainer.encode_seconds)
-    results = {
-        str(resolution): {
-            recipe: summary(args, measured, recipe, resolution, trainer.layout.num_images, encode_seconds)
-            for recipe in recipes
+    trained = {DEFAULTS: sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)}
+    if loop is not None:
+        trained[LOOP] = loop.trained_weights
+        loop.close()
+    encode = statistics.median(trainer.encode_seconds)
+    rounds: dict[tuple[int, str], list[Round]] = defaultdict(list)
+    for done in trainer.rounds:
+        rounds[done.resolution, done.recipe].append(done)
+    # Without the first round of each kind, which warms up
+    rounds = {key: done[len(modes) if done[0].seconds else 1 :] for key, done in rounds.items()}
+    results: dict[str, dict] = {str(resolution): {} for resolution in args.resolutions}
+    for (resolution, recipe), done in rounds.items():
+        turns = {
+            other: time_ratios(done, rounds[resolution, other], encode)
+            for other in (COSTS, LOOP, LOOP_STORED)
+            if (resolution, other) in rounds
         }
-        for resolution in args.resolutions
-    }
+        results[str(resolution)][recipe] = {
+            **summary(args, done, trainer.layout.num_images, encode),
+            "time per image / published": {other: round(statistics.median(turns[other]), 3) for other in turns},
+            "of each turn": {other: [round(ratio, 3) for ratio in turns[other]] for other in turns},
+        }
     on_policy = [
         value
         for entry in trainer.state.log_history
@@ -539,38 +597,36 @@ def measure(
         "gradient_checkpointing": is_checkpointed,
         "images in a round": trainer.layout.num_images,
         "transformer weights": sum(p.numel() for name, p in trainer.model.named_parameters() if "lora_" not in name),
-        "seconds to encode a prompt": round(encode_seconds, 6),
+        "trained weights": trained,
+        "published commit": loop and loop.commit,
+        "seconds to encode a prompt": round(encode, 6),
         "largest mean |ratio - 1| on policy": max(on_policy),
         "resolutions": results,
-        "time per image / published recipe": {
-            str(resolution): round(time_ratio(measured, resolution, encode_seconds), 3)
-            for resolution in args.resolutions
-        },
     }
 
 
-def summary(
-    args: argparse.Namespace, rounds: list[Round], recipe: str, resolution: int, num_images: int, encode: float
-) -> dict:
+def summary(args: argparse.Namespace, rounds: list[Round], num_images: int, encode: float) -> dict:
     """Medians over the rounds of a kind, for an image."""
-    of_kind = [done for done in rounds if (done.recipe, done.resolution) == (recipe, resolution)]
-    timed = [done for done in of_kind if done.is_synchronized]
-    free = [done for done in of_kind if not done.is_synchronized] or timed
-    # The first recipe encodes a prompt once in a run, outside these rounds
-    apart = encode * of_kind[0].num_prompts if recipe == "paco_trl" else 0.0
-    encodes = of_kind[0].num_prompts if recipe == "paco_trl" else of_kind[0].counts["encodes"]
+    timed = [done for done in rounds if done.is_synchronized]
+    free = [done for done in rounds if not done.is_synchronized] or timed
+    first = rounds[0]
+    forwards = forwards_by_kind(first.counts, num_images)
+    seconds = statistics.median(done.time(encode) for done in free)
+    found = {
+        "forwards per image": {name: round(count, 4) for name, count in forwards.items()},
+        "seconds per image": round(seconds / num_images, 6),
+    }
+    if not first.seconds:  # of the published loop
+        return found
+    # Most recipes encode a prompt once in a run, outside these rounds
+    apart = encode * first.num_prompts if first.is_encoded_before else 0.0
+    encodes = first.num_prompts if first.is_encoded_before else first.counts["encodes"]
     sections = {
         name: statistics.median(done.seconds.get(name, 0.0) for done in timed)
         for name in sorted({name for done in timed for name in done.seconds})
     }
     if apart:
         sections["encoding, once in a run: text encoders"] = apart
-    forwards = {
-        name.split(": ")[0]: count / num_images
-        for name, count in of_kind[0].counts.items()
-        if name.endswith(": transformer")
-    }
-    recomputed = forwards.pop("recomputed in the backward", 0.0)
 
     def shares(done: Round) -> dict[str, float]:
         whole = done.time(encode)
@@ -587,20 +643,17 @@ def summary(
         return {**found, "outside model calls": 1 - found["model calls"]}
 
     each = [shares(done) for done in timed]
-    seconds = statistics.median(done.time(encode) for done in free)
     rollout = statistics.median(done.rollout for done in free)
-    rollout_flops = of_kind[0].flops["rollout"]
+    generated = sum(count for name, count in forwards.items() if name.startswith("generated"))
+    rollout_flops = first.flops * generated * num_images
     speed = rollout_flops / rollout
     name = torch.cuda.get_device_name() if args.device == "cuda" else ""
     peak = next((flops for card, flops in PEAK_FLOPS.items() if card in name), None)
     return {
-        "transformer forwards per image": {**forwards, "all": sum(forwards.values())},
-        "forwards recomputed in the backward, per image": recomputed,
+        **found,
         "encodes per image": encodes / num_images,
-        "seconds per image": round(seconds / num_images, 6),
-        "images per second": round(num_images / seconds, 4),
         "rollout images per second": round(num_images / rollout, 4),
-        "TFLOP of a forward": round(rollout_flops / forwards["rollout"] / num_images / 1e12, 6),
+        "TFLOP of a forward": round(first.flops / 1e12, 6),
         "TFLOP/s in rollout": round(speed / 1e12, 4),
         "TFLOP/s in its forwards": round(rollout_flops / sections["rollout: transformer"] / 1e12, 4),
         **(
@@ -611,9 +664,9 @@ def summary(
         "shares of time": {name: round(statistics.median(found[name] for found in each), 4) for name in each[0]},
         "seconds of figures in a round": round(statistics.median(done.figures for done in timed), 4),
         "time / wall time": round(statistics.median(done.whole / done.wall for done in free), 3),
-        "peak memory, MiB": round(statistics.median(done.memory_peak for done in of_kind), 1),
+        "peak memory, MiB": round(statistics.median(done.memory_peak for done in rounds), 1),
         "above the beginning of the round, MiB": round(
-            statistics.median(done.memory_peak - done.memory_before for done in of_kind), 1
+            statistics.median(done.memory_peak - done.memory_before for done in rounds), 1
         ),
         "milliseconds per image by section": {
             name: round(seconds / num_images * 1000, 4) for name, seconds in sections.items()
@@ -621,12 +674,10 @@ def summary(
     }
 
 
-def time_ratio(rounds: list[Round], resolution: int, encode: float) -> float:
-    """Return the median of the ratios of adjacent rounds of the two recipes."""
-    of_size = [done for done in rounds if done.resolution == resolution]
-    free = [done for done in of_size if not done.is_synchronized] or of_size
-    pairs = zip(free[::2], free[1::2], strict=True)
-    return statistics.median(ours.time(encode) / published.time(encode) for ours, published in pairs)
+def time_ratios(rounds: list[Round], others: list[Round], encode: float) -> list[float]:
+    """Return the ratios of two recipes in the same turn."""
+    pairs = [[done for done in kind if not done.is_synchronized] or kind for kind in (rounds, others)]
+    return [one.time(encode) / other.time(encode) for one, other in zip(*pairs, strict=True)]
 
 
 def machine(args: argparse.Namespace) -> dict:
@@ -658,6 +709,11 @@ def main() -> None:
     parser.add_argument("--num_generations", type=int)
     parser.add_argument("--num_prompts", type=int, help="prompts in a round")
     parser.add_argument("--num_inference_steps", type=int, default=10)
+    parser.add_argument("--images_per_prefix", type=int, nargs="*", default=[4, 16], help="branches to measure")
+    parser.add_argument("--tail_steps", type=int, nargs="*", default=[4, 2], help="short tails to measure")
+    parser.add_argument(
+        "--published", help="clone of https://github.com/X-GenGroup/PaCo-RL, whose loop to run as well"
+    )
     parser.add_argument("--compile", choices=["no", "yes"], nargs="+", default=["no"], help="compile_repeated_blocks")
     parser.add_argument(
         "--attention_backends",
@@ -689,7 +745,9 @@ def main() -> None:
     args.num_generations = args.num_generations or size.num_generations
     args.num_prompts = args.num_prompts or size.num_prompts
     report = {
-        "setting": {name: value for name, value in vars(args).items() if name not in ("folder", "output")},
+        "setting": {
+            name: value for name, value in vars(args).items() if name not in ("folder", "output", "published")
+        },
         "machine": machine(args),
     }
     args.torch_dtype = getattr(torch, args.dtype)
@@ -715,28 +773,19 @@ def main() -> None:
 
 
 def results_of(args: argparse.Namespace, runs: list[dict]) -> dict:
-    """All runs, and the ratios of the one with the most images per second at the first resolution."""
-    first = str(args.resolutions[0])
-    best = max(runs, key=lambda run: run["resolutions"][first]["paco_trl"]["images per second"])
-    ours, published = best["resolutions"][first]["paco_trl"], best["resolutions"][first]["published"]
-    forwards = [recipe["transformer forwards per image"]["all"] for recipe in (ours, published)]
-
-    def shares(name: str) -> dict[str, float]:
-        return {size: recipes["paco_trl"]["shares of time"][name] for size, recipes in best["resolutions"].items()}
-
-    return {
-        "best run": {name: best[name] for name in SWEPT},
-        "ratios": {
-            "transformer forwards per image / published recipe": round(forwards[0] / forwards[1], 3),
-            "encodes per image / published recipe": round(
-                ours["encodes per image"] / published["encodes per image"], 4
-            ),
-            "time per image / published recipe": best["time per image / published recipe"],
-            "share of time outside model calls": shares("outside model calls"),
-            "share of time of paco_trl, TRL and Trainer": shares("paco_trl, TRL and Trainer"),
-        },
-        "runs": runs,
-    }
+    """All runs, and the ratios of the one that is fastest with the defaults at the first resolution."""
+    best = min(runs, key=lambda run: run["resolutions"][str(args.resolutions[0])][DEFAULTS]["seconds per image"])
+    ratios: dict[str, dict] = {"forwards per image": {}}
+    for size, recipes in best["resolutions"].items():
+        for recipe, found in recipes.items():
+            ratios["forwards per image"][recipe] = round(found["forwards per image"]["all"], 2)
+            for other, ratio in found["time per image / published"].items():
+                if recipe != other and "published" not in recipe.replace(COSTS, ""):
+                    ratios.setdefault(f"{size} pixels, time per image / {other}", {})[recipe] = ratio
+        for name in ("outside model calls", "paco_trl, TRL and Trainer"):
+            share = recipes[DEFAULTS]["shares of time"][name]
+            ratios.setdefault(f"share of time {name}, defaults", {})[size] = share
+    return {"best run": {name: best[name] for name in SWEPT}, "ratios": ratios, "runs": runs}
 
 
 if __name__ == "__main__":
