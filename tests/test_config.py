@@ -105,6 +105,7 @@ class TestDefaults:
             "offload_embeddings": False,
             "vae_tiling": False,
             "images_per_prefix": 1,
+            "per_device_rollout_batch_size": None,
             "tail_steps": None,
             "resolution_transfer_prompts": 0,
             "tail_transfer_prompts": 0,

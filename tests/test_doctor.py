@@ -698,7 +698,12 @@ class TestMemory:
         assert eight.training < 5 * GIB
 
 
-def test_branches_and_a_short_tail_are_checked(examine):
-    rows = examine("ratio", images_per_prefix=2, sde_steps=[1], tail_steps=1)
+def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
+    settings = {"images_per_prefix": 2, "sde_steps": [1], "tail_steps": 1, "gradient_checkpointing": False}
+    rows = examine("ratio", **settings)
     assert verdicts(rows) == dict.fromkeys(list(HEALTHY)[: list(HEALTHY).index("ratio") + 1], "ok")
     assert "2 image(s), max |ratio - 1| before the first update 0 (step 1: 0)" in rows["ratio"].finding
+    assert "Checkpointing" not in rows["ratio"].finding
+    found = examine("ratio", per_device_rollout_batch_size=4, sde_steps=[1])["ratio"].finding
+    assert found.startswith("4 image(s), max |ratio - 1| before the first update ")
+    assert "Checkpointing costs a forward of each image: see if it fits with `--gradient" in found

@@ -23,6 +23,7 @@ from paco_trl.rollout import FluxFamily, calls_at, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer import paco_nft_trainer
 from paco_trl.trainer.paco_nft_config import NFT_REFUSED_FIELDS
+from test_branched_groups import rows_of_calls
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
@@ -664,3 +665,13 @@ class TestPage:
         (code,) = re.findall(r"PaCoNFTConfig\((.*?)\),\n", self.PAGE, flags=re.S)
         names = re.findall(r"(\w+)=", code)
         assert names and set(names) <= FIELDS.keys()
+
+
+def test_images_are_generated_in_larger_batches(make_nft):
+    trainer = make_nft(per_device_train_batch_size=2, per_device_rollout_batch_size=4)
+    seen, _ = rows_of_calls(trainer.policy)
+    trainer.train()
+    trained = [rows for _, rows in seen].index(2)
+    assert {rows for _, rows in seen[:trained]} == {4} and {rows for _, rows in seen[trained:]} == {2}
+    logs = [entry["velocity_deviation"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[0] < 1e-9 < logs[1]

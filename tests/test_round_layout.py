@@ -15,14 +15,16 @@ SQUARE, WIDE, TALL = (512, 512), (256, 1280), (768, 256)
 
 
 def layout(
-    num_prompts=8, num_generations=4, batch_size=2, num_processes=1, num_trained_steps=1, num_optimizer_steps=2
-):
-    return RoundLayout(num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
+    num_prompts=8, num_generations=4, batch_size=2, num_processes=1, num_trained_steps=1, num_optimizer_steps=2,
+    num_merged=1,
+):  # fmt: skip
+    sizes = (num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
+    return RoundLayout(*sizes, num_merged)
 
 
 def images_of_steps(round_layout, assignment):
     """The set of images behind each optimizer step."""
-    batches = round_layout.micro_batches_per_process // round_layout.num_optimizer_steps
+    batches = assignment.shape[1] // round_layout.num_optimizer_steps
     return [
         set(assignment[:, step * batches : (step + 1) * batches].reshape(-1).tolist())
         for step in range(round_layout.num_optimizer_steps)
@@ -201,6 +203,27 @@ class TestAssign:
             other[place] += 1
             assert not np.array_equal(a.assign(sizes, tuple(other)), first)
 
+    def test_batches_of_generation_are_neighbors_on_any_number_of_processes(self):
+        sizes, plain, merged = [SQUARE, WIDE] * 4, layout(), layout(num_merged=2)
+        assert (merged.rollout_batch_size, merged.steps_per_generation) == (4, plain.steps_per_generation)
+        found = []
+        for number in (1, 2, 4):
+            a = replace(merged, num_processes=number)
+            assignment = a.assign(sizes, self.SEED)
+            assert assignment.shape == (number, 8 // number, 4)
+            assert sorted(assignment.reshape(-1).tolist()) == list(range(32))
+            assert all(len({image // 4 for image in batch}) == 1 for batch in assignment.reshape(-1, 4).tolist())
+            found.append(images_of_steps(a, assignment))
+        assert found[0] == found[1] == found[2]
+        batches = plain.assign(sizes, self.SEED).reshape(-1, 4).tolist()  # where a group comes apart
+        assert any(len({image // 4 for image in batch}) > 1 for batch in batches)
+
+    def test_a_round_holds_full_batches_of_generation(self):
+        assert "12 micro-batches of 2, generated 4 at a time, 1 trained" in layout(6, num_merged=2).describe()
+        layout(num_prompts=6, num_processes=3)
+        with pytest.raises(ValueError, match="3 processes x 8 images in a rollout batch x 2 .* = 48.*that work: 12"):
+            layout(num_prompts=6, num_processes=3, num_merged=4)
+
     def test_mixed_sizes_are_an_error_with_what_to_do(self):
         sizes = [SQUARE] * 7 + [WIDE]
         a = layout(batch_size=8, num_optimizer_steps=1)
@@ -208,8 +231,8 @@ class TestAssign:
         with pytest.raises(ValueError) as error:
             a.assign(sizes, self.SEED)
         message = str(error.value)
-        assert "A micro-batch of 8" in message and "[(256, 1280), (512, 512)]" in message
-        assert "`per_device_train_batch_size` (8) must divide `num_generations` (4)" in message
+        assert "A batch of 8" in message and "[(256, 1280), (512, 512)]" in message
+        assert "`per_device_train_batch_size` must divide `num_generations` (4)" in message
         # What it says works
         for batch_size in (1, 2, 4):
             layout(batch_size=batch_size, num_optimizer_steps=1).assign(sizes, self.SEED)

@@ -50,13 +50,15 @@ def test_a_checkpoint_remembers_the_settings_of_its_trainer_only(tmp_path):
     }  # fmt: skip
 
 
-def test_a_checkpoint_from_before_the_branches_has_the_settings_of_a_run_without_them(tmp_path):
+def test_a_checkpoint_from_before_an_option_has_the_settings_of_a_run_without_it(tmp_path):
     def settings(**changes):
         args = PaCoGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **changes)
         return adjustable_settings(args, RewardSet(redness_reward), PaCoGRPOConfig)
 
-    new = {"images_per_prefix", "tail_steps"}
+    new = {"images_per_prefix", "tail_steps", "per_device_rollout_batch_size"}
     before = {name: value for name, value in settings().items() if name not in new}
     assert all(before.get(name) == value for name, value in settings().items())
-    branched = settings(images_per_prefix=2, per_device_train_batch_size=2, tail_steps=3)
-    assert {name for name in new if before.get(name) != branched[name]} == new
+    changed = settings(
+        images_per_prefix=2, per_device_train_batch_size=2, tail_steps=3, per_device_rollout_batch_size=4
+    )  # fmt: skip
+    assert {name for name in new if before.get(name) != changed[name]} == new

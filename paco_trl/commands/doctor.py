@@ -34,6 +34,7 @@ from ..data import split_grid
 from ..hub.account import check_base_model, check_repository
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..rewards.reward_calls import check_required, check_reward_functions, check_reward_weights
+from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
 from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
 from .report import COLORS, FAILED, OK, SKIPPED, WARNING, Row, colored, report
@@ -337,16 +338,14 @@ def check_memory(state: DoctorState) -> Row:
     pipeline = trainer.pipeline
     embeddings = state.generator.fetch().encoded[state.generator.number].place("cpu")
     images = layout.micro_batches_per_process * layout.batch_size
-    # Images share their prompt's embeddings unless micro-batches cross prompts; offloaded ones are in CPU memory
-    crosses_prompts = layout.num_generations % layout.batch_size != 0
+    channels = pipeline.vae.config.get("latent_channels") or pipeline.vae.config.z_dim
+    # Images share their prompt's embeddings unless batches cross prompts; offloaded ones are in CPU memory
+    crosses_prompts = layout.num_generations % layout.rollout_batch_size != 0
     num_embeddings = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
     buffer = rollout_buffer_bytes(
         images,
         layout.num_trained_steps,
-        max(
-            latent_elements(*size, pipeline.vae_scale_factor, _latent_channels(pipeline.vae))
-            for size in state.generator.sizes
-        ),
+        max(latent_elements(*size, pipeline.vae_scale_factor, channels) for size in state.generator.sizes),
         0 if getattr(args, "offload_embeddings", False) else num_embeddings,
         sum(tensor.numel() for tensor in embeddings.values()),
         # With source images the transformer's input is recorded too, which is another tensor than the sample
@@ -398,11 +397,6 @@ def check_memory(state: DoctorState) -> Row:
     lines.append("No CUDA device to compare with." if total is None else f"The device has {_size(total)}.")
     verdict, advice = _fits(estimate, total, is_full)
     return Row(verdict, "\n".join(lines), advice)
-
-
-def _latent_channels(vae) -> int:
-    """Return the number of latent channels of a VAE."""
-    return vae.config.get("latent_channels") or vae.config.z_dim
 
 
 def _describe_optimizer(optim: str) -> str:
@@ -459,27 +453,34 @@ def check_noise_free(state: DoctorState) -> Row:
 def check_ratio(state: DoctorState) -> Row:
     """Check that the replay gives the log-probabilities of the rollout, and a gradient."""
     generator, trainer, args = state.generator, state.trainer, state.args
-    device = trainer.accelerator.device
-    generated = generator.generate(args.per_device_train_batch_size, generator.sde_settings(args.noise_level))
+    device, layout = trainer.accelerator.device, args.round_layout
+    generated = generator.generate(layout.rollout_batch_size, generator.sde_settings(args.noise_level))
     state.images.extend(generated.images)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     deviations = {}
-    for record in generated.records:
-        log_prob = generator.replay(record)
-        deviations[record.index] = (torch.exp(log_prob.detach() - record.log_prob) - 1).abs().max().item()
-        log_prob.mean().backward()
+    for batch in generated.records:
+        log_probs = []
+        for record in split_record(batch, layout.num_merged, trainer.family):
+            log_prob = generator.replay(record)
+            log_prob.mean().backward()
+            log_probs.append(log_prob.detach())
+        deviations[batch.index] = (torch.exp(torch.cat(log_probs) - batch.log_prob) - 1).abs().max().item()
     gradients = [p.grad.abs().max().item() for p in trainer.model.parameters() if p.grad is not None]
     trainer.model.zero_grad(set_to_none=True)
     worst = max(deviations.values(), key=lambda value: math.inf if math.isnan(value) else value)
     steps = ", ".join(f"step {index}: {value:.3g}" for index, value in deviations.items())
     finding = (
-        f"{args.per_device_train_batch_size} image(s), max |ratio - 1| before the first update {worst:.3g} ({steps}); "
+        f"{layout.rollout_batch_size} image(s), max |ratio - 1| before the first update {worst:.3g} ({steps}); "
         f"`ratio_tolerance` is {args.ratio_tolerance:.3g}."
     )
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         finding += f" Forward and backward took {_size(peak)} on the device, without the optimizer's states."
+    if args.activation_checkpointing:
+        finding += (
+            " Checkpointing costs a forward of each image: see if it fits with `--gradient_checkpointing False`."
+        )
     if not worst <= args.ratio_tolerance:
         return Row(
             FAILED,

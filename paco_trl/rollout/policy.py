@@ -292,22 +292,19 @@ class PipelinePolicy:
 
     def _narrow(self, call: dict[str, Any], copies: int) -> dict[str, Any]:
         """Keep one row for each branch in the arguments of a call, after checking that its rows are the same."""
-        rows = len(next(iter(call.values())))  # the sample comes first
         narrowed = {}
-        for name, value in call.items():
-            is_list = isinstance(value, list) or (torch.is_tensor(value) and value.ndim > 0)
-            if is_list and len(value) == rows and name not in self.family.unbatched_arguments:
-                narrowed[name] = _first_rows(value, copies)
-                if not _is_same(_widen(narrowed[name], copies), value):
-                    if all(torch.is_tensor(row) for row in value):  # NaN equals nothing
-                        _check_latents(torch.stack(list(value)), "before the first stochastic step")
-                    raise RuntimeError(
-                        f"`images_per_prefix` is {copies}, but before the first stochastic step {copies} images that "
-                        f"should be the same differ in the argument `{name}` of the transformer: "
-                        f"{type(self.pipeline).__name__} makes something of its own for each. Set "
-                        f"`images_per_prefix=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
-                        f"{type(self.family).__name__}."
-                    )
+        for name, value in _batched(call, self.family).items():
+            narrowed[name] = _first_rows(value, copies)
+            if not _is_same(_widen(narrowed[name], copies), value):
+                if all(torch.is_tensor(row) for row in value):  # NaN equals nothing
+                    _check_latents(torch.stack(list(value)), "before the first stochastic step")
+                raise RuntimeError(
+                    f"`images_per_prefix` is {copies}, but before the first stochastic step {copies} images that "
+                    f"should be the same differ in the argument `{name}` of the transformer: "
+                    f"{type(self.pipeline).__name__} makes something of its own for each. Set "
+                    f"`images_per_prefix=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
+                    f"{type(self.family).__name__}."
+                )
         return call | narrowed
 
     def _check_guidance_rule(
@@ -341,6 +338,36 @@ class PipelinePolicy:
 def _with_fresh_containers(call: dict[str, Any]) -> dict[str, Any]:
     # The tensors stay the same, but a transformer may remove items from a dict argument
     return recursively_apply(lambda tensor: tensor, call)
+
+
+def _batched(call: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the arguments of a call that have a row for each prediction."""
+    rows = len(next(iter(call.values())))  # the sample comes first
+    lists = {name: value for name, value in call.items() if isinstance(value, list) or getattr(value, "ndim", 0) > 0}
+    return {name: each for name, each in lists.items() if len(each) == rows and name not in family.unbatched_arguments}
+
+
+def split_record(record: RecordedStep, parts: int, family: Family) -> list[RecordedStep]:
+    """Split the step of a batch into those of `parts` equal micro-batches, views where possible."""
+    if parts == 1:
+        return [record]
+    size = len(record.sample) // parts
+    tensors = {name: value.chunk(parts) for name, value in vars(record).items() if torch.is_tensor(value)}
+
+    def rows(value: Any, part: int) -> Any:
+        # With true guidance in one call, the rows of one prediction follow those of the other
+        pieces = [value[first : first + size] for first in range(part * size, len(value), len(record.sample))]
+        if isinstance(value, list):
+            return [row for piece in pieces for row in piece]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def own(call: dict[str, Any], part: int) -> dict[str, Any]:
+        return call | {name: rows(value, part) for name, value in _batched(call, family).items()}
+
+    return [
+        replace(record, calls=[own(call, part) for call in record.calls], **{n: t[part] for n, t in tensors.items()})
+        for part in range(parts)
+    ]
 
 
 def _first_rows(value: Any, copies: int) -> Any:

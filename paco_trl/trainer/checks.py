@@ -53,24 +53,23 @@ def check_eval_datasets(
 
 def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negative_prompt: str | None) -> None:
     """Check the settings against the pipeline."""
-    name, batch_size = type(pipeline).__name__, args.per_device_train_batch_size
+    name = type(pipeline).__name__
     if args.detach_unconditional and negative_prompt is None:
         problem = f"{name} makes no unconditional prediction at `guidance_scale` = {args.guidance_scale}"
         raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
-    most = family.max_batch_size
-    if most is not None and batch_size > most:
+    most, layout = family.max_batch_size, args.round_layout
+    if most is not None and layout.rollout_batch_size > most:
         raise ValueError(
-            f"`per_device_train_batch_size` is {batch_size}, but {type(family).__name__} generates at most {most} with "
-            f"{name}. Set it to {most}{' and `images_per_prefix=1`' if args.images_per_prefix > 1 else ''}."
+            f"`{layout.rollout_batch_option}` is {layout.rollout_batch_size}, but {type(family).__name__} generates at "
+            f"most {most} with {name}. Set it to {most}{' and `images_per_prefix=1`' if args.images_per_prefix > 1 else ''}."
         )
 
 
 def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
-    """Check that a micro-batch crosses prompts only where one call of the pipeline can generate it."""
-    batch_size = args.per_device_train_batch_size
-    if args.num_generations % batch_size == 0:
+    """Check that a batch crosses prompts only where one call of the pipeline can generate it."""
+    layout, sizes = args.round_layout, set(rows.training_sizes)
+    if args.num_generations % layout.rollout_batch_size == 0:
         return
-    sizes = set(rows.training_sizes)
     if len(sizes) > 1:
         reason = f"The dataset has images of {len(sizes)} training sizes ({sorted(sizes)})"
     elif rows.sources is not None:
@@ -80,8 +79,8 @@ def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: Pr
     else:
         return
     raise ValueError(
-        f"{reason}, so a micro-batch must not cross prompts: `per_device_train_batch_size` "
-        f"({batch_size}) must divide `num_generations` ({args.num_generations})."
+        f"{reason}, so a batch must not cross prompts: `{layout.rollout_batch_option}` ({layout.rollout_batch_size}) "
+        f"must divide `num_generations` ({args.num_generations})."
     )
 
 

@@ -105,7 +105,7 @@ _CHOICES = {
 _COUNTS = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
     "num_generations_eval", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-    "num_iterations", "num_inference_steps_eval", "images_per_prefix",
+    "num_iterations", "num_inference_steps_eval", "images_per_prefix", "per_device_rollout_batch_size",
 )  # fmt: skip
 _TRANSFERS = ("resolution_transfer_prompts", "tail_transfer_prompts")
 _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
@@ -192,7 +192,10 @@ class PaCoGRPOConfig(GRPOConfig):
         gradient_accumulation_steps (`int`, *optional*):
             Training micro-steps per optimizer step. If `None`, derived.
         per_device_train_batch_size (`int`, *optional*, defaults to `1`):
-            Images generated, and trained, at a time on one process.
+            Images trained at a time on one process.
+        per_device_rollout_batch_size (`int`, *optional*):
+            Images generated at a time on one process, a multiple of `per_device_train_batch_size`. If `None`, as many.
+            With more the replay rounds differently, see `ratio_tolerance`.
         num_generations_eval (`int`, *optional*, defaults to `1`):
             Images generated per prompt by `evaluate()`.
 
@@ -313,7 +316,8 @@ class PaCoGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Training micro-steps of one process per round. If `None`, derived."}
     )
     gradient_accumulation_steps: int | None = field(default=None, metadata={"help": "Micro-steps per optimizer step."})
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "Images generated, trained at a time."})
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "Images trained at a time."})
+    per_device_rollout_batch_size: int | None = field(default=None, metadata={"help": "Images generated at a time."})
     num_generations_eval: int = field(default=1, metadata={"help": "Images per prompt of `evaluate()`."})
 
     # Parameters that control the rewards
@@ -435,14 +439,7 @@ class PaCoGRPOConfig(GRPOConfig):
     @property
     def round_layout(self) -> RoundLayout:
         """Division of a round over processes, micro-batches and optimizer steps."""
-        return RoundLayout(
-            num_prompts=self.num_prompts_per_generation,
-            num_generations=self.num_generations,
-            batch_size=self.per_device_train_batch_size,
-            num_processes=self.world_size,
-            num_trained_steps=self.num_trained_steps,
-            num_optimizer_steps=self.optimizer_steps_per_generation,
-        )
+        return self._lay_out(None, self.generation_batch_size, None, None, self.world_size)
 
     def _lay_out(self, *requested: Any) -> RoundLayout:
         """Lay out a round of the requested sizes, see [`lay_out_round`]."""
@@ -452,6 +449,7 @@ class PaCoGRPOConfig(GRPOConfig):
             batch_size=self.per_device_train_batch_size,
             num_trained_steps=self.num_trained_steps,
             num_optimizer_steps=self.optimizer_steps_per_generation,
+            num_merged=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
         )
 
     def _refuse_fields(self) -> None:
@@ -486,13 +484,18 @@ class PaCoGRPOConfig(GRPOConfig):
                 value = getattr(self, name)
                 if not is_good(value):
                     raise ValueError(f"`{name}` is {value}; it must be {rule}.")
-        for name in ("num_generations", "per_device_train_batch_size"):
-            value, branch = getattr(self, name), self.images_per_prefix
-            if value % branch != 0:
-                raise ValueError(
-                    f"`{name}` is {value}, but the {branch} images of a branch (`images_per_prefix`) share a batch and "
-                    f"a group: it must be a multiple of {branch}. {nearest_multiples(value, branch)}"
-                )
+        branch, micro_batch = self.images_per_prefix, self.per_device_train_batch_size
+        shared = f"the {branch} images of a branch (`images_per_prefix`) share a batch and a group"
+        trained = f"it is trained in micro-batches of {micro_batch} images (`per_device_train_batch_size`)"
+        for name, multiple, reason in (
+            ("num_generations", branch, shared),
+            ("per_device_train_batch_size", branch, shared),
+            ("per_device_rollout_batch_size", micro_batch, trained),
+        ):
+            value = getattr(self, name)
+            if value is not None and value % multiple != 0:
+                nearest = nearest_multiples(value, multiple)
+                raise ValueError(f"`{name}` is {value}, but {reason}: it must be a multiple of {multiple}. {nearest}")
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
@@ -544,8 +547,6 @@ class PaCoGRPOConfig(GRPOConfig):
 
 
 def _parse_flag(value: bool | str) -> Any:
-    if isinstance(value, bool):
-        return value
     if str(value).lower() not in ("true", "false"):
         raise ValueError(f"`reward_required` has {value!r}; it must have true or false for each reward.")
     return str(value).lower() == "true"

@@ -31,6 +31,7 @@ from ..rewards.reward_set import RewardSet
 from ..rewards.scorer import RewardScorer
 from ..rollout import RecordedStep, SDESettings, UnlistedFamily, family_of, replay
 from ..rollout.loading import adapter_is_new, check_peft_config, load_pipeline, make_policy
+from ..rollout.policy import split_record
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import FetchedRows, RolloutSampler
@@ -300,8 +301,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         # 1. Encode the round's prompts, and assign its images to the processes
         row_numbers = self.schedule.rows(round_index)
         sizes = [self.train_rows.training_sizes[number] for number in row_numbers]
-        assignment = self.schedule.assign(round_index, sizes)  # (processes, micro-batches, B)
-        mine = assignment[self.accelerator.process_index]  # (micro-batches, B)
+        assignment = self.schedule.assign(round_index, sizes)  # (processes, batches, rollout_batch_size)
+        mine = assignment[self.accelerator.process_index]  # (batches, rollout_batch_size)
         if self._encoded_for_max_steps != self.state.max_steps:
             # All prompts of the rest of the run, so that the text encoders are used once
             self._encoded_for_max_steps = self.state.max_steps
@@ -356,6 +357,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             self._save_sheet(f"round_{round_index:05d}", title, self.train_rows, row_numbers, shown)
 
         # 6. Build the training micro-steps
+        assignment = assignment.reshape(len(assignment), -1, layout.batch_size)  # (processes, micro-batches, B)
         buffer.fill(
             layout, assignment, self.accelerator.process_index, records, advantages, is_valid, self.accelerator.device
         )
@@ -369,23 +371,23 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         records: list[list[RecordedStep]] = []
         is_hidden = self.args.disable_tqdm or not self.accelerator.is_main_process
         with self.sampler.ready():
-            desc = f"Round {round_index}: generating"
-            for micro_batch in tqdm(mine.tolist(), desc=desc, disable=is_hidden, leave=False):
-                rows = [row_numbers[image // self.num_generations] for image in micro_batch]
+            for batch in tqdm(mine.tolist(), f"Round {round_index}: generating", disable=is_hidden, leave=False):
+                rows = [row_numbers[image // self.num_generations] for image in batch]
                 noise_keys = [
                     self.schedule.noise_key(round_index, row, image % self.num_generations)
-                    for row, image in zip(rows, micro_batch, strict=True)
+                    for row, image in zip(rows, batch, strict=True)
                 ]
-                generated, recorded = self._generate_micro_batch(fetched, rows, noise_keys, sde)
+                generated, recorded = self._generate_batch(fetched, rows, noise_keys, sde)
                 self.scorer.add([fetched.read(row) for row in rows], generated, self.state)
                 images.extend(generated)
-                records.append(recorded)
+                split = (split_record(record, self.layout.num_merged, self.family) for record in recorded)
+                records.extend(map(list, zip(*split, strict=True)))  # each micro-batch, with all its steps
         return images, records
 
-    def _generate_micro_batch(
+    def _generate_batch(
         self, fetched: FetchedRows, rows: list[int], noise_keys: list[tuple[int, ...]], sde: SDESettings
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
-        """Generate a micro-batch, and record an entry for each trained step."""
+        """Generate a batch, and record an entry for each trained step."""
         return self.sampler.generate(
             fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps, sde=sde,
             record_mean=self.args.loss_type == "grpo_guard",

@@ -140,10 +140,10 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         with swapped(self.model, self.old_policy.average, self.zero_stage):
             return super()._generate_round(*args, **kwargs)
 
-    def _generate_micro_batch(
+    def _generate_batch(
         self, fetched: FetchedRows, rows: list[int], noise_keys: list[tuple[int, ...]], sde: SDESettings
     ) -> tuple[list[Image.Image], list]:
-        """Generate a micro-batch without stochastic steps, and noise it to each trained time."""
+        """Generate a batch without stochastic steps, and noise it to each trained time."""
         return self.sampler.generate(
             fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps,
             finish=functools.partial(self._noise, noise_keys), record_last_step=True,

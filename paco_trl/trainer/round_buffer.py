@@ -27,7 +27,7 @@ class RoundBuffer:
     def fill(
         self,
         layout: RoundLayout,
-        assignment: np.ndarray,
+        assignment: np.ndarray,  # (processes, micro-batches, B)
         process_index: int,
         records: list[list[RecordedStep]],
         advantages: torch.Tensor,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of a round: micro-batches of one image size are generated and trained as one batch."""
+"""Arithmetic of a round: images of one size are generated in batches and trained in micro-batches."""
 
 import math
 from dataclasses import dataclass
@@ -17,20 +17,21 @@ class RoundLayout:
     num_processes: int
     num_trained_steps: int  # denoising steps, or times, at which each image is trained
     num_optimizer_steps: int  # in each iteration over the round
+    num_merged: int = 1  # micro-batches that are generated as one batch
 
     def __post_init__(self):
         if self.num_images % self.images_per_parallel_step == 0:
             return
-        sizes = (self.num_generations, self.batch_size, self.num_processes, self.num_optimizer_steps)
+        sizes = (self.num_generations, self.rollout_batch_size, self.num_processes, self.num_optimizer_steps)
         multiple = prompts_multiple(*sizes)
         below, above = self.num_prompts // multiple * multiple, -(-self.num_prompts // multiple) * multiple
         nearest = " or ".join(str(number) for number in (below, above) if number > 0)
         raise ValueError(
             f"A round does not divide: {self.num_prompts} prompts x {self.num_generations} generations = "
-            f"{self.num_images} images, but {self.num_processes} processes x {self.batch_size} images in a "
-            f"micro-batch x {self.num_optimizer_steps} optimizer steps = {self.images_per_parallel_step}, and "
-            f"{self.num_images} / {self.images_per_parallel_step} is not an integer. Nearest numbers of prompts that work: "
-            f"{nearest} (`generation_batch_size` = "
+            f"{self.num_images} images, but {self.num_processes} processes x {self.rollout_batch_size} images in a "
+            f"{'micro-batch' if self.num_merged == 1 else 'rollout batch'} x {self.num_optimizer_steps} optimizer steps = "
+            f"{self.images_per_parallel_step}, and {self.num_images} / {self.images_per_parallel_step} is not an integer. "
+            f"Nearest numbers of prompts that work: {nearest} (`generation_batch_size` = "
             f"{' or '.join(str(number * self.num_generations) for number in (below, above) if number > 0)})."
         )
 
@@ -40,13 +41,23 @@ class RoundLayout:
         return self.num_prompts * self.num_generations
 
     @property
+    def rollout_batch_size(self) -> int:
+        """Images that a process generates at a time."""
+        return self.batch_size * self.num_merged
+
+    @property
+    def rollout_batch_option(self) -> str:
+        """Name of the option that sets it."""
+        return f"per_device_{'rollout' if self.num_merged > 1 else 'train'}_batch_size"
+
+    @property
     def images_per_parallel_step(self) -> int:
-        """A micro-batch on each process for each optimizer step, which must divide the images."""
-        return self.num_processes * self.batch_size * self.num_optimizer_steps
+        """A batch of generation on each process for each optimizer step, which must divide the images."""
+        return self.num_processes * self.rollout_batch_size * self.num_optimizer_steps
 
     @property
     def micro_batches_per_process(self) -> int:
-        """Micro-batches of images that one process generates in a round."""
+        """Micro-batches of images that one process trains in a round."""
         return self.num_images // (self.num_processes * self.batch_size)
 
     @property
@@ -61,39 +72,40 @@ class RoundLayout:
 
     def describe(self) -> str:
         """Format the arithmetic as one line."""
+        merged = f", generated {self.rollout_batch_size} at a time" if self.num_merged > 1 else ""
         return (
             f"{self.num_prompts} prompts x {self.num_generations} generations = {self.num_images} images a round, on "
-            f"{self.num_processes} process(es) {self.micro_batches_per_process} micro-batches of {self.batch_size}, "
-            f"{self.num_trained_steps} trained step(s) for each image; {self.num_optimizer_steps} optimizer step(s) a "
-            f"round with {self.gradient_accumulation_steps} accumulation steps: effective batch "
+            f"{self.num_processes} process(es) {self.micro_batches_per_process} micro-batches of {self.batch_size}"
+            f"{merged}, {self.num_trained_steps} trained step(s) for each image; {self.num_optimizer_steps} optimizer "
+            f"step(s) a round with {self.gradient_accumulation_steps} accumulation steps: effective batch "
             f"{self.num_images // self.num_optimizer_steps} images."
         )
 
     def assign(self, sizes: list[tuple[int, int]], permutation_seed: tuple[int, ...]) -> np.ndarray:
-        """Assign the images of a round: indices of shape (processes, micro-batches per process, batch size)."""
+        """Assign the images of a round: indices of shape (processes, batches per process, `rollout_batch_size`)."""
         # 1. Group images by size; within a size the prompts keep the order in which they were sampled
         prompts_by_size = sorted(range(self.num_prompts), key=lambda prompt: sizes[prompt])
         images = np.concatenate(
             [np.arange(self.num_generations) + prompt * self.num_generations for prompt in prompts_by_size]
         )
-        micro_batches = images.reshape(-1, self.batch_size)  # (all micro-batches, batch_size)
-        sizes_of = [{sizes[image // self.num_generations] for image in batch} for batch in micro_batches.tolist()]
+        batches = images.reshape(-1, self.rollout_batch_size)  # (all batches, rollout_batch_size)
+        sizes_of = [{sizes[image // self.num_generations] for image in batch} for batch in batches.tolist()]
         mixed = next((found for found in sizes_of if len(found) > 1), None)
         if mixed is not None:
             raise ValueError(
-                f"A micro-batch of {self.batch_size} would hold sizes {sorted(mixed)}: with several in a dataset, "
-                f"`per_device_train_batch_size` ({self.batch_size}) must divide `num_generations` ({self.num_generations})."
+                f"A batch of {self.rollout_batch_size} would hold sizes {sorted(mixed)}: with several in a dataset, "
+                f"`{self.rollout_batch_option}` must divide `num_generations` ({self.num_generations})."
             )
 
-        # 2. Shuffle micro-batches into optimizer steps, independently of the number of processes. Within a step order
+        # 2. Shuffle batches into optimizer steps, independently of the number of processes. Within a step order
         # them by size, so that the processes work on equal sizes at a time
-        order = np.random.default_rng(permutation_seed).permutation(len(micro_batches))
+        order = np.random.default_rng(permutation_seed).permutation(len(batches))
         per_step = order.reshape(self.num_optimizer_steps, -1)
         per_step = [sorted(step.tolist(), key=lambda index: next(iter(sizes_of[index]))) for step in per_step]
 
         # 3. Position i goes to process i mod num_processes
-        dealt = micro_batches[np.concatenate(per_step)]
-        return dealt.reshape(-1, self.num_processes, self.batch_size).swapaxes(0, 1)
+        dealt = batches[np.concatenate(per_step)]
+        return dealt.reshape(-1, self.num_processes, self.rollout_batch_size).swapaxes(0, 1)
 
 
 def prompts_multiple(num_generations: int, batch_size: int, num_processes: int, num_optimizer_steps: int) -> int:
@@ -119,22 +131,25 @@ def lay_out_round(
     batch_size: int,
     num_trained_steps: int,
     num_optimizer_steps: int,
+    num_merged: int = 1,
 ) -> RoundLayout:
     """Lay out a round from the sizes that are set; `None` follows from the others."""
     parallel = num_processes * batch_size
 
     accumulated = None  # micro-batches of images per optimizer step and process, if the accumulation is set
     if gradient_accumulation_steps is not None:
-        if gradient_accumulation_steps % num_trained_steps != 0:
+        multiple = num_trained_steps * num_merged
+        if gradient_accumulation_steps % multiple != 0:
+            merged = f" and generated in batches of {num_merged} micro-batches" if num_merged > 1 else ""
             raise ValueError(
                 f"`gradient_accumulation_steps` is {gradient_accumulation_steps}, but each image is trained at "
-                f"{num_trained_steps} denoising steps, all of them in one optimizer step: it must be a multiple of "
-                f"{num_trained_steps}. {nearest_multiples(gradient_accumulation_steps, num_trained_steps)}"
+                f"{num_trained_steps} denoising steps{merged}, all of them in one optimizer step: it must be a multiple "
+                f"of {multiple}. {nearest_multiples(gradient_accumulation_steps, multiple)}"
             )
         accumulated = gradient_accumulation_steps // num_trained_steps
 
     # The images of a round must be full groups, and a micro-batch on each process for each step or accumulation
-    divisor = num_optimizer_steps if accumulated is None else accumulated
+    divisor = num_optimizer_steps * num_merged if accumulated is None else accumulated
     unit = math.lcm(num_generations, parallel * divisor)
 
     if steps_per_generation is not None:
@@ -174,4 +189,5 @@ def lay_out_round(
                 f"micro-batch x {accumulated} accumulated = {parallel * accumulated} images for each optimizer "
                 f"step. {nearest_multiples(num_prompts * num_generations, unit, 'values of `generation_batch_size`')}"
             )
-    return RoundLayout(num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
+    sizes = (num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
+    return RoundLayout(*sizes, num_merged)

@@ -44,8 +44,8 @@ class RoundSchedule:
         if args.num_sde_steps is not None:
             generator = np.random.default_rng((args.seed, STREAMS["sde steps"], round_index))
             steps = generator.choice(steps, args.num_sde_steps, replace=False).tolist()
-        noise, kind, branch, tail = (args.noise_level, args.sde_type, args.images_per_prefix, args.tail_steps)
-        return SDESettings(tuple(sorted(steps)), noise, kind, branch, tail)
+        settings = (args.noise_level, args.sde_type, args.images_per_prefix, args.tail_steps)
+        return SDESettings(tuple(sorted(steps)), *settings)
 
     def noise_key(self, round_index: int, row: int, generation: int) -> tuple[int, ...]:
         """Return the key of an image's noise."""

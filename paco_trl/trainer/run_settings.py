@@ -23,7 +23,7 @@ _ADJUSTABLE = (
     "guidance_scale", "negative_prompt", "detach_unconditional", "sde_type", "sde_steps", "num_sde_steps",
     "noise_level", "tail_steps", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
     "multi_objective_aggregation", "log_tame_threshold", "scale_rewards", "advantage_clip", "shuffle_dataset", "bf16",
-    "max_grad_norm", "warmup_steps",
+    "max_grad_norm", "warmup_steps", "per_device_rollout_batch_size",
 )  # fmt: skip
 
 # Settings that a round which has been generated and scored does not depend on
