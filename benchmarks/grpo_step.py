@@ -517,11 +517,6 @@ def measure(
     ] * (args.repeats + 1)
     optimizer_steps = min(2, args.num_prompts * args.num_generations // batch_size)
     pipeline = build_pipeline(args)
-    if backend is not None:
-        pipeline.transformer.set_attention_backend(backend)
-    if is_compiled:
-        # In place, before the adapter: rollout and replay run the same blocks
-        pipeline.transformer.compile_repeated_blocks(dynamic=False)
     config = PaCoGRPOConfig(
         output_dir=tempfile.mkdtemp(dir=args.folder),  # a run does not resume another one
         use_cpu=args.device == "cpu",
@@ -536,6 +531,8 @@ def measure(
         gradient_checkpointing=is_checkpointed,
         optimizer_steps_per_generation=optimizer_steps,
         max_steps=len(plan) * optimizer_steps,
+        attention_backend=backend,
+        compile_repeated_blocks=is_compiled,
         shuffle_dataset=False,
         log_completions=not args.no_contact_sheets,
         report_to="none",

@@ -106,6 +106,8 @@ class TestDefaults:
             "vae_tiling": False,
             "images_per_prefix": 1,
             "per_device_rollout_batch_size": None,
+            "attention_backend": None,
+            "compile_repeated_blocks": False,
             "tail_steps": None,
             "resolution_transfer_prompts": 0,
             "tail_transfer_prompts": 0,

@@ -116,7 +116,7 @@ def test_two_processes_and_a_resumed_run_equal_one(tiny_flux, tmp_path):
         "reward_funcs": redness_reward, "eval_strategy": "no",
     }  # fmt: skip
     alone = Run(fork_context(), tiny_flux, tmp_path / "alone", **settings)
-    assert (alone.output / "checkpoint-3" / "rollout_0.pt").exists()
+    assert alone.state()["global_step"] == 4 and (alone.output / "checkpoint-3" / "rollout_0.pt").exists()
     output = copy_run(alone.output, tmp_path / "resumed", [3])
     resumed = Run(fork_context(), tiny_flux, output, resume=True, **settings)
     assert not different(alone.state(), resumed.state()) and "again" not in resumed.output_text()

@@ -55,10 +55,14 @@ def test_a_checkpoint_from_before_an_option_has_the_settings_of_a_run_without_it
         args = PaCoGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **changes)
         return adjustable_settings(args, RewardSet(redness_reward), PaCoGRPOConfig)
 
-    new = {"images_per_prefix", "tail_steps", "per_device_rollout_batch_size"}
+    new = {
+        *("images_per_prefix", "tail_steps", "per_device_rollout_batch_size"),
+        *("attention_backend", "compile_repeated_blocks"),
+    }
     before = {name: value for name, value in settings().items() if name not in new}
     assert all(before.get(name) == value for name, value in settings().items())
     changed = settings(
-        images_per_prefix=2, per_device_train_batch_size=2, tail_steps=3, per_device_rollout_batch_size=4
+        images_per_prefix=2, per_device_train_batch_size=2, tail_steps=3, per_device_rollout_batch_size=4,
+        attention_backend="native", compile_repeated_blocks=True,
     )  # fmt: skip
     assert {name for name in new if before.get(name) != changed[name]} == new

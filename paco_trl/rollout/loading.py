@@ -14,6 +14,7 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.configuration_utils import FrozenDict
+from diffusers.models import attention_dispatch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
@@ -188,6 +189,37 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
         check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
 
 
+def check_attention_backend(name: str) -> None:
+    """Refuse a backend that diffusers does not have, that cannot be trained with, or whose package is missing."""
+    names = [backend.value for backend in attention_dispatch.AttentionBackendName]
+    if name not in names:
+        raise ValueError(f"`attention_backend` is {name!r}; diffusers {diffusers.__version__} has {', '.join(names)}.")
+    if "sage" in name:
+        raise ValueError(f"`attention_backend` is {name!r}, but SageAttention has no backward pass. Choose another.")
+    try:
+        attention_dispatch._check_attention_backend_requirements(attention_dispatch.AttentionBackendName(name))
+    except RuntimeError as error:
+        raise ValueError(f"`attention_backend` is {name!r}, which cannot be used here: {error}") from error
+
+
+def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks: bool) -> None:
+    """Set the attention backend and compile the blocks, in place; an adapter that is added later is compiled too."""
+    if attention_backend is not None:
+        if not any(hasattr(getattr(each, "processor", None), "_attention_backend") for each in transformer.modules()):
+            raise ValueError(
+                f"`attention_backend` is {attention_backend!r}, but diffusers' {type(transformer).__name__} always calls "
+                "PyTorch's own attention: it would have no effect. Unset it."
+            )
+        with attention_dispatch.attention_backend(attention_backend):  # restores the default of other models
+            transformer.set_attention_backend(attention_backend)
+    if compile_blocks:
+        # diffusers 0.42 names the blocks of Stable Diffusion 3 only here
+        transformer._repeated_blocks = transformer._repeated_blocks or transformer._no_split_modules
+        # Kernels of an image must not depend on the shapes before it, and torch compiles only 8 by default
+        torch._dynamo.config.recompile_limit = 256
+        transformer.compile_repeated_blocks(dynamic=False)
+
+
 def prepare_transformer(
     pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str | None, autocast_adapter_dtype: bool
 ) -> nn.Module:
@@ -240,6 +272,8 @@ def make_policy(
     dtype: torch.dtype,
     is_deepspeed: bool,
     with_reference: bool,
+    attention_backend: str | None = None,
+    compile_blocks: bool = False,
 ) -> tuple[PipelinePolicy, nn.Module | None]:
     """Build the policy, and a copy of the transformer as the reference where no adapter can be switched off for it."""
     reference = None
@@ -247,6 +281,8 @@ def make_policy(
         reference = copy.deepcopy(pipeline.transformer)
         if reference.dtype != dtype:
             reference.to(dtype)
+    for transformer in filter(None, (pipeline.transformer, reference)):
+        set_kernels(transformer, attention_backend, compile_blocks)
     signature = inspect.signature(pipeline.transformer.forward)
     # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
     model = prepare_transformer(pipeline, family, peft_config, autocast_adapter_dtype=not is_deepspeed)

@@ -202,8 +202,9 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         if args.vae_tiling:
             self.pipeline.vae.enable_tiling()
         self.policy, self.ref_model = make_policy(
-            self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed, with_reference=args.beta > 0
-        )
+            self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed, with_reference=args.beta > 0,
+            attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
+        )  # fmt: skip
 
         # 3. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
         # methods read are set below (tests/test_contract.py lists them).

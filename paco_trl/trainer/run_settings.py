@@ -23,7 +23,7 @@ _ADJUSTABLE = (
     "guidance_scale", "negative_prompt", "detach_unconditional", "sde_type", "sde_steps", "num_sde_steps",
     "noise_level", "tail_steps", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
     "multi_objective_aggregation", "log_tame_threshold", "scale_rewards", "advantage_clip", "shuffle_dataset", "bf16",
-    "max_grad_norm", "warmup_steps", "per_device_rollout_batch_size",
+    "max_grad_norm", "warmup_steps", "per_device_rollout_batch_size", "attention_backend",
 )  # fmt: skip
 
 # Settings that a round which has been generated and scored does not depend on
@@ -59,6 +59,7 @@ def adjustable_settings(
         **{name: getattr(args, name) for name in _ADJUSTABLE},
         # `None` is what a checkpoint from before this option is read as
         "images_per_prefix": args.images_per_prefix if args.images_per_prefix > 1 else None,
+        "compile_repeated_blocks": args.compile_repeated_blocks or None,
         # A schedule that ends depends on where
         "max_steps": None if args.lr_scheduler_type == "constant" else args.max_steps,
         "rewards": rewards.names,

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs the transformer: `attention_backend` and `compile_repeated_blocks`, the same in rollout and training."""
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch._inductor import config as inductor
+
+from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, tiny
+from paco_trl.rollout.loading import load_pipeline, set_kernels
+from test_branched_groups import CASES
+
+
+MATH = AttentionBackendName._NATIVE_MATH
+
+
+@pytest.fixture(autouse=True)
+def settings_of_torch():
+    """Those that are made for compiled blocks, put back afterwards."""
+    with inductor.patch(emulate_precision_casts=False), torch._dynamo.config.patch(recompile_limit=8):
+        yield
+    torch.compiler.reset()
+
+
+def backends_of(transformer) -> set:
+    processors = [getattr(module, "processor", None) for module in transformer.modules()]
+    return {each._attention_backend for each in processors if hasattr(each, "_attention_backend")}
+
+
+def compiled_of(transformer) -> set[str]:
+    return {type(module).__name__ for module in transformer.modules() if module._compiled_call_impl is not None}
+
+
+def latents_of(trainer) -> torch.Tensor:
+    trainer.train()
+    (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert log["ratio_deviation_on_policy/step_1"] == 0 and log["grad_norm"] > 0
+    return torch.cat([entry["record"].prev_sample.flatten() for entry in trainer.buffer.entries])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family(name, tmp_path):
+    case = CASES[name]
+    folder = getattr(tiny, case.builder)(tmp_path / "model", **case.options)
+    transformer = load_pipeline(str(folder), torch.float32).transformer
+    set_kernels(transformer, None, compile_blocks=True)
+    assert compiled_of(transformer) == set(transformer._no_split_modules) and backends_of(transformer) <= {None}
+    if case.pipeline == "StableDiffusion3Pipeline":
+        with pytest.raises(ValueError, match="'_native_math', but diffusers' SD3Transformer2DModel always.*Unset it"):
+            set_kernels(transformer, "_native_math", compile_blocks=False)
+    else:
+        set_kernels(transformer, "_native_math", compile_blocks=False)
+        assert backends_of(transformer) == {MATH}
+        assert _AttentionBackendRegistry.get_active_backend()[0] != MATH  # other models keep theirs
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention_backend": "flash_9"}, "`attention_backend` is 'flash_9'; diffusers .* has flash, .*native, "),
+        ({"attention_backend": "xformers"}, "is 'xformers', which cannot be used here: .*Please install `xformers"),
+        ({"attention_backend": "sage_hub"}, "is 'sage_hub', but SageAttention has no backward pass"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [PaCoGRPOConfig, PaCoNFTConfig])
+def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(tmp_path, config, settings, message):
+    usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "attention_backend": "_native_math"}
+    config(**usual, compile_repeated_blocks=True)
+    with pytest.raises(ValueError, match=message):
+        config(**usual | settings)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_ratio_is_one_with_each_backend(make_trainer, bf16):
+    latents = {}
+    for name in (None, "native", "_native_math"):
+        trainer = make_trainer(attention_backend=name, bf16=bf16, max_steps=1)
+        assert backends_of(trainer.model) == {name and AttentionBackendName(name)}
+        latents[name] = latents_of(trainer)
+    assert torch.equal(latents["native"], latents[None])  # diffusers' default
+    assert not torch.equal(latents["_native_math"], latents[None])
+    torch.testing.assert_close(latents["_native_math"], latents[None], rtol=0.1, atol=0.1 if bf16 else 1e-3)
+
+
+def test_the_reference_is_compiled_too(make_trainer):
+    settings = {"compile_repeated_blocks": True, "attention_backend": "_native_math"}
+    trainer = make_trainer(peft_config=None, beta=0.1, **settings)
+    for model in (trainer.model, trainer.ref_model):
+        assert compiled_of(model) == set(model._no_split_modules) and backends_of(model) == {MATH}
+    assert inductor.emulate_precision_casts is True and torch._dynamo.config.recompile_limit > 8
+
+
+@pytest.mark.slow
+def test_the_ratio_is_one_with_compiled_blocks(make_trainer):
+    settings = {"bf16": True, "max_steps": 1, "gradient_checkpointing": False}
+    plain = latents_of(make_trainer(**settings))
+    compiled = latents_of(make_trainer(compile_repeated_blocks=True, **settings))
+    assert not torch.equal(compiled, plain)
+    torch.testing.assert_close(compiled, plain, rtol=0.1, atol=0.1)
