@@ -25,12 +25,15 @@ OTHERS = {
     "callback._initialized": "transformers' trackers have no public sign that they run",
     "dataset._fingerprint": "datasets has no public identity of a dataset",
     "dataset._indices": "datasets has no public list of the rows that `select` and `shuffle` keep",
+    "getattr(each, 'processor', None)._attention_backend": "diffusers says only here whether attention asks for a backend",
     "hf_deepspeed._hf_deepspeed_config_weak_ref": "transformers has no getter for the configuration object",
     "model._internal_dict": "diffusers' `config` has no setter",
     "module._compiled_call_impl": "torch does not say elsewhere whether a module is compiled",
     "nn.modules.dropout._DropoutNd": "torch's only common class of its dropout layers",
     "processor._get_num_multimodal_tokens": "transformers counts an image's tokens from its size here",
     "processor._resize_to_target_area": "diffusers' FLUX.2 resizes its sources by this",
+    "transformer._no_split_modules": "diffusers names the blocks of some transformers only here",
+    "transformer._repeated_blocks": "diffusers compiles these",
 }
 
 

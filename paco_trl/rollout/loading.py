@@ -191,13 +191,13 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
 
 def check_attention_backend(name: str) -> None:
     """Refuse a backend that diffusers does not have, that cannot be trained with, or whose package is missing."""
-    names = [backend.value for backend in attention_dispatch.AttentionBackendName]
+    names = [backend.value for backend in attention_dispatch.AttentionBackendName if "sage" not in backend.value]
     if name not in names:
-        raise ValueError(f"`attention_backend` is {name!r}; diffusers {diffusers.__version__} has {', '.join(names)}.")
-    if "sage" in name:
-        raise ValueError(f"`attention_backend` is {name!r}, but SageAttention has no backward pass. Choose another.")
+        known = f"one of diffusers' with a backward pass (SageAttention has none): {', '.join(names)}"
+        raise ValueError(f"`attention_backend` is {name!r}; it must be {known}.")
     try:
-        attention_dispatch._check_attention_backend_requirements(attention_dispatch.AttentionBackendName(name))
+        with attention_dispatch.attention_backend(name):
+            pass
     except RuntimeError as error:
         raise ValueError(f"`attention_backend` is {name!r}, which cannot be used here: {error}") from error
 
@@ -216,7 +216,7 @@ def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks:
         # diffusers 0.42 names the blocks of Stable Diffusion 3 only here
         transformer._repeated_blocks = transformer._repeated_blocks or transformer._no_split_modules
         # Kernels of an image must not depend on the shapes before it, and torch compiles only 8 by default
-        torch._dynamo.config.recompile_limit = 256
+        torch.compiler.config.recompile_limit = 256
         transformer.compile_repeated_blocks(dynamic=False)
 
 
