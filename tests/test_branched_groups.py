@@ -310,6 +310,22 @@ class TestTrainer:
         torch.testing.assert_close(found[0], found[2], rtol=1e-4, atol=1e-5)
         assert (found[0][0] - found[0][1]).std() > 0.1
 
+    def test_images_are_compared_within_their_branch(self, make_trainer):
+        """What differs between branches is their initial noise, which has no gradient."""
+
+        def by_place(prompts, completions, **kwargs):
+            return [(0.1, 0.2, 0.7, 0.9)[place % 4] for place in range(len(completions))]
+
+        found = {}
+        for branch in (1, 2):
+            settings = {"images_per_prefix": branch, "scale_rewards": "none"}
+            trainer = make_trainer(reward_funcs=by_place, multi_objective_aggregation="sum_then_normalize", **settings)
+            trainer.state.max_steps = 2
+            entries = trainer._generate_and_score_completions(0).entries
+            found[branch] = sorted({round(value, 4) for entry in entries for value in entry["advantages"].tolist()})
+        assert found[1] == [-0.375, -0.275, 0.225, 0.425]
+        assert found[2] == [-0.1, -0.05, 0.05, 0.1]
+
     @pytest.mark.parametrize(
         ("settings", "message"),
         [

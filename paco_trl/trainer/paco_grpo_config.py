@@ -167,8 +167,8 @@ class PaCoGRPOConfig(GRPOConfig):
             Noise level `a` of the stochastic steps.
         images_per_prefix (`int`, *optional*, defaults to `1`):
             Images of a prompt that branch at the first stochastic step: they share their initial noise, the denoising
-            steps up to it and its forward and backward in training. It must divide `num_generations` and
-            `per_device_train_batch_size`.
+            steps up to it and its forward and backward in training, and are compared with one another. It must divide
+            `num_generations` and `per_device_train_batch_size`.
         tail_steps (`int`, *optional*):
             Denoising steps of a rollout after its last stochastic step, by DPM-Solver++(2M). If `None`, the rest of
             `num_inference_steps`, by Euler steps. Rewards see the images of the short tail; `evaluate()` never does.

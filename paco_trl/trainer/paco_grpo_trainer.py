@@ -327,8 +327,10 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         # 4. Aggregate and normalize. As in TRL, the sum of normalized rewards is scaled over the batch
         aggregated, details = self.rewards.aggregate(scores.rewards, generations)
         is_normalized = args.multi_objective_aggregation == "normalize_then_sum"
+        # Branches differ by their initial noise too, which has no gradient: each is compared with itself
+        compared = args.images_per_prefix if args.images_per_prefix > 1 else generations
         advantages, is_valid, has_spread = group_advantages(
-            aggregated, generations, "batch" if is_normalized else args.scale_rewards, args.advantage_clip
+            aggregated, compared, "batch" if is_normalized else args.scale_rewards, args.advantage_clip
         )
         where = f"round {round_index}"
         self.rewards.check_failures(scores.rewards, args.max_reward_failures, where)
