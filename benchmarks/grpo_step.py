@@ -319,7 +319,10 @@ class MeasuredTrainer(PaCoGRPOTrainer):
 
         def timed(*args, **kwargs):
             with self.watch.section(section):
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                if section.split(": ")[1] in FIGURES:  # made on a thread whose processor time counts as well
+                    self.figure_thread.wait()
+                return result
 
         setattr(owner, method, timed)
 
@@ -392,6 +395,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
     def _save_sheet(self, *args, **kwargs) -> None:
         with self.watch.section("scoring: contact sheet"):
             super()._save_sheet(*args, **kwargs)
+            self.figure_thread.wait()
 
     def training_step(self, *args, **kwargs):
         with self.watch.section("training: loss, statistics"):

@@ -226,7 +226,7 @@ class TestSources:
             texts = texts or [f"Edit number {prompt}" for prompt in range(prompts)]
             first = scored(prompts, generations, 0, size) if before else None
             shown = scored(prompts, generations, 1, size)
-            save_scored_sheet(tmp_path, name, "Evaluation", texts, shown, first, "eval", 0, [], sources)
+            save_scored_sheet(tmp_path, name, "Evaluation", texts, shown, first, sources)
             with Image.open(tmp_path / f"{name}.png") as sheet:
                 return sheet.convert("RGB")
 

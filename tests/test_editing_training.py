@@ -403,11 +403,11 @@ class TestSheets:
     @pytest.mark.slow
     def test_sheets_show_the_sources(self, klein, dataset, tmp_path, monkeypatch):
         saved = []
-        names = ("folder", "name", "title", "prompts", "shown", "before", "tracker_name", "step", "callbacks")
+        names = ("folder", "name", "title", "prompts", "shown", "before", "sources")
 
         def save(*args):
-            saved.append(dict(zip((*names, "sources"), args, strict=True)))
-            scored_sheets.save_scored_sheet(*args)
+            saved.append(dict(zip(names, args, strict=True)))
+            return scored_sheets.save_scored_sheet(*args)
 
         monkeypatch.setattr(paco_grpo_trainer, "save_scored_sheet", save)
         settings = {"log_completions": True, "eval_dataset": dataset.select([1, 2]), "eval_strategy": "steps"}

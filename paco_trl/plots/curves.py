@@ -97,8 +97,8 @@ class CurvesCallback(TrainerCallback):
 
     # From `state.log_history`, which checkpoints hold: after a resume they equal those of an uninterrupted run
 
-    def __init__(self, plot: bool = True):
-        self._plot = plot
+    def __init__(self, plot: bool = True, submit: Callable[[Callable[[], object]], object] = lambda make: make()):
+        self._plot, self._submit = plot, submit  # `submit` may plot on another thread
         self._not_before = -math.inf  # time of the next plot
         self._failed: set[Path] = set()
 
@@ -118,7 +118,7 @@ class CurvesCallback(TrainerCallback):
             # Only `PaCoGRPOConfig` has rounds
             steps_per_round = getattr(args, "optimizer_steps_per_generation", 1) * getattr(args, "num_iterations", 1)
             path = Path(args.output_dir) / "curves.png"
-            self._write(path, lambda: plot_curves(rows, path, steps_per_round))
+            self._submit(lambda: self._write(path, lambda: plot_curves(rows, path, steps_per_round)))
             self._not_before = time.monotonic() + PLOT_PAUSE
 
     on_train_end = on_save

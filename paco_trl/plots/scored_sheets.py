@@ -10,11 +10,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
-from transformers import TrainerCallback
 
 from ..utils.images import to_rgb
 from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, SheetImage, save_contact_sheet, thumbnail
-from .trackers import send_to_trackers
 
 
 @dataclass
@@ -77,12 +75,9 @@ def save_scored_sheet(
     prompts: list[str],
     shown: ScoredImages,
     before: ScoredImages | None,
-    tracker_name: str,
-    step: int,
-    callbacks: list[TrainerCallback],
     sources: dict[int, list[Image.Image]] | None = None,
-) -> None:
-    """Save `<name>.png` and all scores in `<name>.jsonl`, and send the sheet to the trackers (main process only)."""
+) -> Image.Image:
+    """Save `<name>.png`, which is returned, and all scores in `<name>.jsonl` (main process only)."""
     # `before` has the same images without training, for rows above and columns `<score>_before`
     images = _sheet_images(prompts, shown, before)
     thumbnails, sources = {}, sources or {}
@@ -98,4 +93,4 @@ def save_scored_sheet(
                 entry |= {f"{score}_before": value for score, value in before.scores(number).items()}
             entry |= {column: values[number] for column, values in shown.extra.items()}
             file.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
-    send_to_trackers(sheet, tracker_name, step, callbacks)
+    return sheet

@@ -38,6 +38,7 @@ from ..checkpointing.export import save_trained
 from ..checkpointing.weights import gather_weights, load_weights, local_weights, zero_stage_of
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..plots.curves import CurvesCallback
+from ..plots.figures import FigureThread
 from ..rewards.reward_calls import RewardError
 from ..rollout import RecordedStep
 from ..rollout.loading import base_model_name
@@ -95,10 +96,13 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             self._prepare_hub(args)
 
     def _add_callbacks(self) -> None:
+        self.figure_thread = FigureThread()
         events = {"on_optimizer_step": self._update_averages, "on_step_end": self._end_step}
-        self.add_callback(RunCallback(on_train_begin=self._begin_run, **events))
+        # The trackers, which get the sheets, close when training ends
+        events |= {"on_train_begin": self._begin_run, "on_epoch_end": self.figure_thread.wait}
+        self.add_callback(RunCallback(**events))
         self.add_callback(TrainingTimeCallback())
-        self.add_callback(CurvesCallback(self.args.plot_curves))
+        self.add_callback(CurvesCallback(self.args.plot_curves, self.figure_thread.submit))
 
     @property
     def _is_zero3(self) -> bool:
@@ -140,7 +144,8 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         try:
-            return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+            with self.figure_thread:
+                return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
         except RewardError as error:
             # `RewardScorer` raises it on every process
             raise RewardError(f"{error} {self._save_before_stop()}") from error
@@ -331,6 +336,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
 
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
         """Fill in the current card of the averaged weights, or of those of the last step."""
+        self.figure_thread.wait()  # the card shows it
         args, family, prompts = self.args, self.family, self.train_rows
         step = self.state.global_step if self.loaded_step is None else self.loaded_step
         history = [entry for entry in self.state.log_history if entry["step"] <= step]

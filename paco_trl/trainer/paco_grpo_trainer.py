@@ -26,7 +26,7 @@ from trl.trainer.utils import identity
 from ..checkpointing.weights import all_gradients_needed, local_weights, swapped
 from ..plots.contact_sheet import MAX_PROMPTS
 from ..plots.scored_sheets import ScoredImages, save_scored_sheet
-from ..plots.trackers import start_trackers, warn_of_blind_trackers
+from ..plots.trackers import send_to_trackers, start_trackers, warn_of_blind_trackers
 from ..rewards.reward_set import RewardSet
 from ..rewards.scorer import RewardScorer
 from ..rollout import RecordedStep, SDESettings, UnlistedFamily, family_of, replay
@@ -412,14 +412,15 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         before: ScoredImages | None = None,
         tracker_name: str = "contact_sheet",
     ) -> None:
-        """Save images and scores of the first prompts, and send the contact sheet to the trackers."""
+        """Save images and scores of the first prompts, and send the contact sheet to the trackers, during training."""
         if self.accelerator.is_main_process:
-            folder = Path(self.args.output_dir) / "contact_sheets"
+            folder, step = Path(self.args.output_dir) / "contact_sheets", self.state.global_step
             prompts = [rows.prompts[number] for number in numbers]
-            save_scored_sheet(
-                folder, name, title, prompts, shown, before, tracker_name, self.state.global_step,
-                self.callback_handler.callbacks, rows.first_images(numbers, MAX_PROMPTS),
-            )  # fmt: skip
+            sources = rows.first_images(numbers, MAX_PROMPTS)
+            self.figure_thread.submit(
+                lambda: save_scored_sheet(folder, name, title, prompts, shown, before, sources),
+                lambda sheet: send_to_trackers(sheet, tracker_name, step, self.callback_handler.callbacks),
+            )
 
     # ---- Loss ----
 
@@ -539,6 +540,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
                     evaluator.shown(after), None if before is None or before is after else evaluator.shown(before),
                     f"{metric_key_prefix}_contact_sheet",
                 )  # fmt: skip
+                self.figure_thread.wait()
             self.log(dict(metrics))
         finally:
             self.model.train(was_training)
