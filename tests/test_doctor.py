@@ -52,6 +52,7 @@ HEALTHY = {
     "output directory": "ok",
     "hub": "ok",
     "data": "ok",
+    "reports before training": "ok",
     "rewards": "ok",
     "model and adapter": "ok",
     "memory": "ok",
@@ -701,9 +702,35 @@ class TestMemory:
 def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
     settings = {"images_per_prefix": 2, "sde_steps": [1], "tail_steps": 1, "gradient_checkpointing": False}
     rows = examine("ratio", **settings)
-    assert verdicts(rows) == dict.fromkeys(list(HEALTHY)[: list(HEALTHY).index("ratio") + 1], "ok")
+    assert verdicts(rows) == healthy("ratio") | {"reports before training": "warning"}
     assert "2 image(s), max |ratio - 1| before the first update 0 (step 1: 0)" in rows["ratio"].finding
     assert "Checkpointing" not in rows["ratio"].finding
     found = examine("ratio", per_device_rollout_batch_size=4, sde_steps=[1])["ratio"].finding
     assert found.startswith("4 image(s), max |ratio - 1| before the first update ")
     assert "Checkpointing costs a forward of each image: see if it fits with `--gradient" in found
+
+
+class TestReportsBeforeTraining:
+    def row(self, examine, **changes) -> doctor.Row:
+        return examine("reports before training", **changes)["reports before training"]
+
+    def test_a_short_tail_without_a_report_is_a_warning(self, examine):
+        row = self.row(examine, tail_steps=1, num_inference_steps=6)
+        assert row.verdict == "warning" and "take 4 denoising steps in place of 6" in row.finding
+        assert "`tail_transfer_prompts`: 0" in row.finding and "Set `tail_transfer_prompts`" in row.advice
+
+    def test_their_cost_is_what_they_generate(self, examine):
+        changes = {"tail_steps": 1, "num_inference_steps": 6, "tail_transfer_prompts": 3}
+        row = self.row(examine, **changes)
+        # 3 prompts x 4 images with each tail, of 4 and of 6 steps
+        assert row.verdict == "ok" and "24 images in up to 120 forwards" in row.finding
+        row = self.row(examine, resolution_transfer_prompts=20, num_generations_eval=2, num_inference_steps_eval=5)
+        # There are 15 prompts
+        assert row.verdict == "ok" and row.finding == "`resolution_transfer_prompts`: 60 images in 300 forwards."
+        assert self.row(examine).finding == "None."
+
+    def test_the_steps_are_those_of_round_zero(self, examine, make_trainer, tmp_path):
+        changes = {"sde_steps": [0, 1, 2], "num_sde_steps": 1, "num_inference_steps": 6, "tail_steps": 1, "seed": 1}
+        shown = self.row(examine, **changes).finding
+        (step,) = make_trainer(**changes, max_steps=1).schedule.sde(0).steps
+        assert step != 2 and f"take {step + 2} denoising steps in place of 6" in shown

@@ -36,6 +36,7 @@ from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..rewards.reward_calls import check_required, check_reward_functions, check_reward_weights
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
+from ..trainer.round_schedule import RoundSchedule
 from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
 from .report import COLORS, FAILED, OK, SKIPPED, WARNING, Row, colored, report
 from .sample_generator import Generation, SampleGenerator
@@ -237,6 +238,27 @@ def _examine_prompts(dataset: Dataset, args: PaCoGRPOConfig, where: str) -> str:
         f"{_listed(Counter(rows.layouts), with_counts=True)}; sizes {', '.join(described)}, generated in training at "
         f"{args.resolution_scale:g} of it."
     )
+
+
+def check_transfer(state: DoctorState) -> Row:
+    """Describe what the reports before training generate, and warn of a short tail without one."""
+    args, prompts, found, advice = state.args, len(state.train_dataset or []), [], ""
+    if count := min(args.resolution_transfer_prompts, prompts):
+        images = 2 * count * args.num_generations_eval
+        forwards = images * args.num_inference_steps_eval
+        found.append(f"`resolution_transfer_prompts`: {images} images in {forwards} forwards.")
+    if args.tail_steps is not None:
+        full = args.num_inference_steps
+        short = RoundSchedule(args, prompts).sde(round_index=0).num_steps(full)
+        images = 2 * args.num_generations * min(args.tail_transfer_prompts, prompts)
+        found.append(f"`tail_steps`: images of round 0 take {short} denoising steps in place of {full}.")
+        report = f"{images} images in up to {images // 2 * (short + full)} forwards, for the rank correlation of each "
+        report += "reward within groups, saved in `output_dir/evaluation`."
+        if not images:
+            report = "0, so whether the rewards rank a group alike with the short and the full tail is not measured."
+            advice = "Set `tail_transfer_prompts` to 16."
+        found.append(f"`tail_transfer_prompts`: {report}")
+    return Row(WARNING if advice else OK, " ".join(found) or "None.", advice)
 
 
 def check_rewards_load(state: DoctorState) -> Row:
@@ -659,6 +681,7 @@ CHECKS = (
     Check("output directory", check_output_folder, ("args",)),
     Check("hub", check_hub, ("args",)),
     Check("data", check_data, ("args",)),
+    Check("reports before training", check_transfer, ("args", "train_dataset")),
     Check("rewards", check_rewards_load, ("args",)),
     Check("model and adapter", check_model, ("args", "train_dataset")),
     Check("memory", check_memory, ("generator",)),
