@@ -575,6 +575,18 @@ class TestWhatItSays:
         (table,) = tables_of(str(render_card(card)))
         assert table == {"reward": ["after"], "r": ["0.5000"]}
 
+    def test_the_sheet_of_a_short_tail_says_so(self):
+        pictures = {"contact_sheet.png": Path("sheet.png")}
+        short, full = (
+            str(
+                render_card(ImageModelCard("a", "u/a", FLUX, method="PaCo-GRPO", settings=settings, pictures=pictures))
+            )
+            for settings in (ImageSettings(tail_steps=2), ImageSettings())
+        )
+        caption = "generated at training resolution with the sampler's noise"
+        assert f"{caption} and a short tail of 2 steps, as the rewards saw them, with their scores.*" in short
+        assert f"{caption}, with their scores.*" in full and "short tail" not in full
+
     def test_bars_do_not_break_tables(self):
         settings = ImageSettings(num_inference_steps=1, guidance_scale=1.0, negative_prompt="a | b\nc")
         card = ImageModelCard("a", "u/a", FLUX, settings=settings, rewards=[Reward("x|y", 1.0)])
