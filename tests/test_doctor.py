@@ -717,7 +717,7 @@ class TestReportsBeforeTraining:
     def test_a_short_tail_without_a_report_is_a_warning(self, examine):
         row = self.row(examine, tail_steps=1, num_inference_steps=6)
         assert row.verdict == "warning" and "take 4 denoising steps in place of 6" in row.finding
-        assert "`tail_transfer_prompts`: 0" in row.finding and "Set `tail_transfer_prompts`" in row.advice
+        assert "`tail_transfer_prompts`: 0" in row.finding and "set `tail_transfer_prompts`" in row.advice
 
     def test_their_cost_is_what_they_generate(self, examine):
         changes = {"tail_steps": 1, "num_inference_steps": 6, "tail_transfer_prompts": 3}

@@ -244,20 +244,15 @@ def check_transfer(state: DoctorState) -> Row:
     """Describe what the reports before training generate, and warn of a short tail without one."""
     args, prompts, found, advice = state.args, len(state.train_dataset or []), [], ""
     if count := min(args.resolution_transfer_prompts, prompts):
-        images = 2 * count * args.num_generations_eval
-        forwards = images * args.num_inference_steps_eval
-        found.append(f"`resolution_transfer_prompts`: {images} images in {forwards} forwards.")
+        images, steps = 2 * count * args.num_generations_eval, args.num_inference_steps_eval
+        found.append(f"`resolution_transfer_prompts`: {images} images in {images * steps} forwards.")
     if args.tail_steps is not None:
-        full = args.num_inference_steps
+        full, images = args.num_inference_steps, args.num_generations * min(args.tail_transfer_prompts, prompts)
         short = RoundSchedule(args, prompts).sde(round_index=0).num_steps(full)
-        images = 2 * args.num_generations * min(args.tail_transfer_prompts, prompts)
         found.append(f"`tail_steps`: images of round 0 take {short} denoising steps in place of {full}.")
-        report = f"{images} images in up to {images // 2 * (short + full)} forwards, for the rank correlation of each "
-        report += "reward within groups, saved in `output_dir/evaluation`."
+        found.append(f"`tail_transfer_prompts`: {2 * images} images in up to {images * (short + full)} forwards.")
         if not images:
-            report = "0, so whether the rewards rank a group alike with the short and the full tail is not measured."
-            advice = "Set `tail_transfer_prompts` to 16."
-        found.append(f"`tail_transfer_prompts`: {report}")
+            advice = "Whether the rewards rank a group alike with both tails is not measured: set `tail_transfer_prompts` to 16."
     return Row(WARNING if advice else OK, " ".join(found) or "None.", advice)
 
 
