@@ -338,9 +338,7 @@ def _missing_targets(target_modules: list[str] | set[str] | str, layers: list[st
     if isinstance(target_modules, str):  # a pattern; PEFT refuses one without a match
         return []
     return [
-        target
-        for target in sorted(target_modules)
-        if not any(layer == target or layer.endswith(f".{target}") for layer in layers)
+        target for target in sorted(target_modules) if not any(f".{name}".endswith(f".{target}") for name in layers)
     ]
 
 

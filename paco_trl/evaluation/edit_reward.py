@@ -62,14 +62,12 @@ def evaluate_edit_reward(
     edited image); that of the dimension `overall` is the geometric mean of both. The edited image is resized to the input
     image first. Both are RGB with transparency on white, and the questions are those of the editing reward.
 
-    The paper's figures were measured by the published script. `protocol="published"` repeats it:
+    `protocol="published"` repeats the script that measured the paper's figures, and only its results compare with the
+    tables of [`published_tables`]`("EditReward-Bench")` that have this protocol. Its two questions ask for an answer of
+    one word, with `<img1>: ` and `<img2>: ` in front of the images. P(Yes) is summed over yes, Yes, YES, y and Y, P(No)
+    over no, No, NO, n and N, each if it is among the 20 likeliest tokens; the score is 0 if none of them is. (The script
+    also counts the one token that it samples at random.) Transparency is dropped, not put on white.
 
-    - Its own two questions, which ask for an answer of one word, with `<img1>: ` and `<img2>: ` in front of the images.
-    - P(Yes) is summed over yes, Yes, YES, y and Y, P(No) over no, No, NO, n and N, each if it is among the 20 likeliest
-      tokens. The score is 0 if none of them is. (The script also counts the one token that it samples at random.)
-    - Transparency is dropped, not put on white.
-
-    Only such results compare with those tables of [`published_tables`]`("EditReward-Bench")` that have this protocol.
     Interrupted runs resume, as with [`evaluate_rankings`].
 
     Args:
@@ -86,8 +84,7 @@ def evaluate_edit_reward(
         `dict[str, Any]`:
             - `settings`, `num_instances`, `skipped`, `num_unanswered`: as in [`evaluate_rankings`].
             - `num_keys`: number of distinct edited images.
-            - `num_groups`: number of groups for the intervals: rows that share an image, directly or through other rows,
-              are one group.
+            - `num_groups`: number of groups for the intervals; rows that share an image, also through others, are one.
             - `dimensions`: for each dimension in the dataset `strict` and `geq`, `num_rows`, `num_ties` (rows whose two
               images have the same score) and `task_types`. `strict` is the accuracy, the fraction of rows whose preferred
               image scores higher, averaged over the task types; with `geq` a tie counts as well. Both have a `mean` and

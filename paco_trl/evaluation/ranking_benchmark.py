@@ -52,19 +52,13 @@ def evaluate_rankings(
     """
     Rank the candidates of each row by their consistency with the reference, and measure the agreement with people.
 
-    Interrupted runs resume: with `output_path`, finished rows are in that file, and the same call continues from there. A
-    file of another scorer, protocol, template or dataset is refused. A scorer is identified by its name: delete the file
-    when the weights behind the name have changed.
+    Interrupted runs resume from `output_path`. A file of another scorer (by name: delete the file when the weights behind
+    the name have changed), protocol, template or dataset is refused.
 
-    The paper's figures were measured by the published script. `protocol="published"` repeats it:
-
-    - The question is that of `template="plain"`, with `<img1>: ` and `<img2>: ` in front of the images.
-    - A score counts an answer only if it is among the 20 likeliest tokens, and is 0 if neither is.
-    - tau and rho are [`list_order_metrics`]; equal scores are ordered by index, the later candidate first. (numpy's sort,
-      which the script uses, promises no order of them.)
-    - Transparency is dropped, not put on white.
-
-    Only such results compare with [`published_tables`]`("ConsistencyRank")`.
+    `protocol="published"` repeats the script that measured the paper's figures, and only its results compare with
+    [`published_tables`]`("ConsistencyRank")`: the question of `template="plain"` with `<img1>: ` and `<img2>: ` in front
+    of the images; a score of 0 if no answer is among the 20 likeliest tokens; tau and rho of [`list_order_metrics`],
+    where the later of two equal candidates comes first; and transparency dropped, not put on white.
 
     Args:
         scorer (`Any`):
@@ -78,12 +72,10 @@ def evaluate_rankings(
         template (`str`, *optional*):
             Question about each pair. If `None`, `"theme"`, or with `protocol="published"` `"plain"`.
 
-            - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt, or
-              another prompt in full. The question of the published judge.
-            - `"criteria"`: whether the pair meets each criterion of the row. The score is the mean within each
-              dimension, then over the dimensions.
-            - `"plain"`: whether style, logic and identity are consistent, without the theme. The default of the
-              published evaluation script.
+            - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt (of
+              another one the full text). The question of the published judge.
+            - `"criteria"`: whether the pair meets each criterion; the mean of each dimension, then over dimensions.
+            - `"plain"`: the question without the theme, the default of the published evaluation script.
         output_path (`str` or `Path`, *optional*):
             File for the finished rows, JSON lines. If `None`, nothing is saved.
         batch_size (`int`, *optional*, defaults to `16`):
@@ -97,13 +89,11 @@ def evaluate_rankings(
 
     Returns:
         `dict[str, Any]`:
-            - `settings`: benchmark, protocol, scorer (without the address of a server), template, size and fingerprint of
-              the dataset.
+            - `settings`: benchmark, protocol, scorer (without the address of a server), template and dataset.
             - `num_instances`: number of evaluated rows.
             - `skipped`: a sentence for each broken row that is left out.
             - `num_groups`: number of groups for the intervals.
-            - `num_undefined_correlations`: number of rows in which all scores are equal. They have no tau and rho, and are
-              not part of these means.
+            - `num_undefined_correlations`: number of rows in which all scores are equal, without tau and rho.
             - `num_ties`: number of rows in which two candidates have the same score.
             - `num_unanswered`: number of questions whose score is 0 because no answer was among the 20 likeliest tokens.
             - `metrics`: for each metric of [`ranking_metrics`] or [`list_order_metrics`] its `mean` over the rows and the

@@ -390,7 +390,11 @@ def share_tensors(
     """Replace recorded tensors that equal an argument of the pipeline's call by one shared copy."""
     # Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own
     every = records[0].images_per_prefix if records else 1
-    views = lambda argument: _views(argument, every)  # noqa: E731
+
+    def views(argument: Any) -> list[torch.Tensor]:
+        """Return encoded prompts in the forms that calls have: full, once for all images or each branch, in a list."""
+        return [argument, argument[:1], argument[::every], *argument] if isinstance(argument, torch.Tensor) else []
+
     pairs = [pair for name in arguments for pair in zip(views(arguments[name]), views(copies[name]), strict=True)]
     known: dict[int, torch.Tensor] = {}
 
@@ -404,11 +408,6 @@ def share_tensors(
         return known[id(tensor)]
 
     return [replace(record, calls=recursively_apply(share, record.calls)) for record in records]
-
-
-def _views(argument: Any, every: int) -> list[torch.Tensor]:
-    """Return encoded prompts in the forms that calls have: full, once for all images or each branch, in a list."""
-    return [argument, argument[:1], argument[::every], *argument] if isinstance(argument, torch.Tensor) else []
 
 
 def replay(
