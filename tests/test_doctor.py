@@ -135,7 +135,7 @@ def test_the_command(make_arguments, tmp_path):
     assert "Traceback" not in done.stderr
     for name in HEALTHY:
         assert re.search(rf"{re.escape(name)}: ok", done.stdout), name  # progress
-    assert "13 ok" in done.stdout
+    assert "14 ok" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if line[:1] in ("┃", "│")) == 100
     assert not (tmp_path / "out").exists()
 

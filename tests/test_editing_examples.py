@@ -320,6 +320,7 @@ class TestDoctor:
             "output directory": "ok",
             "hub": "ok",
             "data": "ok",
+            "reports before training": "ok",
             "rewards": "ok",
             "model and adapter": "ok",
             "memory": "ok",

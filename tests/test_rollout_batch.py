@@ -122,4 +122,4 @@ def test_two_processes_and_a_resumed_run_equal_one(tiny_flux, tmp_path):
     assert not different(alone.state(), resumed.state()) and "again" not in resumed.output_text()
     two = Run(fork_context(), tiny_flux, tmp_path / "two", processes=2, **settings).state()["adapter"]
     for name, value in alone.state()["adapter"].items():
-        assert (value - two[name]).abs().max() < 1e-6, name
+        assert (value - two[name]).abs().max() < 1e-5, name
