@@ -73,7 +73,10 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
         found.append([*(torch.cat(column)[places] for column in columns), weights])
     assert all(map(torch.equal, found[0], found[1]))
     for other in found[2:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(other[:2], found[0][:2], rtol=1e-3, atol=1e-4)
+        # A pixel may round to the next of its 256 values, and a tiny gradient to the other sign
+        torch.testing.assert_close(other[2], found[0][2], rtol=0, atol=1e-2)
+        assert (other[3] - found[0][3]).abs().mean() < 1e-5  # a weight moves by 1e-3
     assert (found[0][0][0] - found[0][0][1]).std() > 0.1  # in the order of images, not of batches
 
 
