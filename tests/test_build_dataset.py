@@ -249,6 +249,7 @@ class TestStages:
 
 
 class TestRankings:
+    @pytest.mark.slow
     def test_by_hand_and_back(self, planted, planted_once, tmp_path):
         """Tasks go to another tool, and what comes back becomes pairs and held-out rankings."""
         world = planted.world

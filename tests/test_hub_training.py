@@ -240,6 +240,7 @@ def folder(hub, tmp_path_factory):
 
 
 class TestPushAndPull:
+    @pytest.mark.slow
     def test_both_ways_of_loading_give_the_trained_image(self, folder):
         images = {path.stem: np.load(path) for path in folder.glob("*.npy")}
         assert np.abs(images["average"] - images["base"]).mean() > 2  # it does something
@@ -276,6 +277,7 @@ class TestPushAndPull:
 
 
 class TestOutages:
+    @pytest.mark.slow
     def test_training_neither_waits_nor_changes(self, hub, folder, tmp_path):
         """The Hub holds the first upload until the last step is saved, and answers 500 from then on."""
         output_dir = tmp_path / "out"
@@ -348,6 +350,7 @@ def test_said_before_a_model_is_loaded(hub, tiny_flux, tmp_path):
         assert ("PermissionError" in message or "ValueError" in message) or "push_to_hub" in case
 
 
+@pytest.mark.slow
 def test_down_at_the_start(hub, tmp_path):
     """A new run is told before its model is loaded; one that goes on goes on."""
     hub.fault = lambda method, path: "500" if path == "/api/whoami-v2" else None

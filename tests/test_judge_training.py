@@ -286,6 +286,7 @@ class TestOutage:
             make_trainer(reward_funcs=consistency(server, max_pairs=1), **SETTINGS).train()
         assert not list((tmp_path / "out").glob("checkpoint-*"))
 
+    @pytest.mark.slow
     def test_a_short_outage_is_waited_for(self, make_trainer, server, tmp_path, caplog):
         undisturbed = make_trainer(
             reward_funcs=consistency(server, max_pairs=1), output_dir=str(tmp_path / "a"), **SETTINGS

@@ -138,6 +138,7 @@ def code_of(text: str, language: str = "python") -> list[str]:
 
 
 class TestMetadata:
+    @pytest.mark.slow
     def test_of_an_adapter_through_the_hubs_own_client(self, trained):
         card = ModelCard.load(Path(trained.args.output_dir) / "README.md")
         data = card.data

@@ -17,7 +17,9 @@ TOLERANCE = 1e-5  # a tenth of the default `epsilon`
 
 
 @pytest.mark.parametrize("sde", [FULL, BRANCHES], ids=["", "branches"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("flux", "sd3") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_the_parts_are_what_micro_batches_record(setup_of, name, sde):  # noqa: F811
     setup = setup_of(name)
     _, records = setup.generate(sde)

@@ -375,6 +375,7 @@ class TestCeilings:
         with pytest.raises(RuntimeError, match="raise the limits"):
             self.run(make_trainer, {0: 4, 1: 4, 2: 1}, **settings)
 
+    @pytest.mark.slow
     def test_a_required_reward_may_fail_for_one_image_in_a_hundred(self, make_trainer):
         assert self.run(make_trainer, {}).state.global_step == 2
         with pytest.raises(RewardError, match=r"required reward 'judge' gave no value \(None\) for 6.2% of 16 images"):

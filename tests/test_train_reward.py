@@ -177,6 +177,7 @@ class TestData:
         run_here(script, workspace, folder / "out", "--max_steps", "1", "--save_strategy", "no", *options)
         return (folder / "out" / "README.md").read_text()
 
+    @pytest.mark.slow
     def test_rankings_and_both_orders(self, script, workspace, tmp_path, capsys):
         rng = np.random.default_rng(0)
         images = [PILImage.new("RGB", (56, 56), tuple(map(int, rng.integers(0, 256, 3)))) for _ in range(4)]
