@@ -475,6 +475,13 @@ class TestArguments:
         assert main(["serve-reward", "--vllm", str(stand_in), "--host", "192.0.2.1"]) == 1
         assert "Nothing can listen at 192.0.2.1, port 8000: Cannot assign requested address" in capsys.readouterr().err
 
+    def test_without_the_client_of_servers(self, stand_in, capfd, monkeypatch):
+        monkeypatch.setitem(sys.modules, "openai", None)
+        assert main(["serve-reward", "--vllm", str(stand_in)]) == 1
+        captured = capfd.readouterr()
+        assert 'requires `openai`: pip install "paco_trl[served]"' in captured.err
+        assert "arguments:" not in captured.out  # vLLM was not started
+
 
 class TestProcesses:
     @pytest.mark.slow

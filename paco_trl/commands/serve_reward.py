@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -364,7 +365,6 @@ class _Check(threading.Thread):
 
     def run(self) -> None:
         try:
-            # Takes long to import, and the server longer to start
             from ..rewards.served_judge import ServedJudge
 
             with requests.Session() as session:
@@ -417,6 +417,8 @@ def _ended(server: Server, when: str) -> _Failure:
 
 def _serve(args: ServeArguments) -> None:
     executable = _find_executable(args.vllm)
+    if find_spec("openai") is None:  # vLLM takes minutes to start
+        raise _Failure('The first query of the server requires `openai`: pip install "paco_trl[served]".')
     _check_address(args.host, args.port)
     adapter = find_adapter(args.model_name_or_path)
     command = serve_command(args, executable, adapter)

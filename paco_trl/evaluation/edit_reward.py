@@ -55,20 +55,18 @@ def evaluate_edit_reward(
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
-    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (TIGER-Lab has another one of
-    the same name).
+    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's).
 
     The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
     edited image); that of the dimension `overall` is the geometric mean of both. The edited image is resized to the input
-    image first. Both are RGB with transparency on white, and the questions are those of the editing reward.
+    image first. Both are RGB with transparency on white, and the questions are those of the editing reward. Interrupted
+    runs resume, as with [`evaluate_rankings`].
 
     `protocol="published"` repeats the script that measured the paper's figures, and only its results compare with the
     tables of [`published_tables`]`("EditReward-Bench")` that have this protocol. Its two questions ask for an answer of
     one word, with `<img1>: ` and `<img2>: ` in front of the images. P(Yes) is summed over yes, Yes, YES, y and Y, P(No)
     over no, No, NO, n and N, each if it is among the 20 likeliest tokens; the score is 0 if none of them is. (The script
     also counts the one token that it samples at random.) Transparency is dropped, not put on white.
-
-    Interrupted runs resume, as with [`evaluate_rankings`].
 
     Args:
         scorer (`Any`):
