@@ -316,6 +316,13 @@ def different(a: dict, b: dict, ignore: tuple[str, ...] = ("calls", "best", "ran
     return [name for name in a if name not in ignore and not same(a[name], b[name])]
 
 
+def relative_difference(one: dict, two: dict) -> float:
+    """The distance of two trained LoRAs as a fraction of what training changed, of which `lora_B` is all that it has."""
+    changed = [name for name in one if "lora_B" in name]
+    distance = sum((one[name] - two[name]).double().square().sum() for name in one)
+    return float((distance / sum(one[name].double().square().sum() for name in changed)).sqrt())
+
+
 def copy_run(source: Path, target: Path, steps: list[int]) -> Path:
     """A copy of some checkpoints of a run, with its baseline."""
     if (source / "evaluation").exists():
