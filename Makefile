@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 LINTED := paco_trl examples tests benchmarks model_cards
 
-.PHONY: help demo test test-slow test-lowest test-vllm quality style clean
+.PHONY: help demo test test-slow test-lowest test-vllm gpu quality style clean
 
 help:
 	@echo "make demo         the whole method on toy models, into demo-output/ (CPU, offline)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow    the tests that take seconds, or launch many processes"
 	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
 	@echo "make test-vllm    the tests that need a server of vLLM (CPU; installs 2.5 GB into an environment of its own)"
+	@echo "make gpu          what only an NVIDIA GPU can show and measure, into gpu-output/ (offline, 25 minutes)"
 	@echo "make quality      linter, formatter and type checker, check only"
 	@echo "make style        linter and formatter, with corrections"
 
@@ -61,6 +62,14 @@ test-vllm: .venv/.installed .venv-vllm/.installed
 	cp tests/vllm_environment/sitecustomize.py .venv-vllm/lib/python3*/site-packages/
 	PACO_TRL_VLLM=$(CURDIR)/.venv-vllm/bin/vllm $(BIN)/python -m pytest -rP -m vllm tests/test_vllm.py
 
+# By $(PYTHON) where it has everything, so that a machine without network needs no virtual environment. The thread limit
+# above is not for it. STEPS="flux-512 training" runs some of the steps, MINUTES=9 bounds all of them.
+gpu:
+	@python=$(PYTHON); \
+	$$python -c "import sys; from importlib.util import find_spec; sys.exit(None in map(find_spec, ('trl', 'diffusers', 'peft')))" || { \
+		$(MAKE) --no-print-directory .venv/.installed && python=$(BIN)/python; } && \
+	env -u OMP_NUM_THREADS $$python benchmarks/gpu.py --output $(or $(OUT),gpu-output) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(STEPS),--steps $(STEPS))
+
 quality: .venv/.installed
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
@@ -71,4 +80,4 @@ style: .venv/.installed
 	$(BIN)/ruff format $(LINTED)
 
 clean:
-	rm -rf .venv .venv-uv .venv-lowest .venv-vllm demo-output build dist *.egg-info
+	rm -rf .venv .venv-uv .venv-lowest .venv-vllm demo-output gpu-output build dist *.egg-info

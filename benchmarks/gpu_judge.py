@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Measure a judge of the size of Qwen2.5-VL-7B, random weights in bf16, next to its alternatives: two steps of `gpu.py`.
+
+    python benchmarks/gpu_judge.py --part scoring --real --device cuda --output gpu_judge-scoring.json
+
+Scoring: all pairs of a set by `PaCoReward.score` and by the published usage, pair by pair. Training: a LoRA step of
+`PaCoRewardTrainer`, the same from the logits of every position, and the same with a differentiated vision tower.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from gpu_rounds import machine, write_json
+from paco_trl.data import theme_question
+from reward_scoring import THEME, WAYS, largest_difference, load_judge, panels, speed_ratio, take_turns
+from reward_training import clock, differentiated_tower_step, full_logits_step, fused_step, load_trainer
+
+
+STEPS = {
+    "as shipped": fused_step,
+    "logits of every position": full_logits_step,
+    "differentiated tower": differentiated_tower_step,
+}
+
+
+def reset_peak(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak(args: argparse.Namespace) -> float | None:
+    """GiB, with the model."""
+    return torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else None
+
+
+def measure_scoring(args: argparse.Namespace) -> dict:
+    judge, question = load_judge(args), theme_question(THEME)
+    found = {"weights": sum(parameter.numel() for parameter in judge.model.parameters()), "layouts": {}}
+    ratios = {}
+    for layout, (rows, cols) in {"2x2": (2, 2), "2x3": (2, 3)}.items():
+        pairs = list(combinations(panels(rows, cols, args.panel_size), 2))
+        scores, peaks = {}, {}
+        for name, way in WAYS.items():
+            reset_peak(args)
+            scores[name], peaks[name] = way(judge, pairs, question), peak(args)
+        seconds = take_turns(args, [functools.partial(way, judge, pairs, question) for way in WAYS.values()])
+        ratios[f"pairs per second / published usage, {layout}"], quartiles = speed_ratio(*seconds)
+        found["layouts"][layout] = {
+            "pairs per second": {
+                name: len(pairs) / statistics.median(of_way) for name, of_way in zip(WAYS, seconds, strict=True)
+            },
+            "quartiles of the ratio": quartiles,
+            "peak memory, GiB": peaks,
+            "largest difference of a score": largest_difference(*scores.values()),
+            "standard deviation of the scores": statistics.pstdev(scores["published"]),
+        }
+    return found | {"ratios": ratios}
+
+
+def measure_training(args: argparse.Namespace) -> dict:
+    trainer = load_trainer(args, vocabulary=None)  # of the real size, it is that of Qwen2.5-VL already
+    batch = next(iter(trainer.get_train_dataloader()))
+    seconds, losses, peaks = {name: [] for name in STEPS}, {}, {}
+    for _ in range(args.repeats + 1):  # the first one warms up
+        for name, step in STEPS.items():
+            trainer.model.zero_grad()
+            reset_peak(args)
+            started = clock(args)
+            losses[name] = step(trainer, dict(batch))
+            seconds[name].append(clock(args) - started)
+            peaks[name] = peak(args)
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    ours, *others = medians
+    return {
+        "tokens of a step": int(batch["attention_mask"].sum()),
+        "pairs of a step": args.batch_size,
+        "seconds of a step": medians,
+        "peak memory, GiB": peaks,
+        "losses": losses,
+        "ratios": {f"seconds of a step / {name}": round(medians[ours] / medians[name], 3) for name in others},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["scoring", "training"], required=True)
+    parser.add_argument("--real", action="store_true", help="the size of Qwen2.5-VL-7B")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--folder", type=Path, default=Path("runs/benchmark"))
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    args.model_size, args.dtype, args.panel_size = (
+        "real" if args.real else "tiny",
+        "bfloat16",
+        512 if args.real else 56,
+    )
+    args.batch_size, args.repeats = (8, 5) if args.part == "scoring" else (4, 4)
+    if not args.real:
+        args.batch_size = args.repeats = 2
+    setting = {name: value for name, value in vars(args).items() if name not in ("folder", "output")}
+    try:
+        found = {"scoring": measure_scoring, "training": measure_training}[args.part](args)
+    except torch.OutOfMemoryError:
+        sys.exit("it does not fit in the card's memory")
+    write_json(args.output, {"setting": setting, "machine": machine(args.device), **found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the tests that need a GPU, and write how each ended: a step of `gpu.py`."""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gpu_rounds import machine, write_json
+
+
+REHEARSED = "not (qwen or diffusion or flux2 or z-image)"  # of all families a few
+
+
+class Results:
+    """Pytest plugin that keeps how each test ended."""
+
+    def __init__(self):
+        self.outcomes: dict[str, str] = {}
+        self.left_out: list[dict] = []
+
+    def pytest_runtest_logreport(self, report) -> None:
+        name = report.nodeid.split("::", 1)[1]
+        if report.skipped:
+            self.left_out.append({"setting": name, "reason": report.longrepr[2].removeprefix("Skipped: ")})
+        if report.when == "call" or not report.passed:
+            self.outcomes[name] = report.outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--real", action="store_true", help="every test")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--folder", help="unused")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    os.environ["PACO_TRL_TEST_DEVICE"] = args.device
+    results = Results()
+    tests = Path(__file__).resolve().parent.parent / "tests" / "test_gpu.py"
+    words = [str(tests), "-m", "gpu", "-q", "-p", "no:cacheprovider", *([] if args.real else ["-k", REHEARSED])]
+    code = pytest.main(words, plugins=[results])
+    found = results.outcomes
+    counts = dict(Counter(found.values()))
+    report = {"machine": machine(args.device), "ratios": {"tests": counts}, "left out": results.left_out}
+    write_json(args.output, report | {"tests": found})
+    failed = [name for name, outcome in found.items() if outcome == "failed"]
+    if code or not found:
+        sys.exit(f"failed: {', '.join(failed)}" if failed else f"pytest ended with {code}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+What only a GPU can show, with tiny models: `make gpu` runs it first, and without CUDA every test is skipped.
+
+`PACO_TRL_TEST_DEVICE=cpu` runs the same code on the CPU, which `benchmarks/gpu.py --rehearse` does.
+"""
+
+import dataclasses
+import os
+import shutil
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchvision.transforms.functional import pil_to_tensor
+
+from paco_trl import PaCoGRPOConfig, tiny
+from paco_trl.rewards import redness_reward
+from test_family_training import CASES, Case, make_dataset
+
+
+DEVICE = os.environ.get("PACO_TRL_TEST_DEVICE", "cuda")
+# Read when cuBLAS is first used: its sums are then the same each time
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+ON_DEVICE = {"use_cpu": DEVICE == "cpu", "bf16": True}
+ADAPTER = "adapter_model.safetensors"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.fixture
+def deterministic():
+    """Some backward kernels add in another order each time."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def option(**options) -> dict:
+    """The options, if this version has them."""
+    missing = options.keys() - {field.name for field in dataclasses.fields(PaCoGRPOConfig)}
+    if missing:
+        pytest.skip(f"PaCoGRPOConfig has no option {', '.join(missing)}")
+    return options
+
+
+def check_ratio(trainer) -> None:
+    """Before the first update the ratio is within a tenth of the clip range of 1."""
+    first = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    deviations = [value for name, value in first.items() if name.startswith("ratio_deviation_on_policy")]
+    assert deviations and max(deviations) <= trainer.args.epsilon / 10
+    assert first["rewards/redness_reward/std"] > 0  # the images of a group differ
+
+
+@pytest.mark.parametrize("name", ["flux", *CASES])
+def test_ratio_in_bf16(name, make_trainer, tmp_path):
+    case = CASES.get(name, Case("build_tiny_flux"))
+    side, scale = (1024, 1 / 16) if case.num_images else (64, 1 / 2)
+    trainer = make_trainer(
+        model=str(getattr(tiny, case.build)(tmp_path / "tiny")),
+        train_dataset=make_dataset(case.num_images),
+        height=side,
+        width=side,
+        resolution_scale=scale,
+        num_prompts_per_generation=2,
+        sde_steps=[1, 2],
+        **ON_DEVICE | case.settings,
+    )
+    trainer.train()
+    check_ratio(trainer)
+
+
+@pytest.mark.parametrize(
+    "backend", ["native", "_native_math", "_native_efficient", "_native_flash", "_native_cudnn", "flash", "_flash_3"]
+)
+def test_attention_backend(backend, make_trainer):
+    if DEVICE == "cpu" and backend != "native":
+        pytest.skip("its kernels run on a GPU")
+    try:
+        trainer = make_trainer(**option(attention_backend=backend), **ON_DEVICE)
+    except ValueError as error:
+        if "cannot be used here" not in str(error):
+            raise
+        pytest.skip(str(error))
+    trainer.train()
+    check_ratio(trainer)
+
+
+def test_compiled_blocks(make_trainer):
+    if DEVICE == "cpu":
+        pytest.skip("compiling for the CPU is in test_rollout.py")
+    trainer = make_trainer(**option(compile_repeated_blocks=True), **ON_DEVICE)
+    trainer.train()
+    check_ratio(trainer)
+    assert any(module._compiled_call_impl is not None for module in trainer.pipeline.transformer.modules())
+
+
+def devices_of(module: torch.nn.Module) -> set[str]:
+    return {parameter.device.type for parameter in module.parameters()}
+
+
+def test_offloading_changes_no_weight(make_trainer, tmp_path, deterministic):
+    trained = {}
+    for is_offloaded in (False, True):
+        options = {"offload_embeddings": is_offloaded, "ema_offload": is_offloaded}
+        trainer = make_trainer(output_dir=str(tmp_path / str(is_offloaded)), **ON_DEVICE, **options)
+        trainer.train()
+        assert devices_of(trainer.model) == {DEVICE}
+        assert devices_of(trainer.pipeline.text_encoder) == devices_of(trainer.pipeline.text_encoder_2) == {"cpu"}
+        average = next(iter(trainer.ema.average.values()))
+        assert average.device.type == ("cpu" if is_offloaded else DEVICE)
+        trainer.save_model(str(tmp_path / f"{is_offloaded}-adapter"))
+        trained[is_offloaded] = load_file(tmp_path / f"{is_offloaded}-adapter" / ADAPTER)
+    assert any(value.abs().max() > 1e-3 for name, value in trained[False].items() if "lora_B" in name)
+    assert all(torch.equal(value, trained[True][name]) for name, value in trained[False].items())
+
+
+def test_reward_that_computes_on_the_device(make_trainer):
+    threads = set()
+
+    def device_redness(completions, **kwargs):
+        threads.add(threading.current_thread().name.split("_")[0])
+        pixels = torch.stack([pil_to_tensor(image) for image in completions]).to(DEVICE, torch.float32)
+        assert not torch.is_grad_enabled()
+        red, green, blue = pixels.mean(dim=(2, 3)).unbind(dim=1)
+        return ((red - (green + blue) / 2) / 255).tolist()
+
+    trainer = make_trainer(reward_funcs=[redness_reward, device_redness], **ON_DEVICE)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert threads == {"rewards"}
+    for entry in logged:
+        expected = entry["rewards/redness_reward/mean"]
+        assert entry["rewards/device_redness/mean"] == pytest.approx(expected, abs=1e-5) and expected != 0
+
+
+def test_evaluation(make_trainer, prompts):
+    settings = {"eval_strategy": "no", "num_inference_steps_eval": 2, "learning_rate": 5e-2}
+    trainer = make_trainer(eval_dataset=prompts.select(range(2)), **ON_DEVICE, **settings)
+    trainer.train()
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_reward"] == second["eval_reward"]
+    assert first["eval_reward"] != first["eval_reward_baseline"]
+
+
+def test_resumed_run_ends_with_the_same_bits(make_trainer, tmp_path, deterministic):
+    settings = {**ON_DEVICE, "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "sde_steps": [0, 1]}
+
+    def run(name, **kwargs):
+        trainer = make_trainer(output_dir=str(tmp_path / name), **settings)
+        trainer.train(**kwargs)
+        return load_file(tmp_path / name / "checkpoint-4" / ADAPTER)
+
+    whole = run("whole")
+    middle = load_file(tmp_path / "whole" / "checkpoint-3" / ADAPTER)
+    assert any(not torch.equal(value, whole[name]) for name, value in middle.items())
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed", ignore=shutil.ignore_patterns("checkpoint-[234]"))
+    resumed = run("resumed", resume_from_checkpoint=True)  # in the middle of a round
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
