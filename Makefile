@@ -64,11 +64,12 @@ test-vllm: .venv/.installed .venv-vllm/.installed
 
 # By $(PYTHON) where it has everything, so that a machine without network needs no virtual environment. The thread limit
 # above is not for it. STEPS="flux-512 training" runs some of the steps, MINUTES=9 bounds all of them.
-gpu:
-	@python=$(PYTHON); \
-	$$python -c "import sys; from importlib.util import find_spec; sys.exit(None in map(find_spec, ('trl', 'diffusers', 'peft')))" || { \
-		$(MAKE) --no-print-directory .venv/.installed && python=$(BIN)/python; } && \
-	env -u OMP_NUM_THREADS $$python benchmarks/gpu.py --output $(or $(OUT),gpu-output) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(STEPS),--steps $(STEPS))
+ifneq ($(filter gpu,$(MAKECMDGOALS)),)
+FOUND := $(shell $(PYTHON) -c "from importlib.util import find_spec as f; print(*['yes'] * all(map(f, ('trl', 'diffusers', 'peft'))))")
+endif
+gpu: $(if $(FOUND),,.venv/.installed)
+	env -u OMP_NUM_THREADS $(if $(FOUND),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --output $(or $(OUT),gpu-output) \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(STEPS),--steps $(STEPS))
 
 quality: .venv/.installed
 	$(BIN)/ruff check $(LINTED)

@@ -135,6 +135,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num_generations", type=int, help="images of a prompt in the rounds of FLUX and Kontext")
     parser.add_argument("--rehearse", action="store_true", help="small models on the CPU")
     args = parser.parse_args(arguments)
+    if not args.rehearse:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("there is no CUDA device; --rehearse runs small models on the CPU")
     args.output = args.output.resolve()
     args.output.mkdir(parents=True, exist_ok=True)
     console = Console(width=160 if not sys.stdout.isatty() else None)

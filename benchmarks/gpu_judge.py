@@ -97,14 +97,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    args.model_size, args.dtype, args.panel_size = (
-        "real" if args.real else "tiny",
-        "bfloat16",
-        512 if args.real else 56,
-    )
+    args.dtype, args.model_size, args.panel_size = "bfloat16", "real", 512
     args.batch_size, args.repeats = (8, 5) if args.part == "scoring" else (4, 4)
     if not args.real:
-        args.batch_size = args.repeats = 2
+        args.model_size, args.panel_size, args.batch_size, args.repeats = "tiny", 56, 2, 2
     setting = {name: value for name, value in vars(args).items() if name not in ("folder", "output")}
     try:
         found = {"scoring": measure_scoring, "training": measure_training}[args.part](args)

@@ -198,6 +198,8 @@ def measure(args: argparse.Namespace, sweep: Sweep, options: dict) -> dict:
     unknown = [name for name in options if name not in PaCoGRPOConfig.__dataclass_fields__]
     if unknown:
         raise NotImplementedError(f"PaCoGRPOConfig has no option `{'`, `'.join(unknown)}`")
+    if COMPILED in options and not args.real:
+        raise NotImplementedError("nothing is compiled in a rehearsal")
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     before = torch.cuda.memory_allocated() / 2**30 if args.device == "cuda" else None  # of earlier runs: nothing
     pipeline = build_pipeline(sweep.model, args.device, args.real, folder)

@@ -48,7 +48,7 @@ def test_every_step_writes_its_results(gpu, forked, capsys, tmp_path):
     assert code == 0 and list(steps) == list(gpu.STEPS), "\n".join(logs)
     reports = {name: json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in steps}
     for name, report in reports.items():
-        assert report["machine"] and report["ratios"], name
+        assert report["machine"] and "ratios" in report, name
         assert f"gpu_{name}.json" in printed.split("Files to commit")[1]
     for name in ("flux-512", "flux-512-kernels", "flux-512-memory", "flux-1024", "kontext-384", "training"):
         for run in reports[name]["runs"]:
