@@ -43,7 +43,7 @@ def rehearse(gpu, capsys, folder, *arguments) -> tuple[int, dict, str]:
 
 
 def test_every_step_writes_its_results(gpu, forked, capsys, tmp_path):
-    code, steps, printed = rehearse(gpu, capsys, tmp_path)
+    code, steps, printed = rehearse(gpu, capsys, tmp_path, "--minutes", "180")  # on a loaded machine too
     logs = [(tmp_path / f"{name}.log").read_text()[-3000:] for name in steps if steps[name]["result"] == "failed"]
     assert code == 0 and list(steps) == list(gpu.STEPS), "\n".join(logs)
     reports = {name: json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in steps}
