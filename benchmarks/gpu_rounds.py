@@ -10,7 +10,6 @@ ratios are to the first run of the sweep that succeeded.
 """
 
 import argparse
-import functools
 import gc
 import importlib.metadata
 import json
@@ -128,7 +127,6 @@ def build_pipeline(model: str, device: str, is_real: bool, folder: Path) -> Flux
     return pipeline
 
 
-@functools.cache
 def forward_flops(transformer_class: type, config: str, shapes: tuple) -> float:
     """Count the operations of a forward without an adapter, on the meta device."""
     with torch.device("meta"):
@@ -243,7 +241,11 @@ def measure(args: argparse.Namespace, sweep: Sweep, options: dict) -> dict:
     rollout = statistics.median(each[0]["time/rollout"] for each in warm)
     training = statistics.median(sum(step["time/train"] for step in each) for each in warm)
     num_images = trainer.layout.num_images
-    flops = forward_flops(transformer_class, transformer_config, watch.shapes) / watch.images
+    # The same for an image whatever the batch, so counted once
+    tokens = tuple(shape[1:] for _, shape, _ in watch.shapes if len(shape) == 3)
+    if tokens not in args.flops:
+        args.flops[tokens] = forward_flops(transformer_class, transformer_config, watch.shapes) / watch.images
+    flops = args.flops[tokens]
     forward = watch.seconds_per_image("rollout")
     deviations = [
         value for entry in logs for name, value in entry.items() if name.startswith("ratio_deviation_on_policy")
@@ -337,6 +339,7 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     args.overrides = {} if args.num_generations is None else {"num_generations": args.num_generations}
+    args.flops = {}  # of an image's forward, by its tokens
     sweep = SWEEPS[args.sweep]
     report = {"sweep": args.sweep, "real": args.real, "machine": machine(args.device), "runs": [], "left out": []}
     for options in sweep.runs:
