@@ -63,11 +63,14 @@ test-vllm: .venv/.installed .venv-vllm/.installed
 	PACO_TRL_VLLM=$(CURDIR)/.venv-vllm/bin/vllm $(BIN)/python -m pytest -rP -m vllm tests/test_vllm.py
 
 # By $(PYTHON) where it has everything, so that a machine without network needs no virtual environment. The thread limit
-# above is not for it. STEPS="flux-512 training" runs some of the steps, MINUTES=9 bounds all of them.
+# above is not for it. STEPS="flux-512 training" runs some of the steps, MINUTES=9 bounds all of them, OUT=directory.
 ifneq ($(filter gpu,$(MAKECMDGOALS)),)
 FOUND := $(shell $(PYTHON) -c "from importlib.util import find_spec as f; print(*['yes'] * all(map(f, ('trl', 'diffusers', 'peft'))))")
 endif
-gpu: $(if $(FOUND),,.venv/.installed)
+gpu:
+	@$(PYTHON) -c "import ctypes; ctypes.CDLL('libcuda.so.1')" 2>/dev/null || \
+		{ echo "make gpu needs an NVIDIA GPU, and this machine has no CUDA driver." >&2; exit 1; }
+	$(if $(FOUND),,$(MAKE) .venv/.installed)
 	env -u OMP_NUM_THREADS $(if $(FOUND),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --output $(or $(OUT),gpu-output) \
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(STEPS),--steps $(STEPS))
 

@@ -7,13 +7,12 @@ Run every measurement that needs a GPU, one after the other: what `make gpu` doe
     python benchmarks/gpu.py --rehearse                       # small models on the CPU, to see that all of it runs
 
 Each step is a process with its own time limit, and writes `gpu_<step>.json` to the output directory as its results come.
-A step that fails, takes too long or does not fit in memory does not stop the others. Nothing is downloaded: the models
-have the real configs and random weights.
+A step that fails, takes too long or does not fit in memory does not stop the others; the exit code is then 1. Nothing is
+downloaded: the models have the real configs and random weights.
 """
 
 import argparse
 import json
-import math
 import os
 import signal
 import subprocess
@@ -30,18 +29,18 @@ BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 
 
-# The time limit of each step in minutes, and its command line. In the order of their importance: what comes last is left
-# out when the time is over
+# Minutes of each step, 25 together, and its command line. A step may also use what those before it left of theirs
 STEPS = {
-    "tests": (4, "gpu_tests.py"),
-    "flux-512": (4, "gpu_rounds.py --sweep flux-512"),
-    "flux-512-kernels": (6, "gpu_rounds.py --sweep flux-512-kernels"),
-    "flux-512-memory": (5, "gpu_rounds.py --sweep flux-512-memory"),
-    "training": (4, "gpu_rounds.py --sweep training"),
-    "flux-1024": (4, "gpu_rounds.py --sweep flux-1024"),
-    "kontext-384": (3, "gpu_rounds.py --sweep kontext-384"),
-    "judge-scoring": (3, "gpu_judge.py --part scoring"),
-    "judge-training": (3, "gpu_judge.py --part training"),
+    "tests": (3.5, "gpu_tests.py"),
+    "flux-512": (2.5, "gpu_rounds.py --sweep flux-512"),
+    "flux-512-kernels": (4.5, "gpu_rounds.py --sweep flux-512-kernels"),
+    "flux-512-memory": (4, "gpu_rounds.py --sweep flux-512-memory"),
+    "training": (2.5, "gpu_rounds.py --sweep training"),
+    "flux-512-branches": (1.5, "gpu_rounds.py --sweep flux-512-branches"),
+    "flux-1024": (2.5, "gpu_rounds.py --sweep flux-1024"),
+    "kontext-384": (1, "gpu_rounds.py --sweep kontext-384"),
+    "judge-scoring": (1.5, "gpu_judge.py --part scoring"),
+    "judge-training": (1.5, "gpu_judge.py --part training"),
 }
 
 
@@ -60,9 +59,10 @@ def result_of(name: str, args: argparse.Namespace) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Variables of a step: offline, and with this checkout's modules."""
+    """Variables of a step: offline, on one GPU, and with this checkout's modules."""
     paths = [str(ROOT), str(BENCHMARKS), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    own = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return {"CUDA_VISIBLE_DEVICES": "0", **os.environ, **own}
 
 
 def execute(command: list[str], log: Path, seconds: float) -> int | None:
@@ -82,14 +82,21 @@ def execute(command: list[str], log: Path, seconds: float) -> int | None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_step(name: str, args: argparse.Namespace, seconds_left: float) -> dict:
-    """Run a step, and return how it ended."""
-    if seconds_left <= 0:
+def seconds_of(args: argparse.Namespace) -> dict[str, float]:
+    """The time after which each step is stopped, in seconds from the start: `args.minutes` divided as in `STEPS`."""
+    whole = 60 * args.minutes
+    if args.rehearse:  # says nothing of a step's time
+        return dict.fromkeys(args.steps, whole)
+    minutes = [STEPS[name][0] for name in args.steps]
+    ends = [whole * sum(minutes[: index + 1]) / sum(minutes) for index in range(len(minutes))]
+    return dict(zip(args.steps, ends, strict=True))
+
+
+def run_step(name: str, args: argparse.Namespace, limit: float) -> dict:
+    """Run a step for at most `limit` seconds, and return how it ended."""
+    if limit <= 0:
         return {"result": "left out", "reason": f"the {args.minutes:g} minutes are over", "seconds": 0}
-    # A rehearsal says nothing of a step's time
-    limit, started = min(math.inf if args.rehearse else 60 * STEPS[name][0], seconds_left), time.monotonic()
-    result_of(name, args).unlink(missing_ok=True)
-    log = args.output / f"{name}.log"
+    started, log = time.monotonic(), args.output / f"{name}.log"
     with tempfile.TemporaryDirectory() as folder:  # models of tens of GB
         code = execute(command_of(name, args, folder), log, limit)
     done = {"result": "done", "reason": "", "seconds": round(time.monotonic() - started, 1)}
@@ -114,16 +121,28 @@ def result_lines(report: dict) -> list[str]:
     """The lines of a step in the table, from its JSON."""
     lines = [f"{run['setting']}: {run['summary']}" for run in report.get("runs", [])]
     lines += flatten(report.get("ratios", {}))
-    return lines + [f"left out: {entry['setting']}: {entry['reason']}" for entry in report.get("left out", [])]
+    kinds = ("failed", "left out")
+    return lines + [f"{kind}: {each['setting']}: {each['reason']}" for kind in kinds for each in report.get(kind, [])]
 
 
-def print_table(console: Console, steps: dict[str, dict], args: argparse.Namespace) -> None:
+def markdown(reports: dict[Path, dict]) -> str:
+    """Every ratio of the results as text for `benchmarks/README.md`, where a test looks for them."""
+    lines = []
+    for path, report in reports.items():
+        lines += [f"[`{path.name}`]({path.name}), {report['machine']['device']}:", ""]
+        for name, value in report["ratios"].items():
+            values = value if isinstance(value, dict) else {"": value}
+            lines.append(f"- {name}: {', '.join(f'{each} {number}'.strip() for each, number in values.items())}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def print_table(console: Console, steps: dict[str, dict], reports: dict[Path, dict], args: argparse.Namespace) -> None:
     table = Table(title="GPU run" + (", rehearsed on the CPU with small models" if args.rehearse else ""))
     for column in ("step", "result", "seconds", "figures"):
         table.add_column(column, overflow="fold")
     for name, step in steps.items():
-        path = result_of(name, args)
-        lines = result_lines(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
+        lines = result_lines(reports.get(result_of(name, args), {}))
         lines = [step["reason"], *lines] if step["reason"] else lines
         table.add_row(name, step["result"], f"{step['seconds']:g}", "\n".join(lines), end_section=True)
     console.print(table, markup=False)
@@ -141,23 +160,28 @@ def main(arguments: list[str] | None = None) -> int:
         import torch
 
         if not torch.cuda.is_available():
-            parser.error("there is no CUDA device; --rehearse runs small models on the CPU")
+            sys.exit("PyTorch finds no NVIDIA GPU here; --rehearse runs all steps with small models on the CPU.")
     args.output = args.output.resolve()
     args.output.mkdir(parents=True, exist_ok=True)
+    figure, text = args.output / "gpu_training.png", args.output / "gpu.md"
+    for path in [*(result_of(name, args) for name in args.steps), figure, text]:
+        path.unlink(missing_ok=True)  # of an earlier run
     console = Console(width=160 if not sys.stdout.isatty() else None)
-    end, steps = time.monotonic() + 60 * args.minutes, {}
+    started, ends, steps = time.monotonic(), seconds_of(args), {}
     for name in args.steps:
-        steps[name] = run_step(name, args, end - time.monotonic())
+        steps[name] = run_step(name, args, ends[name] - (time.monotonic() - started))
         summary = json.dumps({"rehearsed": args.rehearse, "steps": steps}, indent=2)
         (args.output / "gpu_summary.json").write_text(summary + "\n", encoding="utf-8")
         outcome = ", ".join(filter(None, [steps[name]["result"], steps[name]["reason"]]))
         console.print(f"{name}: {outcome} ({steps[name]['seconds']:g} s)", markup=False)
-    print_table(console, steps, args)
-    files = [result_of(name, args) for name in args.steps] + [args.output / "gpu_training.png"]
-    files = [file for file in files if file.exists()]
+    paths = [path for name in args.steps if (path := result_of(name, args)).exists()]
+    reports = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    print_table(console, steps, reports, args)
+    text.write_text(markdown(reports), encoding="utf-8")
     console.print("Files to commit to benchmarks/" + (", had it not been a rehearsal:" if args.rehearse else ":"))
-    for file in files:
-        console.print(f"  {file}", markup=False, soft_wrap=True)
+    for path in [*reports, *([figure] if figure.exists() else [])]:
+        console.print(f"  {path}", markup=False, soft_wrap=True)
+    console.print(f"Their figures, for benchmarks/README.md: {text}", markup=False, soft_wrap=True)
     return 0 if all(step["result"] == "done" for step in steps.values()) else 1
 
 

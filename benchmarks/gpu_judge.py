@@ -11,13 +11,12 @@ Scoring: all pairs of a set by `PaCoReward.score` and by the published usage, pa
 import argparse
 import functools
 import statistics
-import sys
 from itertools import combinations
 from pathlib import Path
 
 import torch
 
-from gpu_rounds import machine, write_json
+from gpu_rounds import TOO_LARGE, machine, write_json
 from paco_trl.data import theme_question
 from reward_scoring import THEME, WAYS, largest_difference, load_judge, panels, speed_ratio, take_turns
 from reward_training import clock, differentiated_tower_step, full_logits_step, fused_step, load_trainer
@@ -68,15 +67,22 @@ def measure_training(args: argparse.Namespace) -> dict:
     trainer = load_trainer(args, vocabulary=None)  # of the real size, it is that of Qwen2.5-VL already
     batch = next(iter(trainer.get_train_dataloader()))
     seconds, losses, peaks = {name: [] for name in STEPS}, {}, {}
+    left_out: dict[str, dict] = {}
     for _ in range(args.repeats + 1):  # the first one warms up
-        for name, step in STEPS.items():
+        for name in [name for name in STEPS if name not in left_out]:
             trainer.model.zero_grad()
             reset_peak(args)
             started = clock(args)
-            losses[name] = step(trainer, dict(batch))
+            try:
+                losses[name] = STEPS[name](trainer, dict(batch))
+            except torch.OutOfMemoryError:
+                left_out[name] = {"setting": name, "reason": TOO_LARGE}
+                continue
             seconds[name].append(clock(args) - started)
             peaks[name] = peak(args)
-    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items() if name not in left_out}
+    if not medians:
+        raise torch.OutOfMemoryError
     ours, *others = medians
     return {
         "tokens of a step": int(batch["attention_mask"].sum()),
@@ -84,7 +90,8 @@ def measure_training(args: argparse.Namespace) -> dict:
         "seconds of a step": medians,
         "peak memory, GiB": peaks,
         "losses": losses,
-        "ratios": {f"seconds of a step / {name}": round(medians[ours] / medians[name], 3) for name in others},
+        "ratios": {f"seconds of a step, {ours} / {name}": round(medians[ours] / medians[name], 3) for name in others},
+        "left out": list(left_out.values()),
     }
 
 
@@ -105,7 +112,7 @@ def main() -> None:
     try:
         found = {"scoring": measure_scoring, "training": measure_training}[args.part](args)
     except torch.OutOfMemoryError:
-        sys.exit("it does not fit in the card's memory")
+        found = {"ratios": {}, "left out": [{"setting": args.part, "reason": TOO_LARGE}]}
     write_json(args.output, {"setting": setting, "machine": machine(args.device), **found})
 
 

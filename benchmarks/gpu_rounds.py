@@ -4,14 +4,17 @@ Measure rounds of `PaCoGRPOTrainer` with FLUX.1-dev or FLUX.1-Kontext, setting n
 
     python benchmarks/gpu_rounds.py --sweep flux-512 --real --device cuda --output gpu_flux-512.json
 
-The models have the real configs and random weights. Each run of a sweep builds its own model, and results are written
-after each one; what a run cannot do (an option that is not there, too little memory) is left out with its reason. The
-ratios are to the first run of the sweep that succeeded.
+The models have the real configs and random weights, but text encoders of one layer unless a run asks for the real ones.
+Each run of a sweep builds its own model, and results are written after each one. What cannot be done here (too little
+memory, a kernel or a package that is missing) is left out with its reason; any other error is a failure, after which the
+other runs follow. The ratios are to the first run of the sweep that succeeded.
 """
 
 import argparse
+import dataclasses
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -30,6 +33,7 @@ from diffusers import FluxKontextPipeline, FluxPipeline
 from peft import LoraConfig
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerCallback
 
 from editing_round import SCALE, SETTINGS, dataset_of, kontext_parts
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
@@ -42,10 +46,12 @@ from paco_trl.tiny import build_tiny_flux, build_tiny_flux_kontext
 PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 BATCH, BACKEND, COMPILED = "per_device_train_batch_size", "attention_backend", "compile_repeated_blocks"
-CHECKPOINTING = "gradient_checkpointing"
+CHECKPOINTING, ROLLOUT_BATCH = "gradient_checkpointing", "per_device_rollout_batch_size"
+BRANCHES, TAIL = "images_per_prefix", "tail_steps"
 FORWARD, ROUND = "seconds of a forward, an image", "seconds of a round, an image"
 MEMORY, CURVE = "peak memory, GiB", "mean reward of each round"
-REWARD = "reward"  # of a run: which of `REWARDS`
+# Of a run, not options of the trainer: which of `REWARDS`, and whether the text encoders have their real depth
+REWARD, ENCODERS = "reward", "real text encoders"
 
 
 def blueness_reward(completions, **kwargs) -> list[float]:
@@ -54,6 +60,8 @@ def blueness_reward(completions, **kwargs) -> list[float]:
 
 
 PROMPT = "A red fox in four seasons"
+TOO_LARGE = "it does not fit in the card's memory"
+STEPS_OF_A_ROUND = PaCoGRPOConfig.optimizer_steps_per_generation
 REWARDS = {"redness": redness_reward, "its opposite": blueness_reward}
 
 
@@ -66,24 +74,30 @@ class Sweep:
     model: str = "flux"
     rounds: int = 2  # the first one warms up
     settings: dict = field(default_factory=dict)
+    vae: dict = field(default_factory=dict)  # replaces entries of its config
 
 
 SWEEPS = {
     # 8 images fill two optimizer steps of at most 4
-    "flux-512": Sweep([{BATCH: 4}, {BATCH: 1}, {BATCH: 2}, {BATCH: 8, "num_generations": 16}], 512),
+    "flux-512": Sweep(
+        [{BATCH: 4}, {BATCH: 1}, {BATCH: 2}, {BATCH: 8, "num_generations": 16}, {BATCH: 1, ROLLOUT_BATCH: 4}], 512
+    ),
     "flux-512-kernels": Sweep([
         {BATCH: 4}, {BATCH: 4, BACKEND: "_native_cudnn"}, {BATCH: 4, BACKEND: "_native_flash"},
-        {BATCH: 4, COMPILED: True}, {BATCH: 1, "per_device_rollout_batch_size": 4},
+        {BATCH: 4, BACKEND: "_flash_3"}, {BATCH: 4, COMPILED: True},
     ], 512),
     "flux-512-memory": Sweep([
-        {BATCH: 4}, {BATCH: 4, CHECKPOINTING: False}, {BATCH: 1, CHECKPOINTING: False},
-        {BATCH: 4, "quantization": "nf4"},
+        {BATCH: 4}, {BATCH: 4, CHECKPOINTING: False}, {BATCH: 1, CHECKPOINTING: False}, {BATCH: 4, ENCODERS: True},
+        {BATCH: 4, "quantization": "nf4"}, {BATCH: 4, "quantization": "fp8_storage"},
     ], 512),
+    "flux-512-branches": Sweep(
+        [{BATCH: 4}, {BATCH: 4, BRANCHES: 4}, {BATCH: 4, TAIL: 4}, {BATCH: 4, BRANCHES: 4, TAIL: 4}], 512
+    ),
     "flux-1024": Sweep([{BATCH: 4}, {BATCH: 1}, {BATCH: 1, CHECKPOINTING: False}], 1024),
     "kontext-384": Sweep([{BATCH: 4}, {BATCH: 1}], 1024, "kontext", settings=SETTINGS["kontext"]),
     "training": Sweep(
         [{BATCH: 4, REWARD: name, "num_generations": 16} for name in REWARDS], 256, rounds=10,
-        settings={"learning_rate": 1e-3},
+        settings={"learning_rate": 1e-3}, vae={"norm_num_groups": 1},  # more normalize away the color of an image
     ),
 }  # fmt: skip
 
@@ -105,21 +119,29 @@ def write_json(path: Path, report: dict) -> None:
     temporary.replace(path)
 
 
-def build_pipeline(model: str, device: str, is_real: bool, folder: Path) -> FluxPipeline | FluxKontextPipeline:
+def build_pipeline(
+    sweep: Sweep, device: str, is_real: bool, has_encoders: bool, folder: Path
+) -> FluxPipeline | FluxKontextPipeline:
     """Build a pipeline with random bf16 weights; its encoders and its VAE are on the CPU, as after loading."""
-    pipeline_class = {"flux": FluxPipeline, "kontext": FluxKontextPipeline}[model]
-    build_tiny = {"flux": build_tiny_flux, "kontext": build_tiny_flux_kontext}[model]
-    tiny = pipeline_class.from_pretrained(build_tiny(folder / model))
+    pipeline_class = {"flux": FluxPipeline, "kontext": FluxKontextPipeline}[sweep.model]
+    build_tiny = {"flux": build_tiny_flux, "kontext": build_tiny_flux_kontext}[sweep.model]
+    tiny = pipeline_class.from_pretrained(build_tiny(folder / sweep.model))
+    with torch.device("meta"):
+        models = kontext_parts(tiny, None, None, is_real)  # FLUX.1-dev has the same
+    configs = {name: model.config for name, model in models.items()}
+    configs["vae"] = {**configs["vae"], **sweep.vae}
+    if not has_encoders:  # T5-XXL would be copied between host and device for every run
+        configs["text_encoder"].num_hidden_layers = configs["text_encoder_2"].num_layers = 1
+    parts = {}
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device(device):
-            parts = kontext_parts(tiny, None, None, is_real)  # FLUX.1-dev has the same
+        for name, model in models.items():
+            with torch.device(device):  # where 12 billion weights are initialized in a second
+                parts[name] = getattr(type(model), "from_config", type(model))(configs[name])
+            parts[name].to(device if name == "transformer" else "cpu")
     finally:
         torch.set_default_dtype(torch.float32)
-    for name, part in parts.items():
-        if name != "transformer":
-            part.to("cpu")
     pipeline = pipeline_class(**{**tiny.components, **parts})  # sets what depends on the VAE's factor
     pipeline.tokenizer_2.model_max_length = 512 if is_real else 64
     if is_real:
@@ -127,10 +149,10 @@ def build_pipeline(model: str, device: str, is_real: bool, folder: Path) -> Flux
     return pipeline
 
 
-def forward_flops(transformer_class: type, config: str, shapes: tuple) -> float:
+def forward_flops(transformer_class: type, config: dict, shapes: tuple) -> float:
     """Count the operations of a forward without an adapter, on the meta device."""
     with torch.device("meta"):
-        transformer = transformer_class.from_config(json.loads(config))
+        transformer = transformer_class.from_config(config)
         inputs = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shapes}
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             transformer.to(torch.bfloat16)(**inputs)
@@ -145,6 +167,7 @@ class Watch:
         self.phase = "encoding"
         self.stamps: dict[str, list] = defaultdict(list)  # by phase: (start, end, images)
         self.peaks: dict[str, float] = {}
+        self.reserved = 0.0
         self.shapes: tuple = ()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -176,6 +199,7 @@ class Watch:
         if self.device == "cuda":
             peak = torch.cuda.max_memory_allocated() / 2**30
             self.peaks[self.phase] = max(peak, self.peaks.get(self.phase, 0.0))
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved() / 2**30)
             torch.cuda.reset_peak_memory_stats()
 
     def seconds_per_image(self, phase: str) -> float:
@@ -189,21 +213,31 @@ class Watch:
         )
 
 
-def measure(args: argparse.Namespace, sweep: Sweep, options: dict) -> dict:
-    """Train some rounds with one setting, and return what they cost."""
-    options = {**sweep.settings, **options}
-    reward = REWARDS[options.pop(REWARD, "redness")]
-    unknown = [name for name in options if name not in PaCoGRPOConfig.__dataclass_fields__]
+class StepClock(TrainerCallback):
+    """Notes when training begins and when the device has finished each optimizer step, whose backward is not awaited."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.ends: list[float] = []
+
+    def on_train_begin(self, *args, **kwargs):
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    on_step_end = on_train_begin
+
+
+def make_trainer(args: argparse.Namespace, sweep: Sweep, options: dict, folder: Path) -> PaCoGRPOTrainer:
+    """Build a trainer and its model."""
+    options = {**sweep.settings, **({} if args.real else {"num_inference_steps": 4}), **options}
+    reward, has_encoders = REWARDS[options.pop(REWARD, "redness")], options.pop(ENCODERS, False)
+    unknown = options.keys() - {field.name for field in dataclasses.fields(PaCoGRPOConfig)}
     if unknown:
         raise NotImplementedError(f"PaCoGRPOConfig has no option `{'`, `'.join(unknown)}`")
     if COMPILED in options and not args.real:
         raise NotImplementedError("nothing is compiled in a rehearsal")
-    folder = Path(tempfile.mkdtemp(dir=args.folder))
-    before = torch.cuda.memory_allocated() / 2**30 if args.device == "cuda" else None  # of earlier runs: nothing
-    pipeline = build_pipeline(sweep.model, args.device, args.real, folder)
-    transformer_class, transformer_config = type(pipeline.transformer), pipeline.transformer.to_json_string()
     is_edit, side = sweep.model == "kontext", sweep.side if args.real else sweep.side // 8
-    prompts = [{"prompt": PROMPT, "rows": 1, "cols": 1, "panels": [PROMPT]}]
     config = PaCoGRPOConfig(
         output_dir=str(folder / "run"),
         use_cpu=args.device == "cpu",
@@ -213,7 +247,7 @@ def measure(args: argparse.Namespace, sweep: Sweep, options: dict) -> dict:
         width=side,
         resolution_scale=SCALE if is_edit else 1.0,
         num_prompts_per_generation=1,
-        max_steps=(sweep.rounds if args.real else 2) * PaCoGRPOConfig.optimizer_steps_per_generation,
+        max_steps=(sweep.rounds if args.real else 2) * STEPS_OF_A_ROUND,
         report_to="none",
         save_strategy="no",
         log_completions=False,
@@ -221,53 +255,70 @@ def measure(args: argparse.Namespace, sweep: Sweep, options: dict) -> dict:
         disable_tqdm=True,
         **{"num_generations": 8 if args.real else 4, **options, **args.overrides},
     )
-    if options.get("quantization"):
-        pipeline.save_pretrained(folder / "pipeline")  # weights are quantized as they are loaded
-        pipeline = str(folder / "pipeline")
-        collect()
-    trainer = PaCoGRPOTrainer(
+    saved = args.folder / "pipeline"  # weights are quantized as they are loaded
+    pipeline: FluxPipeline | FluxKontextPipeline | str = str(saved)
+    if not options.get("quantization"):
+        pipeline = build_pipeline(sweep, args.device, args.real, has_encoders, folder)
+    elif not saved.exists():
+        build_pipeline(sweep, args.device, args.real, has_encoders, folder).save_pretrained(saved)
+    collect()
+    prompts = [{"prompt": PROMPT, "rows": 1, "cols": 1, "panels": [PROMPT]}]
+    return PaCoGRPOTrainer(
         model=pipeline,
         reward_funcs=reward,
         args=config,
         train_dataset=dataset_of(1, side) if is_edit else Dataset.from_list(prompts),
         peft_config=LoraConfig(r=64, lora_alpha=128, init_lora_weights="gaussian"),
     )
-    watch = Watch(trainer.accelerator.unwrap_model(trainer.model).get_base_model(), args.device)
+
+
+def measure(args: argparse.Namespace, sweep: Sweep, options: dict, folder: Path) -> dict:
+    """Train some rounds with one setting, and return what they cost."""
+    before = torch.cuda.memory_allocated() / 2**30 if args.device == "cuda" else None  # of earlier runs: nothing
+    trainer = make_trainer(args, sweep, options, folder)
+    transformer = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
+    watch = Watch(transformer, args.device)
+    clock = StepClock(args.device)
+    trainer.add_callback(clock)
     trainer.train()
     watch.end_phase()
     logs = [entry for entry in trainer.state.log_history if "time/rollout" in entry]
-    by_round = [logs[index : index + 2] for index in range(0, len(logs), 2)]
-    warm = by_round[1:]
-    rollout = statistics.median(each[0]["time/rollout"] for each in warm)
-    training = statistics.median(sum(step["time/train"] for step in each) for each in warm)
+    by_round = [logs[index : index + STEPS_OF_A_ROUND] for index in range(0, len(logs), STEPS_OF_A_ROUND)]
+    ends = clock.ends[::STEPS_OF_A_ROUND]
+    seconds = statistics.median(end - start for start, end in itertools.pairwise(ends[1:]))
+    rollout = statistics.median(each[0]["time/rollout"] for each in by_round[1:])  # ends with images on the CPU
     num_images = trainer.layout.num_images
     # The same for an image whatever the batch, so counted once
     tokens = tuple(shape[1:] for _, shape, _ in watch.shapes if len(shape) == 3)
     if tokens not in args.flops:
-        args.flops[tokens] = forward_flops(transformer_class, transformer_config, watch.shapes) / watch.images
+        args.flops[tokens] = forward_flops(type(transformer), transformer.config, watch.shapes) / watch.images
     flops = args.flops[tokens]
     forward = watch.seconds_per_image("rollout")
+    # Fewer than the denoising steps, with branches or a short tail
+    forwards = sum(images for *_, images in watch.stamps["rollout"]) / len(by_round)
     deviations = [
         value for entry in logs for name, value in entry.items() if name.startswith("ratio_deviation_on_policy")
     ]
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name()) if args.device == "cuda" else None
-    steps = config.num_inference_steps
+    reward = trainer.reward_func_names[0]
     return {
         "images in a round": num_images,
         "seconds to encode": logs[0]["time/encode"],
         FORWARD: forward,
         "seconds of a replayed forward, an image": watch.seconds_per_image("training"),
-        ROUND: (rollout + training) / num_images,
+        ROUND: seconds / num_images,
         "seconds of the rollout, an image": rollout / num_images,
-        "seconds of the training, an image": training / num_images,
+        "seconds of the training, an image": (seconds - rollout) / num_images,
+        "forwards of the rollout, an image": forwards / num_images,
         "TFLOP of a forward, an image": flops / 1e12,
         "share of the card's peak in a forward": peak and flops / forward / peak,
-        "share of the card's peak in the rollout": peak and flops * steps * num_images / rollout / peak,
+        "share of the card's peak in the rollout": peak and flops * forwards / rollout / peak,
         MEMORY: watch.peaks,
+        "most memory reserved, GiB": watch.reserved or None,
         "memory before the model was built, GiB": before,
         "largest mean |ratio - 1| on policy": max(deviations) if deviations else None,
-        CURVE: [each[0][f"rewards/{reward.__name__}/mean"] for each in by_round],
-        "first standard deviation": logs[0][f"rewards/{reward.__name__}/std"],
+        CURVE: [each[0][f"rewards/{reward}/mean"] for each in by_round],
+        "first standard deviation": logs[0][f"rewards/{reward}/std"],
     }
 
 
@@ -294,19 +345,21 @@ def ratios_of(runs: list[dict]) -> dict[str, dict[str, float]]:
     }
 
 
-def compare_training(runs: list[dict], path: Path) -> dict[str, float]:
-    """Plot the redness of both trainings, and return how far apart they end."""
-    up, down = ([sign * value for value in run[CURVE]] for sign, run in zip((1, -1), runs, strict=True))
-    figure = new_figure(6, 4)
+def compare_training(runs: list[dict], path: Path) -> dict[str, dict]:
+    """Plot the redness of both trainings, and return where they end."""
+    figure, ends = new_figure(6, 4), {}
     axes = figure.subplots()
-    for curve, label in ((up, "trained for redness"), (down, "trained for its opposite")):
+    for run, sign, label in zip(runs, (1, -1), ("trained for redness", "trained for its opposite"), strict=True):
+        curve = [sign * value for value in run[CURVE]]
         axes.plot(curve, marker="o", label=label)
+        ends[label] = statistics.mean(curve[-max(1, len(curve) // 4) :])
     axes.set(xlabel="round", ylabel="mean redness of the images")
     axes.legend()
     path.write_bytes(png_bytes(figure))
-    last = -max(1, len(up) // 4)
-    apart, spread = statistics.mean(up[last:]) - statistics.mean(down[last:]), runs[0]["first standard deviation"]
-    return {"difference of the last rounds / standard deviation of the first round": spread and apart / spread}
+    up, down = ends.values()
+    if spread := runs[0]["first standard deviation"]:
+        ends["difference / standard deviation of the first round"] = (up - down) / spread
+    return {"redness of the last rounds": {name: round(value, 4) for name, value in ends.items()}}
 
 
 def collect() -> None:
@@ -316,16 +369,34 @@ def collect() -> None:
         torch.cuda.empty_cache()
 
 
+LABELS = {
+    BATCH: "batch", ROLLOUT_BATCH: "rollout batch", BACKEND: "attention", COMPILED: "compiled", BRANCHES: "branches of",
+    CHECKPOINTING: "checkpointing", TAIL: "tail of",
+}  # fmt: skip
+
+
 def label_of(options: dict) -> str:
-    names = {BATCH: "batch", BACKEND: "attention", COMPILED: "compiled", CHECKPOINTING: "checkpointing"}
     return ", ".join(
-        f"{names.get(name, name)} {value}" for name, value in options.items() if name != "num_generations"
+        f"{LABELS.get(name, name)} {value}" for name, value in options.items() if name != "num_generations"
     )
 
 
 def small(options: dict) -> dict:
     """The same for a rehearsal."""
-    return options | {BATCH: min(options[BATCH], 2)} | ({"num_generations": 4} if "num_generations" in options else {})
+    limits = {BATCH: 2, ROLLOUT_BATCH: 2, BRANCHES: 2, TAIL: 1, "num_generations": 4}
+    return {name: min(value, limits.get(name, value)) for name, value in options.items()}
+
+
+def reason_to_leave_out(error: Exception) -> str | None:
+    """Return why a setting cannot be run here; `None` if it should have run."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return TOO_LARGE
+    cannot = isinstance(error, NotImplementedError | ImportError)
+    # Of `attention_backend`, of PyTorch's kernels, and of bitsandbytes in diffusers
+    known = ("cannot be used here", "No available kernel", "No viable backend", "execution plan", "No GPU found")
+    if cannot or any(words in str(error) for words in known):
+        return str(error).splitlines()[0]
+    return None
 
 
 def main() -> None:
@@ -341,32 +412,35 @@ def main() -> None:
     args.overrides = {} if args.num_generations is None else {"num_generations": args.num_generations}
     args.flops = {}  # of an image's forward, by its tokens
     sweep = SWEEPS[args.sweep]
+    runs = list({label_of(options): options for options in map(small if not args.real else dict, sweep.runs)}.items())
     report = {"sweep": args.sweep, "real": args.real, "machine": machine(args.device), "runs": [], "left out": []}
-    for options in sweep.runs:
-        options = options if args.real else small(options)
-        entry = {"setting": label_of(options), **options}
-        if entry["setting"] in {run["setting"] for run in report["runs"]}:
-            continue  # the same in a rehearsal
+    report |= {"failed": [], "ratios": {}}
+
+    def save(pending: list) -> None:
+        # If the process is stopped, the file says what it did not do
+        not_reached = [{"setting": label, "reason": "it was not finished in time"} for label, _ in pending]
+        write_json(args.output, report | {"left out": report["left out"] + not_reached})
+
+    for index, (label, options) in enumerate(runs):
+        save(runs[index:])
         collect()
         try:
-            run, reason = entry | measure(args, sweep, dict(options)), None
+            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+                run = {"setting": label, **options, **measure(args, sweep, options, Path(folder))}
             report["runs"].append(run | {"summary": summary_of(run)})
-        except NotImplementedError as error:
-            reason = str(error)
-        except torch.OutOfMemoryError:
-            reason = "it does not fit in the card's memory"
         except Exception as error:  # the others of the sweep may work
-            traceback.print_exc()
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        if reason is not None:
-            report["left out"].append({"setting": entry["setting"], "reason": reason})
+            reason, kind = reason_to_leave_out(error), "left out"
+            if reason is None:
+                traceback.print_exc()
+                reason, kind = f"{type(error).__name__}: {error}".splitlines()[0], "failed"
+            report[kind].append({"setting": label, "reason": reason})
         if report["runs"]:
             report["ratios"] = ratios_of(report["runs"])
         if args.sweep == "training" and len(report["runs"]) == len(REWARDS):
             report["ratios"] = compare_training(report["runs"], args.output.with_suffix(".png"))
-        write_json(args.output, report)
-    if not report["runs"]:
-        sys.exit(f"no setting worked: {report['left out'][0]['reason']}")
+    save([])
+    if report["failed"]:
+        sys.exit("; ".join(f"{entry['setting']}: {entry['reason']}" for entry in report["failed"]))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ REHEARSED = "not (qwen or diffusion or flux2 or z-image)"  # of all families a f
 
 
 class Results:
-    """Pytest plugin that keeps how each test ended."""
+    """Pytest plugin that writes how the tests ended, after each one."""
 
-    def __init__(self):
+    def __init__(self, output: Path, device: str):
+        self.output, self.machine = output, machine(device)
         self.outcomes: dict[str, str] = {}
         self.left_out: list[dict] = []
 
@@ -29,6 +30,11 @@ class Results:
         if report.when == "call" or not report.passed:
             self.outcomes[name] = report.outcome
 
+    def pytest_runtest_logfinish(self) -> None:
+        ratios = {"tests": dict(Counter(self.outcomes.values()))}
+        report = {"machine": self.machine, "ratios": ratios, "left out": self.left_out, "tests": self.outcomes}
+        write_json(self.output, report)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -38,17 +44,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     os.environ["PACO_TRL_TEST_DEVICE"] = args.device
-    results = Results()
+    results = Results(args.output, args.device)
     tests = Path(__file__).resolve().parent.parent / "tests" / "test_gpu.py"
     words = [str(tests), "-m", "gpu", "-q", "-p", "no:cacheprovider", *([] if args.real else ["-k", REHEARSED])]
     code = pytest.main(words, plugins=[results])
-    found = results.outcomes
-    counts = dict(Counter(found.values()))
-    report = {"machine": machine(args.device), "ratios": {"tests": counts}, "left out": results.left_out}
-    write_json(args.output, report | {"tests": found})
-    failed = [name for name, outcome in found.items() if outcome == "failed"]
-    if code or not found:
-        sys.exit(f"failed: {', '.join(failed)}" if failed else f"pytest ended with {code}")
+    failed = [name for name, outcome in results.outcomes.items() if outcome == "failed"]
+    if code:
+        sys.exit(f"failed: {', '.join(failed)}" if failed else f"pytest ended with {int(code)}")
 
 
 if __name__ == "__main__":

@@ -2,16 +2,15 @@
 """`make gpu`, rehearsed on the CPU with small models: the same steps, whose processes are forked (see `launching.py`)."""
 
 import json
+import os
 import subprocess
+import sys
 
 import pytest
 import torch
 
 import launching
 from launching import ROOT
-
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -37,57 +36,127 @@ def forked(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "execute", execute)
 
 
-def rehearse(gpu, capsys, folder, *arguments) -> tuple[int, dict, str]:
-    code = gpu.main(["--rehearse", "--output", str(folder), *arguments])
-    return code, json.loads((folder / "gpu_summary.json").read_text())["steps"], capsys.readouterr().out
+@pytest.fixture
+def rehearse(gpu, capsys, tmp_path):
+    """Runs the command in the same directory each time; returns its exit code, how the steps ended, and the output."""
+
+    def run(*arguments) -> tuple[int, dict, str]:
+        code = gpu.main(["--rehearse", "--output", str(tmp_path), "--minutes", "180", *arguments])
+        return code, json.loads((tmp_path / "gpu_summary.json").read_text())["steps"], capsys.readouterr().out
+
+    return run
 
 
-def test_every_step_writes_its_results(gpu, forked, capsys, tmp_path):
-    code, steps, printed = rehearse(gpu, capsys, tmp_path, "--minutes", "180")  # on a loaded machine too
+def settings_of(entries: list[dict]) -> list[str]:
+    return [entry["setting"] for entry in entries]
+
+
+@pytest.mark.slow
+def test_every_step_writes_its_results(gpu, forked, rehearse, tmp_path):
+    code, steps, printed = rehearse()
     logs = [(tmp_path / f"{name}.log").read_text()[-3000:] for name in steps if steps[name]["result"] == "failed"]
     assert code == 0 and list(steps) == list(gpu.STEPS), "\n".join(logs)
     reports = {name: json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in steps}
+    text = (tmp_path / "gpu.md").read_text()
     for name, report in reports.items():
-        assert report["machine"] and "ratios" in report, name
+        assert report["machine"]["device"] == "CPU"
         assert f"gpu_{name}.json" in printed.split("Files to commit")[1]
-    for name in ("flux-512", "flux-512-kernels", "flux-512-memory", "flux-1024", "kontext-384", "training"):
-        for run in reports[name]["runs"]:
+        assert f"[`gpu_{name}.json`](gpu_{name}.json), CPU:" in text
+        ratios = [number for of in report["ratios"].values() for number in (of.values() if type(of) is dict else [of])]
+        assert ratios and all(str(number) in text for number in ratios), name
+    sweeps = {name: report for name, report in reports.items() if "sweep" in report}
+    assert len(sweeps) == 7
+    for report in sweeps.values():
+        for run in report["runs"]:
             assert run["seconds of a forward, an image"] > 0 and run["TFLOP of a forward, an image"] > 0
+            assert 0 < run["seconds of the training, an image"] < run["seconds of a round, an image"]
             assert run["largest mean |ratio - 1| on policy"] >= 0
             assert run["setting"] in printed
     assert reports["tests"]["ratios"]["tests"]["passed"] >= 6
     # Every setting ran, or is left out with its reason
-    sweeps = {
-        entry["setting"] for entry in reports["flux-512-memory"]["runs"] + reports["flux-512-memory"]["left out"]
-    }
-    assert {"batch 2", "batch 2, checkpointing False", "batch 2, quantization nf4"} < sweeps
+    memory, kernels = sweeps["flux-512-memory"], sweeps["flux-512-kernels"]
+    assert settings_of(memory["runs"])[:2] == ["batch 2", "batch 2, checkpointing False"]
+    assert "batch 2, quantization nf4" in settings_of(memory["runs"] + memory["left out"])
+    assert "batch 2, compiled True" in settings_of(kernels["left out"])
+    forwards = [run["forwards of the rollout, an image"] for run in sweeps["flux-512-branches"]["runs"]]
+    # Of 4 steps, the second of which is stochastic: all; two branches share the first two, and the second's forward
+    assert forwards == [4, 3, 3, 2]
     assert reports["training"]["runs"][0]["mean reward of each round"][0] != 0
     assert (tmp_path / "gpu_training.png").read_bytes().startswith(b"\x89PNG")
     assert reports["judge-scoring"]["layouts"]["2x3"]["pairs per second"].keys() == {"ours", "published"}
     assert len(reports["judge-training"]["seconds of a step"]) == 3
 
 
-def test_a_step_that_fails_does_not_stop_the_others(gpu, forked, capsys, tmp_path):
+@pytest.mark.slow
+def test_a_step_that_fails_does_not_stop_the_others(forked, rehearse, tmp_path):
     # One image is not a group: the config refuses it in each setting of the first step
-    code, steps, printed = rehearse(
-        gpu, capsys, tmp_path, "--num_generations", "1", "--steps", "flux-1024", "judge-scoring"
-    )
+    code, steps, printed = rehearse("--num_generations", "1", "--steps", "flux-1024", "judge-scoring")
     assert code == 1
     assert steps["flux-1024"]["result"] == "failed" and "`num_generations`" in steps["flux-1024"]["reason"]
     assert steps["judge-scoring"]["result"] == "done"
-    left_out = json.loads((tmp_path / "gpu_flux-1024.json").read_text())["left out"]
-    assert [entry["setting"] for entry in left_out] == ["batch 2", "batch 1", "batch 1, checkpointing False"]
-    assert "left out: batch 1: ValueError" in printed.replace("\n", " ")
+    report = json.loads((tmp_path / "gpu_flux-1024.json").read_text())
+    assert settings_of(report["failed"]) == ["batch 2", "batch 1", "batch 1, checkpointing False"]
+    assert report["runs"] == report["left out"] == []
+    assert "failed: batch 1: ValueError" in printed.replace("\n", " ")
+
+    # Again: nothing is left of the first time
+    code, steps, printed = rehearse("--steps", "flux-1024")
+    assert code == 0 and steps["flux-1024"]["result"] == "done" and list(steps) == ["flux-1024"]
+    report = json.loads((tmp_path / "gpu_flux-1024.json").read_text())
+    assert report["failed"] == [] and len(report["runs"]) == 3
+    assert "judge-scoring" not in printed and "failed" not in printed
 
 
-def test_time_limits(gpu, capsys, tmp_path):
+@pytest.mark.slow
+def test_time_limits(rehearse, tmp_path):
     """With processes as on a GPU: the first step is stopped while it starts, and no time is left for the second."""
-    code, steps, printed = rehearse(gpu, capsys, tmp_path, "--minutes", "0.01", "--steps", "tests", "flux-512")
+    stale = tmp_path / "gpu_flux-512.json"
+    stale.write_text("{}")
+    code, steps, printed = rehearse("--minutes", "0.01", "--steps", "tests", "flux-512")
     assert code == 1
     assert [step["result"] for step in steps.values()] == ["stopped", "left out"]
     assert "took more than 1 s" in printed and "minutes are over" in printed
+    assert not stale.exists()
 
 
+@pytest.mark.slow
+def test_a_stopped_step_says_what_it_did_not_do(gpu, monkeypatch, tmp_path):
+    import gpu_rounds
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_rounds, "build_pipeline", stop)
+    output = tmp_path / "gpu.json"
+    words = ["gpu_rounds.py", "--sweep", "flux-1024", "--device", "cpu", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*words, "--output", str(output)])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_rounds.main()
+    left_out = json.loads(output.read_text())["left out"]
+    assert [entry["setting"] for entry in left_out] == ["batch 2", "batch 1", "batch 1, checkpointing False"]
+    assert {entry["reason"] for entry in left_out} == {"it was not finished in time"}
+
+
+def test_division_of_the_time(gpu):
+    """Each step has its own minutes and what those before it left."""
+    assert sum(minutes for minutes, _ in gpu.STEPS.values()) == 25
+    parse = {"rehearse": False, "minutes": 6, "steps": ["tests", "flux-512"]}
+    assert gpu.seconds_of(gpu.argparse.Namespace(**parse)) == {"tests": 210, "flux-512": 360}
+    parse = {"rehearse": False, "minutes": 12, "steps": ["tests", "flux-512"]}
+    assert gpu.seconds_of(gpu.argparse.Namespace(**parse)) == {"tests": 420, "flux-512": 720}
+
+
+def test_without_a_gpu_it_refuses_in_a_sentence(tmp_path):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}", f"OUT={tmp_path / 'out'}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    sentence, *rest = done.stderr.splitlines()
+    assert "NVIDIA GPU" in sentence and sentence.endswith(".") and len(rest) == 1 and rest[0].startswith("make: ***")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
 def test_operations_of_a_forward(gpu):
     """Of FLUX.1-dev's transformer at 512 pixels, counted without its memory."""
     from diffusers import FluxTransformer2DModel
@@ -95,7 +164,7 @@ def test_operations_of_a_forward(gpu):
     import gpu_rounds
 
     with torch.device("meta"):
-        config = FluxTransformer2DModel(guidance_embeds=True).to_json_string()
+        config = FluxTransformer2DModel(guidance_embeds=True).config
     shapes = {
         "hidden_states": (2, 1024, 64), "encoder_hidden_states": (2, 512, 4096), "pooled_projections": (2, 768),
         "timestep": (2,), "guidance": (2,), "img_ids": (1024, 3), "txt_ids": (512, 3),
