@@ -18,6 +18,7 @@ class LoRA:
     alpha: float
     layers: list[str] | None = None  # names of the adapted layers
     continued_from: str | None = None  # name of the adapter that training started from
+    quantization: str | None = None  # of the base model in training
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the rows of the card's table: a setting and its value."""
@@ -25,6 +26,8 @@ class LoRA:
         yield "LoRA", f"rank {self.rank}, alpha {self.alpha:g}{continued}"
         if self.layers:
             yield "adapted layers", ", ".join(f"`{name}`" for name in self.layers)
+        if self.quantization:
+            yield "base model in training", f"quantized: {self.quantization}"
 
 
 @dataclass

@@ -536,6 +536,8 @@ def _adapter_round_trip(state: DoctorState) -> Row:
         loaded = PeftModel.from_pretrained(transformer, folder)
         with_peft = generator.generate_with(loaded)
         transformer = loaded.unload()
+        if state.args.quantization == "fp8_storage":
+            transformer.to(trainer.compute_dtype)  # diffusers rounds an adapter to the dtype of its layers
         object.__setattr__(pipeline, "transformer", transformer)  # `load_lora_weights` changes it in place
         pipeline.load_lora_weights(folder)
         with_diffusers = generator.generate()

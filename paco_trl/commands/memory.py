@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..utils.quantization import stored_bytes
+
 
 _FLOAT32, _HALF = 4, 2
 
@@ -13,7 +15,7 @@ def weights_bytes(module: nn.Module, trainable: bool | None = None) -> int:
     """Count the bytes of a module's weights and buffers; `trainable` restricts them to trained or to frozen ones."""
     parameters = [p for p in module.parameters() if trainable is None or p.requires_grad is trainable]
     buffers = [] if trainable else list(module.buffers())
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *buffers))
+    return sum(map(stored_bytes, (*parameters, *buffers)))
 
 
 def latent_elements(height: int, width: int, vae_scale_factor: int, latent_channels: int) -> int:

@@ -102,6 +102,8 @@ def merge(args: MergeArguments) -> Merged:
     check_adapter_base(adapter, config.base_model_name_or_path, base)
     pipeline_class = _read_pipeline_class(base, revision)
 
+    _check_is_unquantized(base, revision, is_judge=pipeline_class is None)
+
     with _staged(output_dir) as folder:
         try:
             if pipeline_class is None:
@@ -197,6 +199,17 @@ def _read_pipeline_class(base: str, revision: str | None) -> str | None:
         raise ValueError(f"The pipeline '{base}' has no transformer, which the adapters of this package belong to.")
     name = components["_class_name"]
     return name if isinstance(name, str) else name[-1]  # of code in the repository: the module and the class
+
+
+def _check_is_unquantized(base: str, revision: str | None, is_judge: bool) -> None:
+    where = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    path = cached_file(base, "config.json", subfolder="" if is_judge else "transformer", **where)
+    if path is not None and "quantization_config" in json.loads(Path(path).read_text(encoding="utf-8")):
+        raise ValueError(
+            f"The weights of the base model '{base}' are stored quantized, and rounding merged weights again would lose "
+            "what the adapter adds. Name the unquantized model with `--model_name_or_path`, and in the adapter's "
+            f"{_CONFIG} as `base_model_name_or_path`."
+        )
 
 
 @contextmanager

@@ -12,17 +12,21 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from diffusers.configuration_utils import FrozenDict
+from diffusers.hooks import apply_layerwise_casting
+from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from diffusers.models import attention_dispatch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import cached_file
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.names import check_adapter_base
+from ..utils.quantization import describe_quantization, quantization_config
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
 
 
@@ -60,11 +64,23 @@ def load_pipeline(
     dtype: torch.dtype,
     transformer_dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
     **model_init_kwargs,
 ) -> DiffusionPipeline:
     """Load a pipeline, or cast a loaded one, and freeze it; bf16 would lose updates of weights trained themselves."""
+    if quantization is not None and (not isinstance(model, str) or "quantization_config" in model_init_kwargs):
+        raise ValueError(
+            f"`quantization` is {quantization!r}, but the pipeline is loaded, or `model_init_kwargs` has a "
+            "`quantization_config`. Leave one of the two out, and pass the pipeline's Hub id or directory."
+        )
     if isinstance(model, str):
-        _check_config(model, model_init_kwargs)
+        components = _check_config(model, model_init_kwargs)
+        if quantization not in (None, "fp8_storage"):
+            libraries = {"transformer": "diffusers"} | {
+                name: "transformers" for name in components if name.startswith("text_encoder")
+            }
+            configs = {name: quantization_config(quantization, dtype, libraries[name]) for name in libraries}
+            model_init_kwargs["quantization_config"] = PipelineQuantizationConfig(quant_mapping=configs)
         is_uniform = transformer_dtype in (None, dtype)
         model_init_kwargs.setdefault(
             "dtype", dtype if is_uniform else {"transformer": transformer_dtype, "default": dtype}
@@ -110,8 +126,28 @@ def load_pipeline(
     return pipeline
 
 
-def _check_config(model: str, model_init_kwargs: dict) -> None:
-    """Refuse a pipeline that cannot be trained, from its index file, before gigabytes are read."""
+def _store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:
+    """Store the frozen weights of transformer and text encoders as float8, cast to `dtype` in each forward."""
+    # With the adapter in place, which is left out: PEFT would round the first weights of a later one to float8
+    transformer.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
+    for encoder in (getattr(pipeline, name) for name in family.text_encoders):
+        if encoder is not None:
+            # Pipelines and T5 read the dtype of the embeddings and of `wo`, and cast to it
+            kept = (*DEFAULT_SKIP_MODULES_PATTERN, *(encoder._keep_in_fp32_modules or ()))
+            apply_layerwise_casting(encoder, torch.float8_e4m3fn, dtype, kept, (nn.Embedding,))
+
+
+def pipeline_quantization(pipeline: DiffusionPipeline) -> str | None:
+    """Describe how the components of a pipeline are quantized; `None` if none is."""
+    named: dict[str, list[str]] = {}
+    for name, component in pipeline.components.items():
+        if isinstance(component, nn.Module) and (how := describe_quantization(component)):
+            named.setdefault(how, []).append(name)
+    return "; ".join(f"{how} ({', '.join(names)})" for how, names in named.items()) or None
+
+
+def _check_config(model: str, model_init_kwargs: dict) -> dict:
+    """Return a pipeline's index file; refuse one that cannot be trained before gigabytes are read."""
     where = {name: model_init_kwargs[name] for name in ("revision", "cache_dir", "token") if name in model_init_kwargs}
     config = DiffusionPipeline.load_config(model, **where)
     name = config["_class_name"]
@@ -120,6 +156,7 @@ def _check_config(model: str, model_init_kwargs: dict) -> None:
     scheduler_class = getattr(diffusers, scheduler or "", None)  # None for code in the repository
     if scheduler_class is not None:
         check_flow_matching(scheduler_class)
+    return config
 
 
 def base_model_name(model: "str | DiffusionPipeline") -> str:
@@ -274,6 +311,7 @@ def make_policy(
     with_reference: bool,
     attention_backend: str | None = None,
     compile_blocks: bool = False,
+    quantization: str | None = None,
 ) -> tuple[PipelinePolicy, nn.Module | None]:
     """Build the policy, and a copy of the transformer as the reference where no adapter can be switched off for it."""
     reference = None
@@ -281,11 +319,18 @@ def make_policy(
         reference = copy.deepcopy(pipeline.transformer)
         if reference.dtype != dtype:
             reference.to(dtype)
-    for transformer in filter(None, (pipeline.transformer, reference)):
-        set_kernels(transformer, attention_backend, compile_blocks)
-    signature = inspect.signature(pipeline.transformer.forward)
+    transformer = pipeline.transformer
+    for each in filter(None, (transformer, reference)):
+        set_kernels(each, attention_backend, compile_blocks)
+    signature = inspect.signature(transformer.forward)
     # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
     model = prepare_transformer(pipeline, family, peft_config, autocast_adapter_dtype=not is_deepspeed)
+    if quantization == "fp8_storage":
+        _store_as_fp8(pipeline, family, transformer, dtype)
+    if describe_quantization(transformer) is not None:
+        # DDP would broadcast frozen weights, which every process reads from the same files
+        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
     policy = PipelinePolicy(pipeline, family, model, signature)
     if dtype != torch.float32:
         # The pipeline's latents are float32. Autocast casts them for the transformer, except with DeepSpeed, but not for

@@ -41,8 +41,9 @@ from ..plots.curves import CurvesCallback
 from ..plots.figures import FigureThread
 from ..rewards.reward_calls import RewardError
 from ..rollout import RecordedStep
-from ..rollout.loading import base_model_name
+from ..rollout.loading import base_model_name, pipeline_quantization
 from ..utils.deepspeed import partition
+from ..utils.quantization import config_text
 from ..utils.random_state import preserve_rng_state
 from .evaluator import Evaluator
 from .model_cards import evaluation_rows, image_settings, latest_pictures, lora_of, pipeline_call, reward_rows
@@ -84,6 +85,10 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
         self.averages: dict[str, EMA] = {}  # by file, from the start of `train()`
         self._identity = run_identity(args, self.base_model, peft_config, self.train_rows)
+        loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
+        config = (args.model_init_kwargs or {}).get("quantization_config")
+        # `None` is what a checkpoint from before this option is read as
+        self._identity["quantization"] = args.quantization or loaded or (config and config_text(config))
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
         if self._checked is not None:
             self._check_resumed_run(self._checked, args)
@@ -350,7 +355,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             evaluations = evaluation_rows(history, datasets, judges.functions, judges.names)
         return ImageModelCard(
             **self._card_fields(base_model, step=step, **fields),
-            lora=lora_of(self.model, self.trained_from),
+            lora=lora_of(self.model, self.trained_from, self.quantization),
             weights="adapter" if is_adapter else "transformer",
             pipeline_class=type(self.pipeline).__name__,
             transformer_class=type(self.policy.pipeline.transformer).__name__,

@@ -84,6 +84,15 @@ def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: Pr
     )
 
 
+def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bool) -> None:
+    """Refuse a quantized transformer whose own weights are trained, or that DeepSpeed would place."""
+    if quantization is not None and (is_full or is_deepspeed):
+        reason = "DeepSpeed casts and partitions weights of one floating-point dtype. Use `multi_gpu.yaml` (DDP)"
+        if is_full:
+            reason = "without a `peft_config` its own weights are trained, which get no gradients. Train an adapter"
+        raise ValueError(f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it.")
+
+
 def check_one_gpu(args: PaCoGRPOConfig) -> None:
     """Refuse several GPUs in one process."""
     if args.n_gpu > 1:

@@ -53,15 +53,15 @@ def _downloaded(user: str, commit: str) -> str | None:
     return f"{user}/{found[0].parts[-3].removeprefix(prefix)}" if len(found) == 1 else None
 
 
-def lora_of(model: nn.Module, continued_from: str | None = None) -> LoRA | None:
-    """Describe the adapter of a model; `None` without one."""
+def lora_of(model: nn.Module, continued_from: str | None = None, quantization: str | None = None) -> LoRA | None:
+    """Describe the adapter of a model, and how what is below it was quantized; `None` without an adapter."""
     if not isinstance(model, PeftModel):
         return None
     config = model.peft_config[model.active_adapter]
     layers = config.target_modules
     # A pattern, or a long list that PEFT has expanded, tells a reader little
     layers = sorted(layers) if isinstance(layers, (list, set, tuple)) and len(layers) <= 16 else None
-    return LoRA(config.r, config.lora_alpha, layers, continued_from)
+    return LoRA(config.r, config.lora_alpha, layers, continued_from, quantization)
 
 
 def image_settings(

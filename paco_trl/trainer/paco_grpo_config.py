@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of [`PaCoGRPOTrainer`]."""
 
+import copy
 import dataclasses
 import math
 import os
@@ -15,6 +16,7 @@ from trl import GRPOConfig
 from ..rollout.loading import check_attention_backend
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_gradient_accumulation
+from ..utils.quantization import QUANTIZATIONS, config_text
 from .refusals import refuse_fields
 from .round_layout import RoundLayout, lay_out_round, nearest_multiples
 
@@ -99,6 +101,7 @@ _CHOICES = {
     "sde_type": SDE_TYPES,
     "multi_objective_aggregation": AGGREGATIONS,
     "scale_rewards": ("group", "batch", "none", True, False),
+    "quantization": (None, *QUANTIZATIONS),
 }
 _COUNTS = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
@@ -244,6 +247,10 @@ class PaCoGRPOConfig(GRPOConfig):
 
         > Parameters that control the memory and the kernels
 
+        quantization (`str`, *optional*):
+            Quantization of frozen weights, of transformer and text encoders: `"nf4"` (bitsandbytes, on a GPU), `"int8"`
+            or `"fp8"` (torchao), or `"fp8_storage"` (float8, which diffusers casts in each forward of a layer). For
+            others pass a [`~diffusers.PipelineQuantizationConfig`] as `quantization_config` in `model_init_kwargs`.
         offload_embeddings (`bool`, *optional*, defaults to `False`):
             Whether the prompt embeddings of a round are kept in CPU memory.
         vae_tiling (`bool`, *optional*, defaults to `False`):
@@ -364,6 +371,10 @@ class PaCoGRPOConfig(GRPOConfig):
     ema_offload: bool = field(default=False, metadata={"help": "Whether the average is kept in CPU memory."})
 
     # Parameters that control the memory and the kernels
+    quantization: str | None = field(
+        default=None,
+        metadata={"help": "Quantization of frozen weights: 'nf4', 'int8', 'fp8' or 'fp8_storage'."},
+    )
     offload_embeddings: bool = field(
         default=False, metadata={"help": "Whether the prompt embeddings of a round are kept in CPU memory."}
     )
@@ -434,6 +445,16 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"A round of {requested_prompts} prompts does not divide over {self.world_size} processes: "
                 f"`num_prompts_per_generation` is rounded up to {layout.num_prompts}."
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as trackers store them."""
+        kwargs = self.model_init_kwargs
+        if not kwargs or "quantization_config" not in kwargs:
+            return super().to_dict()
+        # transformers calls its `to_dict`, which a `PipelineQuantizationConfig` lacks
+        plain, text = copy.copy(self), config_text(kwargs["quantization_config"])
+        plain.model_init_kwargs = {**kwargs, "quantization_config": {"config": text}}
+        return super(PaCoGRPOConfig, plain).to_dict()
 
     @property
     def num_trained_steps(self) -> int:

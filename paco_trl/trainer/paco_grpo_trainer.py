@@ -30,13 +30,14 @@ from ..plots.trackers import send_to_trackers, start_trackers, warn_of_blind_tra
 from ..rewards.reward_set import RewardSet
 from ..rewards.scorer import RewardScorer
 from ..rollout import RecordedStep, SDESettings, UnlistedFamily, family_of, replay
-from ..rollout.loading import adapter_is_new, check_peft_config, load_pipeline, make_policy
+from ..rollout.loading import adapter_is_new, check_peft_config, load_pipeline, make_policy, pipeline_quantization
 from ..rollout.policy import split_record
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import FetchedRows, RolloutSampler
 from ..utils.deepspeed import gathered_weights
 from ..utils.paper import PAPER
+from ..utils.quantization import describe_quantization
 from .advantages import group_advantages
 from .base_trainer import PaCoBaseTrainer
 from .checks import (
@@ -45,6 +46,7 @@ from .checks import (
     check_micro_batches,
     check_model_settings,
     check_one_gpu,
+    check_quantization,
     check_train_dataset,
 )
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
@@ -179,11 +181,14 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         set_seed(args.seed)
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
+        check_quantization(args.quantization, is_full, is_deepspeed)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
         self.pipeline = load_pipeline(
-            model, self.compute_dtype, transformer_dtype, args.trust_remote_code, **(args.model_init_kwargs or {})
-        )
+            model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization,
+            **(args.model_init_kwargs or {}),
+        )  # fmt: skip
+        check_quantization(describe_quantization(self.pipeline.transformer), is_full, is_deepspeed)
         self.family = family_of(self.pipeline)
         self._check_family()
         self.size_multiple = self.family.size_multiple(self.pipeline)
@@ -204,7 +209,9 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.policy, self.ref_model = make_policy(
             self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed, with_reference=args.beta > 0,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
+            quantization=args.quantization,
         )  # fmt: skip
+        self.quantization = pipeline_quantization(self.pipeline)
 
         # 3. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
         # methods read are set below (tests/test_contract.py lists them).

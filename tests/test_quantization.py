@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F811
+"""Quantized frozen weights, of pipelines and of judges: what they train, save, score and refuse."""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import BitsAndBytesConfig, DiffusionPipeline, PipelineQuantizationConfig
+from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch import nn
+from trl import ModelConfig, get_quantization_config
+
+import launching
+from paco_trl import PaCoGRPOConfig, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.cards import render_card
+from paco_trl.commands.memory import weights_bytes
+from paco_trl.commands.merge import MergeArguments, merge
+from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
+from paco_trl.rewards import ConsistencyReward
+from paco_trl.trainer.checks import check_quantization
+from test_doctor import HEALTHY, examine, make_arguments, prompt_rows, verdicts  # noqa: F401
+from test_paco_grpo_trainer import adapter_of, logs_with
+from test_paco_nft_trainer import make_config, make_nft, pipeline  # noqa: F401
+from test_paco_reward_trainer import colours
+
+
+# Largest fraction of the bytes in float32 that the weights of linear layers take: 4 bits and a scale for 64 weights, or
+# 8 bits with a scale for each of their short rows; diffusers stores the linear layers of norms as they are
+METHODS = {"nf4": 0.15, "int8": 0.4, "fp8": 0.4, "fp8_storage": 0.5}
+ADAPTER = "adapter_model.safetensors"
+
+
+@contextlib.contextmanager
+def nf4_on_cpu():
+    """Let diffusers quantize by bitsandbytes without a GPU, which bitsandbytes itself and transformers support."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+        patch.setattr(BnB4BitDiffusersQuantizer, "update_device_map", lambda self, device_map: {"": "cpu"})
+        # In eval mode bitsandbytes would repack the weights for the CPU's own kernel, which needs multiples of 32
+        patch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nf4_on_cpu():
+    with nf4_on_cpu():
+        yield
+
+
+def stored(module: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """The tensors behind each frozen weight, as bytes."""
+    tensors = {}
+    for name, weight in module.named_parameters():
+        if not weight.requires_grad:
+            names = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else []
+            parts = [getattr(weight, part) for part in names] or [weight.data]
+            scales = getattr(getattr(weight, "quant_state", None), "absmax", None)
+            parts += [] if scales is None else [scales]
+            tensors[name] = [part.detach().clone().contiguous().view(torch.uint8) for part in parts]
+    return tensors
+
+
+def linear_bytes(module: nn.Module) -> int:
+    named = module.named_modules()
+    return sum(weights_bytes(each) for name, each in named if isinstance(each, nn.Linear) and "lora_" not in name)
+
+
+def latent(pipeline) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    settings = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 32}
+    return pipeline("a red fox", **settings, generator=generator, output_type="latent").images.float()
+
+
+@pytest.fixture
+def plain(tiny_flux) -> DiffusionPipeline:
+    return DiffusionPipeline.from_pretrained(tiny_flux)
+
+
+class TestTraining:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_quantized_base(self, make_trainer, plain, method, tmp_path):
+        trainer = make_trainer(quantization=method)  # with gradient checkpointing and an average
+        transformer, pipeline = trainer.model.get_base_model(), trainer.pipeline
+        for module, exact in ((transformer, plain.transformer), (pipeline.text_encoder_2, plain.text_encoder_2)):
+            assert linear_bytes(module) < METHODS[method] * linear_bytes(exact) + 4 * 2000  # biases, and `wo` of T5
+        assert (
+            trainer.model.base_model.model.transformer_blocks[0].attn.to_q.lora_A.default.weight.dtype == torch.float32
+        )
+        exact, quantized = latent(plain), latent(pipeline)
+        assert 0 < (quantized - exact).abs().max() < 0.3 * exact.abs().max()
+
+        modules = {"transformer": transformer, "clip": pipeline.text_encoder, "t5": pipeline.text_encoder_2}
+        before = {name: stored(module) for name, module in modules.items()}
+        start = adapter_of(trainer)
+        trainer.train()
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+        for name, value in adapter_of(trainer).items():
+            assert not torch.equal(value, start[name]), name
+        for name, module in modules.items():
+            after = stored(module)
+            assert all(map(torch.equal, sum(before[name].values(), []), sum(after.values(), []))), name
+
+        # The same file as of an unquantized run, which acts on the unquantized base
+        trainer.save_model(tmp_path / "saved")
+        other = make_trainer(output_dir=str(tmp_path / "other"))
+        other.save_model(tmp_path / "unquantized")
+        saved, reference = (load_file(tmp_path / name / ADAPTER) for name in ("saved", "unquantized"))
+        assert {name: (t.shape, t.dtype) for name, t in saved.items()} == {
+            name: (t.shape, t.dtype) for name, t in reference.items()
+        }
+        files = [{path.name for path in (tmp_path / name).iterdir()} for name in ("saved", "unquantized")]
+        assert files[0] == files[1]
+        plain.load_lora_weights(tmp_path / "saved")
+        assert (latent(plain) - exact).abs().max() > 1e-3 * exact.abs().max()
+        card = (tmp_path / "saved" / "README.md").read_text()
+        assert f"| base model in training | quantized: {trainer.quantization} |" in card
+        assert "(text_encoder, text_encoder_2, transformer)" in trainer.quantization
+        assert "quantized" not in (tmp_path / "unquantized" / "README.md").read_text()
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_ratio_in_bf16(self, make_trainer, method):
+        trainer = make_trainer(quantization=method, bf16=True, max_steps=1, loss_type="grpo_guard", beta=0.1)
+        trainer.train()
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_checkpointing_changes_nothing(self, make_trainer, method, tmp_path):
+        adapters = []
+        for is_on in (True, False):
+            output = str(tmp_path / str(is_on))
+            trainer = make_trainer(quantization=method, gradient_checkpointing=is_on, output_dir=output, max_steps=1)
+            trainer.train()
+            adapters.append(adapter_of(trainer))
+        for name, value in adapters[0].items():
+            assert torch.equal(value, adapters[1][name]), name
+
+    @pytest.mark.slow
+    def test_a_planted_reward_rises(self, make_trainer):
+        settings = {"max_steps": 20, "learning_rate": 2e-2, "num_generations": 8, "per_device_train_batch_size": 16}
+        trainer = make_trainer(quantization="nf4", gradient_checkpointing=False, epsilon=1e-3, **settings)
+        trainer.train()
+        redness = logs_with(trainer, "rewards/redness_reward/mean")
+        assert redness[-1] - redness[0] > 3 * logs_with(trainer, "rewards/redness_reward/std")[0]
+
+    def test_nft(self, make_nft, tiny_flux):
+        trainer = make_nft(model=str(tiny_flux), quantization="int8")
+        before, start = stored(trainer.model), adapter_of(trainer)
+        trainer.train()
+        assert all(map(torch.equal, sum(before.values(), []), sum(stored(trainer.model).values(), [])))
+        assert any(not torch.equal(value, start[name]) for name, value in adapter_of(trainer).items())
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("method", METHODS)
+    def test_resume_to_the_bit(self, make_trainer, method, tmp_path):
+        settings = {"quantization": method, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+        whole = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
+        whole.train()
+        shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "resumed" / "checkpoint-1")
+        resumed = make_trainer(output_dir=str(tmp_path / "resumed"), **settings)
+        resumed.train(resume_from_checkpoint=True)
+        for file in (ADAPTER, "policy.safetensors"):
+            first, second = (load_file(tmp_path / name / "checkpoint-3" / file) for name in ("whole", "resumed"))
+            assert all(torch.equal(value, second[name]) for name, value in first.items())
+        with pytest.raises(ValueError, match=f"quantization: '{method}', now None"):
+            make_trainer(output_dir=str(tmp_path / "resumed"), resume_from_checkpoint=True)
+
+    @pytest.mark.slow
+    def test_two_processes_are_one(self, tiny_flux, tmp_path):
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import sys\nfrom pathlib import Path\nimport test_quantization\n"
+            "test_quantization.train_all(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+        )
+        train_all(tiny_flux, tmp_path / "1")
+        launching.check_run([script, tiny_flux, tmp_path / "2"], config=launching.write_ddp_config(tmp_path))
+        for method in METHODS:
+            one, two = (load_file(tmp_path / number / method / ADAPTER) for number in "12")
+            size = max(value.abs().max() for value in one.values())
+            assert all((value - two[name]).abs().max() < 1e-3 * size for name, value in one.items()), method
+
+
+def train_all(model: Path, output: Path) -> None:
+    """Train and save an adapter with each method, in this process or as one of several."""
+    from paco_trl import PaCoGRPOTrainer
+    from paco_trl.data import demo_prompts_path, load_image_set_prompts
+    from paco_trl.rewards import redness_reward
+
+    dataset = load_image_set_prompts(demo_prompts_path()).remove_columns(["height", "width"])
+    for method in METHODS:
+        settings = {"height": 64, "width": 64, "num_generations": 4, "num_prompts_per_generation": 2, "max_steps": 1}
+        settings |= {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 2, "num_inference_steps": 4}
+        settings |= {"report_to": "none", "log_completions": False, "disable_tqdm": True, "quantization": method}
+        backend = "gloo" if "RANK" in os.environ else None
+        args = PaCoGRPOConfig(output_dir=str(output / method), ddp_backend=backend, **settings)
+        with nf4_on_cpu():
+            trainer = PaCoGRPOTrainer(
+                str(model), redness_reward, args, dataset, peft_config=LoraConfig(r=2, init_lora_weights="gaussian")
+            )
+        trainer.train()
+        trainer.save_model()
+
+
+class TestOtherWays:
+    @pytest.fixture
+    def config(self) -> PipelineQuantizationConfig:
+        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": torch.float32}
+        return PipelineQuantizationConfig(quant_mapping={"transformer": BitsAndBytesConfig(**settings)})
+
+    def test_a_config_of_diffusers(self, make_trainer, config):
+        trainer = make_trainer(model_init_kwargs={"quantization_config": config}, max_steps=1)
+        assert trainer.quantization == "fp4 by bitsandbytes (transformer)"
+        assert "fp4" in json.loads(trainer.args.to_json_string())["model_init_kwargs"]["quantization_config"]["config"]
+        assert trainer.args.model_init_kwargs["quantization_config"] is config
+        trainer.train()
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+        assert "fp4" in trainer._identity["quantization"]
+
+    def test_a_loaded_pipeline(self, make_trainer, tiny_flux, config):
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux, dtype=torch.float32, quantization_config=config)
+        trainer = make_trainer(model=pipeline, max_steps=1)
+        assert trainer.quantization == trainer._identity["quantization"] == "fp4 by bitsandbytes (transformer)"
+        trainer.train()
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux, dtype=torch.float32, quantization_config=config)
+        with pytest.raises(
+            ValueError, match="without a `peft_config` its own weights are trained, which get no gradients"
+        ):
+            make_trainer(model=pipeline, peft_config=None)
+
+    def test_twice(self, make_trainer, plain, config):
+        with pytest.raises(ValueError, match="`quantization` is 'int8', but the pipeline is loaded, or"):
+            make_trainer(model=plain, quantization="int8")
+        with pytest.raises(ValueError, match="or `model_init_kwargs` has a `quantization_config`"):
+            make_trainer(quantization="int8", model_init_kwargs={"quantization_config": config})
+
+
+class TestRefused:
+    def test_unknown(self, tmp_path):
+        with pytest.raises(
+            ValueError, match="`quantization` is 'nf5'; it must be one of None, 'nf4', 'int8', 'fp8', "
+        ):
+            PaCoGRPOConfig(output_dir=str(tmp_path), quantization="nf5", use_cpu=True, bf16=False)
+
+    @pytest.mark.parametrize("method, package", [("nf4", "bitsandbytes"), ("int8", "torchao"), ("fp8", "torchao")])
+    def test_not_installed(self, make_trainer, tiny_qwen, method, package, monkeypatch):
+        monkeypatch.setattr("paco_trl.utils.quantization.find_spec", lambda name: None)
+        message = rf"`quantization` '{method}' requires `{package}`: pip install \"paco_trl\[quantization\]\""
+        with pytest.raises(ImportError, match=message):
+            make_trainer(quantization=method)
+        with pytest.raises(ImportError, match=message):
+            PaCoReward.from_pretrained(tiny_qwen, quantization=method)
+
+    def test_full_finetuning(self, make_trainer):
+        with pytest.raises(
+            ValueError, match="without a `peft_config` its own weights are trained, which get no gradients"
+        ):
+            make_trainer(quantization="int8", peft_config=None, model="/nowhere")
+
+    def test_deepspeed(self):
+        check_quantization(None, is_full=True, is_deepspeed=True)
+        with pytest.raises(ValueError, match="quantized .nf4., but DeepSpeed .*multi_gpu.yaml"):
+            check_quantization("nf4", is_full=False, is_deepspeed=True)
+
+    def test_merging_into_quantized_files(self, make_trainer, tiny_flux, tmp_path):
+        make_trainer(quantization="int8").save_model(tmp_path / "adapter")
+        merge(MergeArguments(str(tmp_path / "adapter"), str(tmp_path / "merged")))  # the base itself is not quantized
+        files = load_file(tmp_path / "merged" / "transformer" / "diffusion_pytorch_model.safetensors")
+        assert {weight.dtype for weight in files.values()} == {torch.float32}
+        base = tmp_path / "quantized" / tiny_flux.name
+        shutil.copytree(tiny_flux, base)
+        path = base / "transformer" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"load_in_4bit": True}}))
+        with pytest.raises(ValueError, match="are stored quantized.*name that one with `--model_name_or_path`"):
+            merge(MergeArguments(str(tmp_path / "adapter"), str(tmp_path / "other"), str(base)))
+        assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_doctor(examine, method):
+    rows = examine(quantization=method)
+    assert verdicts(rows) == HEALTHY, rows["saved files"]
+
+
+def test_doctor_counts_the_stored_bytes(make_trainer):
+    counted = {method: weights_bytes(make_trainer(quantization=method).model, False) for method in (None, *METHODS)}
+    assert counted["nf4"] < counted["int8"] == counted["fp8"] < counted["fp8_storage"] < counted[None]
+
+
+class TestJudge:
+    pairs = functools.cached_property(lambda self: [tuple(row["images"]) for row in colours(8, 1)])
+
+    @pytest.mark.parametrize("method", ["nf4", "int8", "fp8"])
+    def test_scores(self, tiny_qwen, method):
+        exact = PaCoReward.from_pretrained(tiny_qwen)
+        judge = ConsistencyReward(tiny_qwen, quantization=method, dtype="float32").judge
+        assert linear_bytes(judge.model) < 0.6 * linear_bytes(exact.model)  # the head stays exact
+        scores = [np.array(each.score(self.pairs, "Same colour?")) for each in (exact, judge)]
+        assert 0 < np.abs(scores[0] - scores[1]).max() < 0.1
+        assert np.ptp(scores[0]) > 0
+        assert judge.fingerprint != exact.fingerprint
+        assert (
+            judge.fingerprint
+            == PaCoReward.from_pretrained(tiny_qwen, dtype="float32", quantization=method).fingerprint
+        )
+
+    @pytest.mark.parametrize("kind, checkpointing", [("4bit", True), ("4bit", False), ("8bit", True)])
+    def test_qlora(self, tiny_qwen, tmp_path, kind, checkpointing):
+        config = get_quantization_config(ModelConfig(dtype="float32", **{f"load_in_{kind}": True}))  # as the example
+        args = PaCoRewardConfig(
+            output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+            max_steps=6, per_device_train_batch_size=8, learning_rate=1e-2, disable_tqdm=True, logging_steps=1,
+            warmup_steps=0, gradient_checkpointing=checkpointing, max_pixels=None, first_token_weight=1.0,
+        )  # fmt: skip
+        trainer = PaCoRewardTrainer(str(tiny_qwen), args, colours(48, 0), quantization_config=config)
+        adapter = adapter_of(trainer)
+        assert {value.dtype for value in adapter.values()} == {torch.float32}
+        before = stored(trainer.model)
+        assert sum(part.nbytes for parts in before.values() for part in parts) < 0.75 * sum(
+            weight.nbytes for weight in PaCoReward.from_pretrained(tiny_qwen).model.parameters()
+        )
+        trainer.train()
+        losses = logs_with(trainer, "loss")
+        assert losses[-1] < losses[0]
+        assert any(not torch.equal(value, adapter[name]) for name, value in adapter_of(trainer).items())
+        assert all(map(torch.equal, sum(before.values(), []), sum(stored(trainer.model).values(), [])))
+        # On the unquantized model
+        trainer.save_model()
+        judge, base = (PaCoReward.from_pretrained(name) for name in (tmp_path / "out", tiny_qwen))
+        assert np.abs(np.subtract(*(each.score(self.pairs, "Same colour?") for each in (judge, base)))).max() > 1e-3
+        name = {"4bit": "nf4", "8bit": "llm_int8"}[kind]
+        assert (
+            f"| base model in training | quantized: {name} by bitsandbytes |"
+            in render_card(trainer._model_card()).text
+        )
+
+    def test_on_the_command_line(self, tiny_qwen):
+        arguments = ScriptArguments(
+            rewards=["consistency", "edit"], judge_model=str(tiny_qwen), judge_quantization="int8"
+        )
+        for reward in load_rewards(arguments):
+            assert type(reward.judge.model.lm_head.weight) is nn.Parameter
+            assert any(hasattr(weight, "__tensor_flatten__") for weight in reward.judge.model.parameters())
+        arguments.judge_url = "http://127.0.0.1:1/v1"
+        with pytest.raises(ValueError, match="'int8', but a served judge is quantized by its server"):
+            load_rewards(arguments)
+        with pytest.raises(ValueError, match="'fp8_storage'; it must be one of 'nf4', 'int8', 'fp8'"):
+            PaCoReward.from_pretrained(tiny_qwen, quantization="fp8_storage")
