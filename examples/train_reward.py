@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from datasets import Dataset
 from peft import LoraConfig
-from trl import TrlParser
+from trl import ModelConfig, TrlParser, get_quantization_config
 
 from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands.options import option
@@ -59,6 +59,10 @@ class ScriptArguments:
         False, "Whether to also add every pair in the other order, where its texts do not depend on the order."
     )
     skip_broken: bool = option(False, "Whether to leave out broken rows, with a list, instead of stopping.")
+    load_in_4bit: bool = option(
+        False, "Whether to quantize the frozen model to NF4 (QLoRA); it requires `paco_trl[quantization]`."
+    )
+    load_in_8bit: bool = option(False, "Whether to quantize the frozen model to 8 bits by bitsandbytes.")
     lora_r: int = option(32, "Rank of the adapter (paper).")
     lora_alpha: int = option(64, "Scale of the adapter (paper).")
     lora_target_modules: list[str] | None = option(
@@ -104,6 +108,13 @@ def main(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
+        quantization_config=get_quantization_config(
+            ModelConfig(
+                dtype="bfloat16" if training_args.bf16 else "float32",
+                load_in_4bit=script_args.load_in_4bit,
+                load_in_8bit=script_args.load_in_8bit,
+            )
+        ),
         peft_config=LoraConfig(
             r=script_args.lora_r, lora_alpha=script_args.lora_alpha, target_modules=script_args.lora_target_modules
         ),

@@ -60,6 +60,9 @@ class ScriptArguments:
         None,
         "Address of a served judge, for example http://127.0.0.1:8000/v1. If `None`, it is loaded into each process.",
     )
+    judge_quantization: str | None = option(
+        None, "Quantization of a judge that is loaded into each process: `nf4`, `int8` or `fp8`. If `None`, none."
+    )
     judge_question: str = option(
         "theme", "Question for the judge: `theme`, or `criteria` for each criterion of the dataset."
     )
@@ -92,9 +95,9 @@ class ScriptArguments:
 # Lazy: the classes import their models' packages
 _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "consistency": lambda args: rewards.ConsistencyReward(
-        args.judge_model, args.judge_url, question=args.judge_question, max_pairs=args.judge_max_pairs
+        args.judge_model, args.judge_url, args.judge_question, args.judge_max_pairs, **_judge_arguments(args)
     ),
-    "edit": lambda args: rewards.EditReward(args.judge_model, args.judge_url),
+    "edit": lambda args: rewards.EditReward(args.judge_model, args.judge_url, **_judge_arguments(args)),
     "clip_t": lambda args: rewards.ClipTReward(args.clip_model),
     "clip_i": lambda args: rewards.ClipIReward(args.clip_model),
     "pick_score": lambda args: rewards.PickScoreReward(),
@@ -104,6 +107,13 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "redness": lambda args: rewards.redness_reward,
     "panel_similarity": lambda args: rewards.panel_similarity_reward,
 }
+
+
+def _judge_arguments(script_args: ScriptArguments) -> dict[str, str]:
+    quantization = script_args.judge_quantization
+    if quantization is not None and script_args.judge_url is not None:
+        raise ValueError(f"`--judge_quantization` is {quantization!r}, but a served judge is quantized by its server.")
+    return {} if quantization is None else {"quantization": quantization}
 
 
 def load_train_prompts(script_args: ScriptArguments) -> Dataset:
@@ -173,7 +183,9 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
     known = dict(zip(script_args.rewards, reward_funcs, strict=True))
     if has_own_judge:
         model = script_args.eval_judge_model or script_args.judge_model
-        own = replace(script_args, judge_model=model, judge_url=script_args.eval_judge_url)
+        url = script_args.eval_judge_url
+        quantization = script_args.judge_quantization if url is None else None
+        own = replace(script_args, judge_model=model, judge_url=url, judge_quantization=quantization)
         known |= {name: load_reward(name, own) for name in ("consistency", "edit") if name in names}
     return [known.get(name) or load_reward(name, script_args) for name in names]
 

@@ -27,6 +27,7 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import find_control_tokens, load_image, patch_size_of
 from ..utils.names import public_name
+from ..utils.quantization import quantization_config
 from .decision import decision_direction, decision_token_ids, scales_logits
 from .judge import (
     TOP_LOGPROBS,
@@ -118,6 +119,7 @@ class PaCoReward:
         batch_size: int = 8,
         system_prompt: str | None = None,
         trust_remote_code: bool = False,
+        quantization: str | None = None,
         **kwargs,
     ) -> "PaCoReward":
         """
@@ -135,6 +137,9 @@ class PaCoReward:
                 See [`PaCoReward`].
             trust_remote_code (`bool`, *optional*, defaults to `False`):
                 Whether to run code that comes with the model.
+            quantization (`str`, *optional*):
+                Quantization of the weights: `"nf4"` (bitsandbytes), `"int8"` or `"fp8"` (torchao). NF4 computes in
+                `dtype`, or in bfloat16 if that is `"auto"`. For others pass a `quantization_config`.
             **kwargs:
                 Further arguments of [`~transformers.PreTrainedModel.from_pretrained`]; `revision` and `subfolder`
                 apply to the named repository, not to an adapter's base model.
@@ -147,6 +152,11 @@ class PaCoReward:
                 tokenizer does not encode Yes and No as one token each.
         """
         model = os.fspath(model)
+        if quantization is not None:
+            compute_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
+            kwargs = dict(
+                quantization_config=quantization_config(quantization, compute_dtype), **kwargs
+            )  # one of them
         # Before gigabytes are read: the tokenizer may lack Yes and No
         processor = cls.load_processor(model, trust_remote_code, **kwargs)
         base, base_kwargs, is_adapter = _below_adapter(model, kwargs)

@@ -17,7 +17,7 @@ from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from ..cards import JudgeCard, render_card
-from ..checkpointing.weights import gather_weights, local_weights, zero_stage_of
+from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
 from ..data import check_pair_columns
 from ..hub.files import JUDGE_ADAPTER
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
@@ -25,6 +25,7 @@ from ..plots.trackers import send_to_trackers
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.images import limit_pixels, pixel_limit
 from ..utils.paper import PAPER
+from ..utils.quantization import describe_quantization
 from .first_token_loss import first_token_weights, num_loss_items
 from .judge_metrics import Decisions, decision_sums, evaluation_metrics, training_metrics
 from .judge_model import complete_peft_config, cut_graph_behind_tower
@@ -96,7 +97,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
             Optimizer and scheduler, as in [`~transformers.Trainer`].
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
-            Quantization of a model that is loaded by name, for QLoRA.
+            Quantization of a model that is loaded by name, for QLoRA. The adapter stays in float32.
         peft_config ([`~peft.LoraConfig`], *optional*):
             Adapter to train. If `None`, the paper's: rank 32, alpha 64. `target_modules` default to all linear layers
             of the language model; the vision tower and its projector stay frozen.
@@ -204,6 +205,10 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             remedy = "Load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`."
             raise ValueError(f"Nothing of the model is trainable. {remedy}")
+
+        if describe_quantization(self.model) is not None and args.deepspeed_plugin is None:
+            for parameter in trained_parameters(self.model).values():
+                parameter.data = parameter.data.float()  # SFTTrainer rounds adapters of 4- and 8-bit models to bf16
 
         # 4. Own state
         self.base_model_name = name
@@ -425,7 +430,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         image_size = {name: limit for name, limit in dict(limits).items() if limit is not None}
         return JudgeCard(
             **self._card_fields(self.base_model_name, **fields),
-            lora=lora_of(self.model),
+            lora=lora_of(self.model, quantization=describe_quantization(self.model)),
             image_size=image_size if max_pixels is not None else None,
             settings=judge_settings(self.args, len(self.train_dataset), max_pixels, self.state.global_step),
             evaluations=self.evaluations,
