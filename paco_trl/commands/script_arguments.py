@@ -60,9 +60,7 @@ class ScriptArguments:
         None,
         "Address of a served judge, for example http://127.0.0.1:8000/v1. If `None`, it is loaded into each process.",
     )
-    judge_quantization: str | None = option(
-        None, "Quantization of a judge that is loaded into each process: `nf4`, `int8` or `fp8`. If `None`, none."
-    )
+    judge_quantization: str | None = option(None, "Quantization of a judge in the process: `nf4`, `int8` or `fp8`.")
     judge_question: str = option(
         "theme", "Question for the judge: `theme`, or `criteria` for each criterion of the dataset."
     )

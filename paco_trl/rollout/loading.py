@@ -69,10 +69,10 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load a pipeline, or cast a loaded one, and freeze it; bf16 would lose updates of weights trained themselves."""
     if quantization is not None and (not isinstance(model, str) or "quantization_config" in model_init_kwargs):
-        raise ValueError(
-            f"`quantization` is {quantization!r}, but the pipeline is loaded, or `model_init_kwargs` has a "
-            "`quantization_config`. Leave one of the two out, and pass the pipeline's Hub id or directory."
+        conflict = (
+            "the pipeline is loaded, or `model_init_kwargs` has a `quantization_config`. Leave one of the two out."
         )
+        raise ValueError(f"`quantization` is {quantization!r}, but {conflict}")
     if isinstance(model, str):
         components = _check_config(model, model_init_kwargs)
         if quantization not in (None, "fp8_storage"):

@@ -448,12 +448,11 @@ class PaCoGRPOConfig(GRPOConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers store them."""
-        kwargs = self.model_init_kwargs
-        if not kwargs or "quantization_config" not in kwargs:
-            return super().to_dict()
-        # transformers calls its `to_dict`, which a `PipelineQuantizationConfig` lacks
-        plain, text = copy.copy(self), config_text(kwargs["quantization_config"])
-        plain.model_init_kwargs = {**kwargs, "quantization_config": {"config": text}}
+        plain, kwargs = copy.copy(self), self.model_init_kwargs or {}
+        if "quantization_config" in kwargs:
+            # transformers calls its `to_dict`, which a `PipelineQuantizationConfig` lacks
+            text = config_text(kwargs["quantization_config"])
+            plain.model_init_kwargs = {**kwargs, "quantization_config": {"config": text}}
         return super(PaCoGRPOConfig, plain).to_dict()
 
     @property

@@ -17,9 +17,8 @@ def weights_fingerprint(*modules: "nn.Module") -> str:
     digest = hashlib.sha256()
     for module in modules:
         for name, weight in sorted(module.named_parameters()):
-            weight = weight.detach()
-            # torchao's quantized weights cannot be flattened
-            flat = (weight.dequantize() if hasattr(weight, "__tensor_flatten__") else weight).flatten()
+            is_torchao = hasattr(weight, "__tensor_flatten__")  # which cannot be flattened
+            flat = (weight.dequantize() if is_torchao else weight).detach().flatten()
             sample = flat[:: max(1, flat.numel() // _SAMPLE)].float().cpu().numpy()
             digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} ".encode() + sample.tobytes())
     return digest.hexdigest()[:16]
