@@ -104,6 +104,7 @@ class TestDefaults:
             "max_excluded_groups": 0.5,
             "offload_embeddings": False,
             "vae_tiling": False,
+            "quantization": None,
             "images_per_prefix": 1,
             "per_device_rollout_batch_size": None,
             "attention_backend": None,

@@ -12,15 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import BitsAndBytesConfig, DiffusionPipeline, PipelineQuantizationConfig
+from diffusers import BitsAndBytesConfig, DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
 from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
+from torchao.quantization import Float8WeightOnlyConfig
 from trl import ModelConfig, get_quantization_config
 
 import launching
-from paco_trl import PaCoGRPOConfig, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl import PaCoGRPOConfig, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
 from paco_trl.cards import render_card
 from paco_trl.commands.memory import weights_bytes
 from paco_trl.commands.merge import MergeArguments, merge
@@ -28,6 +29,7 @@ from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.trainer.checks import check_quantization
 from test_doctor import HEALTHY, examine, make_arguments, prompt_rows, verdicts  # noqa: F401
+from test_family_training import CASES, make_dataset
 from test_paco_grpo_trainer import adapter_of, logs_with
 from test_paco_nft_trainer import make_config, make_nft, pipeline  # noqa: F401
 from test_paco_reward_trainer import colours
@@ -44,7 +46,7 @@ def nf4_on_cpu():
     """Let diffusers quantize by bitsandbytes without a GPU, which bitsandbytes itself and transformers support."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
-        patch.setattr(BnB4BitDiffusersQuantizer, "update_device_map", lambda self, device_map: {"": "cpu"})
+        patch.setattr(BnB4BitDiffusersQuantizer, "update_device_map", lambda self, device_map: device_map)
         # In eval mode bitsandbytes would repack the weights for the CPU's own kernel, which needs multiples of 32
         patch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
         yield
@@ -159,8 +161,24 @@ class TestTraining:
         assert any(not torch.equal(value, start[name]) for name, value in adapter_of(trainer).items())
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("family", CASES)
+    def test_every_family(self, make_trainer, family, tmp_path):
+        case = CASES[family]
+        folder = getattr(tiny, case.build)(tmp_path / "tiny")
+        side, scale = (1024, 1 / 16) if case.num_images else (64, 1 / 2)
+        for method in METHODS:
+            trainer = make_trainer(
+                model=str(folder), quantization=method, train_dataset=make_dataset(case.num_images), height=side, width=side,
+                resolution_scale=scale, num_prompts_per_generation=2, max_steps=1, **case.settings,
+            )  # fmt: skip
+            assert "transformer" in trainer.quantization and "text_encoder" in trainer.quantization
+            assert trainer.pipeline.text_encoder.dtype == torch.float32  # which pipelines cast embeddings to
+            trainer.train()
+            assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("method", METHODS)
-    def test_resume_to_the_bit(self, make_trainer, method, tmp_path):
+    def test_resume_is_bit_exact(self, make_trainer, method, tmp_path):
         settings = {"quantization": method, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
         whole = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
         whole.train()
@@ -195,6 +213,7 @@ def train_all(model: Path, output: Path) -> None:
     from paco_trl.rewards import redness_reward
 
     dataset = load_image_set_prompts(demo_prompts_path()).remove_columns(["height", "width"])
+    dataset = dataset.filter(lambda row: row["rows"] == row["cols"] == 2)
     for method in METHODS:
         settings = {"height": 64, "width": 64, "num_generations": 4, "num_prompts_per_generation": 2, "max_steps": 1}
         settings |= {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 2, "num_inference_steps": 4}
@@ -207,6 +226,20 @@ def train_all(model: Path, output: Path) -> None:
             )
         trainer.train()
         trainer.save_model()
+
+
+def train_judge(model: str, output: Path) -> None:
+    """Train an adapter of a judge on NF4 weights as one of several processes, and save the losses."""
+    args = PaCoRewardConfig(
+        output_dir=str(output), use_cpu=True, bf16=False, report_to="none", save_strategy="no", max_steps=4,
+        per_device_train_batch_size=4, learning_rate=1e-2, disable_tqdm=True, logging_steps=1, max_pixels=None,
+        first_token_weight=1.0, ddp_backend="gloo",
+    )  # fmt: skip
+    config = get_quantization_config(ModelConfig(dtype="float32", load_in_4bit=True))
+    trainer = PaCoRewardTrainer(model, args, colours(48, 0), quantization_config=config)
+    trainer.train()
+    if trainer.is_world_process_zero():
+        (output / "losses.json").write_text(json.dumps(logs_with(trainer, "loss")))
 
 
 class TestOtherWays:
@@ -242,6 +275,12 @@ class TestOtherWays:
         with pytest.raises(ValueError, match="or `model_init_kwargs` has a `quantization_config`"):
             make_trainer(quantization="int8", model_init_kwargs={"quantization_config": config})
 
+    def test_another_config(self, make_trainer):
+        with pytest.raises(
+            TypeError, match="is a dict, not diffusers' `PipelineQuantizationConfig`.*use `quantization`"
+        ):
+            make_trainer(model_init_kwargs={"quantization_config": {"load_in_4bit": True}}, model="/nowhere")
+
 
 class TestRefused:
     def test_unknown(self, tmp_path):
@@ -266,9 +305,20 @@ class TestRefused:
             make_trainer(quantization="int8", peft_config=None, model="/nowhere")
 
     def test_deepspeed(self):
-        check_quantization(None, is_full=True, is_deepspeed=True)
+        check_quantization(None, is_full=True, is_deepspeed=True, is_compiled=True)
         with pytest.raises(ValueError, match="quantized .nf4., but DeepSpeed .*multi_gpu.yaml"):
-            check_quantization("nf4", is_full=False, is_deepspeed=True)
+            check_quantization("nf4", is_full=False, is_deepspeed=True, is_compiled=False)
+
+    def test_compiled_blocks(self, make_trainer, tiny_flux):
+        for method in ("int8", "fp8", "fp8_storage"):
+            with pytest.raises(ValueError, match=f"quantized .{method}., but only 'nf4' works with `compile_repeated"):
+                make_trainer(quantization=method, compile_repeated_blocks=True, model="/nowhere")
+        make_trainer(quantization="nf4", compile_repeated_blocks=True)
+        config = TorchAoConfig(Float8WeightOnlyConfig())
+        config = PipelineQuantizationConfig(quant_mapping={"transformer": config})
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux, dtype=torch.float32, quantization_config=config)
+        with pytest.raises(ValueError, match="Float8WeightOnlyConfig by torchao., but only 'nf4'"):
+            make_trainer(model=pipeline, compile_repeated_blocks=True)
 
     def test_merging_into_quantized_files(self, make_trainer, tiny_flux, tmp_path):
         make_trainer(quantization="int8").save_model(tmp_path / "adapter")
@@ -279,20 +329,24 @@ class TestRefused:
         shutil.copytree(tiny_flux, base)
         path = base / "transformer" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"load_in_4bit": True}}))
-        with pytest.raises(ValueError, match="are stored quantized.*name that one with `--model_name_or_path`"):
+        with pytest.raises(
+            ValueError, match="are stored quantized.*Name the unquantized model with `--model_name_or_path`"
+        ):
             merge(MergeArguments(str(tmp_path / "adapter"), str(tmp_path / "other"), str(base)))
         assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_doctor(examine, method):
+def test_doctor(examine, plain, method):
     rows = examine(quantization=method)
     assert verdicts(rows) == HEALTHY, rows["saved files"]
+    num_frozen = sum(weight.numel() for weight in plain.transformer.parameters())
+    assert f" {num_frozen:,} frozen." in rows["model and adapter"].finding
 
 
 def test_doctor_counts_the_stored_bytes(make_trainer):
     counted = {method: weights_bytes(make_trainer(quantization=method).model, False) for method in (None, *METHODS)}
-    assert counted["nf4"] < counted["int8"] == counted["fp8"] < counted["fp8_storage"] < counted[None]
+    assert counted["nf4"] < counted["fp8"] <= counted["int8"] < counted["fp8_storage"] < counted[None]
 
 
 class TestJudge:
@@ -341,6 +395,20 @@ class TestJudge:
             f"| base model in training | quantized: {name} by bitsandbytes |"
             in render_card(trainer._model_card()).text
         )
+
+    @pytest.mark.slow
+    def test_qlora_on_two_processes(self, tiny_qwen, tmp_path):
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import sys\nfrom pathlib import Path\nimport test_quantization\n"
+            "test_quantization.train_judge(sys.argv[1], Path(sys.argv[2]))\n"
+        )
+        losses = []
+        for config in (launching.write_ddp_config(tmp_path), launching.CPU_ZERO3):
+            launching.check_run([script, tiny_qwen, tmp_path / config.stem], config=config)
+            losses.append(json.loads((tmp_path / config.stem / "losses.json").read_text()))
+        assert losses[0][-1] < losses[0][0]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-2)  # the adapter is rounded to bf16 with DeepSpeed
 
     def test_on_the_command_line(self, tiny_qwen):
         arguments = ScriptArguments(

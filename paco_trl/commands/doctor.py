@@ -305,6 +305,7 @@ def check_model(state: DoctorState) -> Row:
     num_frozen = sum(p.numel() for p in trainer.model.parameters()) - num_trained
     missing: list[str] = []
     if isinstance(trainer.model, PeftModel):
+        num_frozen = trainer.model.get_nb_trainable_parameters()[1] - num_trained  # two weights of 4 bits are one byte
         adapter = trainer.model.peft_config[trainer.model.active_adapter]
         layers = trainer.model.base_model.targeted_module_names
         existing = script_args.adapter_name_or_path

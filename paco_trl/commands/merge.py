@@ -101,7 +101,6 @@ def merge(args: MergeArguments) -> Merged:
             )
     check_adapter_base(adapter, config.base_model_name_or_path, base)
     pipeline_class = _read_pipeline_class(base, revision)
-
     _check_is_unquantized(base, revision, is_judge=pipeline_class is None)
 
     with _staged(output_dir) as folder:

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from datasets import Dataset
 from peft import LoraConfig
@@ -107,7 +107,7 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
 }
 
 
-def _judge_arguments(script_args: ScriptArguments) -> dict[str, str]:
+def _judge_arguments(script_args: ScriptArguments) -> dict[str, Any]:
     quantization = script_args.judge_quantization
     if quantization is not None and script_args.judge_url is not None:
         raise ValueError(f"`--judge_quantization` is {quantization!r}, but a served judge is quantized by its server.")

@@ -154,9 +154,8 @@ class PaCoReward:
         model = os.fspath(model)
         if quantization is not None:
             compute_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
-            kwargs = dict(
-                quantization_config=quantization_config(quantization, compute_dtype), **kwargs
-            )  # one of them
+            config = quantization_config(quantization, compute_dtype)
+            kwargs = dict(quantization_config=config, **kwargs)  # an error with both
         # Before gigabytes are read: the tokenizer may lack Yes and No
         processor = cls.load_processor(model, trust_remote_code, **kwargs)
         base, base_kwargs, is_adapter = _below_adapter(model, kwargs)

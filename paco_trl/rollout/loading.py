@@ -69,16 +69,13 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load a pipeline, or cast a loaded one, and freeze it; bf16 would lose updates of weights trained themselves."""
     if quantization is not None and (not isinstance(model, str) or "quantization_config" in model_init_kwargs):
-        conflict = (
-            "the pipeline is loaded, or `model_init_kwargs` has a `quantization_config`. Leave one of the two out."
-        )
+        conflict = "the pipeline is loaded, or `model_init_kwargs` has a `quantization_config`. Use one of them."
         raise ValueError(f"`quantization` is {quantization!r}, but {conflict}")
     if isinstance(model, str):
         components = _check_config(model, model_init_kwargs)
         if quantization not in (None, "fp8_storage"):
-            libraries = {"transformer": "diffusers"} | {
-                name: "transformers" for name in components if name.startswith("text_encoder")
-            }
+            encoders = [name for name in components if name.startswith("text_encoder")]
+            libraries = {"transformer": "diffusers", **dict.fromkeys(encoders, "transformers")}
             configs = {name: quantization_config(quantization, dtype, libraries[name]) for name in libraries}
             model_init_kwargs["quantization_config"] = PipelineQuantizationConfig(quant_mapping=configs)
         is_uniform = transformer_dtype in (None, dtype)
@@ -132,9 +129,9 @@ def _store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.M
     transformer.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     for encoder in (getattr(pipeline, name) for name in family.text_encoders):
         if encoder is not None:
-            # Pipelines and T5 read the dtype of the embeddings and of `wo`, and cast to it
-            kept = (*DEFAULT_SKIP_MODULES_PATTERN, *(encoder._keep_in_fp32_modules or ()))
-            apply_layerwise_casting(encoder, torch.float8_e4m3fn, dtype, kept, (nn.Embedding,))
+            # Pipelines and T5 cast to the dtype of the first layer and of `wo`; the head may be tied to the embeddings
+            kept = (*DEFAULT_SKIP_MODULES_PATTERN, "lm_head", r"\.wo$")
+            apply_layerwise_casting(encoder, torch.float8_e4m3fn, dtype, kept, (nn.Embedding, nn.Conv2d))
 
 
 def pipeline_quantization(pipeline: DiffusionPipeline) -> str | None:
@@ -144,6 +141,14 @@ def pipeline_quantization(pipeline: DiffusionPipeline) -> str | None:
         if isinstance(component, nn.Module) and (how := describe_quantization(component)):
             named.setdefault(how, []).append(name)
     return "; ".join(f"{how} ({', '.join(names)})" for how, names in named.items()) or None
+
+
+def quantization_text(config: Any) -> str:
+    """Return the settings of a `PipelineQuantizationConfig` as text; refuse anything else."""
+    if not isinstance(config, PipelineQuantizationConfig):
+        problem = f"`quantization_config` is a {type(config).__name__}, not diffusers' `PipelineQuantizationConfig`"
+        raise TypeError(f"{problem}. On the command line and in YAML files, use `quantization`.")
+    return str({name: value for name, value in vars(config).items() if name != "config_mapping"})  # filled by loading
 
 
 def _check_config(model: str, model_init_kwargs: dict) -> dict:

@@ -41,9 +41,8 @@ from ..plots.curves import CurvesCallback
 from ..plots.figures import FigureThread
 from ..rewards.reward_calls import RewardError
 from ..rollout import RecordedStep
-from ..rollout.loading import base_model_name, pipeline_quantization
+from ..rollout.loading import base_model_name, pipeline_quantization, quantization_text
 from ..utils.deepspeed import partition
-from ..utils.quantization import config_text
 from ..utils.random_state import preserve_rng_state
 from .evaluator import Evaluator
 from .model_cards import evaluation_rows, image_settings, latest_pictures, lora_of, pipeline_call, reward_rows
@@ -88,7 +87,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
         config = (args.model_init_kwargs or {}).get("quantization_config")
         # `None` is what a checkpoint from before this option is read as
-        self._identity["quantization"] = args.quantization or loaded or (config and config_text(config))
+        self._identity["quantization"] = args.quantization or loaded or (config and quantization_text(config))
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
         if self._checked is not None:
             self._check_resumed_run(self._checked, args)

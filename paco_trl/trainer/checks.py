@@ -84,13 +84,16 @@ def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: Pr
     )
 
 
-def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bool) -> None:
-    """Refuse a quantized transformer whose own weights are trained, or that DeepSpeed would place."""
-    if quantization is not None and (is_full or is_deepspeed):
-        reason = "DeepSpeed casts and partitions weights of one floating-point dtype. Use `multi_gpu.yaml` (DDP)"
-        if is_full:
-            reason = "without a `peft_config` its own weights are trained, which get no gradients. Train an adapter"
-        raise ValueError(f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it.")
+def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bool, is_compiled: bool) -> None:
+    """Refuse a quantized transformer, by option or description, that cannot be trained in the requested way."""
+    is_bitsandbytes = (quantization or "").endswith(("nf4", "bitsandbytes"))
+    for applies, reason in (
+        (is_full, "without a `peft_config` its own weights are trained, which get no gradients. Train an adapter"),
+        (is_deepspeed, "DeepSpeed is supported for unquantized weights only. Use `multi_gpu.yaml` (DDP)"),
+        (is_compiled and not is_bitsandbytes, "only 'nf4' works with `compile_repeated_blocks`. Unset it"),
+    ):
+        if quantization is not None and applies:
+            raise ValueError(f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it.")
 
 
 def check_one_gpu(args: PaCoGRPOConfig) -> None:

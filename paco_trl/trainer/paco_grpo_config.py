@@ -13,10 +13,10 @@ from accelerate.logging import get_logger
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig
 
-from ..rollout.loading import check_attention_backend
+from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_gradient_accumulation
-from ..utils.quantization import QUANTIZATIONS, config_text
+from ..utils.quantization import QUANTIZATIONS
 from .refusals import refuse_fields
 from .round_layout import RoundLayout, lay_out_round, nearest_multiples
 
@@ -371,10 +371,7 @@ class PaCoGRPOConfig(GRPOConfig):
     ema_offload: bool = field(default=False, metadata={"help": "Whether the average is kept in CPU memory."})
 
     # Parameters that control the memory and the kernels
-    quantization: str | None = field(
-        default=None,
-        metadata={"help": "Quantization of frozen weights: 'nf4', 'int8', 'fp8' or 'fp8_storage'."},
-    )
+    quantization: str | None = field(default=None, metadata={"help": "Quantization of frozen weights, such as 'nf4'."})
     offload_embeddings: bool = field(
         default=False, metadata={"help": "Whether the prompt embeddings of a round are kept in CPU memory."}
     )
@@ -451,7 +448,7 @@ class PaCoGRPOConfig(GRPOConfig):
         plain, kwargs = copy.copy(self), self.model_init_kwargs or {}
         if "quantization_config" in kwargs:
             # transformers calls its `to_dict`, which a `PipelineQuantizationConfig` lacks
-            text = config_text(kwargs["quantization_config"])
+            text = quantization_text(kwargs["quantization_config"])
             plain.model_init_kwargs = {**kwargs, "quantization_config": {"config": text}}
         return super(PaCoGRPOConfig, plain).to_dict()
 

@@ -181,14 +181,15 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         set_seed(args.seed)
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
-        check_quantization(args.quantization, is_full, is_deepspeed)
+        check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
         self.pipeline = load_pipeline(
             model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization,
             **(args.model_init_kwargs or {}),
         )  # fmt: skip
-        check_quantization(describe_quantization(self.pipeline.transformer), is_full, is_deepspeed)
+        quantization = describe_quantization(self.pipeline.transformer)
+        check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         self.family = family_of(self.pipeline)
         self._check_family()
         self.size_multiple = self.family.size_multiple(self.pipeline)

@@ -41,11 +41,6 @@ def describe_quantization(module: nn.Module) -> str | None:
     return "float8_e4m3fn storage by diffusers" if is_cast else None
 
 
-def config_text(config: Any) -> str:
-    """Return the settings of a `PipelineQuantizationConfig` as text."""
-    return str({name: value for name, value in vars(config).items() if name != "config_mapping"})  # filled by loading
-
-
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Count the bytes that a tensor takes, with the scales of quantized weights."""
     if hasattr(tensor, "__tensor_flatten__"):  # torchao, whose `dtype` is that of the computation
