@@ -384,8 +384,8 @@ class MeasuredEncoder(PromptEncoder):
         with self.watch.section(SOURCES):
             super()._encode_images(rows, new)
 
-    def _on_accelerator(self, names):
-        return nullcontext() if self.is_resident else super()._on_accelerator(names)
+    def _placed(self, names):
+        return nullcontext() if self.is_resident else super()._placed(names)
 
 
 class NothingEncoded(MeasuredEncoder):
@@ -428,6 +428,9 @@ class EditingTrainer(PaCoGRPOTrainer):
     def _trained_weights(self) -> list[torch.Tensor]:
         return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def _encode_run(self) -> None:
+        """Encode nothing: each round encodes its own prompts."""
+
     def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         self._current = Round(self.plan[round_index])
         is_again = self._current.recipe == AGAIN
@@ -439,7 +442,6 @@ class EditingTrainer(PaCoGRPOTrainer):
         self.optimizer.state.clear()
         # As the only round of a run: nothing is encoded yet
         self.sampler.prompt_encoder = NothingEncoded(self) if is_again else MeasuredEncoder(self)
-        self._encoded_for_max_steps = None
         for name in (*self.family.text_encoders, "vae"):
             getattr(self.pipeline, name).to(self.accelerator.device if is_again else "cpu")
         # The size of the images is that of the rows, which have been measured

@@ -338,8 +338,8 @@ class MeasuredTrainer(PaCoGRPOTrainer):
 
     # ---- A round ----
 
-    def _time_first_encode(self) -> None:
-        """Time each prompt. They are encoded once in a run, in the first round, which is not measured."""
+    def _encode_run(self) -> None:
+        """Encode the prompts, once in a run and before the first round, and time each."""
         encode_prompt = self.family.encode_prompt
 
         def timed(*args, **kwargs):
@@ -349,12 +349,11 @@ class MeasuredTrainer(PaCoGRPOTrainer):
             return encoded
 
         self.family.encode_prompt = timed
+        super()._encode_run()
+        del self.family.encode_prompt
 
     def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         self.end_round()
-        vars(self.family).pop("encode_prompt", None)
-        if self._encoded_for_max_steps is None:
-            self._time_first_encode()
         recipe, resolution, is_synchronized = self.plan[round_index]
         self._current = Round(recipe, resolution, is_synchronized, self.layout.num_prompts)
         if self.loop is not None and recipe == DEFAULTS and (self.watch.device == "cpu" or not is_synchronized):

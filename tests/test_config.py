@@ -103,6 +103,7 @@ class TestDefaults:
             "max_excluded_images": 0.5,
             "max_excluded_groups": 0.5,
             "offload_embeddings": False,
+            "embeddings_dir": None,
             "vae_tiling": False,
             "quantization": None,
             "images_per_prefix": 1,

@@ -97,12 +97,16 @@ def test_methods_that_are_overridden_exist():
         "_load_from_checkpoint",
         "_load_best_model",
         "_run_epoch",
+        "_prepare_for_training",
     ):
         assert hasattr(GRPOTrainer, name), name
     for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
         assert list(inspect.signature(getattr(Trainer, name)).parameters) == ["self", "output_dir"], name
     # Where they are called from, and when: after the checkpoint is loaded, and once for each optimizer step
     loop = inspect.getsource(Trainer._inner_training_loop)
+    # The state is loaded before the weights are placed, which only `prepare` does: the prompts are encoded in between
+    assert loop.index("_init_training_state") < loop.index("_prepare_for_training")
+    assert "args.place_model_on_device is not None" in inspect.getsource(Trainer.__init__)
     assert loop.index("_prepare_for_training") < loop.index("on_train_begin") < loop.index("_run_epoch")
     epoch = inspect.getsource(Trainer._run_epoch)
     assert epoch.index("self.optimizer.step()") < epoch.index("on_optimizer_step") < epoch.index("global_step += 1")

@@ -134,7 +134,9 @@ def test_alone(alone):
 @pytest.mark.slow
 def test_two_processes_equal_one(workspace, alone):
     launch = functools.partial(launching.launch, config=launching.write_ddp_config(workspace))
-    output = train(workspace, "ddp", "--ddp_backend", "gloo", launch=launch)
+    folder = workspace / "embeddings"
+    output = train(workspace, "ddp", "--ddp_backend", "gloo", "--embeddings_dir", folder, launch=launch)
+    assert len({path.name for path in folder.rglob("*.*")}) > 12  # each prompt is encoded by one of the processes
     assert_same_training(output, alone)
 
 

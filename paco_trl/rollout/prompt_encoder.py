@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode each distinct prompt and source image once in a run, then move the text encoders off the accelerator."""
+"""Encode each distinct prompt and source image once, with text encoders and VAE on the accelerator only meanwhile."""
 
+import hashlib
 import logging
+import tempfile
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import diffusers
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, send_to_device
+from accelerate.utils.memory import clear_device_cache
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import nn
 from tqdm.auto import tqdm
 
+from ..utils.files import digest, write_atomically
+from ..utils.fingerprint import weights_fingerprint
 from . import Family
 from .prompt_rows import Condition, PromptRows
 
@@ -38,18 +50,26 @@ class PromptEmbeddings:
 
 
 class PromptEncoder:
-    """Encodes prompts and source images on one process each, and keeps the results in its CPU memory."""
+    """Encodes prompts and source images on one process each; results are in its CPU memory, or files in `folder`."""
 
     # A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
 
-    def __init__(self, pipeline, family: Family, accelerator: Accelerator, negative_prompt: str | None = None):
+    def __init__(
+        self,
+        pipeline,
+        family: Family,
+        accelerator: Accelerator,
+        negative_prompt: str | None = None,
+        folder: str | None = None,
+    ):
         self.pipeline = pipeline
         self.family = family
         self.accelerator = accelerator
         self.negative_prompt = negative_prompt
+        self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
         self._known: set = set()
-        self._prompts: dict[Condition, dict[str, torch.Tensor]] = {}
-        self._images: dict[tuple[str, float], torch.Tensor] = {}  # (digest, scale) -> latents
+        # What this process encoded, or the file of it: (digest, scale) -> latents of a source image
+        self._encoded: dict[Condition | tuple[str, float], dict[str, torch.Tensor] | Path] = {}
 
     @torch.no_grad()
     def encode(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> None:
@@ -62,9 +82,9 @@ class PromptEncoder:
             for distinct in self._text_conditions(condition):
                 if distinct not in self._known:
                     prompts.setdefault(distinct, number)
-            for place, digest in enumerate(condition.images):
-                if (digest, scale) not in self._known:
-                    images.setdefault((digest, scale), (number, place))
+            for place, image in enumerate(condition.images):
+                if (image, scale) not in self._known:
+                    images.setdefault((image, scale), (number, place))
         self._encode_images(rows, images)  # first, since it finds damaged files
         self._encode_prompts(rows, prompts)
 
@@ -75,12 +95,13 @@ class PromptEncoder:
             each for condition in conditions.values() for each in self._text_conditions(condition)
         )
         digests = dict.fromkeys((digest, scale) for condition in conditions.values() for digest in condition.images)
-        prompts = self._exchange([(key, dict(self._prompts[key])) for key in distinct if key in self._prompts])
-        images = self._exchange([(key, self._images[key]) for key in digests if key in self._images])
+        encoded = self._exchange(
+            [(key, dict(self._read(key))) for key in (*distinct, *digests) if key in self._encoded]
+        )
         embeddings = {}
         for number, condition in conditions.items():
-            prompt, *negative = [prompts[each] for each in self._text_conditions(condition)]
-            latents = [images[digest, scale] for digest in condition.images]
+            prompt, *negative = [encoded[each] for each in self._text_conditions(condition)]
+            latents = [encoded[digest, scale]["latents"] for digest in condition.images]
             embeddings[number] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
         return embeddings
 
@@ -104,54 +125,69 @@ class PromptEncoder:
     def _exchange(self, mine: list[tuple]) -> dict:
         return dict(gather_object(mine) if self.accelerator.num_processes > 1 else mine)
 
-    def _local_part(self, new: dict, progress: str) -> Iterable[tuple]:
+    def _local_part(self, new: dict) -> list[tuple]:
+        """Return what this process must encode: its part of what is new, without what an earlier run encoded."""
         mine = list(new.items())[self.accelerator.process_index :: self.accelerator.num_processes]
-        return tqdm(mine, progress, disable=not self.accelerator.is_main_process)
+        if self._folder is not None:
+            self._encoded |= {key: self._file(key) for key, _ in mine if _is_complete(self._file(key))}
+        return [each for each in mine if each[0] not in self._encoded]
+
+    def _progress(self, mine: list[tuple], description: str) -> Iterable[tuple]:
+        return tqdm(mine, description, disable=not (mine and self.accelerator.is_main_process))
+
+    def _file(self, key: Condition | tuple[str, float]) -> Path:
+        return self._folder / f"{digest(repr(key))[:32]}.safetensors"
+
+    def _keep(self, key: Condition | tuple[str, float], tensors: dict[str, torch.Tensor]) -> None:
+        if self._folder is not None:
+            # safetensors refuses tensors that share memory
+            tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+            write_atomically(self._file(key), save(tensors))
+        self._encoded[key] = tensors if self._folder is None else self._file(key)
+
+    def _read(self, key: Condition | tuple[str, float]) -> dict[str, torch.Tensor]:
+        encoded = self._encoded[key]
+        return load_file(encoded) if isinstance(encoded, Path) else encoded  # a file is mapped, not read
 
     def _encode_prompts(self, rows: PromptRows, new: dict[Condition, int]) -> None:
         if not new:
             return
         device, count = self.accelerator.device, sum(each.prompt != self.negative_prompt for each in new)
-        with self._on_accelerator(self.family.text_encoders), self._count_truncations(count) as truncations:
-            for condition, number in self._local_part(new, "Encoding prompts"):
+        mine, size = self._local_part(new), 0
+        with self._placed(self.family.text_encoders if mine else ()), self._count_truncations(count) as truncations:
+            for condition, number in self._progress(mine, "Encoding prompts"):
                 images = rows.images(number) if condition.images else []
                 arguments = (condition.prompt, device, images, condition.scale)
                 with rows.row_named_in_errors(number):
                     encoded = self.family.encode_prompt(self.pipeline, *arguments)
-                self._prompts[condition] = send_to_device(encoded, "cpu")
+                self._keep(condition, send_to_device(encoded, "cpu"))
+                size = sum(tensor.nbytes for tensor in encoded.values())
                 if self.family.is_truncated(self.pipeline, condition.prompt):
                     name = type(self.pipeline).__name__
                     truncations[f"the end of the text was truncated, because it is longer than {name} reads"] += 1
         self._known.update(new)
-        if self._prompts:
-            size = sum(tensor.nbytes for tensor in next(iter(self._prompts.values())).values())
-            logger.info(
-                f"{sum(isinstance(known, Condition) for known in self._known)} distinct prompts are encoded, "
-                f"{size / 2**20:.1f} MiB each, in the CPU memory of {self.accelerator.num_processes} process(es)."
-            )
+        logger.info(
+            f"{sum(isinstance(known, Condition) for known in self._known)} distinct prompts are encoded, "
+            f"{len(mine)} of them now by this process ({size / 2**20:.1f} MiB each), in {self._folder or 'CPU memory'}."
+        )
 
     def _encode_images(self, rows: PromptRows, new: dict[tuple[str, float], tuple[int, int]]) -> None:
         if not new:
             return
         vae, device = self.pipeline.vae, self.accelerator.device
-        with self._on_accelerator(("vae",)), _untiled(vae):
-            for (digest, scale), (number, place) in self._local_part(new, "Encoding source images"):
+        mine = self._local_part(new)
+        with self._placed(("vae",) if mine else ()), _untiled(vae):
+            for (digest, scale), (number, place) in self._progress(mine, "Encoding source images"):
                 with rows.row_named_in_errors(number):
                     image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
                     pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
-                    self._images[digest, scale] = vae.encode(pixels).latent_dist.mode().float().cpu()
+                    latents = vae.encode(pixels).latent_dist.mode().float().cpu()
+                    self._keep((digest, scale), {"latents": latents})
         self._known.update(new)
 
-    @contextmanager
-    def _on_accelerator(self, names: tuple[str, ...]):
+    def _placed(self, names: tuple[str, ...]) -> AbstractContextManager[None]:
         modules = [module for name in names if (module := getattr(self.pipeline, name)) is not None]
-        for module in modules:
-            module.to(self.accelerator.device)
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.to("cpu")
+        return placed(modules, self.accelerator.device)
 
     @contextmanager
     def _count_truncations(self, count: int):
@@ -175,6 +211,52 @@ class PromptEncoder:
         everywhere = gather_object([truncations]) if self.accelerator.num_processes > 1 else [truncations]
         for message, number in sum(everywhere, Counter()).items():
             logger.warning(f"For {number} of {count} prompts: {message}.")
+
+
+@contextmanager
+def placed(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """Move frozen modules to a device, then back to the same CPU memory: files that are mapped stay shared."""
+    before = [
+        (layer, name, weight, weight.data)
+        for module in modules
+        for layer in module.modules()
+        for name, weight in layer.named_parameters(recurse=False)
+        if type(weight) is nn.Parameter and weight.device.type == "cpu"  # a quantized weight is more than its data
+    ]
+    for module in modules:
+        module.to(device)
+    try:
+        yield
+    finally:
+        for layer, name, weight, data in before:
+            weight.data = data
+            setattr(layer, name, weight)
+        for module in modules:
+            module.to("cpu")
+        clear_device_cache()  # what they reserved
+
+
+def _models_digest(pipeline, family: Family) -> str:
+    """Compute a digest of what encodes: text encoders, VAE, tokenizers and processors, and the libraries' versions."""
+    parts: list[Any] = [type(pipeline).__name__, diffusers.__version__, transformers.__version__]
+    for name, component in sorted(pipeline.components.items()):
+        if component is not None and name in (*family.text_encoders, "vae"):
+            parts.append(weights_fingerprint(component))
+        elif name.startswith(("tokenizer", "processor")) and component is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                component.save_pretrained(folder)
+                files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+                parts += [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    return digest(parts)[:16]
+
+
+def _is_complete(file: Path) -> bool:
+    """Return whether a safetensors file exists and has all its bytes."""
+    try:
+        with safe_open(file, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 @contextmanager

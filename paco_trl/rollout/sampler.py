@@ -29,7 +29,7 @@ class FetchedRows:
 
 
 class RolloutSampler:
-    """Generate images of rows; each prompt and source image is encoded once. `gathered` has full weights (ZeRO-3)."""
+    """Generate images of rows; each prompt and source image is encoded once. `placed` puts the weights in place."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class RolloutSampler:
         accelerator: Accelerator,
         guidance_scale: float,
         offload_embeddings: bool = False,
-        gathered: Callable[[], AbstractContextManager] = nullcontext,
+        placed: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.policy = policy
         self.prompt_encoder = prompt_encoder
         self.accelerator = accelerator
         self.guidance_scale = guidance_scale
         self.offload_embeddings = offload_embeddings
-        self.gathered = gathered
+        self.placed = placed
 
     @property
     def size_multiple(self) -> int:
@@ -67,12 +67,12 @@ class RolloutSampler:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Move the VAE to the accelerator, gather the weights and enable autocast."""
+        """Move the VAE and the weights to the accelerator, and enable autocast."""
         vae, device = self.policy.pipeline.vae, self.accelerator.device
         vae.to(device)
         try:
             # The autocast of the training step, which Trainer adds to the model only when training begins
-            with self.gathered(), self.accelerator.autocast():
+            with self.placed(), self.accelerator.autocast():
                 yield
         finally:
             vae.to("cpu")

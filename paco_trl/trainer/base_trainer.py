@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base trainer: starting, resuming, checkpoints and publishing."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
@@ -51,7 +53,7 @@ from .publishing import PushesToHub
 from .round_buffer import RoundBuffer
 from .run_settings import AFTER_GENERATION, adjustable_settings, run_identity
 from .training_time import TrainingTimeCallback
-from .transfer_report import report_resolution_transfer, report_tail_transfer
+from .transfer_report import compared_rows, report_resolution_transfer, report_tail_transfer
 
 
 logger = get_logger(__name__)
@@ -156,6 +158,33 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         finally:
             args.eval_on_start = eval_on_start
 
+    def _prepare_for_training(self, *args, **kwargs):
+        """Encode the prompts of the run, then place the weights: text encoders never share the accelerator with them."""
+        started = time.perf_counter()
+        self._encode_run()
+        self._encode_time = time.perf_counter() - started
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _encode_run(self) -> None:
+        """Encode the prompts and source images that the rest of the run needs."""
+        args, rows, encode = self.args, self.train_rows, self.sampler.encode
+        first_round = -(-self.state.global_step // self.schedule.optimizer_steps_per_round)
+        needed, compared = self.schedule.remaining_rows(self.state.max_steps, first_round), []
+        if self._resumed_from is None:
+            compared = compared_rows(args, "resolution_transfer", rows)
+            needed += [*compared, *compared_rows(args, "tail_transfer", rows)]
+        encode(rows, needed, args.resolution_scale)
+        encode(rows, compared)
+        if args.eval_strategy != "no" or args.eval_on_start:
+            for dataset in self._eval_datasets().values():
+                rows = self.evaluator.rows_of(dataset)
+                encode(rows, list(range(len(rows))))
+
+    def _eval_datasets(self) -> dict[str, Dataset]:
+        """Return the evaluation datasets by the prefix of their metrics."""
+        named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        return {f"eval_{name}" if name else "eval": dataset for name, dataset in named.items()}
+
     def _begin_run(self) -> None:
         """Prepare the run once the weights are placed, before the first step."""
         checkpoint, args = self._resumed_from, self.args
@@ -181,10 +210,9 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             self.model.train()
         if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
             # The untrained weights are lost after the first step
-            datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
             self.model.eval()
-            for name, dataset in datasets.items():
-                self._baseline(self.evaluator.rows_of(dataset), f"eval_{name}" if name else "eval")
+            for name, dataset in self._eval_datasets().items():
+                self._baseline(self.evaluator.rows_of(dataset), name)
             self.model.train()
         if checkpoint is not None and self._is_evaluation_due():
             with preserve_rng_state(self.accelerator.device):

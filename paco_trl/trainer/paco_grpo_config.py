@@ -121,6 +121,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("beta",), lambda v: v >= 0, "at least 0: the weight of the KL divergence cannot be negative"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
     (_FRACTIONS, lambda v: 0 <= v <= 1, "a fraction of a round, from 0 to 1"),
+    (("embeddings_dir",), lambda v: v is None or (v and not os.path.isfile(v)), "a directory, or None (CPU memory)"),
     (_TRANSFERS, lambda v: v == 0 or v >= 3, "0 (off) or at least 3 (10 for a useful interval of the correlation)"),
 )
 
@@ -253,6 +254,9 @@ class PaCoGRPOConfig(GRPOConfig):
             others pass a [`~diffusers.PipelineQuantizationConfig`] as `quantization_config` in `model_init_kwargs`.
         offload_embeddings (`bool`, *optional*, defaults to `False`):
             Whether the prompt embeddings of a round are kept in CPU memory.
+        embeddings_dir (`str`, *optional*):
+            Directory of encoded prompts and source images, read again by resumed and other runs. If `None`, they are in
+            CPU memory.
         vae_tiling (`bool`, *optional*, defaults to `False`):
             Whether the VAE decodes in tiles: less memory at large sizes, slightly different pixels at the seams.
         attention_backend (`str`, *optional*):
@@ -375,6 +379,9 @@ class PaCoGRPOConfig(GRPOConfig):
     offload_embeddings: bool = field(
         default=False, metadata={"help": "Whether the prompt embeddings of a round are kept in CPU memory."}
     )
+    embeddings_dir: str | None = field(
+        default=None, metadata={"help": "Directory of encoded prompts and source images. If `None`, in CPU memory."}
+    )
     vae_tiling: bool = field(default=False, metadata={"help": "Whether the VAE decodes in tiles: less memory."})
     attention_backend: str | None = field(default=None, metadata={"help": "Attention backend of the transformer."})
     compile_repeated_blocks: bool = field(default=False, metadata={"help": "Whether its blocks are compiled."})
@@ -451,6 +458,11 @@ class PaCoGRPOConfig(GRPOConfig):
             text = quantization_text(kwargs["quantization_config"])
             plain.model_init_kwargs = {**kwargs, "quantization_config": {"config": text}}
         return super(PaCoGRPOConfig, plain).to_dict()
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether Trainer places the model when it is created: the prompts are encoded before."""
+        return False
 
     @property
     def num_trained_steps(self) -> int:

@@ -240,10 +240,12 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.epsilon_low = args.epsilon
         self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
         self.beta = args.beta
-        self.prompt_encoder = PromptEncoder(self.pipeline, self.family, self.accelerator, negative_prompt)
+        self.prompt_encoder = PromptEncoder(
+            self.pipeline, self.family, self.accelerator, negative_prompt, args.embeddings_dir
+        )
         self.sampler = RolloutSampler(
             self.policy, self.prompt_encoder, self.accelerator, args.guidance_scale, args.offload_embeddings,
-            self._gather_weights,
+            self._place_weights,
         )  # fmt: skip
         self.scorer = RewardScorer(self.rewards.functions, self.accelerator)
         eval_scorer = RewardScorer(eval_rewards.functions, self.accelerator)
@@ -253,8 +255,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.statistics: Any = self._statistics_class(self.accelerator)
         self.buffer: Any = None  # RoundBuffer
         self._is_first_backward = True  # of this `train()`
-        self._encoded_for_max_steps: int | None = None
-        self._generation_time = self._train_time = 0.0
+        self._encode_time = self._generation_time = self._train_time = 0.0
         self._add_callbacks()
         if args.log_completions:
             warn_of_blind_trackers(args.report_to)
@@ -274,7 +275,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         # Called when training begins: reset the state of an earlier `train()`
         self.statistics.clear()
         self._step, self._train_time, self._is_first_backward = 0, 0.0, True
-        self.buffer = self._encoded_for_max_steps = None
+        self.buffer = None
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
@@ -312,13 +313,9 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         sizes = [self.train_rows.training_sizes[number] for number in row_numbers]
         assignment = self.schedule.assign(round_index, sizes)  # (processes, batches, rollout_batch_size)
         mine = assignment[self.accelerator.process_index]  # (batches, rollout_batch_size)
-        if self._encoded_for_max_steps != self.state.max_steps:
-            # All prompts of the rest of the run, so that the text encoders are used once
-            self._encoded_for_max_steps = self.state.max_steps
-            needed = self.schedule.remaining_rows(self.state.max_steps, round_index)
-            self.sampler.encode(self.train_rows, needed, args.resolution_scale)
+        self.sampler.encode(self.train_rows, row_numbers, args.resolution_scale)  # nothing new, see `_encode_run`
         fetched = self.sampler.fetch(self.train_rows, row_numbers, args.resolution_scale)
-        encode_time = time.perf_counter() - started
+        encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
 
         # 2. Generate, and score at the same time
         started = time.perf_counter()
@@ -404,8 +401,10 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             record_mean=self.args.loss_type == "grpo_guard",
         )  # fmt: skip
 
-    def _gather_weights(self) -> AbstractContextManager:
-        """Gather all weights for generation under ZeRO-3."""
+    def _place_weights(self) -> AbstractContextManager:
+        """Put the weights where images are generated: on the accelerator, and under ZeRO-3 all of them."""
+        if not self.is_deepspeed_enabled:
+            self.model.to(self.accelerator.device)  # `evaluate()` may come before `train()`
         if not self._is_zero3 or not self.args.ds3_gather_for_generation:
             return nullcontext()
         return gathered_weights(self.model, self.model_wrapped)

@@ -24,6 +24,7 @@ from ..evaluation.transfer import (
 from ..rollout import SDESettings
 from ..rollout.prompt_rows import PromptRows
 from .evaluator import Evaluator
+from .paco_grpo_config import PaCoGRPOConfig
 
 
 logger = get_logger(__name__)
@@ -42,13 +43,18 @@ def report_tail_transfer(evaluator: Evaluator, rows: PromptRows, state: TrainerS
     _report(evaluator, rows, state, "tail_transfer", TAILS, how, evaluator.args.num_generations)
 
 
+def compared_rows(args: PaCoGRPOConfig, name: str, rows: PromptRows) -> list[int]:
+    """Return the numbers of the training prompts that a comparison generates."""
+    return np.random.default_rng(args.seed).permutation(len(rows))[: getattr(args, f"{name}_prompts")].tolist()
+
+
 def _report(
     evaluator: Evaluator, rows: PromptRows, state: TrainerState, name: str, sides: Sides, how: list[tuple[Any, ...]],
     generations: int,
 ) -> None:  # fmt: skip
     """Generate and score some training prompts in two ways with the same noise, and save and log the agreement."""
     args, accelerator = evaluator.args, evaluator.sampler.accelerator
-    order = np.random.default_rng(args.seed).permutation(len(rows))[: getattr(args, f"{name}_prompts")].tolist()
+    order = compared_rows(args, name, rows)
     scores = [
         evaluator.generate(rows, f"Comparing rewards, {side}", state, order, *arguments).rewards
         for side, arguments in zip(sides[:2], how, strict=True)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When text encoders and weights are placed, and embeddings in a directory: the same training, encoded once."""
+
+import shutil
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+
+from paco_trl import PaCoGRPOConfig
+from paco_trl.rollout.prompt_encoder import placed
+from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
+
+
+SHORT = {"num_generations": 2, "num_prompts_per_generation": 2, "per_device_train_batch_size": 2}
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    assert first.keys() == second.keys()
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def count(module: nn.Module) -> list:
+    """Calls of a module from now on."""
+    calls = []
+    module.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def files_in(folder) -> list:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+class TestPlacement:
+    @pytest.fixture
+    def events(self, monkeypatch):
+        """What happens, in order: "placed" for the trained model, and what `watch` adds."""
+        events, to = [], nn.Module.to
+
+        def placing(self, *args, **kwargs):
+            events.append("placed")
+            return to(self, *args, **kwargs)
+
+        monkeypatch.setattr(PeftModel, "to", placing, raising=False)
+        return events
+
+    def test_all_prompts_of_a_run_are_encoded_before_the_model_is_placed(self, make_trainer, prompts, events):
+        trainer = make_trainer(
+            **SHORT, eval_dataset=prompts.select([5]), eval_strategy="steps", eval_steps=1, num_generations_eval=2,
+            num_inference_steps_eval=2, tail_steps=1, resolution_transfer_prompts=3, tail_transfer_prompts=3,
+        )  # fmt: skip
+        trainer.pipeline.text_encoder_2.register_forward_pre_hook(lambda *_: events.append("text"))
+        trainer.train()
+        assert events.count("placed") > 1
+        encoded = events[: events.index("placed")]
+        # A round of two prompts, the compared three and the evaluated one, of which some are the same
+        assert encoded == ["text"] * events.count("text") and len(encoded) >= 4
+        trainer.evaluate(prompts.select([8, 9, 10, 11]))  # some are new
+        assert "text" in events[len(encoded) :]
+
+    def test_evaluating_before_training_places_the_model(self, make_trainer, prompts, events):
+        trainer = make_trainer(eval_dataset=prompts.select([5]), num_generations_eval=2, num_inference_steps_eval=2)
+        assert events == []
+        trainer.pipeline.text_encoder_2.register_forward_pre_hook(lambda *_: events.append("text"))
+        trainer.evaluate()
+        assert events[:2] == ["text", "placed"]
+
+    def test_modules_come_back_to_the_memory_that_they_left(self):
+        module = nn.Linear(2, 3)
+        before = {name: (weight.data_ptr(), weight.detach().clone()) for name, weight in module.named_parameters()}
+        with placed([module], torch.device("meta")):
+            assert {weight.device.type for weight in module.parameters()} == {"meta"}
+        for name, weight in module.named_parameters():
+            assert weight.data_ptr() == before[name][0] and torch.equal(weight, before[name][1])
+
+
+class TestDirectory:
+    def test_trains_the_same_and_encodes_once(self, make_trainer, tmp_path):
+        folder, results = tmp_path / "embeddings", []
+        for number, embeddings_dir in enumerate([None, str(folder), str(folder)]):
+            trainer = make_trainer(**SHORT, embeddings_dir=embeddings_dir)
+            encoded, before = count(trainer.pipeline.text_encoder_2), weights_of(trainer)
+            trainer.train()
+            assert not are_equal(before, weights_of(trainer))
+            assert len(encoded) == (0 if number == 2 else 2)
+            results.append(weights_of(trainer))
+            files = files_in(tmp_path / "embeddings")
+            assert [path.suffix for path in files] == [".safetensors"] * (2 if embeddings_dir else 0)
+        assert are_equal(results[0], results[1]) and are_equal(results[0], results[2])
+        assert load_file(files[0])["prompt_embeds"].shape[0] == 1
+
+    @pytest.mark.parametrize("what", ["weights", "tokenizer", "damage"])
+    def test_what_another_model_or_half_a_file_has_is_encoded_again(self, make_trainer, tiny_flux, tmp_path, what):
+        settings = {**SHORT, "embeddings_dir": str(tmp_path / "embeddings")}
+        make_trainer(**settings).train()
+        first = {path: path.read_bytes() for path in files_in(tmp_path / "embeddings")}
+        assert len(first) == 2
+        model = str(tiny_flux)
+        if what == "damage":
+            for path, content in first.items():
+                path.write_bytes(content[:-4])
+        else:
+            pipeline = DiffusionPipeline.from_pretrained(model)
+            if what == "weights":
+                with torch.no_grad():
+                    pipeline.text_encoder_2.shared.weight.mul_(2)
+            else:
+                pipeline.tokenizer_2.add_tokens(["panels"])
+                pipeline.text_encoder_2.resize_token_embeddings(len(pipeline.tokenizer_2))
+            model = str(tmp_path / "other")
+            pipeline.save_pretrained(model)
+        trainer = make_trainer(**settings, model=model)
+        encoded = count(trainer.pipeline.text_encoder_2)
+        trainer.train()
+        assert len(encoded) == 2
+        if what == "damage":
+            assert {path: path.read_bytes() for path in files_in(tmp_path / "embeddings")} == first
+        else:
+            assert len(files_in(tmp_path / "embeddings")) == 4
+
+    def test_resumes_exactly_without_encoding(self, make_trainer, tmp_path):
+        settings = {**SHORT, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
+        whole = make_trainer(**settings, output_dir=str(tmp_path / "whole"))
+        whole.train()
+        settings["embeddings_dir"] = str(tmp_path / "embeddings")
+        make_trainer(**settings, output_dir=str(tmp_path / "first")).train()
+        # In the middle of the second round; the checkpoint of a run without the directory resumes with it
+        for name in ("whole", "first"):
+            output = tmp_path / f"{name}-resumed"
+            shutil.copytree(tmp_path / name / "checkpoint-3", output / "checkpoint-3")
+            resumed = make_trainer(**settings, output_dir=str(output))
+            encoded = count(resumed.pipeline.text_encoder_2)
+            resumed.train(resume_from_checkpoint=True)
+            assert resumed.state.global_step == 4 and not encoded
+            assert are_equal(weights_of(resumed), weights_of(whole))
+
+    def test_source_images_too(self, klein, dataset, tmp_path):  # noqa: F811
+        results = []
+        for number, folder in enumerate([None, tmp_path / "embeddings", tmp_path / "embeddings"]):
+            options = {} if folder is None else {"embeddings_dir": str(folder)}
+            trainer = make(klein, dataset, tmp_path / str(number), **options)
+            texts, images = count(trainer.pipeline.text_encoder), count(trainer.pipeline.vae.encoder)
+            trainer.train()
+            assert bool(texts) is bool(images) is (number < 2)
+            results.append(weights_of(trainer))
+        assert are_equal(*results[::2]) and are_equal(*results[:2])
+
+    @pytest.mark.parametrize("name", ["a-file", ""])
+    def test_what_is_no_directory_is_refused(self, tmp_path, name):
+        (tmp_path / "a-file").touch()
+        with pytest.raises(ValueError, match=r"`embeddings_dir` is .*; it must be a directory"):
+            PaCoGRPOConfig(
+                str(tmp_path / "out"), use_cpu=True, bf16=False, embeddings_dir=name and str(tmp_path / name)
+            )
