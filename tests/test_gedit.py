@@ -406,14 +406,14 @@ class TestFinding:
         # One level deeper than what is read, or another format
         for places in ("en/{language}/{id}.png", "{language}/{id}.bmp"):
             plant(tmp_path, places=places)
-            with pytest.raises(ValueError, match=r"None of the 0 images found in ") as error:
+            with pytest.raises(ValueError, match=r"None of 0 images in ") as error:
                 find_edits(tmp_path, prompts)
             assert "'k0', for example, was looked for as k0 with one of the extensions .png, .jpg," in str(error.value)
             for place in ("en", "images/en", "fullset/ps_human/en"):
                 assert f"{tmp_path / place}{';' if 'fullset' in place else ','} " in str(error.value)
             assert "subdirectories are not read" in str(error.value)
         Image.new("RGB", (8, 8)).save(tmp_path / "en/other.png")
-        with pytest.raises(ValueError, match="None of the 1 images .* the first is en/other.png"):
+        with pytest.raises(ValueError, match="None of 1 images .* the first is en/other.png"):
             find_edits(tmp_path, prompts)
         (tmp_path / "en/other.png").unlink()
         plant(tmp_path)
@@ -830,7 +830,7 @@ class TestResults:
             gedit_results(prompts, [])
         with pytest.raises(ValueError, match="not all prompts have a `task_type`"):
             gedit_results(prompts.remove_columns("task_type"), [first])
-        with pytest.raises(ValueError, match="'the base one' were found for other prompts"):
+        with pytest.raises(ValueError, match="'the base one' are of other prompts"):
             gedit_results(prompts.select(range(6)), [first])
         unscored = System("tuned", "unscored", find_edits(plant(tmp_path / "a"), prompts), tmp_path / "a")
         with pytest.raises(

@@ -21,7 +21,16 @@ PHRASES = [
 FORBIDDEN = re.compile(rf"(?<![\w/.-])({'|'.join(PHRASES)})(?![\w/(=])", re.IGNORECASE)
 # Names and code are not prose: they are those of other libraries, or what users already wrote down
 CODE = re.compile(r"```.*?```|\w+ \(\[?`|`[^`\n]*`|\{[^{}]*\}|https?://\S+|\]\([^)]*\)", re.DOTALL)
-PAGES = ["*.md", "Makefile", "setup.cfg", "docs/*.md", "examples/**/*.md", "examples/**/*.yaml", "benchmarks/*.md"]
+PAGES = [
+    "*.md",
+    "Makefile",
+    "setup.cfg",
+    "docs/*.md",
+    "examples/**/*.md",
+    "examples/**/*.yaml",
+    "benchmarks/*.md",
+    "paco_trl/templates/*.yaml",
+]
 PYTHON = ["paco_trl/**/*.py", "examples/**/*.py", "benchmarks/*.py"]
 FILES = sorted(path for pattern in PAGES + PYTHON for path in ROOT.glob(pattern))
 # Prompts behind stored results, and words that models and older cards are searched for
@@ -41,7 +50,6 @@ ALLOWED = {
         "watercolour",
     ],
     "paco_trl/image_benchmarks/card_results.py": ["Licence"],
-    "paco_trl/image_benchmarks/gedit_rubric.py": ["colours", "drawing", "picture", "recognised"],
     "paco_trl/rewards/duplicates.py": ["drawings"],
     "paco_trl/tiny/clip.py": ["drawing"],
     "paco_trl/tiny/qwen2_5_vl.py": ["colour"],

@@ -25,7 +25,7 @@ _JUDGE_METRICS = {
 }
 
 # Values that vLLM accepts for `--max-lora-rank`
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("paco_trl"))
 
@@ -151,14 +151,11 @@ def _results(card: ImageModelCard | JudgeCard) -> list[Result]:
     if card.published:
         return card.published.results
     if isinstance(card, JudgeCard):
-
-        def dataset_of(prefix: str) -> str:
-            return prefix.removeprefix("eval").removeprefix("_") or "evaluation pairs"
-
+        names = {name: name.removeprefix("eval").removeprefix("_") or "evaluation pairs" for name in card.evaluations}
         return [
-            Result(_JUDGE_METRICS[key][0], float(one[key]), _JUDGE_METRICS[key][1], dataset_of(name))
+            Result(metric, float(one[key]), label, names[name])
             for name, one in card.evaluations.items()
-            for key in _JUDGE_METRICS
+            for key, (metric, label) in _JUDGE_METRICS.items()
             if key in one
         ]
     return [
@@ -182,7 +179,7 @@ def _serve_options(card: JudgeCard) -> list[str]:
     if card.weights == "adapter" and card.image_size:
         options.append(f"--mm-processor-kwargs '{json.dumps({'size': card.image_size})}'")
     if card.weights == "adapter" and card.lora:
-        rank = next((rank for rank in _LORA_RANKS if rank >= card.lora.rank), card.lora.rank)
+        rank = next((rank for rank in LORA_RANKS if rank >= card.lora.rank), card.lora.rank)
         options.insert(0, f"--max-lora-rank {rank}")
     return options
 

@@ -8,76 +8,61 @@ first`) included. The paper (https://arxiv.org/abs/2512.04784) prints `"Yes" or 
 published weights were trained on is not known. Texts are inserted unchanged; an empty one raises `ValueError`.
 """
 
-_EDIT_COMPARISON = "Compare the edited image (second) with the original image (first)."
-_EDIT_ANSWER = "Answer 'Yes' or 'No' first, then provide detailed reasons."
-_CONSISTENCY = (
-    "the two images maintain consistency in terms of style, logic and identity? "
-    'Answer "Yes" and "No" first, and then provide detailed reasons.'
-)
+import yaml
+
+from ..utils.files import read_template
 
 
-def _filled(name: str, text: str) -> str:
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"`{name}` is {text!r}, which makes no question. Give a text that is not empty.")
-    return text
+_QUESTIONS: dict[str, str] = yaml.safe_load(read_template("questions.yaml"))
+
+
+def _question(kind: str, **texts: str) -> str:
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"`{name}` is {text!r}, which makes no question. Give a text that is not empty.")
+    return _QUESTIONS[kind].format(**texts)
 
 
 def theme_question(theme: str) -> str:
     """Ask whether two panels of an image set with this theme are consistent: the published reward's default."""
-    return f'Given two subfigures generated based on the theme: "{_filled("theme", theme)}", do {_CONSISTENCY}'
+    return _question("theme", theme=theme)
 
 
 def criterion_question(criterion: str) -> str:
     """Ask whether two images meet a criterion, such as those of T2IS-Bench: the published reward's question."""
-    return (
-        f"Do images meet the following criteria? {_filled('criterion', criterion)} "
-        "Please answer Yes or No first, then provide detailed reasons."
-    )
+    return _question("criterion", criterion=criterion)
 
 
 def edit_consistency_question(instruction: str) -> str:
     """Ask whether an edit (second image) keeps all that its instruction does not name: the published reward's."""
-    return (
-        f"{_EDIT_COMPARISON} Instruction: '{_filled('instruction', instruction)}'. Except for the parts that are "
-        "intentionally changed according to the instruction, does the edited image remain consistent with the original "
-        f"in style, logic, and identity? {_EDIT_ANSWER}"
-    )
+    return _question("edit_consistency", instruction=instruction)
 
 
 def edit_following_question(instruction: str) -> str:
     """Ask whether an edit (second image) follows its instruction: the published reward's question."""
-    return (
-        f"{_EDIT_COMPARISON} Instruction: '{_filled('instruction', instruction)}'. Does the edited image accurately "
-        f"follow this instruction? {_EDIT_ANSWER}"
-    )
+    return _question("edit_following", instruction=instruction)
 
 
 def plain_question() -> str:
     """Ask whether two images are consistent, without a theme: the published ConsistencyRank evaluation's default."""
-    return f"Do {_CONSISTENCY}"
+    return _question("plain")
 
 
 def t2is_bench_question(criterion: str) -> str:
     """Ask whether two images meet a criterion, in the words of T2IS-Bench's own evaluation, without reasons."""
-    return f"Do images meet the following criteria? {_filled('criterion', criterion)} Please answer Yes or No."
+    return _question("t2is_bench", criterion=criterion)
 
 
 def edit_reward_bench_following_question(instruction: str) -> str:
     """Ask whether an edit follows its instruction, in the words of the published evaluation on EditReward-Bench."""
-    return (
-        f"Given two images after an edit with instruction '{_filled('instruction', instruction)}', is the edit following "
-        "the instruction well? Answer 'Yes' or 'No' only."
-    )
+    return _question("edit_reward_bench_following", instruction=instruction)
 
 
 def edit_reward_bench_consistency_question(instruction: str) -> str:
     """Ask whether an edit is consistent with its source, as in the published evaluation on EditReward-Bench."""
-    return (
-        f"Given two images after an edit with instruction '{_filled('instruction', instruction)}', do they maintain "
-        "consistency in terms of style, logic and identity? Answer 'Yes' or 'No' only."
-    )
+    return _question("edit_reward_bench_consistency", instruction=instruction)
 
 
 def shows_question(text: str) -> str:
     """Ask whether one image shows a text: the default of [VQAScore](https://huggingface.co/papers/2404.01291)."""
-    return f'Does this figure show "{_filled("text", text)}"? Please answer yes or no.'
+    return _question("shows", text=text)

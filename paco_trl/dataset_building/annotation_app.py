@@ -7,12 +7,12 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ..utils.addresses import is_loopback
+from ..utils.files import read_template
 from .annotation_work import AnnotationWork
 
 
@@ -38,9 +38,8 @@ _CONTENT_SECURITY_POLICY = (
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'self'"
 )
 
-_TEMPLATE = (files("paco_trl") / "templates" / "annotation_app.html").read_text(encoding="utf-8")
 (_, _BOARD), (_, _STYLE), (_, _PAGE_STYLE), (_, _SCRIPT) = re.findall(
-    r"<(template|style|script)>(.*?)</\1>", _TEMPLATE, re.DOTALL
+    r"<(template|style|script)>(.*?)</\1>", read_template("annotation_app.html"), re.DOTALL
 )
 
 

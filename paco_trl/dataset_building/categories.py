@@ -2,10 +2,11 @@
 """The categories of image sets in the PaCo-RL paper (https://huggingface.co/papers/2512.04784)."""
 
 import json
-from importlib.resources import files
 from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader
+
+from ..utils.files import read_template
 
 
 class Category(NamedTuple):
@@ -18,7 +19,7 @@ class Category(NamedTuple):
 
 # Also of the texts that ask for prompts and reasons
 TEMPLATES = Environment(loader=PackageLoader("paco_trl"))
-_DATA = json.loads((files("paco_trl") / "templates" / "categories.json").read_text(encoding="utf-8"))
+_DATA = json.loads(read_template("categories.json"))
 # Dimension -> its meaning, as LLMs and VLMs are told
 DIMENSIONS: dict[str, str] = _DATA["dimensions"]
 CATEGORIES = tuple(Category(name, group, tuple(dimensions)) for name, group, dimensions in _DATA["categories"])

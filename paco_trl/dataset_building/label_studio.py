@@ -7,13 +7,12 @@ Formats: https://labelstud.io/tags/ranker and https://labelstud.io/guide/task_fo
 
 import html
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ..data.columns import by_id
-from ..utils.files import digest
+from ..utils.files import digest, read_template
 from ..utils.text import shorten
 
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-LABELING_CONFIG = (files("paco_trl") / "templates" / "label_studio.xml").read_text(encoding="utf-8")
+LABELING_CONFIG = read_template("label_studio.xml")
 
 
 def label_studio_tasks(

@@ -8,11 +8,11 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.pairs import check_pair_columns, content_text, decision_of, pair_features
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
 from .answers import Answers, cause_of, left_out_text
 from .categories import DIMENSIONS, TEMPLATES
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Visible attributes, by kind. Reasons that name none of them could be those of any pair
-VISIBLE_ATTRIBUTES: dict[str, str] = json.loads(
-    (files("paco_trl") / "templates" / "visible_attributes.json").read_text(encoding="utf-8")
-)
+VISIBLE_ATTRIBUTES: dict[str, str] = json.loads(read_template("visible_attributes.json"))
 
 NO_LABEL = "does not begin with the label"
 TWO_LABELS = "says Yes or No twice"

@@ -7,7 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..utils.files import write_atomically
+import yaml
+
+from ..utils.files import read_template, write_atomically
 from ..utils.tables import interval_text, markdown_table
 from .published import published_tables, published_text
 from .runs import PROTOCOLS, without_nan
@@ -23,37 +25,7 @@ DIMENSIONS = ("prompt_following", "consistency", "overall")
 _TITLES = {"rankings": "Human rankings", "edit_reward": "EditReward-Bench"}
 # What the tables of a benchmark are called in `published_tables`
 _PUBLISHED_NAMES = {"rankings": "ConsistencyRank", "edit_reward": "EditReward-Bench"}
-
-
-_TIES = (
-    "Rows with ties: those in which two candidates, or both edited images, have the same score. A served judge lists the "
-    "20 likeliest tokens, as the published protocol does in the process too: where No is not among them the score is "
-    "exactly 1, so that candidates of which a judge is very sure tie."
-)
-_NOTES = {
-    "rankings": "In brackets: 95 % bootstrap interval of the mean, over groups of rows that belong together.",
-    ("rankings", "default"): (
-        "tau, rho and accuracy compare the ranks of the items. A row in which all scores are equal has no tau and no rho "
-        "and is not part of their means. Nothing here compares with the paper's figures: their protocol is `published`."
-    ),
-    ("rankings", "published"): (
-        "As the published script does it. tau and rho correlate the order lists instead of the ranks of the items, which "
-        "is another number for about half of all pairs of orders and has the other sign for about a quarter. Equal scores "
-        "are ordered by index, the later candidate first."
-    ),
-    "edit_reward": (
-        "EditScore's benchmark, not TIGER-Lab's of the same name. Accuracy: the fraction of rows whose preferred image scores "
-        "higher, averaged over the task types; in the last columns a tie counts as well. In brackets: 95 % bootstrap "
-        "interval, over groups of rows that share an image."
-    ),
-    ("edit_reward", "default"): (
-        "The questions are those of the editing reward. Nothing here compares with the paper's figures: their "
-        "protocol is `published`."
-    ),
-    ("edit_reward", "published"): (
-        "As the published script does it: its own questions, and P(Yes) summed over yes, Yes, YES, y and Y, P(No) alike."
-    ),
-}
+_NOTES = yaml.safe_load(read_template("judge_report_notes.yaml"))
 
 
 def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -148,16 +120,15 @@ def _read(path: Path) -> list[dict[str, Any]]:
         for entry in entries:
             entry["settings"]["benchmark"], entry["settings"]["protocol"]  # noqa: B018
     except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path} exists and is not a report of an evaluation. Give another directory, or move the file away."
-        ) from error
+        raise ValueError(f"{path} exists and is not a report of an evaluation. Move it away.") from error
     return entries
 
 
 def _markdown(entries: list[dict[str, Any]]) -> str:
     parts = []
     for (benchmark, protocol), (title, columns, rows) in zip(_grouped(entries), report_tables(entries), strict=True):
-        parts += [f"# {title}", markdown_table(columns, rows), _NOTES[benchmark], _NOTES[benchmark, protocol], _TIES]
+        notes = [_NOTES[benchmark]["all"], _NOTES[benchmark][protocol], _NOTES["ties"]]
+        parts += [f"# {title}", markdown_table(columns, rows), *notes]
         if protocol == "published":
             parts.append("## Published figures, not measured here")
             for table in published_tables(_PUBLISHED_NAMES[benchmark]):

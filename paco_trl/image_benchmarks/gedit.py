@@ -25,6 +25,7 @@ from . import t2is_comparison as comparison
 from .edit_generation import edit_keys
 from .gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
 from .image_sets import FoundImages, load_image_file
+from .report_content import NOTES
 from .score_store import ScoreStore, read_scores
 from .statistics import Unit
 
@@ -54,21 +55,11 @@ _QUESTIONS = {"semantic": SEMANTIC, "quality": QUALITY}
 
 
 class EditScore(NamedTuple):
-    """
-    Scores of an edit, each from 0 to 10.
+    """Scores of an edit, each from 0 to 10."""
 
-    Attributes:
-        semantic_consistency (`float`):
-            How far the instruction was carried out, or how well the rest was preserved: the lower of the two.
-        perceptual_quality (`float`):
-            How natural the image is, or how free of flaws: the lower of the two.
-        overall (`float`):
-            Geometric mean of both.
-    """
-
-    semantic_consistency: float
-    perceptual_quality: float
-    overall: float
+    semantic_consistency: float  # how far the instruction was carried out, or the rest preserved: the lower of the two
+    perceptual_quality: float  # how natural the image is, or how free of flaws: the lower of the two
+    overall: float  # geometric mean of both
 
 
 class _Scored(NamedTuple):
@@ -256,9 +247,7 @@ def gedit_results(
         )
     for system in systems:
         if system.found.sets.keys() != set(keys):
-            raise ValueError(
-                f"The edits of {system.name!r} were found for other prompts. Call `find_edits` with the same ones."
-            )
+            raise ValueError(f"The edits of {system.name!r} are of other prompts. Call `find_edits` with the same.")
     sources = SourceImages(prompts, "the prompts")
     scored = [_scored(system, prompts, sources, protocol) for system in systems]
     _check_comparable(scored[0], scored[-1])
@@ -484,28 +473,12 @@ def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
 
 
 def _notes(first: _Scored, leakage: dict[str, Any] | None) -> list[str]:
-    notes = []
-    for judge, settings in first.settings.items():
-        own = (
-            "with this project's own wording of the benchmark's two questions. Scores depend on the wording and on the judge: "
-            "these do not compare with published tables."
-        )
-        published_how = (
-            f"under the published protocol, with the benchmark's own prompts (digest {settings['rubric']}). They compare with "
-            "published tables only if the judge is that of the table."
-        )
-        how = own if settings["protocol"] == "default" else published_how
-        notes.append(f"Scores are from 0 to 10, given by {judge} {how}")
-    notes.append(
-        "Each value is the mean over the task types of the mean over the edits of each. Overall is the geometric mean of "
-        "semantic consistency and perceptual quality of each edit, not of their means."
-    )
-    if leakage is not None:
-        notes.append(
-            "Leakage was checked in the texts of the instructions only: the same instruction for another source image is "
-            "another edit."
-        )
-    return notes
+    notes = [
+        NOTES[f"edits_{settings['protocol']}"].format(judge=judge, rubric=settings["rubric"])
+        for judge, settings in first.settings.items()
+    ]
+    leaks = [] if leakage is None else [NOTES["edits_leakage"]]
+    return [*notes, NOTES["edits_means"], *leaks]
 
 
 def _source_file(sources: SourceImages, row: int, source_folder: str | Path | None) -> str | None:

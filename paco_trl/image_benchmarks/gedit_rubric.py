@@ -5,56 +5,13 @@ import json
 import math
 from typing import Any
 
+from ..utils.files import read_template
 from ..utils.text import shorten
 
 
 # Stands for the instruction
 PLACEHOLDER = "<instruction>"
-
-_ANSWER = """\
-Answer with one JSON object and nothing else:
-{"reasoning": "<what you see, in at most three sentences>", "score": [<first number>, <second number>]}"""
-
-SEMANTIC = f"""\
-You rate an edit of a picture. The first image is the picture before the edit, the second image is the picture after it.
-This instruction was to be carried out:
-
-{PLACEHOLDER}
-
-Give two numbers from 0 to 10. Whole numbers are enough.
-
-First number: how far was the instruction carried out?
- 0: nothing of what it asks for is to be seen in the second image.
- 5: part of it was done, or the right thing was done to the wrong place or in the wrong way.
-10: everything that it asks for was done, as it says.
-
-Second number: how well was everything else left alone? Compare what the instruction does not name: people and their
-faces, objects, text, background, colours, style, framing.
- 0: the second image is another picture.
- 5: the picture can be recognised, but several things changed that were not to change.
-10: nothing changed but what the instruction asks for and what has to change with it.
-If the two images are the same although a change was asked for, the first number is 0.
-
-Do not rate beauty here, and rate each number without regard to the other one.
-
-{_ANSWER}"""
-
-QUALITY = f"""\
-You rate the quality of one picture that a program has made. What it was asked for is not to be judged, only what is seen.
-
-Give two numbers from 0 to 10. Whole numbers are enough.
-
-First number: how natural does the picture look?
- 0: nothing fits together; light, shadows, sizes or perspective are impossible.
- 5: it looks right at first sight, but some part is out of place: its light, its size, its edge, its distance.
-10: it looks like one photograph, or one drawing, in which everything belongs together.
-
-Second number: how free is it of flaws?
- 0: large parts are blurred, distorted, noisy or torn, or bodies and objects are misshapen.
- 5: there are flaws that one sees without searching, such as malformed hands, doubled edges, smears or broken letters.
-10: no flaw is found even when one searches.
-
-{_ANSWER}"""
+SEMANTIC, QUALITY = (read_template(f"gedit_{name}.txt").rstrip() for name in ("semantic", "quality"))
 
 
 def read_answer(text: str) -> tuple[float, float] | None:

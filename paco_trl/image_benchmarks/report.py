@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..utils.files import write_atomically
+from ..utils.files import read_template, write_atomically
 from ..utils.images import data_url, to_rgb
 from ..utils.tables import markdown_table, markdown_text, number_text
 from . import report_content as content
@@ -53,13 +52,6 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
 
     Raises:
         ValueError: If `num_shown` is below 1, or the results of an early version name no protocol.
-
-    Example:
-
-    ```python
-    >>> save_generation_report(results, "evaluation/report")["html"]
-    PosixPath('evaluation/report/report.html')
-    ```
     """
     if num_shown < 1:
         raise ValueError(f"`num_shown` is {num_shown}, but each gallery has at least one set. Set it to 1 or more.")
@@ -162,8 +154,7 @@ def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> st
 def _template() -> Template:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"interval": _with_interval, "number": number_text, "system": content.system_name}
-    path = files("paco_trl") / "templates" / "generation_report.html.jinja"
-    return environment.from_string(path.read_text(encoding="utf-8"))
+    return environment.from_string(read_template("generation_report.html.jinja"))
 
 
 def _with_interval(text: str) -> Markup:

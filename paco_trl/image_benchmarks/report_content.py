@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+import yaml
+
 from ..evaluation.published import PublishedTable, published_tables, published_text
 from ..evaluation.runs import PROTOCOLS
+from ..utils.files import read_template
 from ..utils.names import public_name
 from ..utils.tables import number_text
 
 
+NOTES: dict[str, str] = yaml.safe_load(read_template("generation_report_notes.yaml"))
 PUBLISHED_HEADING = "Published figures, not measured here"
-_PUBLISHED_NOTE = (
-    "Copied from the paper: only the columns whose scorer is one of those above, under the same protocol, but of other "
-    "images. Use them for orientation; do not compare them digit by digit."
-)
 _INTERVALS = "In brackets: 95 % bootstrap interval over prompts."
 # Scorer of a metric that does not depend on the judge of consistency
 _OWN_SCORER = dict.fromkeys(("alignment", "entity", "attribute", "relation"), "alignment")
@@ -69,7 +69,7 @@ def report_sections(results: dict[str, Any]) -> list[Section]:
         Section("leakage", "Leakage", [leakage_line(results)]),
         Section("settings", "Settings", tables=[settings]),
         Section("notes", "Notes", bullets=results["notes"]),
-        Section("published", PUBLISHED_HEADING, [_PUBLISHED_NOTE] if published else [], remarks, copied),
+        Section("published", PUBLISHED_HEADING, [NOTES["published"]] if published else [], remarks, copied),
         Section("versions", "Versions", bullets=[f"{name}: {number}" for name, number in results["versions"].items()]),
     ]
     return [section for section in sections if section.text or section.bullets or section.tables]

@@ -13,6 +13,7 @@ from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.text import some_of
 from . import t2is_bench as bench
 from .image_sets import FoundImages
+from .report_content import NOTES
 from .score_store import Scores, read_scores
 from .scoring import COLUMNS, DUPLICATE
 from .statistics import Unit, cell, difference
@@ -27,27 +28,13 @@ PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")
 
 @dataclass
 class System:
-    """
-    Describe a model that generated images, or a directory of images.
+    """Describe a model that generated images, or a directory of images."""
 
-    Attributes:
-        role (`str`):
-            `"base"` or `"tuned"`; any word for a system alone.
-        name (`str`):
-            Name for reports.
-        found ([`FoundImages`]):
-            Its images.
-        folder (`Path`):
-            Directory with its scores.
-        settings (`dict[str, Any]`):
-            How the images were generated, as far as known.
-    """
-
-    role: str
-    name: str
-    found: FoundImages
-    folder: Path
-    settings: dict[str, Any] = field(default_factory=dict)
+    role: str  # `"base"` or `"tuned"`; any word for a system alone
+    name: str  # for reports
+    found: FoundImages  # its images
+    folder: Path  # with its scores
+    settings: dict[str, Any] = field(default_factory=dict)  # how the images were generated, as far as known
 
     def describe(self, counts: dict[str, int]) -> dict[str, Any]:
         """Describe the system in results, with counts of its images."""
@@ -270,22 +257,15 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
         for system, other in zip(systems, (names[1] - names[0], names[0] - names[1]), strict=True):
             if other:
                 other = ", ".join(sorted(other))
-                raise ValueError(
-                    f"The scores of {kind} are not those of both systems: {system} lacks {other}. Score both."
-                )
+                raise ValueError(f"The scores of {kind} are not the same: {system} lacks {other}. Score both.")
         settings_of = {one.settings["scorer"]: one.settings for one in second.scorers[kind]}
         for scores in first.scorers[kind]:
             before, name = scores.settings, scores.settings["scorer"]
             after = settings_of[name]
-            other = [
-                f"`{key}` is {before.get(key)!r} and {after.get(key)!r}"
-                for key in {**before, **after}
-                if before.get(key) != after.get(key)
-            ]
+            pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+            other = [f"`{key}` is {one!r} and {two!r}" for key, (one, two) in pairs.items() if one != two]
             if other:
-                raise ValueError(
-                    f"{kind} was scored by {name!r} in two ways: {'; '.join(other)}. Score both systems in the same way."
-                )
+                raise ValueError(f"{kind} was scored by {name!r} in two ways: {'; '.join(other)}. Score both alike.")
 
 
 def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | None = None) -> tuple | None:
@@ -413,11 +393,8 @@ def condition_notes(systems: Sequence[System]) -> list[str]:
     if not (first and second):
         unknown = " and ".join(repr(one.name) for one in systems if not one.settings)
         return [f"How {unknown} generated is not known: the difference may come from other settings."]
-    other = [
-        f"{name} {first.get(name)!r} and {second.get(name)!r}"
-        for name in CONDITIONS
-        if first.get(name) != second.get(name)
-    ]
+    pairs = {name: (first.get(name), second.get(name)) for name in CONDITIONS}
+    other = [f"{name} {one!r} and {two!r}" for name, (one, two) in pairs.items() if one != two]
     return [f"The two systems generated under different conditions: {'; '.join(other)}."] if other else []
 
 
@@ -427,11 +404,8 @@ def _alerts(scored: list[_Scored], missing: str) -> list[str]:
     for one in scored:
         name, found, is_published = repr(one.system.name), one.system.found, one.protocol == "published"
         if missing == "zero" and found.missing:
-            how = (
-                "left out, as by the benchmark's own script"
-                if is_published
-                else "count 0, and so does each pair that has one"
-            )
+            how = "count 0, and so does each pair that has one"
+            how = "left out, as by the benchmark's own script" if is_published else how
             lacking = f"{one.counts['missing panels']} panels of {name} are missing and"
             alerts.append(f"{lacking} {how}: {some_of(list(found.missing))}.")
         if found.mixed_sizes:
@@ -453,24 +427,9 @@ def _notes(first: _Scored) -> list[str]:
         for kind, what in (("alignment", "Prompt alignment"), ("aesthetics", "Aesthetics"))
         if kind not in first.scorers
     ]
-    for name in first.names("alignment"):
-        notes.append(
-            f"Prompt alignment is P(Yes) / (P(Yes) + P(No)) of {name} for the question of VQAScore; the benchmark takes "
-            "P(Yes) of CLIP-FlanT5-XXL."
-        )
-    for name in first.names("aesthetics"):
-        notes.append(
-            f"Aesthetics are those of {name}. The scorer of the published figures is not known: do not compare them."
-        )
-    notes.append(
-        f"The duplicate rate is the fraction of pairs of panels with a `panel_similarity` of {DUPLICATE} or more; "
-        "consistency alone rewards copies."
-        if "duplicates" in first.scorers
-        else "The duplicate rate was not computed: a gain in consistency may be one in copies."
-    )
+    for kind in ("alignment", "aesthetics"):
+        notes += [NOTES[kind].format(name=name) for name in first.names(kind)]
+    notes.append(NOTES["duplicates" if "duplicates" in first.scorers else "no_duplicates"].format(threshold=DUPLICATE))
     if len(first.names("consistency")) == 1:
-        notes.append(
-            "Only one judge has scored consistency. A model that was trained against the same family of judges may please "
-            "that one alone: score with an independent one as well."
-        )
+        notes.append(NOTES["one_judge"])
     return notes

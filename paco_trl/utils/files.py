@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,6 +32,11 @@ def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) 
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def read_template(name: str) -> str:
+    """Read a file of the package's `templates`."""
+    return (files("paco_trl") / "templates" / name).read_text(encoding="utf-8")
 
 
 def file_name(name: str) -> str:

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper, for cards."""
 
-import textwrap
+import yaml
+
+from .files import read_template
 
 
-PAPER = {
-    "title": "PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward Modeling",
-    "id": "2512.04784",
-    # docstyle-ignore
-    "citation": textwrap.dedent("""\
-        @article{pacorl2025,
-            title        = {{PaCo-RL: Advancing Reinforcement Learning for Consistent Image Generation with Pairwise Reward Modeling}},
-            year         = 2025,
-            eprint       = {arXiv:2512.04784},
-        }"""),
-}
+# Its title, arXiv id and citation
+PAPER: dict[str, str] = yaml.safe_load(read_template("citations.yaml"))["paper"]
