@@ -292,7 +292,7 @@ class TestPrompts:
 
     @pytest.mark.parametrize("option", ["image_folder", "exclude_dataset_name"])
     def test_options_that_are_for_edits(self, workspace, option):
-        with pytest.raises(ValueError, match=f"`--{option}` is .* but is for prompts with `--edits`"):
+        with pytest.raises(ValueError, match=f"`--{option}` is .* but is for `--edits`"):
             load_train_prompts(self.arguments(workspace, **{option: str(workspace)}))
 
 

@@ -24,9 +24,7 @@ class PushableArguments(BuildArguments):
 class RequestArguments:
     """Requests to an OpenAI-compatible server."""
 
-    api_key_variable: str | None = option(
-        None, "Name of the environment variable that holds the server's key. If `None`, no key is sent."
-    )
+    api_key_variable: str | None = option(None, "Environment variable with the server's key. If `None`, none is sent.")
     max_concurrency: int = option(8, "Number of concurrent requests to a server.")
 
 
@@ -34,9 +32,7 @@ class RequestArguments:
 class ServerArguments(RequestArguments):
     """Model on an OpenAI-compatible server."""
 
-    base_url: str | None = option(
-        None, "Address of an OpenAI-compatible server, for example `http://127.0.0.1:8000/v1`."
-    )
+    base_url: str | None = option(None, "Address of an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`.")
     model: str | None = option(None, "Name of the model on the server.")
 
 
@@ -48,39 +44,24 @@ class PipelineArguments:
     dtype: str = option("bfloat16", "Dtype of the pipeline: `bfloat16`, `float16` or `float32`.")
     num_inference_steps: int | None = option(None, "Number of denoising steps. If `None`, the pipeline's default.")
     guidance_scale: float | None = option(None, "Guidance scale. If `None`, the pipeline's default.")
-    true_cfg_scale: float | None = option(
-        None,
-        "Scale of true guidance, for pipelines that have both, such as Qwen-Image. If `None`, the pipeline's default.",
-    )
-    negative_prompt: str | None = option(
-        None, "Negative prompt. If `None`, none, and a pipeline such as Qwen-Image does not guide."
-    )
-    height: int | None = option(
-        None, "Height of an image in pixels. If `None`, the column `height`, or for edits the pipeline's default."
-    )
-    width: int | None = option(
-        None, "Width of an image in pixels. If `None`, the column `width`, or for edits the pipeline's default."
-    )
+    true_cfg_scale: float | None = option(None, "Scale of true CFG (Qwen-Image). If `None`, the pipeline's default.")
+    negative_prompt: str | None = option(None, "Negative prompt. If `None`, none; Qwen-Image then does not guide.")
+    height: int | None = option(None, "Height in pixels. If `None`, the column `height`, or the pipeline's for edits.")
+    width: int | None = option(None, "Width in pixels. If `None`, the column `width`, or the pipeline's for edits.")
 
 
 @dataclass
 class PromptsArguments(ServerArguments, PushableArguments):
     """Image-set prompts: from a dataset, or written by a language model; then the most diverse of them."""
 
-    dataset_name: str | None = option(
-        None, "Hub id, directory or JSON-lines file of prompts. If `None`, a language model writes them."
-    )
+    dataset_name: str | None = option(None, "Prompts: Hub id, directory or JSON lines. If `None`, an LLM writes them.")
     dataset_split: str = option("train", "Split of the dataset.")
     num_written: int = option(2000, "Number of prompts to write (paper).")
     categories: list[str] | None = option(None, "Categories to write prompts for. If `None`, all of the paper.")
     layouts: list[str] = option(["2x2"], "Layouts to write prompts for, rows x columns (paper).")
-    embedding_model: str | None = option(
-        None, "Hub id or directory of a sentence-embedding or CLIP text model, to find the diverse prompts."
-    )
+    embedding_model: str | None = option(None, "Embedding model or CLIP (Hub id or directory) to find diverse ones.")
     num_selected: int | None = option(None, "Number of prompts to keep; the paper kept 708 of 2,000. If `None`, all.")
-    duplicate_threshold: float = option(
-        0.95, "Cosine similarity above which two prompts are near-duplicates; only one of them is kept."
-    )
+    duplicate_threshold: float = option(0.95, "Cosine similarity of near-duplicate prompts, of which one is kept.")
     seed: int = option(0, "Seed of the written prompts.")
 
 
@@ -89,9 +70,7 @@ class GridsArguments(PipelineArguments, PushableArguments):
     """Grids: each prompt generated with several seeds."""
 
     seeds: list[int] = option([0, 1, 2, 3], "Seeds for each prompt (paper: four).")
-    batch_size: int = option(
-        4, "Images per call of the pipeline. With the number of seeds, each prompt is encoded once."
-    )
+    batch_size: int = option(4, "Images per pipeline call. With the number of seeds, each prompt is encoded once.")
 
 
 @dataclass
@@ -100,9 +79,7 @@ class PanelsArguments(PushableArguments):
 
     num_workers: int = option(2, "Number of threads that cut grids.")
     exclude_prompts: list[str] = option([], "Ids of prompts to leave out, for example of those with flat grids.")
-    max_instances_per_prompt: int | None = option(
-        None, "Maximum number of instances per prompt, sampled. If `None`, all: 48 for four 2x2 grids."
-    )
+    max_instances_per_prompt: int | None = option(None, "Maximum of instances per prompt, sampled. If `None`, all.")
     seed: int = option(0, "Seed of the sampling.")
 
 
@@ -110,10 +87,7 @@ class PanelsArguments(PushableArguments):
 class AnnotateArguments(BuildArguments):
     """Ranking by people, in a Gradio app on this machine."""
 
-    host: str = option(
-        "127.0.0.1",
-        "Address to listen on. The app has no password: on any but loopback, whoever reaches it can rank.",
-    )
+    host: str = option("127.0.0.1", "Address to listen on. It has no password: who reaches it can rank.")
     port: int = option(8090, "Port to listen on.")
     annotations_per_instance: int = option(3, "Number of people who rank each instance. An odd number has fewer ties.")
     gold: str | None = option(None, "File of rankings known to be right, mixed in to find careless annotators.")
@@ -123,15 +97,8 @@ class AnnotateArguments(BuildArguments):
 class RankArguments(BuildArguments):
     """Ranking by a judge, or by construction: a panel of the reference's own grid is more consistent with it."""
 
-    judge: str = option(
-        "automatic",
-        "`automatic` for construction, or a judge: Hub id or directory, or its name on the server of `base_url`.",
-    )
-    base_url: str | None = option(
-        None,
-        "Address of the judge's server (its key in `VLLM_API_KEY`, if it requires one). If `None`, the judge runs "
-        "in this process.",
-    )
+    judge: str = option("automatic", "`automatic` (construction) or a judge: Hub id, directory or name at `base_url`.")
+    base_url: str | None = option(None, "Address of its server (key: `VLLM_API_KEY`). If `None`, in this process.")
     annotator: str | None = option(None, "Name of the judge as an annotator. If `None`, the last part of its name.")
     dtype: str = option("auto", "Dtype of a judge in this process: `auto`, `bfloat16`, `float16` or `float32`.")
 
@@ -140,32 +107,18 @@ class RankArguments(BuildArguments):
 class ExchangeArguments(BuildArguments):
     """Instances and rankings for other tools, and rankings from them."""
 
-    file: str | None = option(
-        None,
-        "The file: `.csv` or `.json` to write, also `.jsonl` to read. A project that Label Studio exported as JSON is "
-        "read too.",
-    )
-    what: str = option(
-        "tasks",
-        "What to write: `tasks` (the instances with their image files), `label_studio` (tasks of a project, and its "
-        "labeling configuration) or `annotations`.",
-    )
+    file: str | None = option(None, "`.csv` or `.json` to write; also `.jsonl`, or Label Studio's JSON, to read.")
+    what: str = option("tasks", "What to write: `tasks`, `label_studio` (tasks and configuration) or `annotations`.")
 
 
 @dataclass
 class PairsArguments(PushableArguments):
     """Pairs in two splits, and rankings that are held out."""
 
-    annotators: list[str] | None = option(
-        None, "Annotators to count. If `None`, all; `automatic` only where there are no others."
-    )
+    annotators: list[str] | None = option(None, "Annotators to count. If `None`, all; `automatic` only if alone.")
     gold: str | None = option(None, "File of rankings known to be right, to measure annotators by.")
-    min_gold_agreement: float | None = option(
-        None, "Minimum fraction of the gold pairs that an annotator must order right to be counted."
-    )
-    num_negatives: int = option(
-        1, "Maximum number of inconsistent pairs per instance, when several candidates are tied at the bottom."
-    )
+    min_gold_agreement: float | None = option(None, "Minimum fraction of gold pairs in the right order to be counted.")
+    num_negatives: int = option(1, "Maximum of inconsistent pairs per instance, of candidates tied at the bottom.")
     test_size: float = option(0.1, "Fraction of the prompts to hold out.")
     max_rankings: int | None = option(3136, "Maximum number of rankings to hold out (paper).")
     seed: int = option(0, "Seed of the split and of all sampling.")
@@ -187,7 +140,5 @@ class PublishArguments(BuildArguments):
 
     repo_id: str | None = option(None, "Hub id of the dataset.")
     private: bool = option(True, "Whether a new dataset is private.")
-    license: str | None = option(
-        None, "License of the dataset. If `None`, that of the model that generated the grids."
-    )
+    license: str | None = option(None, "License of the dataset. If `None`, that of the model of the grids.")
     pretty_name: str | None = option(None, "Title of the card. If `None`, the name of the dataset.")

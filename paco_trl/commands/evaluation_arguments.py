@@ -21,13 +21,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 class JudgeArguments(RequestArguments):
     """Where a judge is: in the process, or on a server."""
 
-    judge_url: str | None = option(
-        None, "Address of an OpenAI-compatible server that has the judge, for example `http://127.0.0.1:8000/v1`."
-    )
+    judge_url: str | None = option(None, "OpenAI-compatible server of the judge, such as `http://127.0.0.1:8000/v1`.")
     device: str | None = option(None, "Device to score on. If `None`, an accelerator if there is one, else the CPU.")
-    dtype: str = option(
-        "auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, or `auto` for its own."
-    )
+    dtype: str = option("auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16` or `auto` (own).")
     batch_size: int = option(16, "Queries per forward pass.")
     trust_remote_code: bool = option(False, "Whether code that comes with a judge may be run.")
 
@@ -47,13 +43,8 @@ def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward 
         return ServedJudge(url, name, api_key=key, max_concurrency=args.max_concurrency)
     from ..rewards.paco_reward import PaCoReward
 
-    return PaCoReward.from_pretrained(
-        name,
-        device=args.device,
-        dtype=args.dtype,
-        batch_size=args.batch_size,
-        trust_remote_code=args.trust_remote_code,
-    )
+    options = {option: getattr(args, option) for option in ("device", "dtype", "batch_size", "trust_remote_code")}
+    return PaCoReward.from_pretrained(name, **options)
 
 
 @dataclass
@@ -62,9 +53,7 @@ class BenchmarkArguments:
 
     benchmark: str = option("t2is", "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).")
     dataset_name: str | None = option(
-        None,
-        "Hub id, directory or JSON-lines file of the benchmark's prompts: with `t2is` those of T2IS-Bench with the "
-        "criteria, with `gedit` raw or converted rows of GEdit-Bench.",
+        None, "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted."
     )
     dataset_split: str = option("train", "Split of the dataset.")
 
@@ -75,11 +64,7 @@ class ScoredArguments(BenchmarkArguments):
 
     alignment_file: str | None = option(None, "`prompt_alignment.json` of T2IS-Bench: what each panel should show.")
     missing: str = option("error", "How to treat missing images: `error`, or `zero` for a score of 0 each.")
-    protocol: str = option(
-        "default",
-        "`default`, or `published` for what the benchmark's own script does. With `t2is` it is an option of the "
-        "step `report` only.",
-    )
+    protocol: str = option("default", "`default`, or `published` as its own script does (`t2is`: in `report` only).")
 
 
 @dataclass
@@ -90,11 +75,7 @@ class GenerateArguments(PipelineArguments, BenchmarkArguments):
     adapter: str | None = option(None, "Hub id or directory of a trained adapter. If `None`, the untouched model.")
     seeds: list[int] = option([0], "Seeds for each prompt; only one with `gedit`.")
     batch_size: int = option(1, "Images per call of the pipeline; not for `gedit`.")
-    panel_files: bool = option(
-        False,
-        "Whether to also write each panel of the grids into the directory `panels`, with the names that the script "
-        "of T2IS-Bench looks for.",
-    )
+    panel_files: bool = option(False, "Whether to also write the panels as files for the script of T2IS-Bench.")
 
 
 @dataclass
@@ -102,35 +83,19 @@ class ScoreArguments(ScoredArguments, JudgeArguments):
     """Scores of one system: by one or more judges, and by whatever else is named. Rerun it to add others."""
 
     output_dir: str = option("evaluation/base", "Directory of the system.")
-    images: str | None = option(
-        None,
-        "Directory of images that were generated elsewhere. If `None`, those that `generate` saved in the directory "
-        "of the system.",
-    )
+    images: str | None = option(None, "Directory of images generated elsewhere. If `None`, those `generate` saved.")
     name: str | None = option(None, "Name of such a system in the report. If `None`, that of the directory.")
-    rescore_changed: bool = option(
-        False, "Whether to score images again that changed after they were scored. Otherwise an error."
-    )
+    rescore_changed: bool = option(False, "Whether to score changed images again. Otherwise they are an error.")
     judges: list[str] | None = option(
-        None,
-        "Judges of consistency, one after the other: Hub ids or directories, or with `judge_url` the names of "
-        "models on the server. With `gedit` exactly one, on a server.",
+        None, "Judges of consistency: Hub ids, directories, or names at `judge_url`. With `gedit` one, on a server."
     )
     alignment_model: str | None = option(
-        None,
-        "Vision-language model that decides whether each panel shows its texts: Hub id or directory, or with "
-        "`alignment_url` the name of a model on the server.",
+        None, "Model that decides whether a panel shows its texts: Hub id, directory, or name at `alignment_url`."
     )
     alignment_url: str | None = option(None, "Address of the OpenAI-compatible server that has `alignment_model`.")
-    aesthetics_head: str | None = option(
-        None, "Safetensors file of an aesthetic predictor on CLIP embeddings, or Hub id or directory with one."
-    )
+    aesthetics_head: str | None = option(None, "Aesthetic predictor on CLIP: safetensors, Hub id or directory.")
     clip_model: str = option("openai/clip-vit-large-patch14", "CLIP model of the aesthetic predictor.")
-    gedit_repo: str | None = option(
-        None,
-        "Directory of a clone of `stepfun-ai/Step1X-Edit`, from which the published protocol of `gedit` reads its "
-        "prompts.",
-    )
+    gedit_repo: str | None = option(None, "Clone of `stepfun-ai/Step1X-Edit`, for prompts of the published protocol.")
 
 
 @dataclass
@@ -141,9 +106,7 @@ class ReportArguments(ScoredArguments):
     tuned: str | None = option(None, "Directory of the system to compare with `base`.")
     output_dir: str = option("evaluation/report", "Directory for `results.json`, `results.md` and `report.html`.")
     train_dataset_name: str | None = option(
-        None,
-        "Hub id, directory or JSON-lines file of the training prompts, to find those of the benchmark among them. "
-        "If `None`, the report says that it was not checked.",
+        None, "Training prompts (Hub id, directory, JSON lines) to search for the benchmark's. If `None`, unchecked."
     )
     train_dataset_split: str = option("train", "Split of the training prompts.")
     num_shown: int = option(6, "Number of sets to show of each kind: best, worst, most changed.")

@@ -11,10 +11,7 @@ COMMANDS = {
     "doctor": ("paco_trl.commands.doctor", "checks a model, a dataset and settings before training"),
     "push": ("paco_trl.commands.push", "uploads to the Hub what a run has saved, and its pending uploads"),
     "merge": ("paco_trl.commands.merge", "merges an adapter into the weights of its base model"),
-    "serve-reward": (
-        "paco_trl.commands.serve_reward",
-        "serves a judge with vLLM, for rewards that query it over HTTP",
-    ),
+    "serve-reward": ("paco_trl.commands.serve_reward", "serves a judge with vLLM, for rewards over HTTP"),
 }
 
 

@@ -48,23 +48,13 @@ class MergeArguments:
     """Adapter to merge, and where the merged weights go."""
 
     adapter_name_or_path: str = option(
-        None,
-        "Hub id or directory of a LoRA adapter in PEFT's format, or the output directory of a training run, whose "
-        "newest model is used.",
+        None, "LoRA adapter (PEFT): Hub id, directory, or output directory of a run, whose newest model is used."
     )
     output_dir: str = option(
-        None,
-        "New directory for the merged weights: a whole model for the adapter of a judge, the subdirectory "
-        "`transformer` for that of an image pipeline.",
+        None, "New directory for the merged weights: a judge's whole model, or `transformer` of an image pipeline."
     )
-    model_name_or_path: str | None = option(
-        None,
-        "Hub id or directory of the base model. If `None`, the one that the adapter's `adapter_config.json` names.",
-    )
-    dtype: str | None = option(
-        None,
-        "Dtype of the merged weights: `float32`, `bfloat16` or `float16`. If `None`, that of the base model's files.",
-    )
+    model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
+    dtype: str | None = option(None, "`float32`, `bfloat16` or `float16`. If `None`, that of the base model's files.")
 
     def __post_init__(self):
         for name in ("adapter_name_or_path", "output_dir"):
@@ -120,9 +110,7 @@ def merge(args: MergeArguments) -> Merged:
 
 def _check_is_free(output_dir: Path) -> None:
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ValueError(
-            f"`--output_dir` '{output_dir}' exists and is not empty. Nothing is overwritten: name a new directory."
-        )
+        raise ValueError(f"'{output_dir}' exists and is not empty. Nothing is overwritten: name a new `--output_dir`.")
 
 
 def _find_adapter(name: str) -> str:
@@ -162,8 +150,7 @@ def _read_config(adapter: str) -> LoraConfig:
         ) from error
     if not isinstance(config, LoraConfig):
         raise ValueError(
-            f"The adapter '{adapter}' is of the type {config.peft_type}, but only LoRA adapters can be merged here. Load "
-            "it with PEFT instead."
+            f"The adapter '{adapter}' is a {config.peft_type}; only LoRA can be merged. Load it with PEFT."
         )
     if not config.target_modules:
         raise ValueError(
@@ -357,8 +344,7 @@ def _describe(merged: Merged, output_dir: str, seconds: float) -> str:
         lines.append("The adapter changes nothing: it was not trained, or its weights are zero.")
     elif merged.dtype != torch.float32:
         lines.append(
-            f"Rounding to {dtype} is {merged.rounding:.2g} of what the adapter adds. It is 0 with `--dtype float32`, in "
-            "twice the space."
+            f"Rounding to {dtype} is {merged.rounding:.2g} of what the adapter adds; 0 with `--dtype float32`."
         )
     lines.append("")
     if merged.is_judge:

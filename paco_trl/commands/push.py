@@ -3,7 +3,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -22,16 +22,11 @@ from .options import option
 class PushArguments:
     """Model to upload, and its repository. The token is that of `hf auth login` or of the variable `HF_TOKEN`."""
 
-    folder: str = field(
-        metadata={
-            "help": "Output directory of a run, whose newest model and pending uploads are uploaded; or the directory of "
-            "one checkpoint or merged model."
-        }
+    folder: str = option(
+        MISSING, "Output directory of a run (newest model, pending uploads), or one checkpoint or merged model."
     )
     hub_model_id: str | None = option(None, "Repository. If `None`, that of the run.")
-    hub_private_repo: bool | None = option(
-        None, "Whether a new repository is private. If `None`, the account's default."
-    )
+    hub_private_repo: bool | None = option(None, "Whether a new repository is private. Default: the account's.")
     hub_revision: str | None = option(None, "Branch. If `None`, that of the run, or the main one.")
 
 
@@ -68,9 +63,7 @@ def push(args: PushArguments) -> str:
     known = remembered_repository(run) or {}
     repo_id = args.hub_model_id or known.get("repo_id")
     if repo_id is None:
-        raise ValueError(
-            f"`hub_model_id` is not given, and nothing of '{run}' was ever pushed. Give `--hub_model_id`."
-        )
+        raise ValueError(f"`hub_model_id` is not given, and nothing of '{run}' was pushed. Give `--hub_model_id`.")
     # The settings of the run's own repository do not apply to another one
     own_id = known.get("repo_id", "")
     own = known if args.hub_model_id in (None, own_id, own_id.split("/")[-1]) else {}

@@ -20,74 +20,38 @@ class ScriptArguments:
 
     model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of the pipeline.")
     dataset_name: str | None = option(
-        None,
-        "Prompts: Hub id, directory, or JSON-lines file; raw rows of T2IS, GEdit-Bench and ShareGPT-4o-Image are "
-        "converted.",
+        None, "Prompts: Hub id, directory or JSON-lines file, also raw T2IS, GEdit-Bench or ShareGPT-4o-Image rows."
     )
     dataset_split: str = option("train", "Split to train on.")
-    eval_dataset_name: str | None = option(
-        None, "Prompts to evaluate on, as `dataset_name`. If `None`, those of `dataset_name`."
-    )
-    eval_split: str | None = option(
-        None, "Split to evaluate on. If `None`, `train` of `eval_dataset_name`, and nothing is evaluated without one."
-    )
-    edits: bool = option(
-        False, "Whether the prompts are instructions with source images instead of image-set prompts."
-    )
-    image_folder: str | None = option(
-        None, "Directory that the paths of source images are relative to. If `None`, that of the file that names them."
-    )
-    max_source_images: int | None = option(
-        None, "Maximum number of source images per row; rows with more are left out. If `None`, all are kept."
-    )
+    eval_dataset_name: str | None = option(None, "Prompts to evaluate on. If `None`, those of `dataset_name`.")
+    eval_split: str | None = option(None, "Split to evaluate on. If `None`, `train` of `eval_dataset_name`, or none.")
+    edits: bool = option(False, "Whether the prompts are instructions with source images, not image-set prompts.")
+    image_folder: str | None = option(None, "Directory of source images. If `None`, that of the file naming them.")
+    max_source_images: int | None = option(None, "Rows with more source images are left out. If `None`, all are kept.")
     exclude_dataset_name: str | None = option(
-        None,
-        "Editing prompts that must not be trained on, such as a benchmark's: rows with one of its source images are "
-        "left out.",
+        None, "Editing prompts not to train on, such as a benchmark's: rows with their source images are left out."
     )
     rewards: list[str] = option(
         ["consistency", "clip_t"],
-        "Rewards: `consistency`, `clip_t` (the paper's for image sets), `edit` (the paper's for edits), `clip_i`, "
-        "`pick_score`, `no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things "
-        "out.",
+        "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `clip_i`, `pick_score`, "
+        "`no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out.",
     )
     judge_model: str = option(
-        "X-GenGroup/PaCo-Reward-7B",
-        "Judge of the rewards `consistency` and `edit`: Hub id or directory, or with `judge_url` its name on the "
-        "server.",
+        "X-GenGroup/PaCo-Reward-7B", "Judge of `consistency` and `edit`: Hub id, directory, or name at `judge_url`."
     )
-    judge_url: str | None = option(
-        None,
-        "Address of a served judge, for example http://127.0.0.1:8000/v1. If `None`, it is loaded into each process.",
-    )
+    judge_url: str | None = option(None, "Address of a served judge. If `None`, it is loaded into each process.")
     judge_quantization: str | None = option(None, "Quantization of a judge in the process: `nf4`, `int8` or `fp8`.")
-    judge_question: str = option(
-        "theme", "Question for the judge: `theme`, or `criteria` for each criterion of the dataset."
-    )
-    judge_max_pairs: int | None = option(
-        None, "Maximum number of pairs per set that the judge scores. If `None`, all."
-    )
+    judge_question: str = option("theme", "Question for the judge: `theme`, or `criteria` for each of the dataset's.")
+    judge_max_pairs: int | None = option(None, "Maximum number of pairs per set for the judge. If `None`, all.")
     eval_rewards: list[str] | None = option(None, "Rewards of the evaluation. If `None`, those of `rewards`.")
-    eval_judge_model: str | None = option(
-        None, "Judge of the evaluation's `consistency` and `edit`. If `None`, `judge_model`."
-    )
-    eval_judge_url: str | None = option(
-        None, "Address of the evaluation's judge. If `None`, `judge_url`, unless `eval_judge_model` is given."
-    )
-    clip_model: str = option(
-        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the rewards `clip_t` and `clip_i`."
-    )
+    eval_judge_model: str | None = option(None, "Judge of the evaluation's rewards. If `None`, `judge_model`.")
+    eval_judge_url: str | None = option(None, "Its address. If `None`, `judge_url` unless `eval_judge_model` is set.")
+    clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP of the rewards `clip_t` and `clip_i`.")
     lora_r: int = option(64, "Rank of the adapter (paper).")
     lora_alpha: int = option(128, "Scale of the adapter (paper).")
-    lora_target_modules: list[str] | None = option(
-        None, "Layers that get an adapter. If `None`, the family's default."
-    )
-    adapter_name_or_path: str | None = option(
-        None, "Hub id or directory of an adapter to continue training, instead of a new one."
-    )
-    use_peft: bool = option(
-        True, "Whether to train an adapter. If `False`, all weights of the transformer are trained."
-    )
+    lora_target_modules: list[str] | None = option(None, "Layers with an adapter. If `None`, the family's default.")
+    adapter_name_or_path: str | None = option(None, "Adapter (Hub id or directory) to continue, instead of a new one.")
+    use_peft: bool = option(True, "Whether to train an adapter. If `False`, the full transformer is trained.")
 
 
 # Lazy: the classes import their models' packages
@@ -140,9 +104,7 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
     if not script_args.edits:
         for option in ("image_folder", "max_source_images", "exclude_dataset_name"):
             if getattr(script_args, option) is not None:
-                raise ValueError(
-                    f"`--{option}` is {getattr(script_args, option)!r}, but is for prompts with `--edits`."
-                )
+                raise ValueError(f"`--{option}` is {getattr(script_args, option)!r}, but is for `--edits`.")
         return load_image_set_prompts(name, split)
     is_named_by_path = name == script_args.dataset_name
     benchmark = script_args.exclude_dataset_name if is_training else None
@@ -175,9 +137,7 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
         return None
     names = script_args.eval_rewards if script_args.eval_rewards is not None else script_args.rewards
     if has_own_judge and not {"consistency", "edit"} & set(names):
-        raise ValueError(
-            "`--eval_judge_model` and `--eval_judge_url` are for `consistency` and `edit`, and neither is a reward here."
-        )
+        raise ValueError("`--eval_judge_model` and `--eval_judge_url` are for `consistency` or `edit`: none is used.")
     known = dict(zip(script_args.rewards, reward_funcs, strict=True))
     if has_own_judge:
         model = script_args.eval_judge_model or script_args.judge_model

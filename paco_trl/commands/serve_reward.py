@@ -22,6 +22,7 @@ import requests
 from safetensors import SafetensorError, safe_open
 from trl import TrlParser
 
+from ..cards.rendering import LORA_RANKS
 from ..rewards.judge import JudgeUnavailableError
 from ..utils.addresses import is_loopback
 from .main import say
@@ -34,8 +35,6 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 # Two images of at most 2,097,152 pixels (the `max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
 # each. Of 8,192 tokens, 2,844 are left for the query and the answer.
 _MAX_MODEL_LEN = 8192
-# vLLM takes these as `--max-lora-rank` and no others
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # GiB of the machine's memory, in the server's process and in the engine's. A processed image takes 24 bytes a pixel in
 # float32, so this holds the panels of some 680 images of 512 x 512 pixels, and each panel is in several queries.
 _IMAGE_CACHE = 4
@@ -65,32 +64,18 @@ class ServeArguments:
     """Judge to serve, and how vLLM serves it."""
 
     model_name_or_path: str = option(
-        "X-GenGroup/PaCo-Reward-7B",
-        "Hub id or directory of a whole vision-language model (a merged judge, or any other), or of a LoRA adapter, "
-        "whose `adapter_config.json` names its base model.",
+        "X-GenGroup/PaCo-Reward-7B", "Hub id or directory of a judge: a whole model, or a LoRA adapter of one."
     )
-    served_model_name: str = option(
-        "paco-reward", "Name of the judge on the server. The base model of an adapter gets the suffix `-base`."
-    )
+    served_model_name: str = option("paco-reward", "Name of the judge on the server. An adapter's base gets `-base`.")
     host: str = option("127.0.0.1", "Address to listen on. The default can be reached from this machine only.")
     port: int = option(8000, "Port to listen on.")
-    dtype: str = option(
-        "auto",
-        "Dtype of the model: `auto`, `bfloat16`, `float16` or `float32`. With `auto`, vLLM uses float16 for a model "
-        "whose files are float32.",
-    )
+    dtype: str = option("auto", "`auto` (float32 files become float16), `bfloat16`, `float16` or `float32`.")
     max_model_len: int = option(_MAX_MODEL_LEN, "Tokens of a query with its two images, and its answer.")
-    gpu_memory_utilization: float | None = option(
-        None, "Fraction of the GPU's memory that vLLM takes. If `None`, vLLM's default, nearly all of it."
-    )
+    gpu_memory_utilization: float | None = option(None, "Fraction of the GPU's memory. If `None`, vLLM's default.")
     vllm: str = option(
-        "vllm",
-        "Command that starts vLLM, or its path, such as `~/vllm/bin/vllm`: vLLM requires other versions of its "
-        "dependencies than this package, so it is usually in an environment of its own.",
+        "vllm", "Command that starts vLLM, or its path (`~/vllm/bin/vllm`): usually in an environment of its own."
     )
-    startup_timeout: float = option(
-        1800.0, "Seconds after which a server that is not ready is stopped, downloads included."
-    )
+    startup_timeout: float = option(1800.0, "Seconds until a server that is not ready is stopped, downloads included.")
     vllm_args: list[str] = option([], "Further arguments for `vllm serve`. On the command line they follow `--`.")
 
     def __post_init__(self):
@@ -103,9 +88,7 @@ class ServeArguments:
         for argument in self.vllm_args:
             name = argument.partition("=")[0].replace("_", "-")
             if name in _OWN_OPTIONS:
-                raise ValueError(
-                    f"`vllm_args` has {name}, which this command sets itself. Use {_OWN_OPTIONS[name]} instead."
-                )
+                raise ValueError(f"`vllm_args` has {name}, which this command sets itself. Use {_OWN_OPTIONS[name]}.")
 
 
 class Adapter(NamedTuple):
@@ -152,9 +135,9 @@ def find_adapter(model: str) -> Adapter | None:
         raise ValueError(f"{weights} cannot be read: {error}. Save or download the adapter again.") from error
     # From the weights, since single layers may have a rank of their own
     rank = max((shape[0] for name, shape in shapes.items() if "lora_A" in name), default=0)
-    if not 0 < rank <= _LORA_RANKS[-1]:
+    if not 0 < rank <= LORA_RANKS[-1]:
         raise ValueError(
-            f"The adapter {model!r} has rank {rank}, and vLLM serves LoRA adapters of rank 1 to {_LORA_RANKS[-1]}. "
+            f"The adapter {model!r} has rank {rank}, and vLLM serves LoRA adapters of rank 1 to {LORA_RANKS[-1]}. "
             "Merge it into its model (`paco-trl merge`) and serve that."
         )
     return Adapter(
@@ -203,7 +186,7 @@ def serve_command(args: ServeArguments, executable: str, adapter: Adapter | None
     if adapter is not None:
         # As JSON, since the short form `name=path` fails for paths with a comma
         command += ["--enable-lora", "--lora-modules", json.dumps({"name": name, "path": adapter.folder})]
-        command += ["--max-lora-rank", str(next(rank for rank in _LORA_RANKS if rank >= adapter.rank))]
+        command += ["--max-lora-rank", str(next(rank for rank in LORA_RANKS if rank >= adapter.rank))]
         if adapter.has_vision_layers:
             # Without it vLLM leaves these layers out and says nothing
             command += ["--enable-tower-connector-lora"]
