@@ -14,26 +14,16 @@ _PROCESSOR = [
 ]  # fmt: skip
 _JUDGE_CARD = ["README.md", *_JUDGE_PICTURES]
 
-# Patterns; `*` does not cross directories. An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
-PIPELINE_ADAPTER = [
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "pytorch_lora_weights.safetensors",
-    "README.md",
-    *PICTURES,
-]
+# Patterns; `*` does not cross directories
+_ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+# An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
+PIPELINE_ADAPTER = [*_ADAPTER, "pytorch_lora_weights.safetensors", "README.md", *PICTURES]
 # A full transformer of a pipeline
 TRANSFORMER = ["transformer/config.json", "transformer/diffusion_pytorch_model*", "README.md", *PICTURES]
 # An adapter of a judge, and a full judge
-JUDGE_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", *_PROCESSOR, *_JUDGE_CARD]
-JUDGE = [
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    *_PROCESSOR,
-    *_JUDGE_CARD,
-]
+JUDGE_ADAPTER = [*_ADAPTER, *_PROCESSOR, *_JUDGE_CARD]
+_JUDGE_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+JUDGE = ["config.json", "generation_config.json", *_JUDGE_WEIGHTS, *_PROCESSOR, *_JUDGE_CARD]
 
 
 def published_files_of(folder: str | Path) -> list[str] | None:

@@ -46,9 +46,7 @@ def read_license(model: str, token: str | bool | None = None) -> License:
         return _license_in(readme if readme.is_file() else model, model, token)
     # A directory without a card is not a valid id either
     except (HfHubHTTPError.__bases__[0], EntryNotFoundError, HFValidationError, OSError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"The card of {model!r}, which names its license, cannot be read ({type(error).__name__})."
-        ) from error
+        raise ValueError(f"The card of {model!r} with its license cannot be read ({type(error).__name__}).") from error
 
 
 def base_license(base: str, online: bool = False, token: str | None = None) -> License | None:

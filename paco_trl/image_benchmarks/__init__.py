@@ -21,26 +21,10 @@ if TYPE_CHECKING:
     from .t2is_comparison import System, t2is_results
 
 __all__ = [
-    "EditScore",
-    "System",
-    "add_results_to_card",
-    "alignment_means",
-    "consistency_means",
-    "find_edits",
-    "find_image_sets",
-    "find_leaks",
-    "gedit_results",
-    "generate_edits",
-    "load_system",
-    "load_t2is_bench",
-    "print_report",
-    "save_generation_report",
-    "score_aesthetics",
-    "score_alignment",
-    "score_consistency",
-    "score_duplicates",
-    "score_edits",
-    "t2is_results",
+    "EditScore", "System", "add_results_to_card", "alignment_means", "consistency_means", "find_edits",
+    "find_image_sets", "find_leaks", "gedit_results", "generate_edits", "load_system", "load_t2is_bench",
+    "print_report", "save_generation_report", "score_aesthetics", "score_alignment", "score_consistency",
+    "score_duplicates", "score_edits", "t2is_results",
 ]  # fmt: skip
 
 # Lazy, so that the metrics come without torch
