@@ -85,7 +85,7 @@ class TestFormat:
     @pytest.mark.parametrize(
         "changes, message",
         [
-            ({"prompt": None}, "need `prompt`, but `dataset` has only the columns"),
+            ({"prompt": None}, "need `prompt`, but `dataset` has only"),
             ({"image": None}, "need `image` or `images`"),
             ({"images": [["a.png"]]}, "both `image` and `images`"),
             ({"image": ["a.png"]}, r'`dataset.cast_column\("image", datasets.Image\(\)\)`'),

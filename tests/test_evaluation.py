@@ -399,7 +399,7 @@ class TestBinary:
 
     def test_wrong_input(self):
         for function in (auroc, calibration_bins, expected_calibration_error):
-            with pytest.raises(ValueError, match="`scores` has 2 entries and `labels` has 1"):
+            with pytest.raises(ValueError, match="`scores` has 2 entries and `labels` 1"):
                 function([0.1, 0.2], [1])
             with pytest.raises(ValueError, match=r"`labels\[1\]` is 2, but must be 1"):
                 function([0.1, 0.2], [0, 2])
@@ -598,7 +598,7 @@ class TestEvaluateRankings:
             evaluate_rankings(ColorScorer(), rankings(), template="themes")
         scorer = ColorScorer()
         for dataset in (rankings().remove_columns("criteria"), rankings(criteria=[[]] * 8)):
-            with pytest.raises(ValueError, match="'A fox, number 0.' has no `criteria` for `template='criteria'`"):
+            with pytest.raises(ValueError, match="'A fox, number 0.' has no `criteria`. Use `template='theme'`"):
                 evaluate_rankings(scorer, dataset, template="criteria")
         with pytest.raises(ValueError, match=r"Rankings need the columns \['reference'\]"):
             evaluate_rankings(scorer, rankings().remove_columns("reference"))
@@ -756,7 +756,7 @@ class TestEvaluateEditReward:
         scorer = EditScorer()
         good = EDIT_ROWS[0]
         for rows, message in (
-            ([good, (("a", "b"), "color", "quality")], "`dimension` of row 1 is 'quality', but must be one of"),
+            ([good, (("a", "b"), "color", "quality")], "`dimension` of row 1 is 'quality', not one of"),
             ([(("a", "a"), "color", "overall")], r"`key` of row 0 is \['a', 'a'\], but must name two different"),
             ([(("a", "b", "c"), "color", "overall")], r"`key` of row 0 is \['a', 'b', 'c'\], but must name two"),
             (

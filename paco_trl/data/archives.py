@@ -49,9 +49,7 @@ def _extract(archive: Path) -> Path:
                 (ZipExtractor if is_zip else TarExtractor).extract(archive, partial)
                 partial.rename(folder)
             except _DAMAGE as error:
-                raise error_type(
-                    f"{archive} cannot be extracted ({error}). Download it again, or unpack it."
-                ) from error
+                raise error_type(f"{archive} cannot be read ({error}). Download it again, or unpack it.") from error
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder

@@ -31,9 +31,7 @@ def check_is_dataset(dataset: Any, name: str) -> None:
     from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
     if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
-        raise TypeError(
-            f'`{name}` is a `{type(dataset).__name__}` of the splits {list(dataset)}. Pass one: `dataset["train"]`.'
-        )
+        raise TypeError(f'`{name}` is a `{type(dataset).__name__}` of {list(dataset)}. Pass one: `dataset["train"]`.')
     if isinstance(dataset, IterableDataset):
         raise TypeError(f"`{name}` is an `IterableDataset`. It is checked first: load it without `streaming=True`.")
     if not isinstance(dataset, Dataset):
@@ -60,11 +58,6 @@ def check_image_column(
             f"The column `{column}` of `{name}` has the type {shorten(feature)}, but it must be {kind}. Convert it "
             f'(paths become images): `dataset.cast_column("{column}", {call})`.'
         )
-
-
-def check_image_list(dataset: "Dataset", column: str, name: str, decoded: bool = True) -> None:
-    """Check that a column holds lists of images, see [`check_image_column`]."""
-    check_image_column(dataset, column, name, decoded, is_list=True)
 
 
 def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> "Dataset":

@@ -28,9 +28,7 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
     if folder.is_file():
         raise ValueError(f"{str(path)!r} is a file, but a dataset is a directory. Give its directory.")
     if isinstance(path, Path) or is_local(path):
-        raise FileNotFoundError(
-            f"There is no directory {str(path)!r}. Check the path, or give the Hub id of a dataset."
-        )
+        raise FileNotFoundError(f"There is no directory {str(path)!r}. Check the path, or give a Hub id.")
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
@@ -93,9 +91,7 @@ def parse_json(text: str, where: str | Path) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(
-            f"{where} is not valid JSON ({error}). Correct or download it: a clone without Git LFS has pointers."
-        ) from error
+        raise ValueError(f"{where} is not valid JSON ({error}). Correct it, or download it with Git LFS.") from error
 
 
 def read_json_lines(path: Path) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from ..utils.text import shorten
-from .columns import check_image_column, check_image_list, check_is_dataset, column_types, list_lengths
+from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import dataset_of_rows, find_prompts, load_split, path_inside
 from .grids import pixels_sha256
 from .image_sets import check_row, read_json_rows
@@ -43,10 +43,8 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     Check that a dataset has the format of editing prompts, without opening its images ([`SourceImages`] does that).
 
     Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset.
-        name (`str`, *optional*, defaults to `"dataset"`):
-            Name of the dataset in errors.
+        dataset ([`~datasets.Dataset`]), name (`str`, *optional*, defaults to `"dataset"`):
+            The dataset, and its name in errors.
 
     Raises:
         TypeError: If it is not a [`~datasets.Dataset`].
@@ -63,13 +61,10 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
             hint = "Convert GEdit-Bench with `paco_trl.data.convert_gedit_bench(dataset)`."
         elif _is_sharegpt(names):
             hint = "Convert ShareGPT-4o-Image with `paco_trl.data.convert_sharegpt_4o_image(dataset, image_folder)`."
-        raise ValueError(
-            f"Editing prompts need {' and '.join(missing)}, but `{name}` has only the columns {names}. {hint}"
-        )
+        raise ValueError(f"Editing prompts need {' and '.join(missing)}, but `{name}` has only {names}. {hint}")
     if len(sources) == 2:
         raise ValueError(f'`{name}` has both `image` and `images`. Remove one: `dataset.remove_columns("image")`.')
-    check = check_image_column if sources == ["image"] else check_image_list
-    check(dataset, sources[0], name, decoded=False)
+    check_image_column(dataset, sources[0], name, decoded=False, is_list=sources == ["images"])
 
     plain = dataset.with_format(None)
     prompts = list(plain["prompt"])
@@ -280,15 +275,6 @@ def load_edit_prompts(
         FileNotFoundError: If `name_or_path` is a local path and does not exist.
         ValueError: If there is no such split, the rows are not editing prompts, an image is missing, or no row is
         left.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.data import load_edit_prompts
-
-    >>> benchmark = load_edit_prompts("stepfun-ai/GEdit-Bench")
-    >>> dataset = load_edit_prompts("ShareGPT-4o-Image/text_and_image_to_image.json", exclude=benchmark)
-    ```
     """
     path, shown = find_prompts(name_or_path, "editing prompts"), repr(str(name_or_path))
     if path.is_file():
@@ -297,9 +283,7 @@ def load_edit_prompts(
         dataset = load_split(name_or_path, split)
         if _is_sharegpt(dataset.column_names) and "prompt" not in dataset.column_names:
             if image_folder is None:
-                raise ValueError(
-                    f"{shown} has raw ShareGPT-4o-Image rows. Give the extracted images as `image_folder`."
-                )
+                raise ValueError(f"{shown} has raw ShareGPT-4o-Image rows. Give their images as `image_folder`.")
             needed = [name for name in ("input_prompt", "input_image", "output_image") if name in dataset.column_names]
             rows = dataset.with_format(None).select_columns(needed)
             dataset = convert_sharegpt_4o_image(rows, image_folder, max_images)

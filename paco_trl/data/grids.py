@@ -21,10 +21,8 @@ def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]
     Compute the size of one panel of a grid image.
 
     Args:
-        height (`int`), width (`int`):
-            Size of the image in pixels.
-        rows (`int`), cols (`int`):
-            Layout of the grid.
+        height (`int`), width (`int`), rows (`int`), cols (`int`):
+            Size of the image in pixels, and layout of the grid.
 
     Returns:
         `tuple[int, int]`: height and width of one panel.
@@ -54,10 +52,8 @@ def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:
     Split a grid image into its panels.
 
     Args:
-        image (`PIL.Image.Image`):
-            The grid.
-        rows (`int`), cols (`int`):
-            Layout of the grid.
+        image (`PIL.Image.Image`), rows (`int`), cols (`int`):
+            The grid and its layout.
 
     Returns:
         `list[PIL.Image.Image]`: the `rows * cols` panels, row by row from the upper left.

@@ -177,15 +177,6 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
 
     Raises:
         ValueError: If the texts would not parse into what was given.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.data import format_image_set_prompt
-
-    >>> format_image_set_prompt("A fox.", 1, 2, ["It sleeps.", "It runs."])
-    'TWO-PANEL Images with a 1x2 grid layout: A fox. [LEFT]:It sleeps. [RIGHT]:It runs.'
-    ```
     """
     if rows < 1 or cols < 1 or len(panels) != rows * cols:
         raise ValueError(f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Give {rows * cols}.")
@@ -335,9 +326,7 @@ def read_t2is_bench(folder: Path) -> "Dataset":
     )
     lacking = [name for name in cases if name not in criteria]
     if lacking:
-        raise ValueError(
-            f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of {len(cases)} cases, such as {lacking[0]!r}."
-        )
+        raise ValueError(f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of {len(cases)} cases: {lacking[0]!r}, ...")
     rows = []
     for name, case in cases.items():
         try:
@@ -353,9 +342,7 @@ def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]
     except AttributeError:
         listed = None
     if listed is None or not all(isinstance(entry["text"], str) for entry in listed):
-        raise ValueError(
-            f"its criteria in {_T2IS_CRITERIA} are {shorten(criteria)}, not dimension -> [{{name: text}}]."
-        )
+        raise ValueError(f"criteria in {_T2IS_CRITERIA} are {shorten(criteria)}, not dimension -> [{{name: text}}].")
     # Only `task_name_case_id` and `output_image_count` are named in the benchmark's code: the prompt is the text of a
     # case that describes a grid, else the longest one
     texts = sorted((text for text in case.values() if isinstance(text, str)), key=len, reverse=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.text import shorten
-from .columns import check_image_list, check_is_dataset, column_types, list_lengths
+from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import report_broken
 from .texts import is_text
 
@@ -198,7 +198,7 @@ def _check_columns(dataset: Any, name: str) -> None:
         )
     if dataset.format["type"] == "custom":
         raise ValueError(f"`{name}` has a transform of its own, which is not called. Apply it with `dataset.map`.")
-    check_image_list(dataset, "images", name)
+    check_image_column(dataset, "images", name, is_list=True)
 
 
 def iter_texts(dataset: "Dataset") -> Iterator[tuple[int, Any, Any]]:
@@ -215,10 +215,8 @@ def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
     Check that a dataset has the pair format, without reading its images; [`validate_pairs`] also decodes them.
 
     Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset.
-        name (`str`, *optional*, defaults to `"train_dataset"`):
-            Name of the dataset in errors.
+        dataset ([`~datasets.Dataset`]), name (`str`, *optional*, defaults to `"train_dataset"`):
+            The dataset, and its name in errors.
 
     Raises:
         TypeError: If it is not a [`~datasets.Dataset`].

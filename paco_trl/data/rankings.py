@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from .archives import ARCHIVE_PATTERNS, ImageFinder
-from .columns import check_image_column, check_image_list, check_is_dataset, column_types, list_lengths
+from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, read_json_lines, report_broken
 from .image_sets import CRITERIA_TYPE, criteria_list, parse_image_set_prompt
 from .pairs import make_pair, pair_features
@@ -34,10 +34,8 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
     Check that a dataset has the rankings format, without reading its images.
 
     Args:
-        dataset ([`~datasets.Dataset`]):
-            The dataset.
-        name (`str`, *optional*, defaults to `"dataset"`):
-            Name of the dataset in errors.
+        dataset ([`~datasets.Dataset`]), name (`str`, *optional*, defaults to `"dataset"`):
+            The dataset, and its name in errors.
 
     Raises:
         TypeError: If it is not a [`~datasets.Dataset`].
@@ -57,7 +55,7 @@ def check_ranking_types(dataset: "Dataset", name: str) -> None:
     if missing:
         raise ValueError(f"Rankings need the columns {missing}, but `{name}` has only {dataset.column_names}.")
     check_image_column(dataset, "reference", name)
-    check_image_list(dataset, "candidates", name)
+    check_image_column(dataset, "candidates", name, is_list=True)
 
 
 def is_order(ranking: Any, count: int) -> bool:

@@ -93,7 +93,5 @@ def _linear_layers(weights: dict[str, torch.Tensor], width: int, where: str) -> 
         layers.append(layer)
         width = rows
     if width != 1 or not layers:
-        raise ValueError(
-            f"The layers of {where} end in {width} numbers, not in one rating: {names or 'there are none'}."
-        )
+        raise ValueError(f"The layers of {where} end in {width} numbers, not one rating: {names or 'there are none'}.")
     return nn.Sequential(*layers).eval().requires_grad_(False)

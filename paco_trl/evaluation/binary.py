@@ -14,10 +14,8 @@ def auroc(scores: Sequence[float], labels: Sequence[int]) -> float:
     tie counts one half.
 
     Args:
-        scores (`Sequence[float]`):
-            Scores; higher = more consistent.
-        labels (`Sequence[int]`):
-            1 for a consistent pair, 0 for an inconsistent one.
+        scores (`Sequence[float]`), labels (`Sequence[int]`):
+            Scores, higher = more consistent; 1 for a consistent pair, 0 for an inconsistent one.
 
     Returns:
         `float`: the area, in [0, 1], 0.5 for chance; NaN without pairs of both classes.
@@ -38,10 +36,8 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
     Compute the reliability of probabilities: in bins of equal width, the mean score and the fraction of consistent pairs.
 
     Args:
-        scores (`Sequence[float]`):
-            Probabilities, P(Yes).
-        labels (`Sequence[int]`):
-            1 for a consistent pair, 0 for an inconsistent one.
+        scores (`Sequence[float]`), labels (`Sequence[int]`):
+            Probabilities, P(Yes); 1 for a consistent pair, 0 for an inconsistent one.
         num_bins (`int`, *optional*, defaults to `10`):
             Number of bins. Bin b has the scores in [b / num_bins, (b + 1) / num_bins); the last one also has 1.
 
@@ -91,14 +87,10 @@ def expected_calibration_error(scores: Sequence[float], labels: Sequence[int], n
 
 def _checked(scores: Sequence[float], labels: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     if len(scores) != len(labels):
-        raise ValueError(
-            f"`scores` has {len(scores)} entries and `labels` has {len(labels)}. Pass one of each per pair."
-        )
+        raise ValueError(f"`scores` has {len(scores)} entries and `labels` {len(labels)}. Pass one of each per pair.")
     for index, (score, label) in enumerate(zip(scores, labels, strict=True)):
         if score is None or not math.isfinite(score):
-            raise ValueError(
-                f"`scores[{index}]` is {score}, but must be a finite number. Score or leave out the pair."
-            )
+            raise ValueError(f"`scores[{index}]` is {score}, but must be a finite number. Leave the pair out.")
         if label not in (0, 1):
             raise ValueError(f"`labels[{index}]` is {label!r}, but must be 1 (consistent) or 0 (inconsistent).")
     return np.asarray(scores, dtype=float), np.asarray(labels, dtype=bool)

@@ -11,7 +11,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from tqdm.auto import tqdm
 
-from ..data.pairs import check_image_list, check_is_dataset, list_lengths
+from ..data.columns import check_image_column, check_is_dataset, list_lengths
 from ..data.questions import (
     edit_consistency_question,
     edit_following_question,
@@ -93,18 +93,6 @@ def evaluate_edit_reward(
         ValueError: If `protocol` is unknown, the dataset does not have this form, an image cannot be read (the error names
             the row), the file is of another run, or the scorer gives no finite score for a pair, or a negative one where
             `overall` needs it.
-
-    Example:
-
-    ```python
-    >>> from datasets import load_dataset
-    >>> from paco_trl import PaCoReward
-
-    >>> judge = PaCoReward.from_pretrained("X-GenGroup/PaCo-Reward-7B", device="cuda")
-    >>> dataset = load_dataset("EditScore/EditReward-Bench", split="train")
-    >>> results = evaluate_edit_reward(judge, dataset, output_path="results/paco-reward-7b-edit.jsonl")
-    >>> results["dimensions"]["consistency"]["strict"]["mean"]
-    ```
     """
     runs.check_scorer(scorer, protocol, batch_size)
     _check_rows(dataset)
@@ -136,29 +124,19 @@ def evaluate_edit_reward(
 
 
 def _check_rows(dataset: "Dataset") -> None:
-    from datasets import Image
-
     check_is_dataset(dataset, "dataset")
     missing = [name for name in (*TEXT_COLUMNS, *IMAGE_COLUMNS) if name not in dataset.column_names]
     if missing:
         raise ValueError(
-            f"`dataset` needs the columns {missing}, but has only {dataset.column_names}. Load `EditScore/EditReward-Bench`, or "
-            "rename the columns."
+            f"`dataset` needs the columns {missing}, but has only {dataset.column_names}. Load `EditScore/EditReward-Bench`."
         )
-    check_image_list(dataset, "output_images", "dataset")
-    kind = dataset.features["input_image"]
-    if not isinstance(kind, Image) or not kind.decode:
-        raise ValueError(
-            f"The column `input_image` of `dataset` has the type {kind}, but it must be an image. Convert it: "
-            '`dataset.cast_column("input_image", datasets.Image())`.'
-        )
+    check_image_column(dataset, "output_images", "dataset", is_list=True)
+    check_image_column(dataset, "input_image", "dataset")
     instruction_of: dict[str, str] = {}
     for index, row in enumerate(dataset.with_format(None).select_columns(list(TEXT_COLUMNS))):
         dimension, keys = row["dimension"], row["key"]
         if dimension not in QUESTIONS_OF:
-            raise ValueError(
-                f"`dimension` of row {index} is {dimension!r}, but must be one of {', '.join(QUESTIONS_OF)}."
-            )
+            raise ValueError(f"`dimension` of row {index} is {dimension!r}, not one of {', '.join(QUESTIONS_OF)}.")
         if len(keys) != 2 or keys[0] == keys[1]:
             raise ValueError(f"`key` of row {index} is {keys!r}, but must name two different edited images.")
         for key in keys:

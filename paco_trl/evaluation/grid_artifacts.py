@@ -42,10 +42,8 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
         period (`int`):
             Distance of the lines in pixels: the VAE's factor times the transformer's patch size, such as 8 x 2 = 16
             for FLUX.
-        rows (`int`, *optional*, defaults to `1`):
-            Rows of panels of an image set. What is within two pixels of a border between panels is left out.
-        cols (`int`, *optional*, defaults to `1`):
-            Columns of panels of an image set.
+        rows (`int`, *optional*, defaults to `1`), cols (`int`, *optional*, defaults to `1`):
+            Layout of an image set. What is within two pixels of a border between panels is left out.
 
     Returns:
         `float`: the score, at least -1. Infinite where pixels differ across the lines of the grid alone.

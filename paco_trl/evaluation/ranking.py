@@ -69,10 +69,8 @@ def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) ->
     that nothing is NaN.
 
     Args:
-        scores (`Sequence[float]`):
-            One score per item; higher = more consistent = better.
-        human_ranking (`Sequence[int]`):
-            Indices of the items, best first: a permutation of 0 to n - 1.
+        scores (`Sequence[float]`), human_ranking (`Sequence[int]`):
+            As in [`ranking_metrics`].
 
     Returns:
         `dict[str, float]`: `accuracy`, `kendall_tau`, `spearman_rho` and `top1_bottom1`.

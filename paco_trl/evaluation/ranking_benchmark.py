@@ -34,8 +34,7 @@ def questions_of_row(row: Mapping[str, Any], template: str) -> list[list[str]]:
     criteria = criteria_dict(row.get("criteria"))
     if not criteria:
         raise ValueError(
-            f"The row with the prompt {row['prompt']!r} has no `criteria` for `template='criteria'`. Use `template='theme'`, "
-            "or add the column."
+            f"The row with the prompt {row['prompt']!r} has no `criteria`. Use `template='theme'`, or add the column."
         )
     return [[criterion_question(text) for text in texts.values()] for texts in criteria.values()]
 
@@ -123,10 +122,7 @@ def evaluate_rankings(
     if template not in TEMPLATES:
         raise ValueError(f"`template` is {template!r}, but must be one of {', '.join(TEMPLATES)}.")
     if protocol == "published" and template != "plain":
-        raise ValueError(
-            f"`template` is {template!r}, but the published protocol asks the question of 'plain'. Leave `template` out, "
-            'or use `protocol="default"`.'
-        )
+        raise ValueError(f"`template` is {template!r}, but the published protocol asks that of 'plain'. Leave it out.")
     check_ranking_types(dataset, "dataset")
     dataset = dataset.with_format(None)  # plain Python values
     broken = find_broken_rankings(dataset, "dataset")

@@ -77,9 +77,7 @@ class ScorePairs:
                     "NaN where it could not be scored."
                 )
             if np.isinf(values).any():
-                raise ValueError(
-                    f"`{side}` has an infinite score of {reward!r}. Pass NaN for what could not be scored."
-                )
+                raise ValueError(f"`{side}` has an infinite score of {reward!r}. Pass NaN for a missing one.")
 
     def scored(self, reward: str) -> tuple[np.ndarray, np.ndarray, list[Hashable]]:
         """Select the pairs in which both images have a score of a reward."""
@@ -131,12 +129,8 @@ def resolution_transfer(
         pairs ([`ScorePairs`]):
             Scores of the same images at both resolutions, and their prompts. An image that lacks one of the two scores
             of a reward is left out for this reward.
-        confidence_level (`float`, *optional*, defaults to `0.95`):
-            Confidence level of the intervals.
-        n_resamples (`int`, *optional*, defaults to `2000`):
-            Number of resamples.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the resamples: the same scores give the same intervals.
+        confidence_level (`float`, *optional*, defaults to `0.95`), n_resamples (`int`, *optional*, defaults to `2000`), seed (`int`, *optional*, defaults to `0`):
+            Confidence level of the intervals, number and seed of the resamples.
 
     Returns:
         `list[ResolutionTransfer]`: one result per reward, in the order of `pairs.training`. A reward with fewer than 3
@@ -187,10 +181,8 @@ def transfer_warning(results: list[ResolutionTransfer], sides: Sides = RESOLUTIO
         lines.append(line)
     if not lines:
         return None
-    head = (
-        f"The scores of these rewards {sides.preposition} the {sides.training} say little about the {sides.inference} "
-    )
-    head += f"({sides.correlation}, with its interval over prompts):"
+    scores = f"The scores of these rewards {sides.preposition} the {sides.training}"
+    head = f"{scores} say little about the {sides.inference} ({sides.correlation}, with its interval over prompts):"
     return "\n".join([head, *lines, sides.advice])
 
 
