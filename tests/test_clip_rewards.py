@@ -144,8 +144,8 @@ class TestPickScoreReward:
         ("changes", "message"),
         [
             ({"prompts": ["a cat"]}, "`prompts` has 1 entries for 2 images. Pass one for each"),
-            ({"prompts": ["a cat", " "]}, "The prompt of completion 1 is ' ', but PickScore requires a text"),
-            ({"prompts": ["a cat", None]}, "The prompt of completion 1 is None, but PickScore requires a text"),
+            ({"prompts": ["a cat", " "]}, "The prompt of completion 1 is ' ', not a text for PickScore"),
+            ({"prompts": ["a cat", None]}, "The prompt of completion 1 is None, not a text for PickScore"),
             ({"completions": [noise(0), Image.new("RGB", (0, 8))]}, "Completion 1 has 0 x 8 pixels"),
             ({"panels": [["a"], ["b"]]}, "PickScore requires the column `panel_images`"),
             ({"panels": [["a"]], "panel_images": [[noise(0)]] * 2}, "`panels` has 1 entries for 2 images"),

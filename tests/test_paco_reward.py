@@ -403,7 +403,7 @@ class TestScoreImages:
     @pytest.mark.parametrize(
         ("images", "prompts", "message"),
         [
-            (noise(0), SHORT, "`images` is Image, not a list of images.*`score_images` takes a list"),
+            (noise(0), SHORT, r"`images` is Image, not a list of images. Pass `\[image\]`"),
             ("a.png", SHORT, "`images` is str, not a list"),
             (b"a", SHORT, "`images` is bytes, not a list"),
             ([noise(0), noise(1)], [SHORT], "1 questions for 2 images"),

@@ -151,16 +151,12 @@ def aggregate_rewards(
     if method not in AGGREGATION_METHODS:
         raise ValueError(f"`method` is {method!r}, but must be one of {', '.join(AGGREGATION_METHODS)}.")
     if rewards.dim() != 2 or 0 in rewards.shape:
-        raise ValueError(
-            f"`rewards` has shape {tuple(rewards.shape)}, but must be (N, K): one row per sample, one column "
-            "per reward."
-        )
+        raise ValueError(f"`rewards` has shape {tuple(rewards.shape)}, but must be (N, K), samples x rewards.")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # (N, K)
     weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)  # (K,)
     if weights.shape != rewards.shape[1:]:
         raise ValueError(
-            f"`weights` has shape {tuple(weights.shape)}, but `rewards` has {rewards.shape[1]} columns. Pass one "
-            "weight per reward."
+            f"`weights` has shape {tuple(weights.shape)} for {rewards.shape[1]} columns. Pass one weight per reward."
         )
     if not torch.isfinite(weights).all() or not weights.any():
         raise ValueError(f"`weights` is {weights.tolist()}, but must be finite and not all 0.")
@@ -177,9 +173,7 @@ def aggregate_rewards(
     if num_generations is None:
         if method == "normalize_then_sum" or optional.any():
             reason = "optional rewards require" if optional.any() else "`method='normalize_then_sum'` requires"
-            raise ValueError(
-                f"`num_generations` is None, but {reason} groups of `num_generations` consecutive rows. Pass it."
-            )
+            raise ValueError(f"`num_generations` is None, but {reason} groups of consecutive rows. Pass it.")
     elif num_generations < 1 or len(rewards) % num_generations != 0:
         raise ValueError(
             f"`num_generations` is {num_generations}, but it must be positive and divide the number of rows, "

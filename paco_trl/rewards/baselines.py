@@ -19,14 +19,6 @@ class ClipIScorer(ClipEmbedder):
     CLIP-I: cosine similarity of the CLIP embeddings of two images, in [-1, 1]. Questions are ignored.
 
     Arguments are those of [`~paco_trl.rewards.ClipTReward`].
-
-    Example:
-
-    ```python
-    >>> from paco_trl.evaluation import ClipIScorer
-
-    >>> ClipIScorer().score([(first, second)], ["Are the two images consistent?"])  # a list of one float
-    ```
     """
 
     reads_questions = False
@@ -164,14 +156,6 @@ class ClipIReward(PairSimilarityReward, ClipIScorer):
     reports an accuracy of .394 for it and of .449 for a judge.
 
     Arguments are those of [`ClipTReward`].
-
-    Example:
-
-    ```python
-    >>> from paco_trl.rewards import ClipIReward
-
-    >>> ClipIReward()(["A cat's day, in 2 panels."], [grid], panel_images=[[left, right]])  # a list of one float
-    ```
     """
 
     __name__ = "clip_i"

@@ -97,8 +97,7 @@ def check_panels(
     for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
         if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError(
-                f"`panels` of completion {index} is {texts!r}, but {metric} requires a text for each panel. Fill the "
-                "column in the dataset."
+                f"`panels` of completion {index} is {texts!r}, but {metric} requires a text for each panel. Fill it in."
             )
         if not images or len(images) != len(texts):
             raise ValueError(

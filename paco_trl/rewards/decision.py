@@ -48,9 +48,7 @@ def yes_probability(
     for token in (*yes, *no):
         # A server may round 0 to a little more
         if not logprobs.get(token, -math.inf) <= 1e-3:
-            raise ValueError(
-                f"The log-probability of {token!r} is {logprobs[token]}, but must be a number of at most 0."
-            )
+            raise ValueError(f"The log-probability of {token!r} is {logprobs[token]}, but must be at most 0.")
     log_yes, log_no = (
         float(np.logaddexp.reduce([logprobs.get(token, -math.inf) for token in tokens])) for tokens in (yes, no)
     )

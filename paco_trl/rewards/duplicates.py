@@ -49,23 +49,11 @@ class DuplicateReward:
     Args:
         threshold (`float`, *optional*, defaults to `0.9`):
             Similarity above which a pair counts as near-identical, in [0, 1).
-
-    Example:
-
-    ```python
-    >>> from paco_trl.rewards import DuplicateReward
-
-    >>> no_duplicates = DuplicateReward()
-    >>> no_duplicates(prompts=["A cat's day."], completions=[grid], panel_images=[[left, left]])
-    [0.0]
-    ```
     """
 
     def __init__(self, threshold: float = 0.9):
         if not 0 <= threshold < 1:
-            raise ValueError(
-                f"`threshold` is {threshold}, but must be at least 0 and below 1, the similarity of a panel and itself."
-            )
+            raise ValueError(f"`threshold` is {threshold}, but must be at least 0 and below 1, that of copies.")
         self.__name__ = "no_duplicates"  # names TRL's metrics, `rewards/no_duplicates/mean`
         self.threshold = threshold
 

@@ -31,15 +31,6 @@ class EditReward(JudgedReward):
     Args:
         model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`, *optional*), **kwargs:
             See [`ConsistencyReward`].
-
-    Example:
-
-    ```python
-    >>> from paco_trl.rewards import EditReward
-
-    >>> reward = EditReward("X-GenGroup/PaCo-Reward-7B", dtype="bfloat16")
-    >>> reward(["Paint the car red."], [edited], image=[source])  # a list of one float
-    ```
     """
 
     __name__ = "edit"  # names TRL's metrics, `rewards/edit/mean`

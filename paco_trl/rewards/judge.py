@@ -63,10 +63,7 @@ def named_images(group: ImageGroup, index: int) -> list[tuple[Hashable, ImageSou
 def single_images(images: list[ImageSource]) -> list[tuple[ImageSource]]:
     """Make groups of one image, for questions about single images."""
     if not isinstance(images, (list, tuple)):
-        raise ValueError(
-            f"`images` is {type(images).__name__}, not a list of images. `score_images` takes a list, "
-            "`[image]` for a single one."
-        )
+        raise ValueError(f"`images` is {type(images).__name__}, not a list of images. Pass `[image]` for one.")
     return [(image,) for image in images]
 
 
@@ -93,9 +90,7 @@ def one_question_each(
     """Repeat a single question `count` times, or check that there is one for each; refuse control tokens in them."""
     prompts = [prompts] * count if isinstance(prompts, str) else list(prompts)
     if len(prompts) != count:
-        raise ValueError(
-            f"{len(prompts)} questions for {count} {what}: `prompts` must be one text for all or one for each."
-        )
+        raise ValueError(f"{len(prompts)} questions for {count} {what}: `prompts` must be one text for all or each.")
     for index, prompt in enumerate(prompts):
         check_text(prompt, find_control(prompt), f"`prompts[{index}]`")
     return prompts

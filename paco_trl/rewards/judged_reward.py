@@ -43,9 +43,7 @@ class JudgedReward:
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
         if base_url is not None:
             if not isinstance(model, (str, Path)):
-                raise TypeError(
-                    f"`base_url` is for a served model, but {model!r} is already loaded. Pass one of the two."
-                )
+                raise TypeError(f"`base_url` is for a served model, but {model!r} is loaded. Pass one of the two.")
             model = ServedJudge(base_url, str(model), **kwargs)
             model.check()  # before anything else is loaded
         elif isinstance(model, (str, Path)):

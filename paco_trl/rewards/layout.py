@@ -45,16 +45,6 @@ class LayoutReward:
     rows) counts as a line. It scores lines, not panels: a mosaic of tiles has lines nearly everywhere.
 
     It has no model. Cost: about 3 ms for 512 x 512 pixels on one core.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.rewards import LayoutReward
-
-    >>> layout = LayoutReward()
-    >>> layout(prompts=["A cat's day, in 4 panels."], completions=[grid], rows=[2], cols=[2])
-    [1.0]
-    ```
     """
 
     __name__ = "layout"  # names TRL's metrics, `rewards/layout/mean`

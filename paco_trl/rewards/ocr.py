@@ -26,16 +26,6 @@ class OcrReward:
     package [rapidocr](https://github.com/RapidAI/RapidOCR), whose wheel contains the weights: nothing is downloaded.
     Both are under Apache-2.0. Compare scores of one version of rapidocr only. It requires `pip install
     "paco_trl[ocr]"`. Cost: it runs on the CPU, about 1 s for 512 x 512 pixels on two cores.
-
-    Example:
-
-    ```python
-    >>> from paco_trl.rewards import OcrReward
-
-    >>> ocr = OcrReward()
-    >>> ocr(prompts=["A shop with the sign 'Open'."], completions=[image], text=["Open"])
-    [1.0]
-    ```
     """
 
     __name__ = "ocr"  # names TRL's metrics, `rewards/ocr/mean`
@@ -46,9 +36,7 @@ class OcrReward:
         try:
             from rapidocr import RapidOCR
         except ImportError as error:
-            raise ImportError(
-                'OcrReward requires `rapidocr` and `onnxruntime`: pip install "paco_trl[ocr]".'
-            ) from error
+            raise ImportError('OcrReward requires `rapidocr` and onnxruntime: pip install "paco_trl[ocr]".') from error
         # Below "error" it logs its files, and each image without text
         self.engine: Callable = RapidOCR(params={"Global.log_level": "error"})
 

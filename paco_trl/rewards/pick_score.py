@@ -40,15 +40,6 @@ class PickScoreReward(ClipEmbedder):
             trained with.
         device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
             See [`ClipTReward`].
-
-    Example:
-
-    ```python
-    >>> from paco_trl.rewards import PickScoreReward
-
-    >>> pick_score = PickScoreReward()
-    >>> pick_score(prompts=["A cat wakes up."], completions=[image])  # a list of one float
-    ```
     """
 
     __name__ = "pick_score"  # names TRL's metrics, `rewards/pick_score/mean`
@@ -77,8 +68,7 @@ class PickScoreReward(ClipEmbedder):
             for index, prompt in enumerate(column_of(prompts, "prompts", len(completions), "PickScore")):
                 if not isinstance(prompt, str) or not prompt.strip():
                     raise ValueError(
-                        f"The prompt of completion {index} is {prompt!r}, but PickScore requires a text. Fill the column "
-                        "`prompt` in the dataset."
+                        f"The prompt of completion {index} is {prompt!r}, not a text for PickScore. Fill it in."
                     )
             images, texts = [[image] for image in completions], [[prompt] for prompt in prompts]
         else:

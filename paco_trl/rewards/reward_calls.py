@@ -88,10 +88,7 @@ def check_required(required: list | None, names: list[str], weights: torch.Tenso
     """Check which rewards are required (`None`: all); one of nonzero weight must be."""
     required = _one_each(required, True, "reward_required", names)
     if not any(is_required and weight != 0 for is_required, weight in zip(required, weights.tolist(), strict=True)):
-        raise ValueError(
-            f"`reward_required` is {required}, so no reward of nonzero weight is required, and a run could continue "
-            "without any. Make one required."
-        )
+        raise ValueError(f"`reward_required` is {required}: no reward of nonzero weight is required. Require one.")
     return required
 
 
@@ -137,9 +134,7 @@ def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
         raise RewardError(f"The reward '{name}' returned {rewards!r}, but must return a list of one value per image.")
     rewards = list(rewards)
     if len(rewards) != count:
-        raise RewardError(
-            f"The reward '{name}' returned {len(rewards)} values for {count} images, but must return one for each."
-        )
+        raise RewardError(f"The reward '{name}' returned {len(rewards)} values for {count} images, not one for each.")
     for index, reward in enumerate(rewards):
         with suppress(TypeError):  # of what is not a number
             if reward is None or math.isfinite(reward):

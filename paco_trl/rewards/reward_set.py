@@ -90,8 +90,7 @@ class RewardSet:
             return
         raise RewardError(
             f"{missing.sum().item()} of {len(missing)} evaluation images could not be scored, more than "
-            f"`max_excluded_images` = {ceiling:g} allows. {self.describe_missing(rewards)} Find out why, "
-            "or raise the limit."
+            f"`max_excluded_images` = {ceiling:g} allows. {self.describe_missing(rewards)} Find out why, or raise it."
         )
 
     def metrics(self, rewards: torch.Tensor, details: AggregationDetails, num_generations: int) -> dict[str, float]:
