@@ -199,7 +199,7 @@ class TestStages:
         options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 2}
         generated("grids", **options, seeds=[2, 1, 0], batch_size=3)
         generated("panels", num_workers=1)
-        with pytest.raises(ValueError, match="has other images now than those that were ranked"):
+        with pytest.raises(ValueError, match="has other images than those ranked"):
             generated("pairs", test_size=0.4)
         generated("rank")
         generated("pairs", test_size=0.4)

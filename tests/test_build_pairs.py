@@ -197,7 +197,9 @@ class TestAnnotations:
         assert len(read_annotations(annotation_files(tmp_path), instances)) == 2
         generated_again = tasks({"x": 3}).add_column("digest", ["new"])
         assert len(read_annotations([tmp_path / "ben.jsonl"], generated_again)) == 1  # it does not say of which images
-        with pytest.raises(ValueError, match=r"anna\.jsonl, line 1: the instance 'x' has other images now"):
+        with pytest.raises(
+            ValueError, match=r"anna\.jsonl, line 1: the instance 'x' has other images than those ranked"
+        ):
             read_annotations(annotation_files(tmp_path), generated_again)
 
     def test_a_digest_is_that_of_the_images_in_their_order(self, world, tmp_path):

@@ -423,13 +423,13 @@ class TestOwnFiles:
         [
             (
                 lambda criteria: criteria.pop("0011_0001"),
-                "lacks 1 of 2 cases, such as '0011_0001'",
+                "lacks 1 of 2 cases: '0011_0001'",
             ),
             (
                 lambda criteria: criteria["0011_0001"].update(Style=["ink"]),
-                "case '0011_0001': its criteria in prompt_consistency.json are .*ink",
+                "case '0011_0001': criteria in prompt_consistency.json are .*ink",
             ),
-            (lambda criteria: criteria["0011_0001"].update(Style=[{"a": 1}]), "case '0011_0001': its criteria in"),
+            (lambda criteria: criteria["0011_0001"].update(Style=[{"a": 1}]), "case '0011_0001': criteria in"),
             (lambda criteria: criteria.update({"0011_0001": ["ink"]}), "an object for each case"),
         ],
     )

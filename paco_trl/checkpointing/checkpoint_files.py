@@ -47,8 +47,7 @@ class StagedCheckpoint:
             shutil.rmtree(self.folder.parent, ignore_errors=True)  # frees its space
         raise RuntimeError(
             f"The checkpoint of step {self.step} could not be written to '{self.output_dir}' "
-            f"({'; '.join(problems)}). The checkpoints before it are complete. Make room there and resume with "
-            "`resume_from_checkpoint=True`."
+            f"({'; '.join(problems)}). Earlier ones are complete. Make room and resume (`resume_from_checkpoint=True`)."
         ) from problem
 
 

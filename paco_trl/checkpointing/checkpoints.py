@@ -133,9 +133,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         broken = incomplete_files(checkpoint)
         if broken:
             found = f"The checkpoint '{checkpoint}' is incomplete: {_name_some(broken)} missing or truncated."
-            raise ValueError(
-                f"{found} Pass another one, or `resume_from_checkpoint=True` for the latest complete one."
-            )
+            raise ValueError(f"{found} Pass another, or `resume_from_checkpoint=True` for the latest complete one.")
         return checkpoint
     for checkpoint in checkpoints_of(output_dir):
         broken = incomplete_files(checkpoint)
@@ -193,8 +191,7 @@ def check_resumed_run(
             )
         else:
             logger.warning(
-                f"'{checkpoint}' was made by {processes}: the same images are generated and trained, but sums are "
-                "rounded differently."
+                f"'{checkpoint}' was made by {processes}: the images are the same, but sums are rounded differently."
             )
     elif is_deepspeed != saved["is_deepspeed"]:
         raise ValueError(
@@ -202,9 +199,7 @@ def check_resumed_run(
             f"{'with' if is_deepspeed else 'without'} it: their optimizer states are not the same. Start it as before."
         )
     if different := _differences(saved.get("course", {}), settings):
-        logger.warning(
-            f"'{checkpoint}' is resumed with other settings, so the run is not the one it would have been:\n  {different}"
-        )
+        logger.warning(f"'{checkpoint}' is resumed with other settings, so this is another run:\n  {different}")
 
 
 def check_output_folder(output_dir: str | Path, identity: dict, settings: dict | None = None) -> None:

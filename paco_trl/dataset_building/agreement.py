@@ -97,10 +97,8 @@ def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -
     Find the annotators who answer too few gold questions right.
 
     Args:
-        report (`Mapping`):
-            From [`agreement_report`], with gold questions.
-        min_gold_agreement (`float`):
-            The least `gold_agreement`, from 0 to 1.
+        report (`Mapping`), min_gold_agreement (`float`):
+            From [`agreement_report`], with gold questions; the least `gold_agreement`, from 0 to 1.
 
     Returns:
         `list[str]`: those below it, without those who saw no gold question.

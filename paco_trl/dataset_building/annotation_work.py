@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose which instance an annotator ranks next, in which order its candidates are shown, and save the rankings."""
 
-import hashlib
 import itertools
-import json
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -23,6 +21,7 @@ from .annotations import (
     ranks_of_record,
     read_annotations,
 )
+from .split import keyed_hash
 
 
 if TYPE_CHECKING:
@@ -34,21 +33,16 @@ GOLD_EVERY = 10
 _DIMENSIONS = ["identity", "style", "logic"]
 
 
-def _number(*key: str | int) -> int:
-    # A hash, not a random number: the same after a restart and in every tab, and different between annotators. As JSON,
-    # so that ("a", "bc") and ("ab", "c") are two keys
-    return int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest(), "big")
-
-
 def shown_order(annotator: str, instance: str, count: int) -> list[int]:
     """Return the order in which the candidates of an instance are shown."""
-    return sorted(range(count), key=lambda index: _number("candidate", annotator, instance, index))
+    # By a hash: the same after a restart and in every tab, and different between annotators
+    return sorted(range(count), key=lambda index: keyed_hash("candidate", annotator, instance, index))
 
 
 def is_gold_turn(annotator: str, number: int) -> bool:
     """Tell whether an annotator's next instance is a gold question: one in each ten, at a changing place."""
     block, place = divmod(number, GOLD_EVERY)
-    return place == _number("gold", annotator, block) % GOLD_EVERY
+    return place == keyed_hash("gold", annotator, block) % GOLD_EVERY
 
 
 def next_instance(
@@ -62,7 +56,7 @@ def next_instance(
     """Choose what an annotator ranks next: what has the fewest rankings, in an order of their own."""
 
     def key(name: str) -> tuple[int, int]:
-        return counts.get(name, 0), _number("instance", annotator, name)
+        return counts.get(name, 0), keyed_hash("instance", annotator, name)
 
     left = [name for name in names if name not in done and counts.get(name, 0) < annotations_per_instance]
     left_gold = [name for name in gold if name not in done] if is_gold_turn(annotator, len(done)) else []

@@ -41,20 +41,11 @@ _REMEDY = "Nothing was imported. Correct the file and try again."
 
 
 class Annotation(NamedTuple):
-    """
-    Ranking of one instance by one annotator.
+    """Ranking of one instance by one annotator."""
 
-    Attributes:
-        annotator (`str`):
-            Name of the annotator.
-        instance (`str`):
-            Id of the ranking instance.
-        ranks (`tuple[int, ...]` or `None`):
-            Rank of each candidate: 1 is the most consistent, equal ranks are tied. `None` for a skipped instance.
-    """
-
-    annotator: str
-    instance: str
+    annotator: str  # name of the annotator
+    instance: str  # id of the ranking instance
+    # Rank of each candidate: 1 is the most consistent, equal ranks are tied. `None` for a skipped instance
     ranks: tuple[int, ...] | None
 
 
@@ -170,10 +161,8 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
     Read annotations, and check each of them.
 
     Args:
-        paths (`Iterable[str | Path]`):
-            Files of annotations.
-        instances ([`~datasets.Dataset`]):
-            The ranking instances, with `id` and `candidates`.
+        paths (`Iterable[str | Path]`), instances ([`~datasets.Dataset`]):
+            Files of annotations; the ranking instances, with `id` and `candidates`.
 
     Returns:
         `list[Annotation]`: the last one of each annotator and instance, ordered by annotator and instance.
@@ -196,9 +185,7 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
                     raise ValueError(f"there is no instance {shorten(instance)}; the first is {next(iter(counts))!r}.")
                 images = digests.get(instance, {}).get("digest")
                 if images is not None and record.get("digest", images) != images:
-                    raise ValueError(
-                        f"the instance {instance!r} has other images now than those that were ranked. Rank again."
-                    )
+                    raise ValueError(f"the instance {instance!r} has other images than those ranked. Rank again.")
                 ranks = ranks_of_record(record, counts[instance])
             except ValueError as error:
                 raise ValueError(f"{place}: {error} {_REMEDY}") from error
@@ -211,10 +198,8 @@ def append_annotation(folder: str | Path, record: Mapping[str, Any]) -> None:
     Save one annotation in the file of its annotator, flushed to disk.
 
     Args:
-        folder (`str` or `Path`):
-            Directory of the annotations.
-        record (`Mapping`):
-            The record. Fields other than `annotator`, `instance` and the ranking are kept and not read.
+        folder (`str` or `Path`), record (`Mapping`):
+            Directory of the annotations; the record. Fields other than `annotator`, `instance` and the ranking are kept and not read.
 
     Raises:
         ValueError: If the annotator's name cannot be used.
@@ -227,10 +212,8 @@ def annotation_files(folder: str | Path, annotators: Sequence[str] | None = None
     Find the files of annotations in a directory.
 
     Args:
-        folder (`str` or `Path`):
-            The directory.
-        annotators (`Sequence[str]`, *optional*):
-            Names of the annotators; all if `None`.
+        folder (`str` or `Path`), annotators (`Sequence[str]`, *optional*):
+            The directory, and names of the annotators; all if `None`.
 
     Returns:
         `list[Path]`: the files, by name.
@@ -314,10 +297,8 @@ def export_annotations(annotations: Iterable[Annotation], path: str | Path) -> N
     Write annotations for other tools; [`import_annotations`] reads them.
 
     Args:
-        annotations (`Iterable[Annotation]`):
-            The annotations.
-        path (`str` or `Path`):
-            The file, `.csv` or `.json`.
+        annotations (`Iterable[Annotation]`), path (`str` or `Path`):
+            The annotations; the file, `.csv` or `.json`.
 
     Raises:
         ValueError: If there are no annotations, or the file has another suffix.

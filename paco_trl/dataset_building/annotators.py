@@ -77,10 +77,8 @@ def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None)
     Return the kind of each annotator: people, a judge, or the construction.
 
     Args:
-        folder (`str` or `Path`):
-            Directory of the annotations.
-        annotators (`Sequence[str]`, *optional*):
-            Names of the annotators; all if `None`.
+        folder (`str` or `Path`), annotators (`Sequence[str]`, *optional*):
+            Directory of the annotations, and names of the annotators; all if `None`.
 
     Returns:
         `dict[str, str]`: `"people"`, `"judge"` (its annotations have scores) or `"automatic"`, by name.

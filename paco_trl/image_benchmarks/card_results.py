@@ -42,13 +42,6 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     Raises:
         FileNotFoundError: If there is no card.
         ValueError: If no system is the tuned one, or the card's `model-index` cannot be read.
-
-    Example:
-
-    ```python
-    >>> add_results_to_card("paco-flux", results)
-    PosixPath('paco-flux/README.md')
-    ```
     """
     card_path = check_card(card_path)
     results = content.public_results(results)

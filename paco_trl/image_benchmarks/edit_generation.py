@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.columns import column_types
 from ..data.edit_prompts import check_edit_columns
 from ..data.source_images import SourceImages
 from ..utils.files import file_name
@@ -75,8 +76,7 @@ def generate_edits(
             read; `seed` is invalid; the pipeline takes no image, prompt or generator, or not so many sources.
     """
     from accelerate import PartialState
-    from datasets import Dataset, Features, Value
-    from datasets import Image as ImageFeature
+    from datasets import Dataset
 
     if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
         raise ValueError(f"`seed` is {seed!r}. It must be an int from 0 to {_LARGEST_SEED}.")
@@ -101,8 +101,8 @@ def generate_edits(
     columns = {"id": [row["id"] for row in rows], "seed": [seed] * len(rows)}
     columns["image"] = [str(path) for of_row in paths for path in of_row.values()]
     columns |= {"language": [row["language"] for row in rows]} if has_language else {}
-    kinds = {"id": Value("string"), "seed": Value("int64"), "image": ImageFeature(), "language": Value("string")}
-    dataset = Dataset.from_dict(columns, features=Features({name: kinds[name] for name in columns}))
+    kinds = {"id": "string", "seed": "int64", "image": "image", "language": "string"}
+    dataset = Dataset.from_dict(columns, features=column_types(**{name: kinds[name] for name in columns}))
     state = PartialState()
     if state.is_main_process:
         warn_of_flat(flat, len(keys), "edits")
@@ -115,10 +115,10 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
     """
     Find the edited image of each prompt, by its id.
 
-    The name of a file without its extension must be the id, plain or as [`generate_edits`] writes it. Searched are `<folder>/<language>/`, `<folder>/images/<language>/` (where [`generate_edits`] writes) and
-    `<folder>/fullset/<task_type>/<language>/` (the layout of GEdit-Bench's own script), or the same without `<language>`
-    if the prompts have no such column. Copies of sources, `<id>_SRCIMG`, which the benchmark's own example writes, are
-    skipped.
+    The name of a file without its extension must be the id, plain or as [`generate_edits`] writes it. Searched are
+    `<folder>/<language>/`, `<folder>/images/<language>/` ([`generate_edits`]) and `<folder>/fullset/<task_type>/<language>/`
+    (GEdit-Bench's own script), without `<language>` if there is no such column. `<id>_SRCIMG`, its copies of sources,
+    are skipped.
 
     Args:
         folder (`str` or `Path`):
@@ -162,9 +162,7 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
                 taken.update(new, images.get((place, stem + _SOURCE_COPY), []))
     for key, paths in found.items():
         if len(paths) > 1:
-            raise ValueError(
-                f"{paths[0]} and {paths[1]} are both named as the edit of {key!r}. Keep the one that is to be scored."
-            )
+            raise ValueError(f"{paths[0]} and {paths[1]} are both named as the edit of {key!r}. Keep one of them.")
     sets = {
         key: ImageSet(key, row["id"], 0, 1, 1, (found[key][0] if found[key] else None,))
         for key, row in zip(keys, rows, strict=True)
@@ -180,9 +178,7 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
 
     if not any(found.values()):
         first = f"; the first is {unknown[0]}" if unknown else ""
-        raise ValueError(
-            f"None of the {len(unknown)} images found in {folder} belongs to a prompt{first}. {looked_for(rows[0])}"
-        )
+        raise ValueError(f"None of {len(unknown)} images in {folder} is of a prompt{first}. {looked_for(rows[0])}")
     missing = [key for key in keys if not found[key]]
     if missing and is_main_process:
         example = looked_for(rows[keys.index(missing[0])])
@@ -207,9 +203,7 @@ def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -
         )
     height, width = call_arguments.get("height"), call_arguments.get("width")
     if (height is None) != (width is None):
-        raise ValueError(
-            f"`height` is {height} and `width` {width}. Give both, or neither for the size of the row or source."
-        )
+        raise ValueError(f"`height` is {height} and `width` {width}. Give both, or neither for the row's or source's.")
 
 
 def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str]) -> None:

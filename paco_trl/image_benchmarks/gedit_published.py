@@ -48,9 +48,7 @@ def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
     missing = [name for names in _PARTS.values() for name in names if name not in texts]
     if missing:
         missing = " and ".join(dict.fromkeys(missing))
-        raise ValueError(
-            f"{path} has no text {missing}. Clone the version of the benchmark that the protocol repeats."
-        )
+        raise ValueError(f"{path} has no text {missing}. Clone the version that the protocol repeats.")
     prompts = {kind: "\n".join(texts[name] for name in names) for kind, names in _PARTS.items()}
     if PLACEHOLDER not in prompts["semantic"]:
         raise ValueError(f"The prompt in {path} has no {PLACEHOLDER}: the judge would not know what was to be done.")

@@ -96,10 +96,8 @@ class FoundImages:
         """Refuse missing images."""
         some = []
         for key, numbers in self.missing.items():
-            has_none = len(numbers) == self.sets[key].num_panels
-            some.append(
-                f"{key} ({'all' if has_none else 'panel ' + ', '.join(str(number + 1) for number in numbers)})"
-            )
+            listed = f"panel {', '.join(str(number + 1) for number in numbers)}"
+            some.append(f"{key} ({'all' if len(numbers) == self.sets[key].num_panels else listed})")
         if some:
             raise ValueError(
                 f"{len(some)} of {len(self.sets)} sets lack images: {'; '.join(some[:10])}{'; ...' * (len(some) > 10)}. "
@@ -174,10 +172,7 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
         sets[key] = ImageSet(key, row["id"], 0, row["rows"], row["cols"], of_prompt)
     unknown = [path.name for path in files if path not in found]
     if unknown and _is_main_process():
-        logger.warning(
-            f"{len(unknown)} of {len(files)} images in {folder} belong to no prompt of the benchmark and are left out: "
-            f"{some_of(unknown)}."
-        )
+        logger.warning(f"{len(unknown)} of {len(files)} images in {folder} belong to no prompt: {some_of(unknown)}.")
     return _checked(FoundImages(sets, unknown), benchmark)
 
 
@@ -222,9 +217,7 @@ def _files_of(row: dict, name: str, images: dict[int | None, list[Path]], start:
     """Return the grid of a prompt (number `None`), or its panels."""
     for paths in images.values():
         if len(paths) > 1:
-            raise ValueError(
-                f"{paths[0]} and {paths[1].name} are the same image of {name!r} in two formats. Keep one."
-            )
+            raise ValueError(f"{paths[0]} and {paths[1].name} are one image of {name!r} in two formats. Keep one.")
     found, count = {number: paths[0] for number, paths in images.items()}, row["rows"] * row["cols"]
     numbers = sorted(number for number in found if number is not None)
     if not numbers:
@@ -298,18 +291,14 @@ def load_image_file(path: Path, convert: Callable[["Image"], "Image"] | None = N
             image.load()
             return to_rgb(image, str(path)) if convert is None else convert(image)
     except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read to its end ({error}). Replace it. Finished scores are kept."
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error}). Replace it. Finished scores are kept.") from error
 
 
 def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> list[Path]:
     """Write each panel under the name that the benchmark's own script expects, `<case id or id>_<number>.png`."""
     seeds = {one.seed for one in found.sets.values()}
     if len(seeds) > 1:
-        raise ValueError(
-            f"There are {len(seeds)} seeds, but the names of panel files have no place for one. Generate with one seed."
-        )
+        raise ValueError(f"There are {len(seeds)} seeds, but names of panel files have no place for one. Use one.")
     names = {row["id"]: row.get("case_id") or row["id"] for row in _layouts(benchmark)}
     written = []
     for one in found.sets.values():

@@ -43,12 +43,8 @@ def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[
     as words.
 
     Args:
-        training (`Sequence[str]`):
-            Training prompts.
-        benchmark (`Sequence[str]`):
-            Prompts of the benchmark.
-        ids (`Sequence[str]`):
-            Their ids, each of which is of one prompt.
+        training (`Sequence[str]`), benchmark (`Sequence[str]`), ids (`Sequence[str]`):
+            Training prompts; prompts of the benchmark; their ids, each of which is of one prompt.
 
     Returns:
         `dict[str, Any]`: `num_training_prompts`; `exact` and `near`, a list of `id`, `training_row`, `text` (of the

@@ -140,10 +140,7 @@ def score_alignment(
     """
     _check_has(judge, "score_images", "`score_images(images, prompts)`")
     if "alignment" not in benchmark.column_names:
-        raise ValueError(
-            "The benchmark has no column `alignment`. Load it with the benchmark's prompt_alignment.json: "
-            "`load_t2is_bench(..., alignment_file=...)`."
-        )
+        raise ValueError("The benchmark has no `alignment`: load it with `load_t2is_bench(..., alignment_file=...)`.")
 
     def prepare(one: ImageSet, row: dict) -> Prepared:
         panels = list(zip(one.panels(), alignment_texts(row), strict=True))
@@ -287,9 +284,7 @@ def _score(
 
 def _check_has(scorer: Any, method: str, described: str) -> None:
     if not callable(getattr(scorer, method, None)) or not isinstance(getattr(scorer, "name", None), str):
-        raise TypeError(
-            f"The scorer is a {type(scorer).__name__}, but must have a method {described} and a `name` (str)."
-        )
+        raise TypeError(f"The scorer is a {type(scorer).__name__}, but must have a method {described} and a `name`.")
 
 
 def _probabilities(judge: Any, method: Callable, questions: list[tuple[Any, str]]) -> list[float | None]:
@@ -297,9 +292,7 @@ def _probabilities(judge: Any, method: Callable, questions: list[tuple[Any, str]
     scores = _checked_scores(judge, method(list(images), list(texts)), len(questions))
     for score, text in zip(scores, texts, strict=True):
         if score is not None and not 0 <= score <= 1:
-            raise ValueError(
-                f"{judge.name!r} gave {score} for the question {text!r}, which is not a probability of Yes."
-            )
+            raise ValueError(f"{judge.name!r} gave {score} for the question {text!r}: not a probability of Yes.")
     return scores
 
 
@@ -307,9 +300,7 @@ def _checked_scores(scorer: Any, scores: Any, count: int) -> list[float | None]:
     # NaN is what many scorers give for what they cannot score
     scores = [None if score is None or math.isnan(score) else float(score) for score in scores]
     if len(scores) != count:
-        raise ValueError(
-            f"{scorer.name!r} gave {len(scores)} scores for {count} questions, but must give one for each, or `None`."
-        )
+        raise ValueError(f"{scorer.name!r} gave {len(scores)} scores for {count} questions: give one or `None` each.")
     for score in scores:
         if score is not None and math.isinf(score):
             raise ValueError(f"{scorer.name!r} gave {score}, which has no mean. Fix the scorer.")

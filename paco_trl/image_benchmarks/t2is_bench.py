@@ -78,9 +78,7 @@ def load_t2is_bench(
     for row, (name, rows, cols, criteria) in enumerate(zip(*columns, strict=True)):
         if not isinstance(name, str) or not name or name in seen:
             also = f", which row {seen[name]} has too" if name in seen else ""
-            raise ValueError(
-                f"The `id` of row {row} is {name!r}{also}. Images and scores are found by ids: give each row its own."
-            )
+            raise ValueError(f"The `id` of row {row} is {name!r}{also}. Images are found by it: give each its own.")
         seen[name] = row
         if rows * cols < 2:
             raise ValueError(f"The prompt {name!r} asks for one panel, which has none to be consistent with.")
