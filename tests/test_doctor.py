@@ -7,25 +7,24 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from accelerate import init_empty_weights
-from diffusers import FluxTransformer2DModel
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import T5Config, T5EncoderModel
 
 import launching
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import COMMANDS, main
-from paco_trl.commands.memory import estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
+from paco_trl.commands.memory import ImagePlan, peak
+from paco_trl.commands.memory_check import memory_row, parse_memory
 from paco_trl.data import demo_prompts_path
-from paco_trl.rollout import FlowMatchSDEScheduler, FluxFamily
+from paco_trl.rollout import FlowMatchSDEScheduler
 
 
 ROOT = Path(__file__).parent.parent
@@ -110,6 +109,12 @@ def examine(make_arguments, monkeypatch):
             return {row.check: row for row in doctor.examine(make_arguments(**changes), Console(quiet=True))}
 
     return run
+
+
+@pytest.fixture
+def tiny_plan(make_trainer, prompts, tiny_flux) -> ImagePlan:
+    """The plan of the settings of `make_trainer`."""
+    return ImagePlan(str(tiny_flux), make_trainer().args, LoraConfig(r=4, lora_alpha=8), prompts)
 
 
 def generator_of(trainer) -> doctor.SampleGenerator:
@@ -387,10 +392,9 @@ class TestAllWeights:
         effect = float(re.search(r"change the last latents by (\d\S*)\. ", finding["saved files"])[1])
         assert effect > 1e-3
         assert "differ by 0 with `FluxTransformer2DModel.from_pretrained`" in finding["saved files"]
-        assert "trained weights" in finding["memory"]
-        assert "average" in finding["memory"]
-        assert ("reference (`beta` > 0)" in finding["memory"]) == (beta > 0)
-        assert ("bfloat16 copies under autocast" in finding["memory"]) == bf16
+        shown = "".join(rows["memory"].table.columns[3]._cells)
+        assert "trained weights" in shown and "average" in shown
+        assert ("reference" in shown) == (beta > 0)
 
     def test_files_that_are_not_what_was_trained(self, examine, monkeypatch):
         save = doctor.save_transformer
@@ -550,153 +554,64 @@ class TestOutputFolder:
 
 
 class TestMemory:
-    def test_all_weights(self):
-        # Only buffers are frozen
-        estimate = estimate_memory(8, 1000, 500, 200, 70, has_ema=True, reference_bytes=2008, autocasts_weights=True)
-        assert (estimate.transformer, estimate.trained, estimate.reference, estimate.autocast) == (8, 4000, 2008, 2000)
-        always = 8 + 4000 + 2008 + 8000 + 4000 + 70
-        assert estimate.training == always + 4000 + 2000
-        assert estimate.generation == always + 2000 + 200
-        assert estimate.encoding == always + 500
-        # bf16 with float32 masters
-        divided = estimate_memory(
-            8, 1000, 500, 200, 70, num_processes=2, zero_stage=3, trained_element_size=2, reference_bytes=2008
-        )
-        assert (divided.transformer, divided.trained, divided.reference) == (4, 1000 + 2000, 1004)
-        assert (divided.gradients, divided.optimizer, divided.gathered) == (2000, 4000, 8 + 2000)
-
     @pytest.mark.parametrize(
-        "optim, expected, is_8bit",
-        [
-            ("adamw_torch_fused", "AdamW", False),
-            ("adafactor", "counted as AdamW", False),
-            ("adamw_bnb_8bit", "counted as AdamW", True),
-            ("paged_lion_8bit", "counted as AdamW", True),
-        ],
+        "optim, is_8bit", [("adafactor", False), ("adamw_bnb_8bit", True), ("adamw_torch_fused", None)]
     )
-    def test_what_the_optimizer_is_counted_as(self, optim, expected, is_8bit):
-        text = doctor._describe_optimizer(optim)
-        assert expected in text
-        assert (optim in text) == (text != "AdamW")
-        assert ("8-bit: a quarter of the states" in text) == is_8bit
+    def test_the_row_names_an_optimizer_that_is_not_adamw(self, tiny_plan, optim, is_8bit):
+        tiny_plan.args.optim = optim
+        finding = memory_row(tiny_plan, None).finding
+        assert (f"The optimizer `{optim}` is counted as AdamW in float32" in finding) == (is_8bit is not None)
+        assert ("8-bit: a quarter of the states" in finding) == bool(is_8bit)
 
-    def test_the_row_names_the_optimizer(self, examine):
-        rows = examine("memory", optim="adafactor")
-        assert verdicts(rows) == healthy("memory")
-        assert "optimizer (`adafactor`, counted as AdamW in float32) " in rows["memory"].finding
+    @pytest.mark.parametrize("total, verdict", [(None, "ok"), (1.2, "ok"), (1.05, "warning"), (0.95, "failed")])
+    def test_verdict(self, tiny_plan, total, verdict):
+        needed = peak(tiny_plan.phases(tiny_plan.setting()))
+        row = memory_row(tiny_plan, None if total is None else int(total * needed))
+        assert row.verdict == verdict
+        assert bool(row.advice) == (verdict != "ok")
+        assert ("The largest micro-batch that fits: " in row.finding) == (total == 1.2)
+        assert row.table.row_count == 7
 
-    def test_weights(self):
-        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).to(torch.bfloat16)
-        model[1].requires_grad_(False)
-        # Linear 3 x 5 + 5; norm 5 + 5, with two averages of 5 in bf16 and a counter of 8 bytes
-        assert weights_bytes(model) == 2 * 20 + 2 * 10 + 2 * 10 + 8
-        assert weights_bytes(model, trainable=True) == 2 * 20
-        assert weights_bytes(model, trainable=False) == 2 * 10 + 2 * 10 + 8
-
-    def test_without_deepspeed(self):
-        estimate = estimate_memory(1000, 10, 500, 200, 70)
-        assert (estimate.transformer, estimate.trained, estimate.gradients, estimate.optimizer) == (1000, 40, 40, 80)
-        assert estimate.training == 1000 + 40 + 40 + 80 + 70
-        assert estimate.generation == 1000 + 40 + 80 + 70 + 200
-        assert estimate.encoding == 1000 + 40 + 80 + 70 + 500
-        assert estimate.peak == estimate.encoding
-        averaged = estimate_memory(1000, 10, 500, 200, 70, has_ema=True)
-        assert averaged.ema == 40
-        for phase in ("training", "generation", "encoding", "peak"):
-            assert getattr(averaged, phase) == getattr(estimate, phase) + 40
-        # Every process of DDP has all of it
-        assert estimate_memory(1000, 10, 500, 200, 70, num_processes=4) == estimate
-
-    @pytest.mark.parametrize(
-        "stage, transformer, adapter, gradients, optimizer, gathered",
-        [
-            (0, 1000, 2 * 10 + 4 * 10, 40, 80, 0),
-            (1, 1000, 2 * 10 + 4 * 10 // 2, 40, 40, 0),
-            (2, 1000, 2 * 10 + 4 * 10 // 2, 20, 40, 0),
-            (3, 500, 2 * 10 // 2 + 4 * 10 // 2, 20, 40, 1000 + 2 * 10),
-        ],
-    )
-    def test_deepspeed_divides_by_stage(self, stage, transformer, adapter, gradients, optimizer, gathered):
-        settings = {"num_processes": 2, "zero_stage": stage, "trained_element_size": 2}
-        estimate = estimate_memory(1000, 10, 0, 0, 0, **settings)
-        assert (estimate.transformer, estimate.trained) == (transformer, adapter)
-        assert (estimate.gradients, estimate.optimizer, estimate.gathered) == (gradients, optimizer, gathered)
-        assert estimate_memory(1000, 10, 0, 0, 0, **settings, gathers_for_rollout=False).gathered == 0
-        averaged = estimate_memory(1000, 10, 0, 0, 0, **settings, has_ema=True)
-        assert averaged.ema == (20 if stage == 3 else 40)
-
-    @pytest.mark.parametrize(
-        "total, verdict", [(None, "ok"), (3000, "ok"), (1700, "warning"), (1391, "warning"), (1389, "failed")]
-    )
-    def test_verdict(self, total, verdict):
-        estimate = estimate_memory(1000, 10, 500, 200, 70)
-        assert (estimate.generation, estimate.training, estimate.encoding) == (1390, 1230, 1690)
-        found, advice = doctor._fits(estimate, total)
-        assert found == verdict
-        assert bool(advice) == (verdict != "ok")
-
-    def test_the_buffer_is_what_the_policy_records(self, make_trainer):
-        trainer = make_trainer(sde_steps=[0, 2])
-        generator = generator_of(trainer)
-        generator.prepare()
-        generated = generator.generate(count=4, sde=generator.sde_settings(0.7))
-        assert len(generated.records) == 2
-        embeddings = generator.fetch().encoded[generator.number].place("cpu")
-        latent = latent_elements(
-            32, 32, trainer.pipeline.vae_scale_factor, trainer.pipeline.vae.config.latent_channels
+    @pytest.mark.parametrize("trainer", ["grpo", "nft"])
+    def test_another_card_is_planned_without_weights(self, make_arguments, tiny_flux, tmp_path, trainer):
+        configs = shutil.copytree(tiny_flux, tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors"))
+        changes = {"sde_steps": None} if trainer == "nft" else {}
+        arguments = make_arguments(
+            model_name_or_path=str(configs), rewards=["consistency"], judge_url="http://x/v1", **changes
         )
-        assert generated.latents[0].numel() == latent
-        prompt = sum(tensor.numel() for tensor in embeddings.values())
-        expected = rollout_buffer_bytes(4, 2, latent, 1, prompt)
-        assert expected == 4 * (2 * 4 * 2 * latent + prompt)
-        assert rollout_buffer_bytes(4, 2, latent, 1, prompt, latents_per_step=3) == expected + 4 * 4 * 2 * latent
-        tensors = [
-            t for r in generated.records for call in r.calls for t in call.values() if isinstance(t, torch.Tensor)
-        ]
-        tensors += [tensor for r in generated.records for tensor in (r.sample, r.prev_sample)]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        # Beside them only what is small: positions, timesteps, guidance
-        assert expected <= sum(storages.values()) < 1.3 * expected
+        if trainer == "nft":
+            settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
+            del settings["sde_steps"]
+            (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+        arguments += ["--device_memory", "24GiB", "--trainer", trainer]
+        rows = {row.check: row for row in doctor.examine(arguments, Console(quiet=True))}
+        assert rows["memory"].verdict == "ok" and "The device has 24.0 GiB" in rows["memory"].finding
+        assert rows["rewards"].verdict == rows["model and adapter"].verdict == "skipped"
+        assert "no weights are loaded" in rows["model and adapter"].finding
 
-    def test_flux_dev(self):
-        """The defaults of FluxTransformer2DModel are FLUX.1-dev's, but for the guidance. Nothing is allocated."""
-        with init_empty_weights():
-            transformer = FluxTransformer2DModel(guidance_embeds=True).to(torch.bfloat16)
-            t5 = T5EncoderModel(
-                T5Config(
-                    d_model=4096, d_ff=10240, num_layers=24, num_heads=64, vocab_size=32128,
-                    feed_forward_proj="gated-gelu", is_encoder_decoder=False,
-                )
-            ).to(torch.bfloat16)  # fmt: skip
-        t5.tie_weights()
-        assert sum(p.numel() for p in transformer.parameters()) == 11_901_408_320
-        assert weights_bytes(transformer) == 2 * 11_901_408_320  # 23.8 GB
-        assert weights_bytes(t5) == pytest.approx(9.5e9, rel=0.01)
-        with init_empty_weights():
-            config = LoraConfig(r=64, lora_alpha=128, target_modules=FluxFamily.lora_target_modules)
-            model = get_peft_model(transformer, config)
-        # r x (in + out): 19 double blocks with 8 projections of attention and 4 layers of feed-forward, 38 single
-        # blocks with 3 projections
-        trainable = 19 * (8 * 64 * (3072 + 3072) + 4 * 64 * (3072 + 12288)) + 38 * 3 * 64 * (3072 + 3072)
-        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == trainable == 179_306_496
-        assert weights_bytes(model, trainable=False) == 2 * 11_901_408_320
+    def test_a_judge_is_planned(self, tiny_qwen, tmp_path):
+        arguments = ["--trainer", "reward", "--model_name_or_path", str(tiny_qwen), "--output_dir", str(tmp_path)]
+        arguments += ["--dataset_name", "user/pairs", "--max_length", "128", "--use_cpu", "True", "--bf16", "False"]
+        rows = doctor.examine([*arguments, "--device_memory", "24GiB"], Console(quiet=True))
+        assert [row.check for row in rows] == ["versions", "memory"]
+        assert rows[1].verdict == "ok" and "Micro-batches of 8 at 128 tokens" in rows[1].finding
+        (row,) = doctor.examine([*arguments, "--device_memory", "1MiB"], Console(quiet=True))[1:]
+        assert row.verdict == "failed" and "Nothing that the plan can change makes it fit" in row.advice
 
-        # 672 images of 512 x 512 a round, 42 prompts of 512 x 4096 + 768 numbers: the paper's settings on one GPU
-        latent = latent_elements(512, 512, vae_scale_factor=8, latent_channels=16)
-        assert latent == 1024 * 64  # tokens, channels of a packed token
-        buffer = rollout_buffer_bytes(672, 1, latent, 42, 512 * 4096 + 768)
-        assert buffer == 672 * 2 * 262_144 + 42 * 8_391_680
-        vae = 2 * 83_819_683
-        estimate = estimate_memory(
-            weights_bytes(transformer, trainable=False), trainable, weights_bytes(t5), vae, buffer
-        )
-        assert estimate.training / GIB == pytest.approx(25.5, abs=0.1)
-        assert estimate.peak == estimate.encoding
-        eight = estimate_memory(
-            weights_bytes(transformer, trainable=False), trainable, weights_bytes(t5), vae, buffer, 8, 3, 2
-        )
-        assert eight.transformer == 2 * 11_901_408_320 // 8
-        assert eight.training < 5 * GIB
+    @pytest.mark.parametrize("size", ["24", "abc", "0GiB", "-1GiB", "nanGiB", "infGiB"])
+    def test_what_is_not_a_size(self, examine, size):
+        row = examine("memory", device_memory=size)["memory"]
+        assert row.verdict == "failed"
+        assert row.finding.startswith(f"`--device_memory` is '{size}', which is not a size: give a number with a unit")
+
+    def test_an_unknown_trainer(self, make_arguments):
+        with pytest.raises(ValueError, match="`--trainer` is 'dpo'; it must be 'grpo', 'nft' or 'reward'"):
+            doctor.examine([*make_arguments(), "--trainer", "dpo"], Console(quiet=True))
+
+
+@pytest.mark.parametrize("text, size", [("24GiB", 24 * GIB), (" 80GB", 80 * 10**9), ("24gb", 24 * 10**9)])
+def test_sizes(text, size):
+    assert parse_memory(text) == size
 
 
 def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):

@@ -26,7 +26,7 @@ from rich.console import Console
 from transformers.trainer_utils import IntervalStrategy
 from trl import TrlParser
 
-from .. import PaCoGRPOConfig, PaCoGRPOTrainer
+from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.export import save_adapter, save_transformer
 from ..checkpointing.weights import gather_weights, load_weights, trained_parameters
@@ -37,7 +37,7 @@ from ..rewards.reward_calls import check_required, check_reward_functions, check
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.round_schedule import RoundSchedule
-from .memory import MemoryEstimate, estimate_memory, latent_elements, rollout_buffer_bytes, weights_bytes
+from .memory_check import PlanArguments, format_size, image_plan, judge_plan, memory_row, parse_judge, trainer_of
 from .report import COLORS, FAILED, OK, SKIPPED, WARNING, Row, colored, report
 from .sample_generator import Generation, SampleGenerator
 from .script_arguments import (
@@ -60,8 +60,6 @@ _ROUND_TRIP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # Largest difference of the noise-free images, as a fraction of the largest number in the latent. In bf16 the pipeline's
 # own scheduler rounds the latent after each step, by half a unit in the last place (2^-9), which the model amplifies.
 _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
-# Fraction of the device's memory above which activations hardly fit next to what is estimated
-_MEMORY_LIMIT = 0.9
 
 _PACKAGE = "paco_trl"
 _VERSIONS = ("trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch", "deepspeed")
@@ -72,7 +70,7 @@ _MISSING: Any = None  # what no check has found yet
 class DoctorState:
     """State of the checks: each adds what later ones need."""
 
-    parse: Callable[[], tuple[ScriptArguments, PaCoGRPOConfig]]
+    parse: Callable[[], tuple[ScriptArguments, PaCoGRPOConfig, PlanArguments]]
     temporary_dir: str  # stands in for the output directory of the run
     # Of the run; `args` has other values, so that the doctor leaves nothing behind
     push_to_hub: bool = False
@@ -80,6 +78,7 @@ class DoctorState:
     resume_from_checkpoint: str | bool | None = None
     script_args: ScriptArguments = _MISSING
     args: PaCoGRPOConfig = _MISSING
+    plan_args: PlanArguments = _MISSING
     train_dataset: Dataset | None = None
     eval_dataset: Dataset | None = None
     reward_funcs: list[Callable] | None = None
@@ -127,7 +126,7 @@ def _version_of(package: str) -> str | None:
 
 def check_configuration(state: DoctorState) -> Row:
     """Check the settings, and how a round divides."""
-    (state.script_args, args), warned = _with_warnings(state.parse)
+    (state.script_args, args, state.plan_args), warned = _with_warnings(state.parse)
     state.output_dir, state.resume_from_checkpoint = args.output_dir, args.resume_from_checkpoint
     state.push_to_hub = args.push_to_hub
     args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
@@ -349,96 +348,15 @@ def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> 
 
 
 def check_memory(state: DoctorState) -> Row:
-    """Compare the estimated memory of a process with that of its device."""
-    trainer, args, layout = state.trainer, state.args, state.args.round_layout
-    pipeline = trainer.pipeline
-    embeddings = state.generator.fetch().encoded[state.generator.number].place("cpu")
-    images = layout.micro_batches_per_process * layout.batch_size
-    channels = pipeline.vae.config.get("latent_channels") or pipeline.vae.config.z_dim
-    # Images share their prompt's embeddings unless batches cross prompts; offloaded ones are in CPU memory
-    crosses_prompts = layout.num_generations % layout.rollout_batch_size != 0
-    num_embeddings = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
-    buffer = rollout_buffer_bytes(
-        images,
-        layout.num_trained_steps,
-        max(latent_elements(*size, pipeline.vae_scale_factor, channels) for size in state.generator.sizes),
-        0 if getattr(args, "offload_embeddings", False) else num_embeddings,
-        sum(tensor.numel() for tensor in embeddings.values()),
-        # With source images the transformer's input is recorded too, which is another tensor than the sample
-        latents_per_step=(3 if args.loss_type == "grpo_guard" else 2) + (2 if trainer.train_rows.sources else 0),
-    )
-    zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin is not None else None
-    is_full = not isinstance(trainer.model, PeftModel)
-    trained_weights = list(trained_parameters(trainer.model).values())
-    encoders = {
-        name: weights_bytes(encoder)
-        for name in trainer.family.text_encoders
-        if (encoder := getattr(pipeline, name)) is not None  # Stable Diffusion 3.5 runs without T5
-    }
-    estimate = estimate_memory(
-        weights_bytes(trainer.model, trainable=False),
-        sum(p.numel() for p in trained_weights),
-        sum(encoders.values()),
-        weights_bytes(pipeline.vae),
-        buffer,
-        layout.num_processes,
-        zero_stage,
-        trained_weights[0].element_size(),
-        args.ds3_gather_for_generation,
-        has_ema=getattr(args, "ema_decay", None) is not None and not args.ema_offload,
-        reference_bytes=0 if trainer.ref_model is None else weights_bytes(trainer.ref_model),
-        autocasts_weights=is_full and trainer.compute_dtype != torch.float32 and zero_stage is None,
-    )
-    parts = {
-        "frozen weights and buffers" if is_full else "transformer": estimate.transformer,
-        "reference (`beta` > 0)": estimate.reference,
-        "trained weights" if is_full else "adapter": estimate.trained,
-        f"their {trainer.compute_dtype} copies under autocast".replace("torch.", ""): estimate.autocast,
-        "gradients": estimate.gradients,
-        _describe_optimizer(args.optim): estimate.optimizer,
-        "average": estimate.ema,
-        "round": estimate.buffer,
-    }
-    lines = [
-        f"{_size(estimate.peak)} on the device of each process, without activations and the models of rewards:",
-        f"training {_size(estimate.training)}: "
-        + ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size),
-        f"generation {_size(estimate.generation)}: without gradients, with the VAE {_size(estimate.vae)}"
-        + (f", gathered weights {_size(estimate.gathered)}" if estimate.gathered else ""),
-        f"encoding {_size(estimate.encoding)}: without gradients, with "
-        + ", ".join(f"{name} {_size(size)}" for name, size in encoders.items()),
-    ]
-    device = trainer.accelerator.device
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    lines.append("No CUDA device to compare with." if total is None else f"The device has {_size(total)}.")
-    verdict, advice = _fits(estimate, total, is_full)
-    return Row(verdict, "\n".join(lines), advice)
+    """Plan the memory of a process by phase, from configs alone, and compare it with a device's."""
+    args, plan_args = state.args, state.plan_args
+    return memory_row(image_plan(state.script_args, args, state.train_dataset), plan_args.memory_of(args))
 
 
-def _describe_optimizer(optim: str) -> str:
-    """Describe the optimizer, whose states are counted as those of AdamW in float32."""
-    name = getattr(optim, "value", optim)
-    if name.startswith("adamw_torch") and "8bit" not in name and "4bit" not in name:
-        return "AdamW"
-    note = "; 8-bit: a quarter of the states" if "8bit" in name else ""
-    return f"optimizer (`{name}`, counted as AdamW in float32{note})"
-
-
-def _fits(estimate: MemoryEstimate, total: int | None, is_full: bool = False) -> tuple[str, str]:
-    """Return the verdict and the advice for a device with `total` bytes."""
-    smaller = "an adapter instead of all weights (`--use_peft True`)" if is_full else "a smaller `lora_r`"
-    remedy = (
-        "Use DeepSpeed ZeRO-3 on several GPUs (`examples/accelerate_configs/zero3.yaml`; where generation does not fit, with "
-        f"`--ds3_gather_for_generation False`), {smaller}, or fewer images a round."
-    )
-    if total is None:
-        return OK, ""
-    # Encoding alone may still fit: in the first round there are no averages yet
-    if max(estimate.training, estimate.generation) > total:
-        return FAILED, f"It does not fit, even without activations. {remedy}"
-    if estimate.peak > _MEMORY_LIMIT * total:
-        return WARNING, f"Little is left for activations. {remedy}"
-    return OK, ""
+def check_judge_memory(state: DoctorState) -> Row:
+    """Plan the memory of the training of a judge."""
+    script_args, args, plan_args, _ = state.parse()
+    return memory_row(judge_plan(script_args, args), plan_args.memory_of(args))
 
 
 def check_noise_free(state: DoctorState) -> Row:
@@ -492,7 +410,7 @@ def check_ratio(state: DoctorState) -> Row:
     )
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-        finding += f" Forward and backward took {_size(peak)} on the device, without the optimizer's states."
+        finding += f" Forward and backward took {format_size(peak)} on the device, without the optimizer's states."
     if args.activation_checkpointing:
         finding += (
             " Checkpointing costs a forward of each image: see if it fits with `--gradient_checkpointing False`."
@@ -680,7 +598,7 @@ CHECKS = (
     Check("reports before training", check_transfer, ("args", "train_dataset")),
     Check("rewards", check_rewards_load, ("args",)),
     Check("model and adapter", check_model, ("args", "train_dataset")),
-    Check("memory", check_memory, ("generator",)),
+    Check("memory", check_memory, ("args", "train_dataset")),
     Check("noise-free image", check_noise_free, ("generator",)),
     Check("ratio", check_ratio, ("generator",)),
     Check("saved files", check_round_trip, ("generator",)),
@@ -700,11 +618,13 @@ _GENERATING = (check_noise_free, check_ratio, check_round_trip, check_reward_val
 
 def examine(arguments: list[str], console: Console) -> list[Row]:
     """Run all checks that can run, with the options of the command line."""
-    rows = []
+    rows, trainer = [], trainer_of(arguments)
+    parse = parse_judge if trainer == "reward" else _parser(trainer).parse_args_and_config
+    checks = CHECKS if trainer != "reward" else (CHECKS[0], Check("memory", check_judge_memory))
     with tempfile.TemporaryDirectory() as temporary_dir:
-        state = DoctorState(lambda: _parser().parse_args_and_config(arguments), temporary_dir)
-        for number, check in enumerate(CHECKS, start=1):
-            console.print(f"\\[{number}/{len(CHECKS)}] {check.name} ...", highlight=False)
+        state = DoctorState(lambda: parse(arguments), temporary_dir)
+        for number, check in enumerate(checks, start=1):
+            console.print(f"\\[{number}/{len(checks)}] {check.name} ...", highlight=False)
             started = time.perf_counter()
             found = _make(check, state)
             for row in found:
@@ -720,6 +640,8 @@ def examine(arguments: list[str], console: Console) -> list[Row]:
 def _make(check: Check, state: DoctorState) -> list[Row]:
     if missing := [_FOUND_BY[name] for name in check.needs if not getattr(state, name)]:
         return [Row(SKIPPED, f"needs: {', '.join(missing)}")]
+    if check.examine in (check_rewards_load, check_model) and state.plan_args.is_for_another():
+        return [Row(SKIPPED, "The memory is planned for another card or trainer: no weights are loaded.")]
     if check.examine in _GENERATING and state.args.deepspeed_plugin is not None:
         finding = "DeepSpeed places the model on its device only when training begins."
         return [Row(SKIPPED, finding, "Run the doctor without it, on one GPU, to make this check.")]
@@ -730,9 +652,9 @@ def _make(check: Check, state: DoctorState) -> list[Row]:
     return found if isinstance(found, list) else [found]
 
 
-def _parser() -> TrlParser:
+def _parser(trainer: str = "grpo") -> TrlParser:
     return TrlParser(
-        (ScriptArguments, PaCoGRPOConfig),
+        (ScriptArguments, PaCoNFTConfig if trainer == "nft" else PaCoGRPOConfig, PlanArguments),
         prog="paco-trl doctor",
         description="Checks a model, a dataset and settings without training. Takes the arguments of "
         "examples/train_flux.py.",
@@ -760,13 +682,6 @@ def _listed(counter: Counter, with_counts: bool = False) -> str:
     """Format `Counter({(2, 2): 12})` as "2 x 2 (12)", the most frequent first."""
     shown = [f"{a} x {b}" + f" ({count})" * with_counts for (a, b), count in counter.most_common(4)]
     return ", ".join(shown) + (f" and {len(counter) - 4} more" if len(counter) > 4 else "")
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes / 2**10:.1f} KiB"
 
 
 def main(arguments: list[str]) -> int:

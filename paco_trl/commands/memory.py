@@ -1,14 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate of the memory that a training process needs on its device; nothing is allocated."""
+"""Memory of a run by phase, from configs alone: forwards and backwards run on tensors that have no data."""
 
-from dataclasses import dataclass
+import functools
+import inspect
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, NamedTuple
 
+import diffusers
+import torch
+from accelerate import init_empty_weights
+from datasets import Dataset
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.clip.modeling_clip import CLIPTextModelOutput
+
+from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
+from ..rollout.loading import prepare_transformer
+from ..rollout.prompt_rows import PromptRows
 
 from ..utils.quantization import stored_bytes
 
 
-_FLOAT32, _HALF = 4, 2
+# Bytes of a weight of a linear layer; nf4 has a float32 scale for each 64 weights
+BYTES_PER_WEIGHT = {"nf4": 0.5 + 4 / 64, "int8": 1, "fp8": 1, "fp8_storage": 1}
+_FLOAT32 = 4
+_QWEN_MAX_PIXELS = 12_845_056  # of Qwen2.5-VL's own processor
+
+
+# ---- Measure without data ----
+
+
+class LiveBytes(TorchDispatchMode):
+    """Track the bytes of the tensors that operations allocate within the context, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for storage in _storages((args, kwargs)):
+            self._known[storage] = True  # weights and inputs, which a view would bring in again
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage not in self._known:
+                self._known[storage] = True
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def as_in_training(dtype: torch.dtype, autocasts: bool = True) -> Iterator[None]:
+    """Run what follows under autocast, except in float32, with norms in float32 as on a GPU; the CPU's are not."""
+    names = ("layer_norm", "group_norm", "rms_norm")  # AT_FORALL_FP32 in ATen/autocast_mode.h (torch 2.15)
+    own = {name: getattr(functional, name) for name in names}
+
+    def in_float32(function: Callable, *args, **kwargs) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
+        return function(*args, **kwargs)
+
+    try:
+        for name in names if autocasts and dtype != torch.float32 else ():
+            setattr(functional, name, functools.partial(in_float32, own[name]))
+        with torch.autocast("cpu", dtype, enabled=autocasts and dtype != torch.float32):
+            yield
+    finally:
+        for name in names:
+            setattr(functional, name, own[name])
 
 
 def weights_bytes(module: nn.Module, trainable: bool | None = None) -> int:
@@ -18,98 +100,473 @@ def weights_bytes(module: nn.Module, trainable: bool | None = None) -> int:
     return sum(map(stored_bytes, (*parameters, *buffers)))
 
 
-def latent_elements(height: int, width: int, vae_scale_factor: int, latent_channels: int) -> int:
-    """Count the numbers in the latent of an image; packing it into patches does not change them."""
-    return (height // vae_scale_factor) * (width // vae_scale_factor) * latent_channels
+def quantized_bytes(module: nn.Module, quantization: str | None) -> int:
+    """Count the bytes of a module's frozen weights with its linear layers quantized."""
+    total = weights_bytes(module, trainable=False)
+    if quantization is None:
+        return total
+    layers = [
+        layer.weight
+        for name, layer in module.named_modules()  # a head of words is not quantized
+        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad and not name.endswith("lm_head")
+    ]
+    saved = sum(w.numel() * (w.element_size() - BYTES_PER_WEIGHT[quantization]) for w in layers)
+    return total - int(saved)
 
 
-def rollout_buffer_bytes(
-    num_images: int,
-    num_trained_steps: int,
-    latent_elements: int,
-    num_prompts: int,
-    prompt_elements: int,
-    latents_per_step: int = 2,
-) -> int:
-    """Count what one process keeps of a round, in float32: latents of each trained step, and prompt embeddings."""
-    latents = latents_per_step * num_images * num_trained_steps * latent_elements
-    return _FLOAT32 * (latents + num_prompts * prompt_elements)
+def measure_peak(function: Callable[[], Any], model: nn.Module | None = None) -> int:
+    """Return the peak of what a call allocates, with the backward of a `model` that already has gradients."""
+    for parameter in [] if model is None else model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)  # of an earlier micro-batch, counted elsewhere
+    with LiveBytes() as live, torch.set_grad_enabled(model is not None):
+        outputs = function()
+        if model is not None:
+            sum(output.float().square().mean() for output in tree_leaves(outputs)).backward()
+            model.zero_grad(set_to_none=True)
+    return live.peak
+
+
+# ---- A pipeline without weights ----
+
+
+class _TransformerReachedError(Exception):
+    """The call of the transformer is recorded."""
+
+
+def fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace the weights of a model on the meta device by those of a mode, which can be on any device."""
+    known: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.is_meta and weight not in known:
+                with mode:
+                    empty = torch.empty(weight.shape, dtype=weight.dtype)
+                    known[weight] = nn.Parameter(empty, requires_grad=weight.requires_grad)
+            module._parameters[name] = known.get(weight, weight)
+
+
+class _ZeroEncoder(nn.Module):
+    """Text encoder that returns zeros of the real one's shapes, and keeps the largest input."""
+
+    def __init__(self, encoder: Any):
+        super().__init__()
+        self.config, self.dtype, self.device = encoder.config, encoder.dtype, torch.device("cpu")
+        self.has_projection = hasattr(encoder, "text_projection")
+        self.num_tokens = 0
+
+    def forward(self, input_ids: torch.Tensor, *args, **kwargs) -> Any:
+        config = self.config.get_text_config()
+        self.num_tokens = max(self.num_tokens, input_ids.numel())
+        states = torch.zeros(*input_ids.shape, config.hidden_size, dtype=self.dtype)  # (B, L, D)
+        each = {"last_hidden_state": states, "hidden_states": (states,) * (config.num_hidden_layers + 1)}
+        if self.has_projection:
+            return CLIPTextModelOutput(text_embeds=states.new_zeros(len(states), config.projection_dim), **each)
+        return BaseModelOutputWithPooling(pooler_output=states[:, 0], **each)
+
+
+def build_components(
+    model: str, dtype: torch.dtype, transformer_dtype: torch.dtype, **where
+) -> tuple[type, dict[str, Any]]:
+    """Build the parts of a pipeline from its configs, the models without data; return its class too."""
+    index = DiffusionPipeline.load_config(model, **where)
+    parts: dict[str, Any] = {}
+    for name, entry in index.items():
+        if name.startswith("_") or not isinstance(entry, list | tuple) or entry[0] is None:
+            parts |= {} if name.startswith("_") else {name: None if isinstance(entry, list | tuple) else entry}
+            continue
+        kind = getattr(import_module(entry[0]), entry[1])
+        if not issubclass(kind, nn.Module):
+            parts[name] = kind.from_pretrained(model, subfolder=name, **where)
+            continue
+        is_diffusers = hasattr(kind, "load_config")
+        config = (kind.load_config if is_diffusers else kind.config_class.from_pretrained)(
+            model, subfolder=name, **where
+        )
+        with init_empty_weights():
+            part = (kind.from_config if is_diffusers else kind)(config)
+            if not is_diffusers:
+                part.tie_weights()
+        parts[name] = part.to(transformer_dtype if name == "transformer" else dtype).requires_grad_(False).eval()
+    return getattr(diffusers, index["_class_name"]), parts
+
+
+# ---- Plans ----
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on the device of one process, without activations and the models of rewards."""
+class Setting:
+    """Settings of a run that a plan may propose to change."""
 
-    transformer: int  # frozen weights and buffers
-    trained: int  # with the float32 masters of DeepSpeed
-    gradients: int
-    optimizer: int  # AdamW's two averages
-    ema: int
-    buffer: int  # what is kept of a round
-    text_encoders: int
-    vae: int
-    gathered: int = 0  # weights that ZeRO-3 gathers for the rollout
-    reference: int = 0  # copy of the transformer, where all weights are trained with a KL penalty
-    autocast: int = 0  # half-precision copies of float32 weights during a forward
+    batch_size: int = 1
+    gradient_checkpointing: bool = True
+    quantization: str | None = None
+    offload_embeddings: bool = False
+    ema_offload: bool = False
+    vae_tiling: bool = False
+    serves_judge: bool = False
+    zero_stage: int | None = None
+    num_processes: int = 1
+
+
+class Phase(NamedTuple):
+    """Bytes of one process in a phase of a run, by what takes them."""
+
+    name: str
+    device: dict[str, int]
+    host: dict[str, int]
+
+
+def peak(phases: list[Phase]) -> int:
+    """Return the largest number of bytes on the device."""
+    return max(sum(phase.device.values()) for phase in phases)
+
+
+def training_parts(
+    frozen: int, num_trained: int, element_size: int, setting: Setting, num_averages: int = 0
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Count what a training always keeps on the device, and what a micro-batch adds next to its activations."""
+    # DeepSpeed keeps float32 masters. ZeRO divides them and the optimizer's states from stage 1, gradients from stage 2,
+    # weights from stage 3.
+    stage = setting.zero_stage or 0
+    optimizer, gradient, weight = (setting.num_processes if stage >= first else 1 for first in (1, 2, 3))
+    full = _FLOAT32 * num_trained
+    masters = 0 if setting.zero_stage is None else full // optimizer
+    always = {
+        "frozen weights": frozen // weight,
+        "trained weights": element_size * num_trained // weight + masters,
+        "optimizer": 2 * full // optimizer,  # AdamW's two averages
+        "average": 0 if setting.ema_offload else num_averages * full // weight,
+    }
+    has_buckets = setting.num_processes > 1 and setting.zero_stage is None
+    return always, {"gradients": full // gradient, "DDP's buckets": full if has_buckets else 0}
+
+
+def affine(measure: Callable[[int], int], batch_size: int) -> int:
+    """Extend what is measured for one and two images to a batch: all but a constant grows with it."""
+    one = measure(1)
+    return one if batch_size == 1 else one + (batch_size - 1) * (measure(2) - one)
+
+
+class JudgePlan:
+    """Memory of a vision-language judge, in training or as a reward; its vision tower is counted by its weights."""
+
+    def __init__(self, model: str, args: Any, peft_config: LoraConfig | None = None, quantization: str | None = None):
+        self.args, self.mode, self.quantization = args, FakeTensorMode(allow_non_fake_inputs=True), quantization
+        self.dtype = torch.bfloat16 if args.bf16 else torch.float32
+        with init_empty_weights():
+            config = AutoConfig.from_pretrained(model)
+            self.network = AutoModelForImageTextToText.from_config(config, dtype=self.dtype).requires_grad_(False)
+            self.model = self.network if peft_config is None else get_peft_model(self.network, peft_config)
+        fake_weights(self.model, self.mode)
+        self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
+
+    @functools.cache  # noqa: B019  (lives as long as the plan)
+    def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
+        """Return the peak of the language model for sequences of `num_tokens`, images included."""
+        decoder, width = self.network.get_decoder(), self.network.config.get_text_config().hidden_size
+        network = self.network
+        (network.activation_checkpointing_enable if checkpointing else network.activation_checkpointing_disable)()
+        with self.mode, as_in_training(self.dtype, trains):
+            embeds = torch.empty(batch_size, num_tokens, width, dtype=self.dtype, requires_grad=trains)
+            model = self.model.train() if trains else None
+            return measure_peak(lambda: decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state, model)
 
     @property
-    def _always(self) -> int:
-        return self.transformer + self.reference + self.trained + self.optimizer + self.ema + self.buffer
+    def size(self) -> str:
+        """Describe what a micro-batch holds."""
+        return f"{self.num_tokens} tokens"
 
     @property
-    def training(self) -> int:
-        """Return the bytes while the loss is computed."""
-        return self._always + self.gradients + self.autocast
+    def num_tokens(self) -> int:
+        """Number of tokens of the longest pair."""
+        pixels = self.args.max_pixels if self.args.max_pixels is not None else _QWEN_MAX_PIXELS
+        return min(judge_tokens(pixels), self.args.max_length or 2**31)
+
+    def setting(self) -> Setting:
+        """Return the setting of the run."""
+        args = self.args
+        checkpointing, processes = args.gradient_checkpointing, args.world_size
+        batch_size, stage = args.per_device_train_batch_size, zero_stage(args)
+        return Setting(batch_size, checkpointing, self.quantization, zero_stage=stage, num_processes=processes)
+
+    def phases(self, setting: Setting) -> list[Phase]:
+        """Return the phases of a run."""
+        frozen = quantized_bytes(self.model, setting.quantization)
+        element_size = _FLOAT32 if setting.zero_stage is None else 2
+        always, adds = training_parts(frozen, self.num_trained, element_size, setting)
+        checkpointing, count = setting.gradient_checkpointing, self.num_tokens
+        trained = affine(lambda size: self.peak(size, count, True, checkpointing), setting.batch_size)
+        evaluated = affine(lambda size: self.peak(size, count), self.args.per_device_eval_batch_size)
+        return [
+            Phase("load", {}, {"weights": weights_bytes(self.network)}),
+            Phase("train", {**always, **adds, "activations": trained}, {}),
+            Phase("evaluate", {**always, "activations": evaluated}, {}),
+        ]
+
+    def changes(self, setting: Setting) -> dict[str, dict[str, Any]]:
+        """Return the options that take less memory, the cheapest first, with what they change in a setting."""
+        return _changes(setting, {"nf4": "`--load_in_4bit True`"})
+
+
+class ImagePlan:
+    """
+    Memory of a run of PaCo-GRPO or DiffusionNFT, for the row with the largest images and the longest prompt.
+
+    Prompts are read by the real tokenizers and by text encoders that return zeros, and the pipeline itself makes the
+    transformer's arguments. The transformer, its backward and the VAE run on tensors without data.
+    """
+
+    def __init__(
+        self, model: str, args: Any, peft_config: LoraConfig | None, dataset: Dataset,
+        judge: JudgePlan | None = None, reward_bytes: int = 0, **where,
+    ):  # fmt: skip
+        self.args, self.judge, self.reward_bytes = args, judge, reward_bytes
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        dtype = torch.bfloat16 if args.bf16 else torch.float32
+        is_deepspeed = args.deepspeed_plugin is not None
+        self.in_training = functools.partial(as_in_training, dtype, not is_deepspeed)
+        transformer_dtype = torch.float32 if peft_config is None and not is_deepspeed else dtype
+        pipeline_class, parts = build_components(model, dtype, transformer_dtype, **where)
+        pipeline, transformer = pipeline_class(**parts), parts["transformer"]
+        self.pipeline, self.family, self.transformer = pipeline, family_of(pipeline), transformer
+        self.signature = inspect.signature(transformer.forward)
+        with init_empty_weights():
+            self.model = prepare_transformer(
+                pipeline, self.family, peft_config, autocast_adapter_dtype=not is_deepspeed
+            )
+        for part in (self.model, *parts.values()):
+            if isinstance(part, nn.Module):
+                fake_weights(part, self.mode)
+        self.policy = PipelinePolicy(pipeline, self.family, self.model.train(), self.signature)
+        if is_deepspeed:
+            cast_floating_inputs(self.model, dtype)
+        has_reference = args.beta > 0 and peft_config is None
+        self.reference_bytes = sum(p.numel() for p in transformer.parameters()) * dtype.itemsize * has_reference
+        self.text_encoders = {name: parts[name] for name in self.family.text_encoders if parts[name] is not None}
+        for name, encoder in self.text_encoders.items():
+            object.__setattr__(pipeline, name, _ZeroEncoder(encoder))
+        self.vae = pipeline.vae
+        self.vae.decoder._forward_hooks.clear()  # the policy's check of the pixels reads their values
+        guidance = (args.guidance_scale, args.negative_prompt)
+        self.negative_prompt = self.family.resolve_negative_prompt(pipeline, *guidance)
+        rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
+        self.number = max(range(len(rows)), key=lambda i: (math.prod(rows.training_sizes[i]), len(rows.prompts[i])))
+        self.sizes = rows.training_sizes[self.number], rows.inference_sizes[self.number]
+        self.scales = args.resolution_scale, 1.0
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.num_trained, self.element_size = sum(w.numel() for w in weights), weights[0].element_size()
 
     @property
+    def size(self) -> str:
+        """Describe the images of a micro-batch."""
+        return "{} x {}".format(*self.sizes[0])
+
+    # ---- What is measured; `is_full` is the inference size ----
+
+    @functools.cache  # noqa: B019  (lives as long as the plan)
+    def embeddings(self, is_full: bool) -> dict[str, torch.Tensor]:
+        """Encode the prompt and the negative prompt: zeros of the real shapes, batch dimension 1."""
+        images = self.rows.images(self.number) if self.family.prompt_sees_images else []
+        where = (torch.device("cpu"), images, self.scales[is_full])
+        found = dict(self.family.encode_prompt(self.pipeline, self.rows.prompts[self.number], *where))
+        if self.negative_prompt is not None:
+            negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *where)
+            found |= {f"negative_{name}": tensor for name, tensor in negative.items()}
+        return found
+
+    @functools.cache  # noqa: B019
+    def calls(self, batch_size: int, is_full: bool = False) -> list[dict]:
+        """Return the arguments of the transformer's calls in a step, as tensors without data."""
+        recorded: list[dict] = []
+        expected = self.family.max_calls if self.negative_prompt is not None else 1
+
+        def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            recorded.append(dict(self.signature.bind(*args, **kwargs).arguments))
+            if len(recorded) == expected:
+                raise _TransformerReachedError
+
+        sources = []
+        for image in self.rows.images(self.number):
+            prepared = self.family.prepare_image(self.pipeline, image, self.scales[is_full])
+            pixels = self.family.image_pixels(self.pipeline, prepared).to(self.vae.dtype)
+            with self.mode:
+                latents = self.vae.encode(self.mode.from_tensor(pixels)).latent_dist.mode()
+            sources.append(EncodedImage(prepared, torch.zeros(latents.shape)))
+        arguments = {
+            name: tensor.to(torch.float32 if tensor.is_floating_point() else None).expand(
+                batch_size, *tensor.shape[1:]
+            )
+            for name, tensor in self.embeddings(is_full).items()
+        }
+        keys, steps = [(0, image) for image in range(batch_size)], self.args.num_inference_steps
+        handle = self.model.register_forward_pre_hook(record, with_kwargs=True, prepend=True)
+        try:
+            size, scale = self.sizes[is_full], self.args.guidance_scale
+            self.policy.generate(arguments, *size, steps, scale, keys, sources=sources)
+        except _TransformerReachedError:
+            pass
+        finally:
+            handle.remove()
+        return tree_map_only(torch.Tensor, self.mode.from_tensor, recorded)
+
     def encoding(self) -> int:
-        """Return the bytes while prompts are encoded, also those of an evaluation between two rounds."""
-        return self._always + self.text_encoders
+        """Return the peak of the text encoders for the longest prompt they have seen."""
+        peaks = [0]
+        for name, encoder in self.text_encoders.items():
+            count, config = getattr(self.pipeline, name).num_tokens, encoder.config
+            with self.mode:
+                inputs = {"input_ids": torch.zeros(1, count, dtype=torch.long)}
+                if hasattr(config, "vision_config"):  # whose images become tokens of the language model
+                    width = config.get_text_config().hidden_size
+                    inputs = {"inputs_embeds": torch.empty(1, count, width, dtype=encoder.dtype), "use_cache": False}
+                    encoder = encoder.get_decoder()
+                peaks.append(measure_peak(functools.partial(encoder, **inputs)))
+        return max(peaks)
 
-    @property
-    def generation(self) -> int:
-        """Return the bytes while images are generated, without gradients."""
-        return self._always + self.gathered + self.autocast + self.vae
+    @functools.cache  # noqa: B019
+    def peak(self, kind: str, batch_size: int, is_full: bool = False, flag: bool = False) -> int:
+        """Return the peak of "training" (`flag`: checkpointing), "generation" or "decoding" (`flag`: tiled)."""
+        if kind == "decoding":
+            channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
+            sides = [side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]]
+            frames = [1] if "z_dim" in self.vae.config else []  # of a video
+            (self.vae.enable_tiling if flag else self.vae.disable_tiling)()
+            with self.mode, self.in_training():
+                latents = torch.empty(batch_size, channels, *frames, *sides, dtype=self.vae.dtype)
+                return measure_peak(lambda: self.vae.decode(latents, return_dict=False))
+        calls, is_training = self.calls(batch_size, is_full), kind == "training"
+        checkpoints = is_training and flag
+        (
+            self.transformer.enable_gradient_checkpointing
+            if checkpoints
+            else self.transformer.disable_gradient_checkpointing
+        )()
+        with self.mode, self.in_training():
+            forward = lambda: [self.model(**dict(call))[0] for call in calls]  # noqa: E731
+            return measure_peak(forward, self.model if is_training else None)
 
-    @property
-    def peak(self) -> int:
-        """Return the largest of the three."""
-        return max(self.training, self.encoding, self.generation)
+    # ---- The plan ----
+
+    def setting(self) -> Setting:
+        """Return the setting of the run."""
+        args, layout = self.args, self.args.round_layout
+        names = ("offload_embeddings", "ema_offload", "vae_tiling")
+        return Setting(
+            layout.batch_size, args.activation_checkpointing, getattr(args, "quantization", None),
+            **{name: getattr(args, name) for name in names}, serves_judge=self.judge is None,
+            zero_stage=zero_stage(args), num_processes=layout.num_processes,
+        )  # fmt: skip
+
+    def phases(self, setting: Setting, is_full: bool = False) -> list[Phase]:
+        """Return the phases of a run; `is_full` trains at the inference size."""
+        args, layout, tiled = self.args, self.args.round_layout, setting.vae_tiling
+        is_nft = hasattr(args, "nft_beta")  # whose old policy is another average
+        averages = (args.ema_decay is not None) + is_nft
+        frozen = quantized_bytes(self.model, setting.quantization)
+        always, adds = training_parts(frozen, self.num_trained, self.element_size, setting, averages)
+        encoders = sum(quantized_bytes(each, setting.quantization) for each in self.text_encoders.values())
+        vae, stage3 = weights_bytes(self.vae), setting.num_processes if setting.zero_stage == 3 else 1
+        always["reference"] = self.reference_bytes // stage3
+        judge = None if setting.serves_judge else self.judge
+        judged = 0 if judge is None else quantized_bytes(judge.network, judge.quantization)
+        always["rewards"] = self.reward_bytes + judged
+
+        # A round: float32 latents of each image and step, and embeddings, which images of a prompt share unless batches
+        # cross prompts. With source images, and in DiffusionNFT, the transformer's input is kept as well.
+        images = layout.micro_batches_per_process * layout.batch_size
+        crosses_prompts = layout.num_generations % layout.rollout_batch_size != 0
+        prompts = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
+        prompt = sum(tensor.numel() for tensor in self.embeddings(is_full).values())
+        channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
+        latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]) * channels
+        kept = 2 + (args.loss_type == "grpo_guard") + 2 * bool(self.rows.sources) + 3 * is_nft
+        embeddings = _FLOAT32 * prompts * prompt
+        always["round"] = _FLOAT32 * kept * images * layout.num_trained_steps * latent
+        always["round"] += 0 if setting.offload_embeddings else embeddings
+
+        def allocated(kind: str, count: int, is_full: bool = is_full, flag: bool = False) -> int:
+            return affine(lambda size: self.peak(kind, size, is_full, flag), count)
+
+        # Rewards are computed while the next images are generated
+        batch, evaluated = setting.batch_size * layout.num_merged, args.per_device_eval_batch_size
+        step, decode = allocated("generation", batch), allocated("decoding", batch, flag=tiled)
+        full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
+        trained = allocated("training", setting.batch_size, flag=setting.gradient_checkpointing)
+        scored = 0 if judge is None else judge.peak(8, judge_tokens(math.prod(self.sizes[is_full])))
+        gathered = (
+            frozen + self.element_size * self.num_trained if stage3 > 1 and args.ds3_gather_for_generation else 0
+        )
+        rollout = {**always, "gathered weights": gathered, "VAE": vae}
+        # Weights come to the device after the prompts are encoded, except those that bitsandbytes quantizes there
+        encoding = {"text encoders": encoders, "activations": self.encoding()}
+        encoding["frozen weights"] = frozen if setting.quantization == "nf4" else 0
+        host = {
+            "text encoders": sum(map(weights_bytes, self.text_encoders.values())),
+            "VAE": vae,
+            "average": averages * _FLOAT32 * self.num_trained // stage3 if setting.ema_offload else 0,
+            "round": embeddings if setting.offload_embeddings else 0,
+        }
+        if not getattr(args, "embeddings_dir", None):
+            size = sum(tensor.nbytes for tensor in self.embeddings(is_full).values())
+            host["embeddings"] = len(set(self.rows.prompts)) * size // layout.num_processes
+        loaded = {**host, "transformer": weights_bytes(self.model)}
+        return [
+            Phase("load", {}, loaded),
+            Phase("encode", encoding, loaded),
+            Phase("generate", {**rollout, "activations": step}, host),
+            Phase("decode", {**rollout, "activations": decode}, host),
+            Phase("score", {**rollout, "activations": max(step, decode), "activations of the judge": scored}, host),
+            Phase("train", {**always, **adds, "activations": trained}, host),
+            Phase("evaluate", {**rollout, "activations": full, "activations of the judge": scored}, host),
+        ]
+
+    def changes(self, setting: Setting) -> dict[str, dict[str, Any]]:
+        """Return the options that take less memory, the cheapest first, with what they change in a setting."""
+        cheap = {f"`--{name} True`": {name: True} for name in ("vae_tiling", "ema_offload", "offload_embeddings")}
+        cheap["a judge on another GPU (`--judge_url`)"] = {"serves_judge": True}
+        is_adapter = isinstance(self.model, PeftModel)
+        names = {name: f"`--quantization {name}`" for name in ("int8", "nf4") if is_adapter}
+        return _changes(setting, names, cheap)
 
 
-def estimate_memory(
-    transformer_bytes: int,
-    num_trainable: int,
-    text_encoders_bytes: int,
-    vae_bytes: int,
-    buffer_bytes: int,
-    num_processes: int = 1,
-    zero_stage: int | None = None,
-    trained_element_size: int = _FLOAT32,
-    gathers_for_rollout: bool = True,
-    has_ema: bool = False,
-    reference_bytes: int = 0,
-    autocasts_weights: bool = False,
-) -> MemoryEstimate:
-    """Estimate the memory of one process on its device; without a `zero_stage` there is no DeepSpeed."""
-    # Without DeepSpeed, each process has all weights. DeepSpeed keeps float32 masters of the trained weights; ZeRO divides
-    # the optimizer's states and masters from stage 1, gradients from stage 2, weights from stage 3.
-    stage = zero_stage or 0
-    by_stage = [num_processes if stage >= divided_from else 1 for divided_from in (1, 2, 3)]
-    optimizer_divisor, gradient_divisor, weight_divisor = by_stage
-    masters = _FLOAT32 * num_trainable if zero_stage is not None else 0
-    trained_bytes = trained_element_size * num_trainable
-    is_gathered = weight_divisor > 1 and gathers_for_rollout
-    return MemoryEstimate(
-        transformer=transformer_bytes // weight_divisor,
-        trained=trained_bytes // weight_divisor + masters // optimizer_divisor,
-        gradients=_FLOAT32 * num_trainable // gradient_divisor,
-        optimizer=2 * _FLOAT32 * num_trainable // optimizer_divisor,
-        ema=_FLOAT32 * num_trainable // weight_divisor if has_ema else 0,
-        buffer=buffer_bytes,
-        text_encoders=text_encoders_bytes,
-        vae=vae_bytes,
-        gathered=transformer_bytes + trained_bytes if is_gathered else 0,
-        reference=reference_bytes // weight_divisor,
-        autocast=_HALF * num_trainable if autocasts_weights else 0,
-    )
+def _changes(setting: Setting, quantizations: dict[str, str], cheap: dict[str, dict] | None = None) -> dict[str, dict]:
+    changes = dict(cheap or {})
+    for size in dict.fromkeys((setting.batch_size // 2, 1)):
+        changes[f"`--per_device_train_batch_size {size}`"] = {"batch_size": max(size, 1)}
+    changes["`--gradient_checkpointing True`"] = {"gradient_checkpointing": True}
+    if setting.zero_stage is None:
+        changes |= {text: {"quantization": name} for name, text in quantizations.items()}
+    if setting.quantization is None:
+        changes["ZeRO-3 on eight GPUs (`zero3.yaml`)"] = {"zero_stage": 3, "num_processes": 8}
+    return {text: new for text, new in changes.items() if replace(setting, **new) != setting}
+
+
+def zero_stage(args: Any) -> int | None:
+    """Return the stage of DeepSpeed's ZeRO, `None` without DeepSpeed."""
+    return None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
+
+
+def judge_tokens(pixels: int) -> int:
+    """Count the tokens of a pair for a Qwen2.5-VL: one for 28 x 28 pixels of two images, and 512 of text."""
+    return 2 * pixels // 28**2 + 512
+
+
+def smallest_change(plan: ImagePlan | JudgePlan, setting: Setting, limit: float) -> list[str] | None:
+    """Return the fewest changes that make a plan fit into `limit` bytes; `None` if none do."""
+    changes = plan.changes(setting)
+    for count in range(1, len(changes) + 1):
+        for texts in itertools.combinations(changes, count):
+            new = [item for text in texts for item in changes[text].items()]
+            is_one_each = len(dict(new)) == len(new)
+            if is_one_each and peak(plan.phases(replace(setting, **dict(new)))) <= limit:
+                return list(texts)
+    return None
+
+
+def largest_batch(phases: Callable[[Setting], list[Phase]], setting: Setting, limit: float) -> int:
+    """Return the largest micro-batch that fits into `limit` bytes, a power of two; 0 if none does."""
+    size = 1
+    while peak(phases(replace(setting, batch_size=size))) <= limit and size <= 1024:
+        size *= 2
+    return size // 2

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,6 +20,7 @@ class Row:
     finding: str
     advice: str = ""
     check: str = ""
+    table: Table | None = None
 
 
 def colored(verdict: str) -> str:
@@ -34,5 +36,6 @@ def report(rows: list[Row]) -> Table:
     table.add_column("finding, and what to do", overflow="fold")
     for row in rows:
         text = escape(row.finding) + (f"\n[bold]->[/] {escape(row.advice)}" if row.advice else "")
-        table.add_row(escape(row.check), colored(row.verdict), text)
+        shown = text if row.table is None else Group(text, row.table)
+        table.add_row(escape(row.check), colored(row.verdict), shown)
     return table

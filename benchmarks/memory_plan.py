@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Compare the memory plan of `paco-trl doctor` with allocations that were measured, and make the table of cards.
+
+    python benchmarks/memory_plan.py --output runs/memory_plan.json
+
+The plan runs forwards and backwards on tensors without data. Measured is what PyTorch's allocator reports
+(`torch.profiler`) while the same phase runs with real weights on the CPU, through the trainer's own generation and
+replay. The table of cards is arithmetic: it is the plan for the configs of published models, which are written below.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForImageTextToText
+
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, tiny
+from paco_trl.commands.memory import ImagePlan, JudgePlan, as_in_training, largest_batch, peak
+from paco_trl.commands.memory_check import USABLE
+from paco_trl.commands.sample_generator import SampleGenerator
+from paco_trl.data import demo_prompts_path, load_image_set_prompts
+from paco_trl.rewards import redness_reward
+from paco_trl.trainer.judge_model import complete_peft_config
+
+
+GIB = 2**30
+
+# ---- Published configs ----
+
+T5_XXL = {
+    "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu",
+    "is_gated_act": True, "dense_act_fn": "gelu_new",
+    "vocab_size": 32128,
+}  # fmt: skip
+CLIP_L = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "max_position_embeddings": 77, "projection_dim": 768, "vocab_size": 49408,
+}  # fmt: skip
+CLIP_G = {**CLIP_L, "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
+          "projection_dim": 1280}  # fmt: skip
+VAE = {
+    "sample_size": 1024, "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32,
+}  # fmt: skip
+FLUX = {
+    "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128,
+    "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True,
+    "axes_dims_rope": [16, 56, 56],
+}  # fmt: skip
+SD3_MEDIUM = {
+    "sample_size": 128, "patch_size": 2, "in_channels": 16, "num_layers": 24, "attention_head_dim": 64,
+    "num_attention_heads": 24, "joint_attention_dim": 4096, "caption_projection_dim": 1536,
+    "pooled_projection_dim": 2048, "out_channels": 16, "pos_embed_max_size": 384,
+    "dual_attention_layers": list(range(13)), "qk_norm": "rms_norm",
+}  # fmt: skip
+QWEN_IMAGE = {
+    "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128,
+    "num_attention_heads": 24, "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56],
+}  # fmt: skip
+QWEN_VL_7B = {
+    "text_config": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064,
+    },
+    "vision_config": {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+    },
+}  # fmt: skip
+QWEN_VAE = {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
+            "temperal_downsample": [False, True, True]}  # fmt: skip
+
+# Model -> builder of the tiny pipeline whose tokenizers it uses, configs of its parts, guidance, resolutions
+MODELS = {
+    "FLUX.1-dev": (
+        "build_tiny_flux", {"transformer": FLUX, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "vae": VAE}, {},
+    ),
+    "FLUX.1-Kontext-dev": (
+        "build_tiny_flux_kontext",
+        {"transformer": FLUX, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "vae": VAE}, {},
+    ),
+    "Stable Diffusion 3.5 medium": (
+        "build_tiny_stable_diffusion_3",
+        {"transformer": SD3_MEDIUM, "text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL,
+         "vae": VAE},
+        {"guidance_scale": 4.5},
+    ),
+    "Qwen-Image": (
+        "build_tiny_qwen_image", {"transformer": QWEN_IMAGE, "text_encoder": QWEN_VL_7B, "vae": QWEN_VAE},
+        {"guidance_scale": 4.0, "negative_prompt": " "},
+    ),
+    "Qwen-Image-Edit": (
+        "build_tiny_qwen_image_edit", {"transformer": QWEN_IMAGE, "text_encoder": QWEN_VL_7B, "vae": QWEN_VAE},
+        {"guidance_scale": 4.0, "negative_prompt": " "},
+    ),
+}  # fmt: skip
+TINY = {
+    "build_tiny_flux": {},
+    "build_tiny_stable_diffusion_3": {"guidance_scale": 4.5},
+    "build_tiny_qwen_image": {"guidance_scale": 4.0, "negative_prompt": " "},
+    "build_tiny_flux2": {},
+    "build_tiny_z_image": {"guidance_scale": 4.0},
+}
+MEDIUM = {  # of 36 million weights
+    "in_channels": 16, "num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4, "attention_head_dim": 128,
+    "joint_attention_dim": 16, "pooled_projection_dim": 16, "guidance_embeds": True,
+}  # fmt: skip
+
+
+def write_configs(folder: Path, configs: dict[str, dict]) -> None:
+    """Replace configs of a saved pipeline; its weights no longer fit, and are not read."""
+    for name, new in configs.items():
+        path = folder / name / "config.json"
+        old = json.loads(path.read_text(encoding="utf-8"))
+        merged = {**old, **{k: {**old.get(k, {}), **v} if isinstance(v, dict) else v for k, v in new.items()}}
+        if "text_config" in new:  # what a larger width needs
+            merged["text_config"].pop("layer_types", None)
+            merged["text_config"]["rope_parameters"] = {
+                "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24],
+            }  # fmt: skip
+        path.write_text(json.dumps(merged), encoding="utf-8")
+    lengths = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2", "tokenizer_3": "text_encoder_3"}
+    for name, encoder in lengths.items():
+        path = folder / name / "tokenizer_config.json"
+        if path.exists() and encoder in configs and "text_config" not in configs[encoder]:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config["model_max_length"] = configs[encoder].get("max_position_embeddings", 512)
+            path.write_text(json.dumps(config), encoding="utf-8")
+
+
+def rows_of(size: int, is_editing: bool) -> Dataset:
+    if is_editing:
+        source = Image.new("RGB", (size, size))
+        return Dataset.from_list([{"prompt": "make the hat red", "image": source, "height": size, "width": size}] * 4)
+    rows = load_image_set_prompts(demo_prompts_path()).filter(lambda row: (row["rows"], row["cols"]) == (2, 2))
+    longest = max(range(len(rows)), key=lambda number: len(rows[number]["prompt"]))
+    return rows.select([longest] * 4).map(lambda row: {"height": size, "width": size})
+
+
+def settings(folder: Path, size: int, **changes) -> PaCoGRPOConfig:
+    values = {
+        "output_dir": str(folder / "out"), "use_cpu": True, "report_to": "none", "height": size, "width": size,
+        "resolution_scale": 1.0, "num_generations": 4, "num_prompts_per_generation": 4, "num_inference_steps": 4,
+        "sde_steps": [1], "per_device_train_batch_size": 2, "disable_tqdm": True,
+    }  # fmt: skip
+    return PaCoGRPOConfig(**{**values, **changes})
+
+
+# ---- Measured ----
+
+
+def measured_peak(function: Callable[[], object]) -> int:
+    """Return the peak of the bytes that the allocator holds more than before."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        function()
+    events = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in recorded.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
+    now = highest = 0
+    for _, size in events:
+        now += size
+        highest = max(highest, now)
+    return highest
+
+
+def compare_image_model(model: Path, folder: Path, size: int, bf16: bool, **changes) -> dict:
+    """Compare the phases of a run that really takes place."""
+    return {
+        name: cell
+        for checkpointing in (False, True)
+        for name, cell in compare_run(model, folder, size, bf16, checkpointing, changes).items()
+    }
+
+
+def compare_run(model: Path, folder: Path, size: int, bf16: bool, checkpointing: bool, changes: dict) -> dict:
+    dataset, peft_config = rows_of(size, is_editing=False), LoraConfig(r=4, lora_alpha=8)
+    args = settings(folder, size, bf16=bf16, gradient_checkpointing=checkpointing, **changes)
+    plan = ImagePlan(str(model), args, peft_config, dataset)
+    trainer = PaCoGRPOTrainer(
+        model=str(model), reward_funcs=redness_reward, args=args, train_dataset=dataset, peft_config=peft_config
+    )
+    generator = SampleGenerator(trainer.sampler, trainer.train_rows, args, is_new_adapter=True)
+    generator.prepare()
+    batch, sde = args.per_device_train_batch_size, generator.sde_settings(args.noise_level)
+    record = generator.generate(batch, sde).records[0]
+
+    def step():
+        with as_in_training(torch.bfloat16 if bf16 else torch.float32):
+            generator.replay(record).mean().backward()
+
+    step()  # the gradients exist from here on
+    phases = {phase.name: phase.device for phase in plan.phases(plan.setting())}
+    name = f"train, {'with' if checkpointing else 'without'} checkpointing"
+    found = {name: pair(phases["train"]["activations"], measured_peak(step))}
+    if not checkpointing:
+        planned = max(phases[name]["activations"] for name in ("generate", "decode"))
+        with as_in_training(torch.bfloat16 if bf16 else torch.float32):
+            found["generate and decode"] = pair(planned, measured_peak(lambda: generator.generate(batch)))
+        optimizer = trainer.create_optimizer()
+        found["optimizer"] = pair(phases["train"]["optimizer"], measured_peak(optimizer.step))
+    return found
+
+
+def compare_judge(folder: Path, num_tokens: int = 64) -> dict:
+    """Compare the language model of a judge in training and scoring."""
+    model = tiny.build_tiny_qwen2_5_vl(folder / "judge")
+    peft_config = complete_peft_config(LoraConfig(r=4), str(model), None, False)
+    judge, found = JudgePlan(str(model), PaCoRewardConfig(str(folder), bf16=True, use_cpu=True), peft_config), {}
+    network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.bfloat16).requires_grad_(False)
+    trained = get_peft_model(network, peft_config).train()
+    for checkpointing in (False, True):
+        if checkpointing:
+            network.activation_checkpointing_enable()
+        embeds = torch.zeros(2, num_tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+
+        def step(embeds=embeds):
+            with as_in_training(torch.bfloat16):
+                states = network.get_decoder()(inputs_embeds=embeds, use_cache=False).last_hidden_state
+                states.float().square().mean().backward()
+
+        step()
+        name = f"train, {'with' if checkpointing else 'without'} checkpointing"
+        found[name] = pair(judge.peak(2, num_tokens, True, checkpointing), measured_peak(step))
+    assert trained is not None
+    return found
+
+
+def pair(planned: int, measured: int) -> dict:
+    return {"planned": planned, "measured": measured, "error": round(planned / measured - 1, 4)}
+
+
+# ---- The table of cards ----
+
+
+def plan_cards(folder: Path, name: str) -> list[dict]:
+    """Plan a published model for each card, resolution and quantization."""
+    builder, configs, guidance = MODELS[name]
+    model, is_editing = getattr(tiny, builder)(folder / builder), "edit" in builder or "kontext" in builder
+    write_configs(Path(model), configs)
+    cells = []
+    for size in (512, 1024):
+        args = settings(
+            folder, 1024, bf16=True, resolution_scale=size / 1024, num_generations=16, num_prompts_per_generation=42,
+            per_device_train_batch_size=1, num_inference_steps=10, vae_tiling=True, **guidance,
+        )  # fmt: skip
+        plan = ImagePlan(str(model), args, LoraConfig(r=64, lora_alpha=128), rows_of(1024, is_editing))
+        with FlopCounterMode(display=False) as counter:
+            plan.peak("generation", 1)
+        for quantization in (None, "int8", "nf4"):
+            for checkpointing in (True, False):
+                base = replace(plan.setting(), quantization=quantization, gradient_checkpointing=checkpointing)
+                cell = {
+                    "model": name,
+                    "resolution": size,
+                    "quantization": quantization,
+                    "checkpointing": checkpointing,
+                }
+                cell["forward_tflop"] = round(counter.get_total_flops() / 1e12, 2)
+                cell["phases_gib"] = {p.name: round(peak([p]) / GIB, 2) for p in plan.phases(base)}
+                for memory in (24, 48, 80, 141):
+                    limit = USABLE * memory * GIB
+                    cell[f"1 x {memory}"] = largest_batch(plan.phases, base, limit)
+                    eight = replace(base, num_processes=8, zero_stage=3 if quantization is None else None)
+                    cell[f"8 x {memory}"] = largest_batch(plan.phases, eight, limit)
+                cells.append(cell)
+    return cells
+
+
+def markdown(cells: list[dict]) -> str:
+    """The table of docs/reducing_memory.md: the largest micro-batch with and without gradient checkpointing."""
+    cards = [f"{count} x {memory}" for count in (1, 8) for memory in (24, 48, 80, 141)]
+    lines = ["| model | size | weights | " + " | ".join(cards) + " |", "|---" * (3 + len(cards)) + "|"]
+    key = lambda cell: (cell["model"], cell["resolution"], cell["quantization"])  # noqa: E731
+    for name in dict.fromkeys(map(key, cells)):
+        both = sorted((cell for cell in cells if key(cell) == name), key=lambda cell: not cell["checkpointing"])
+        fits = [" / ".join(str(cell[card]) if cell[card] else "no" for cell in both) for card in cards]
+        lines.append(f"| {name[0]} | {name[1]} | {name[2] or 'bf16'} | " + " | ".join(fits) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="runs/memory_plan.json")
+    parser.add_argument("--only", choices=("measured", "cards"))
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    options = parser.parse_args()
+    output = Path(options.output)
+    results = json.loads(output.read_text()) if output.exists() else {}
+    results["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.only != "cards":
+            results["measured"] = {}
+            for builder, changes in TINY.items():
+                model = Path(getattr(tiny, builder)(folder / builder))
+                for bf16 in (False, True):
+                    title = f"{builder.removeprefix('build_')}, {'bfloat16' if bf16 else 'float32'}"
+                    results["measured"][title] = compare_image_model(model, folder, 64, bf16, **changes)
+            medium = Path(tiny.build_tiny_flux(folder / "medium"))
+            FluxTransformer2DModel(**MEDIUM, axes_dims_rope=(16, 56, 56)).save_pretrained(medium / "transformer")
+            for bf16 in (False, True):
+                title = f"medium_flux, {'bfloat16' if bf16 else 'float32'}"
+                results["measured"][title] = compare_image_model(medium, folder, 64, bf16)
+            results["measured"]["tiny_judge, bfloat16"] = compare_judge(folder)
+        if options.only != "measured":
+            cards = [cell for cell in results.get("cards", []) if cell["model"] not in options.models]
+            for name in options.models:
+                cards += plan_cards(folder, name)
+            results["cards"] = cards
+            print(markdown(cards))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory plan: what it counts is what the allocator reports, and it knows what to change."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from paco_trl.commands.memory import (
+    ImagePlan,
+    LiveBytes,
+    Setting,
+    affine,
+    as_in_training,
+    largest_batch,
+    measure_peak,
+    peak,
+    quantized_bytes,
+    smallest_change,
+    training_parts,
+    weights_bytes,
+)
+from paco_trl.commands.sample_generator import SampleGenerator
+
+
+def allocated(function: Callable[[], object]) -> int:
+    """The peak of the allocator while a function runs, above that before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        function()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    return highest
+
+
+@pytest.fixture
+def make_plan(tiny_flux, prompts, make_trainer) -> Callable:
+    def make(peft_config=LoraConfig(r=4, lora_alpha=8), **settings) -> ImagePlan:  # noqa: B008
+        args = make_trainer(**settings).args
+        return ImagePlan(str(tiny_flux), args, peft_config, prompts)
+
+    return make
+
+
+def test_live_bytes():
+    weight = torch.zeros(100)
+    with LiveBytes() as live:
+        first = weight + 1
+        view = first[:50].view(5, 10)
+        assert live.now == live.peak == 400
+        second = first * 2
+        del first
+        assert live.now == 800  # the view keeps it
+        del view
+        assert live.now == 400 and live.peak == 800
+        del second
+        weight.add_(1)
+        assert weight[:10].sum() == 10
+    assert live.peak == 800
+
+
+def test_gradients_that_exist_are_not_counted():
+    model = nn.Linear(100, 10, bias=False)
+    found = measure_peak(lambda: model(torch.zeros(1, 100)), model)
+    # What the backward adds to the gradient, 4000 bytes, next to the input and what is smaller
+    assert 4000 < found < 5500
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_takes_what_is_planned(make_trainer, tiny_flux, prompts, bf16, checkpointing):
+    settings = {"bf16": bf16, "gradient_checkpointing": checkpointing}
+    trainer = make_trainer(**settings)
+    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
+    generator.prepare()
+    record = generator.generate(4, generator.sde_settings(0.7)).records[0]
+
+    def step():
+        with as_in_training(torch.bfloat16 if bf16 else torch.float32):
+            generator.replay(record).mean().backward()
+
+    step()
+    measured = allocated(step)
+    plan = ImagePlan(str(tiny_flux), trainer.args, LoraConfig(r=4, lora_alpha=8), prompts)
+    assert measured > 100_000
+    assert affine(lambda size: plan.peak("training", size, flag=checkpointing), 4) == pytest.approx(measured, rel=0.05)
+    # One image less, or the other checkpointing, is no longer within it
+    for size, flag in ((3, checkpointing), (4, not checkpointing)):
+        assert abs(plan.peak("training", size, flag=flag) / measured - 1) > 0.1
+
+
+def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
+    trainer = make_trainer(sde_steps=[0, 2])
+    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
+    generator.prepare()
+    records = generator.generate(count=4, sde=generator.sde_settings(0.7)).records
+    tensors = [tensor for record in records for tensor in (record.sample, record.prev_sample)]
+    tensors += [t for r in records for call in r.calls for t in call.values() if isinstance(t, torch.Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    plan = ImagePlan(str(tiny_flux), trainer.args, LoraConfig(r=4), prompts)
+    phases = {phase.name: phase for phase in plan.phases(plan.setting())}
+    # Four micro-batches, each of a prompt. Next to them only what is small: positions, timesteps, guidance
+    assert phases["train"].device["round"] <= 4 * sum(storages.values()) < 1.3 * phases["train"].device["round"]
+    offloaded = {p.name: p for p in plan.phases(replace(plan.setting(), offload_embeddings=True))}["train"]
+    assert 0 < offloaded.host["round"] == phases["train"].device["round"] - offloaded.device["round"]
+
+
+@pytest.mark.parametrize(
+    "stage, frozen, trained, gradients, optimizer, average",
+    [
+        (None, 1000, 40, 40, 80, 40),
+        (0, 1000, 40 + 40, 40, 80, 40),
+        (1, 1000, 40 + 20, 40, 40, 40),
+        (2, 1000, 40 + 20, 20, 40, 40),
+        (3, 500, 20 + 20, 20, 40, 20),
+    ],
+)
+def test_deepspeed_divides_by_stage(stage, frozen, trained, gradients, optimizer, average):
+    setting = Setting(zero_stage=stage, num_processes=2)
+    always, adds = training_parts(1000, 10, 4, setting, num_averages=1)
+    assert list(always.values()) == [frozen, trained, optimizer, average]
+    assert adds == {"gradients": gradients, "DDP's buckets": 40 if stage is None else 0}
+    assert training_parts(1000, 10, 4, replace(setting, ema_offload=True), 1)[0]["average"] == 0
+
+
+def test_quantized_weights():
+    model = nn.Sequential(nn.Linear(64, 10), nn.LayerNorm(10)).to(torch.bfloat16).requires_grad_(False)
+    rest = 2 * (10 + 10 + 10)  # a bias, and the norm
+    assert quantized_bytes(model, None) == weights_bytes(model) == 2 * 640 + rest
+    assert quantized_bytes(model, "int8") == 640 + rest
+    assert quantized_bytes(model, "nf4") == 640 // 2 + 4 * 640 // 64 + rest
+    model[0].weight.requires_grad_(True)
+    assert quantized_bytes(model, "nf4") == weights_bytes(model, trainable=False) == rest
+
+
+def test_the_smallest_change_is_the_one_that_is_needed(make_plan):
+    plan = make_plan(gradient_checkpointing=False, per_device_train_batch_size=1, height=128, width=128, resolution_scale=1.0)
+    setting = plan.setting()
+    needed = peak(plan.phases(setting))
+    assert not setting.gradient_checkpointing and setting.serves_judge
+    checkpointed = replace(setting, gradient_checkpointing=True)
+    limit = peak(plan.phases(checkpointed))
+    assert limit < needed
+    assert smallest_change(plan, setting, limit) == ["`--gradient_checkpointing True`"]
+    assert smallest_change(plan, setting, 1) is None
+    assert largest_batch(plan.phases, setting, needed) == 1
+    assert largest_batch(plan.phases, setting, needed - 1) == 0
+    assert largest_batch(plan.phases, setting, peak(plan.phases(replace(setting, batch_size=4)))) == 4
+
+
+def test_all_weights_and_the_reference(make_plan):
+    plan = make_plan(peft_config=None, beta=0.01, ema_decay=0.9)
+    (train,) = [phase for phase in plan.phases(plan.setting()) if phase.name == "train"]
+    weights = weights_bytes(plan.model, trainable=True)
+    for part, factor in (("trained weights", 1), ("gradients", 1), ("optimizer", 2), ("average", 1), ("reference", 1)):
+        assert train.device[part] == factor * weights
+    assert not [text for text in plan.changes(plan.setting()) if "quantization" in text]
