@@ -293,6 +293,11 @@ def markdown(cells: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def save(results: dict, output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="runs/memory_plan.json")
@@ -317,14 +322,14 @@ def main() -> None:
                 title = f"medium_flux, {'bfloat16' if bf16 else 'float32'}"
                 results["measured"][title] = compare_image_model(medium, folder, 64, bf16)
             results["measured"]["tiny_judge, bfloat16"] = compare_judge(folder)
+            save(results, output)
         if options.only != "measured":
             cards = [cell for cell in results.get("cards", []) if cell["model"] not in options.models]
             for name in options.models:
                 cards += plan_cards(folder, name)
-            results["cards"] = cards
+                results["cards"] = cards
+                save(results, output)
             print(markdown(cards))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import launching
 from docstrings import docstring
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import build_arguments, evaluation_arguments
+from paco_trl.commands.memory_check import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import make_pair
 from paco_trl.rewards import ConsistencyReward, ServedJudge, panel_similarity_reward, redness_reward
@@ -262,7 +263,9 @@ class TestOptions:
             "use_safetensors",
             "HF_HUB_DISABLE_TELEMETRY",
         }
-        others = others.union(*map(script_options, SCRIPTS))
+        others = others.union(
+            *map(script_options, SCRIPTS), (field.name for field in dataclasses.fields(PlanArguments))
+        )
         others = others.union(
             *(inspect.signature(reward.__init__).parameters for reward in (ConsistencyReward, ServedJudge))
         )

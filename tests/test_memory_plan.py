@@ -141,7 +141,9 @@ def test_quantized_weights():
 
 
 def test_the_smallest_change_is_the_one_that_is_needed(make_plan):
-    plan = make_plan(gradient_checkpointing=False, per_device_train_batch_size=1, height=128, width=128, resolution_scale=1.0)
+    plan = make_plan(
+        gradient_checkpointing=False, per_device_train_batch_size=1, height=128, width=128, resolution_scale=1.0
+    )
     setting = plan.setting()
     needed = peak(plan.phases(setting))
     assert not setting.gradient_checkpointing and setting.serves_judge

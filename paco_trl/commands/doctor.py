@@ -355,7 +355,8 @@ def check_memory(state: DoctorState) -> Row:
 
 def check_judge_memory(state: DoctorState) -> Row:
     """Plan the memory of the training of a judge."""
-    script_args, args, plan_args, _ = state.parse()
+    parsed: Any = state.parse()  # with the options that the plan does not need
+    script_args, args, plan_args = parsed[:3]
     return memory_row(judge_plan(script_args, args), plan_args.memory_of(args))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a run by phase, from configs alone: forwards and backwards run on tensors that have no data."""
 
+import copy
 import functools
 import inspect
 import itertools
@@ -138,12 +139,12 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace the weights of a model on the meta device by those of a mode, which can be on any device."""
     known: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and weight.is_meta and weight not in known:
+        for name, weight in [each for each in module.named_parameters(recurse=False) if each[1].is_meta]:
+            if weight not in known:
                 with mode:
                     empty = torch.empty(weight.shape, dtype=weight.dtype)
                     known[weight] = nn.Parameter(empty, requires_grad=weight.requires_grad)
-            module._parameters[name] = known.get(weight, weight)
+            setattr(module, name, known[weight])
 
 
 class _ZeroEncoder(nn.Module):
@@ -165,9 +166,7 @@ class _ZeroEncoder(nn.Module):
         return BaseModelOutputWithPooling(pooler_output=states[:, 0], **each)
 
 
-def build_components(
-    model: str, dtype: torch.dtype, transformer_dtype: torch.dtype, **where
-) -> tuple[type, dict[str, Any]]:
+def build_components(model: str, dtypes: dict[str, torch.dtype], **where) -> tuple[type, dict[str, Any]]:
     """Build the parts of a pipeline from its configs, the models without data; return its class too."""
     index = DiffusionPipeline.load_config(model, **where)
     parts: dict[str, Any] = {}
@@ -180,14 +179,13 @@ def build_components(
             parts[name] = kind.from_pretrained(model, subfolder=name, **where)
             continue
         is_diffusers = hasattr(kind, "load_config")
-        config = (kind.load_config if is_diffusers else kind.config_class.from_pretrained)(
-            model, subfolder=name, **where
-        )
+        read = kind.load_config if is_diffusers else kind.config_class.from_pretrained
+        config = read(model, subfolder=name, **where)
         with init_empty_weights():
             part = (kind.from_config if is_diffusers else kind)(config)
             if not is_diffusers:
                 part.tie_weights()
-        parts[name] = part.to(transformer_dtype if name == "transformer" else dtype).requires_grad_(False).eval()
+        parts[name] = part.to(dtypes.get(name, dtypes["default"])).requires_grad_(False).eval()
     return getattr(diffusers, index["_class_name"]), parts
 
 
@@ -260,28 +258,19 @@ class JudgePlan:
             self.model = self.network if peft_config is None else get_peft_model(self.network, peft_config)
         fake_weights(self.model, self.mode)
         self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
+        pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
+        self.num_tokens = min(judge_tokens(pixels), args.max_length or math.inf)  # of the longest pair
+        self.size = f"{self.num_tokens} tokens"
 
     @functools.cache  # noqa: B019  (lives as long as the plan)
     def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
         """Return the peak of the language model for sequences of `num_tokens`, images included."""
         decoder, width = self.network.get_decoder(), self.network.config.get_text_config().hidden_size
-        network = self.network
-        (network.activation_checkpointing_enable if checkpointing else network.activation_checkpointing_disable)()
+        getattr(self.network, f"activation_checkpointing_{'enable' if checkpointing else 'disable'}")()
         with self.mode, as_in_training(self.dtype, trains):
             embeds = torch.empty(batch_size, num_tokens, width, dtype=self.dtype, requires_grad=trains)
             model = self.model.train() if trains else None
             return measure_peak(lambda: decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state, model)
-
-    @property
-    def size(self) -> str:
-        """Describe what a micro-batch holds."""
-        return f"{self.num_tokens} tokens"
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of the longest pair."""
-        pixels = self.args.max_pixels if self.args.max_pixels is not None else _QWEN_MAX_PIXELS
-        return min(judge_tokens(pixels), self.args.max_length or 2**31)
 
     def setting(self) -> Setting:
         """Return the setting of the run."""
@@ -310,12 +299,10 @@ class JudgePlan:
 
 
 class ImagePlan:
-    """
-    Memory of a run of PaCo-GRPO or DiffusionNFT, for the row with the largest images and the longest prompt.
+    """Memory of a run of PaCo-GRPO or DiffusionNFT, for the row with the largest images and the longest prompt."""
 
-    Prompts are read by the real tokenizers and by text encoders that return zeros, and the pipeline itself makes the
-    transformer's arguments. The transformer, its backward and the VAE run on tensors without data.
-    """
+    # Prompts are read by the real tokenizers and by text encoders that return zeros, and the pipeline itself makes the
+    # transformer's arguments. The transformer, its backward and the VAE run on tensors without data.
 
     def __init__(
         self, model: str, args: Any, peft_config: LoraConfig | None, dataset: Dataset,
@@ -326,16 +313,15 @@ class ImagePlan:
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_deepspeed = args.deepspeed_plugin is not None
         self.in_training = functools.partial(as_in_training, dtype, not is_deepspeed)
-        transformer_dtype = torch.float32 if peft_config is None and not is_deepspeed else dtype
-        pipeline_class, parts = build_components(model, dtype, transformer_dtype, **where)
+        dtypes = {"default": dtype} | ({"transformer": torch.float32} if not (peft_config or is_deepspeed) else {})
+        pipeline_class, parts = build_components(model, dtypes, **where)
         pipeline, transformer = pipeline_class(**parts), parts["transformer"]
         self.pipeline, self.family, self.transformer = pipeline, family_of(pipeline), transformer
         self.signature = inspect.signature(transformer.forward)
         with init_empty_weights():
-            self.model = prepare_transformer(
-                pipeline, self.family, peft_config, autocast_adapter_dtype=not is_deepspeed
-            )
-        for part in (self.model, *parts.values()):
+            self.model = prepare_transformer(pipeline, self.family, peft_config, not is_deepspeed)
+        self.vae = copy.deepcopy(pipeline.vae)  # without the policy's check of pixels, which reads their values
+        for part in (self.model, self.vae, *parts.values()):
             if isinstance(part, nn.Module):
                 fake_weights(part, self.mode)
         self.policy = PipelinePolicy(pipeline, self.family, self.model.train(), self.signature)
@@ -346,23 +332,16 @@ class ImagePlan:
         self.text_encoders = {name: parts[name] for name in self.family.text_encoders if parts[name] is not None}
         for name, encoder in self.text_encoders.items():
             object.__setattr__(pipeline, name, _ZeroEncoder(encoder))
-        self.vae = pipeline.vae
-        self.vae.decoder._forward_hooks.clear()  # the policy's check of the pixels reads their values
         guidance = (args.guidance_scale, args.negative_prompt)
         self.negative_prompt = self.family.resolve_negative_prompt(pipeline, *guidance)
         rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
         self.number = max(range(len(rows)), key=lambda i: (math.prod(rows.training_sizes[i]), len(rows.prompts[i])))
+        # By `is_full`, the inference size
         self.sizes = rows.training_sizes[self.number], rows.inference_sizes[self.number]
-        self.scales = args.resolution_scale, 1.0
+        self.scales, self.size = (args.resolution_scale, 1.0), "{} x {}".format(*self.sizes[0])
+        self.channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.num_trained, self.element_size = sum(w.numel() for w in weights), weights[0].element_size()
-
-    @property
-    def size(self) -> str:
-        """Describe the images of a micro-batch."""
-        return "{} x {}".format(*self.sizes[0])
-
-    # ---- What is measured; `is_full` is the inference size ----
 
     @functools.cache  # noqa: B019  (lives as long as the plan)
     def embeddings(self, is_full: bool) -> dict[str, torch.Tensor]:
@@ -393,17 +372,14 @@ class ImagePlan:
             with self.mode:
                 latents = self.vae.encode(self.mode.from_tensor(pixels)).latent_dist.mode()
             sources.append(EncodedImage(prepared, torch.zeros(latents.shape)))
-        arguments = {
-            name: tensor.to(torch.float32 if tensor.is_floating_point() else None).expand(
-                batch_size, *tensor.shape[1:]
-            )
-            for name, tensor in self.embeddings(is_full).items()
-        }
-        keys, steps = [(0, image) for image in range(batch_size)], self.args.num_inference_steps
+        arguments = {n: t.expand(batch_size, *t.shape[1:]) for n, t in self.embeddings(is_full).items()}
+        arguments = {n: t.float() if t.is_floating_point() else t for n, t in arguments.items()}
+        keys: list[tuple[int, ...]] = [(0, image) for image in range(batch_size)]
         handle = self.model.register_forward_pre_hook(record, with_kwargs=True, prepend=True)
         try:
-            size, scale = self.sizes[is_full], self.args.guidance_scale
-            self.policy.generate(arguments, *size, steps, scale, keys, sources=sources)
+            steps, scale = self.args.num_inference_steps, self.args.guidance_scale
+            with self.in_training():
+                self.policy.generate(arguments, *self.sizes[is_full], steps, scale, keys, sources=sources)
         except _TransformerReachedError:
             pass
         finally:
@@ -428,25 +404,18 @@ class ImagePlan:
     def peak(self, kind: str, batch_size: int, is_full: bool = False, flag: bool = False) -> int:
         """Return the peak of "training" (`flag`: checkpointing), "generation" or "decoding" (`flag`: tiled)."""
         if kind == "decoding":
-            channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
             sides = [side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]]
             frames = [1] if "z_dim" in self.vae.config else []  # of a video
             (self.vae.enable_tiling if flag else self.vae.disable_tiling)()
             with self.mode, self.in_training():
-                latents = torch.empty(batch_size, channels, *frames, *sides, dtype=self.vae.dtype)
+                latents = torch.empty(batch_size, self.channels, *frames, *sides, dtype=self.vae.dtype)
                 return measure_peak(lambda: self.vae.decode(latents, return_dict=False))
         calls, is_training = self.calls(batch_size, is_full), kind == "training"
         checkpoints = is_training and flag
-        (
-            self.transformer.enable_gradient_checkpointing
-            if checkpoints
-            else self.transformer.disable_gradient_checkpointing
-        )()
+        getattr(self.transformer, f"{'enable' if checkpoints else 'disable'}_gradient_checkpointing")()
         with self.mode, self.in_training():
             forward = lambda: [self.model(**dict(call))[0] for call in calls]  # noqa: E731
             return measure_peak(forward, self.model if is_training else None)
-
-    # ---- The plan ----
 
     def setting(self) -> Setting:
         """Return the setting of the run."""
@@ -478,8 +447,7 @@ class ImagePlan:
         crosses_prompts = layout.num_generations % layout.rollout_batch_size != 0
         prompts = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
         prompt = sum(tensor.numel() for tensor in self.embeddings(is_full).values())
-        channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
-        latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]) * channels
+        latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]) * self.channels
         kept = 2 + (args.loss_type == "grpo_guard") + 2 * bool(self.rows.sources) + 3 * is_nft
         embeddings = _FLOAT32 * prompts * prompt
         always["round"] = _FLOAT32 * kept * images * layout.num_trained_steps * latent
@@ -494,9 +462,8 @@ class ImagePlan:
         full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
         trained = allocated("training", setting.batch_size, flag=setting.gradient_checkpointing)
         scored = 0 if judge is None else judge.peak(8, judge_tokens(math.prod(self.sizes[is_full])))
-        gathered = (
-            frozen + self.element_size * self.num_trained if stage3 > 1 and args.ds3_gather_for_generation else 0
-        )
+        is_gathered = stage3 > 1 and args.ds3_gather_for_generation
+        gathered = frozen + self.element_size * self.num_trained if is_gathered else 0
         rollout = {**always, "gathered weights": gathered, "VAE": vae}
         # Weights come to the device after the prompts are encoded, except those that bitsandbytes quantizes there
         encoding = {"text encoders": encoders, "activations": self.encoding()}
@@ -558,8 +525,9 @@ def smallest_change(plan: ImagePlan | JudgePlan, setting: Setting, limit: float)
     for count in range(1, len(changes) + 1):
         for texts in itertools.combinations(changes, count):
             new = [item for text in texts for item in changes[text].items()]
-            is_one_each = len(dict(new)) == len(new)
-            if is_one_each and peak(plan.phases(replace(setting, **dict(new)))) <= limit:
+            # Not two values of one setting, and DeepSpeed takes no quantized weights
+            is_possible = len(dict(new)) == len(new) and not {"quantization", "zero_stage"} <= dict(new).keys()
+            if is_possible and peak(plan.phases(replace(setting, **dict(new)))) <= limit:
                 return list(texts)
     return None
 

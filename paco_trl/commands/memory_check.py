@@ -3,7 +3,7 @@
 
 import functools
 from argparse import ArgumentParser
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,7 +146,12 @@ def memory_row(plan: ImagePlan | JudgePlan, total: int | None) -> Row:
         if needed > limit:
             verdict = FAILED if needed > total else WARNING
             changes = smallest_change(plan, setting, limit)
-            advice = f"The smallest change that fits: {' with '.join(changes)}." if changes else _nothing_fits(plan)
+            advice = (
+                "Nothing that the plan can change makes it fit: use a device with more memory, smaller images or a "
+            )
+            advice += "smaller model."
+            if changes:
+                advice = f"The smallest change that fits: {' with '.join(changes)}."
         else:
             fits = [f"{largest_batch(plan.phases, setting, limit)} at {plan.size}"]
             if isinstance(plan, ImagePlan) and plan.sizes[0] != plan.sizes[1]:
@@ -154,16 +159,6 @@ def memory_row(plan: ImagePlan | JudgePlan, total: int | None) -> Row:
                 fits.append("{} at {} x {}".format(batch or "none", *plan.sizes[1]))
             lines.append(f"The largest micro-batch that fits: {', '.join(fits)}.")
     return Row(verdict, "\n".join(lines), advice, table=_table(phases))
-
-
-def _nothing_fits(plan: ImagePlan | JudgePlan) -> str:
-    setting = plan.setting()
-    for new in plan.changes(setting).values():
-        setting = replace(setting, **new)
-    return (
-        f"Nothing that the plan can change makes it fit: with all of it, {format_size(peak(plan.phases(setting)))} is "
-        "the smallest. Use a device with more memory, smaller images or a smaller model."
-    )
 
 
 def _table(phases: list[Phase]) -> Table:
