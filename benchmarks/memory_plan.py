@@ -79,8 +79,10 @@ QWEN_VL_7B = {
         "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
     },
 }  # fmt: skip
-QWEN_VAE = {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
-            "temperal_downsample": [False, True, True]}  # fmt: skip
+QWEN_VAE = {
+    "base_dim": 96, "z_dim": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16, "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2, "temperal_downsample": [False, True, True],
+}  # fmt: skip
 
 # Model -> builder of the tiny pipeline whose tokenizers it uses, configs of its parts, guidance, resolutions
 MODELS = {
@@ -293,6 +295,15 @@ def markdown(cells: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def ratios(measured: dict[str, dict]) -> dict:
+    """The lowest and the highest ratio of what is planned to what is measured, by phase."""
+    found: dict[str, list[float]] = {}
+    for cells in measured.values():
+        for name, cell in cells.items():
+            found.setdefault(name.split(",")[0], []).append(round(cell["planned"] / cell["measured"], 3))
+    return {name: {"lowest": min(values), "highest": max(values)} for name, values in found.items()}
+
+
 def save(results: dict, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=1) + "\n")
@@ -322,6 +333,7 @@ def main() -> None:
                 title = f"medium_flux, {'bfloat16' if bf16 else 'float32'}"
                 results["measured"][title] = compare_image_model(medium, folder, 64, bf16)
             results["measured"]["tiny_judge, bfloat16"] = compare_judge(folder)
+            results["ratios"] = ratios(results["measured"])
             save(results, output)
         if options.only != "measured":
             cards = [cell for cell in results.get("cards", []) if cell["model"] not in options.models]

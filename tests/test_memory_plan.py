@@ -16,10 +16,10 @@ from paco_trl.commands.memory import (
     Setting,
     affine,
     as_in_training,
+    changes_of,
     largest_batch,
     measure_peak,
     peak,
-    quantized_bytes,
     smallest_change,
     training_parts,
     weights_bytes,
@@ -133,11 +133,11 @@ def test_deepspeed_divides_by_stage(stage, frozen, trained, gradients, optimizer
 def test_quantized_weights():
     model = nn.Sequential(nn.Linear(64, 10), nn.LayerNorm(10)).to(torch.bfloat16).requires_grad_(False)
     rest = 2 * (10 + 10 + 10)  # a bias, and the norm
-    assert quantized_bytes(model, None) == weights_bytes(model) == 2 * 640 + rest
-    assert quantized_bytes(model, "int8") == 640 + rest
-    assert quantized_bytes(model, "nf4") == 640 // 2 + 4 * 640 // 64 + rest
+    assert weights_bytes(model, False) == 2 * 640 + rest
+    assert weights_bytes(model, False, "int8") == 640 + rest
+    assert weights_bytes(model, False, "nf4") == 640 // 2 + 4 * 640 // 64 + rest
     model[0].weight.requires_grad_(True)
-    assert quantized_bytes(model, "nf4") == weights_bytes(model, trainable=False) == rest
+    assert weights_bytes(model, False, "nf4") == weights_bytes(model, trainable=False) == rest
 
 
 def test_the_smallest_change_is_the_one_that_is_needed(make_plan):
@@ -163,4 +163,4 @@ def test_all_weights_and_the_reference(make_plan):
     weights = weights_bytes(plan.model, trainable=True)
     for part, factor in (("trained weights", 1), ("gradients", 1), ("optimizer", 2), ("average", 1), ("reference", 1)):
         assert train.device[part] == factor * weights
-    assert not [text for text in plan.changes(plan.setting()) if "quantization" in text]
+    assert not [text for text in changes_of(plan, plan.setting()) if "quantization" in text]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import diffusers
 import torch
@@ -32,8 +33,6 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
 from ..rollout.loading import prepare_transformer
 from ..rollout.prompt_rows import PromptRows
-
-from ..utils.quantization import stored_bytes
 
 
 # Bytes of a weight of a linear layer; nf4 has a float32 scale for each 64 weights
@@ -76,43 +75,30 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 @contextmanager
 def as_in_training(dtype: torch.dtype, autocasts: bool = True) -> Iterator[None]:
     """Run what follows under autocast, except in float32, with norms in float32 as on a GPU; the CPU's are not."""
-    names = ("layer_norm", "group_norm", "rms_norm")  # AT_FORALL_FP32 in ATen/autocast_mode.h (torch 2.15)
-    own = {name: getattr(functional, name) for name in names}
+    is_on = autocasts and dtype != torch.float32
 
     def in_float32(function: Callable, *args, **kwargs) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
+        if is_on and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
         return function(*args, **kwargs)
 
-    try:
-        for name in names if autocasts and dtype != torch.float32 else ():
-            setattr(functional, name, functools.partial(in_float32, own[name]))
-        with torch.autocast("cpu", dtype, enabled=autocasts and dtype != torch.float32):
-            yield
-    finally:
-        for name in names:
-            setattr(functional, name, own[name])
+    # AT_FORALL_FP32 in ATen/autocast_mode.h (torch 2.15)
+    norms = {name: getattr(functional, name) for name in ("layer_norm", "group_norm", "rms_norm")}
+    replaced: dict[str, Any] = {name: functools.partial(in_float32, norm) for name, norm in norms.items()}
+    with patch.multiple(functional, **replaced), torch.autocast("cpu", dtype, enabled=is_on):
+        yield
 
 
-def weights_bytes(module: nn.Module, trainable: bool | None = None) -> int:
-    """Count the bytes of a module's weights and buffers; `trainable` restricts them to trained or to frozen ones."""
+def weights_bytes(module: nn.Module, trainable: bool | None = None, quantization: str | None = None) -> int:
+    """Count the bytes of weights and buffers, or of trained or frozen ones, with frozen linear layers quantized."""
     parameters = [p for p in module.parameters() if trainable is None or p.requires_grad is trainable]
-    buffers = [] if trainable else list(module.buffers())
-    return sum(map(stored_bytes, (*parameters, *buffers)))
-
-
-def quantized_bytes(module: nn.Module, quantization: str | None) -> int:
-    """Count the bytes of a module's frozen weights with its linear layers quantized."""
-    total = weights_bytes(module, trainable=False)
+    total = sum(tensor.nbytes for tensor in (*parameters, *([] if trainable else module.buffers())))
     if quantization is None:
         return total
-    layers = [
-        layer.weight
-        for name, layer in module.named_modules()  # a head of words is not quantized
-        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad and not name.endswith("lm_head")
-    ]
-    saved = sum(w.numel() * (w.element_size() - BYTES_PER_WEIGHT[quantization]) for w in layers)
-    return total - int(saved)
+    for name, layer in module.named_modules():  # a head of words is not quantized
+        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad and not name.endswith("lm_head"):
+            total -= int(layer.weight.numel() * (layer.weight.element_size() - BYTES_PER_WEIGHT[quantization]))
+    return total
 
 
 def measure_peak(function: Callable[[], Any], model: nn.Module | None = None) -> int:
@@ -171,8 +157,10 @@ def build_components(model: str, dtypes: dict[str, torch.dtype], **where) -> tup
     index = DiffusionPipeline.load_config(model, **where)
     parts: dict[str, Any] = {}
     for name, entry in index.items():
-        if name.startswith("_") or not isinstance(entry, list | tuple) or entry[0] is None:
-            parts |= {} if name.startswith("_") else {name: None if isinstance(entry, list | tuple) else entry}
+        if name.startswith("_"):
+            continue
+        if not isinstance(entry, list | tuple) or entry[0] is None:  # a setting, or a part that is left out
+            parts[name] = None if isinstance(entry, list | tuple) else entry
             continue
         kind = getattr(import_module(entry[0]), entry[1])
         if not issubclass(kind, nn.Module):
@@ -277,11 +265,13 @@ class JudgePlan:
         args = self.args
         checkpointing, processes = args.gradient_checkpointing, args.world_size
         batch_size, stage = args.per_device_train_batch_size, zero_stage(args)
-        return Setting(batch_size, checkpointing, self.quantization, zero_stage=stage, num_processes=processes)
+        return Setting(
+            batch_size, checkpointing, self.quantization, serves_judge=True, zero_stage=stage, num_processes=processes
+        )
 
     def phases(self, setting: Setting) -> list[Phase]:
         """Return the phases of a run."""
-        frozen = quantized_bytes(self.model, setting.quantization)
+        frozen = weights_bytes(self.model, False, setting.quantization)
         element_size = _FLOAT32 if setting.zero_stage is None else 2
         always, adds = training_parts(frozen, self.num_trained, element_size, setting)
         checkpointing, count = setting.gradient_checkpointing, self.num_tokens
@@ -292,10 +282,6 @@ class JudgePlan:
             Phase("train", {**always, **adds, "activations": trained}, {}),
             Phase("evaluate", {**always, "activations": evaluated}, {}),
         ]
-
-    def changes(self, setting: Setting) -> dict[str, dict[str, Any]]:
-        """Return the options that take less memory, the cheapest first, with what they change in a setting."""
-        return _changes(setting, {"nf4": "`--load_in_4bit True`"})
 
 
 class ImagePlan:
@@ -432,13 +418,13 @@ class ImagePlan:
         args, layout, tiled = self.args, self.args.round_layout, setting.vae_tiling
         is_nft = hasattr(args, "nft_beta")  # whose old policy is another average
         averages = (args.ema_decay is not None) + is_nft
-        frozen = quantized_bytes(self.model, setting.quantization)
+        frozen = weights_bytes(self.model, False, setting.quantization)
         always, adds = training_parts(frozen, self.num_trained, self.element_size, setting, averages)
-        encoders = sum(quantized_bytes(each, setting.quantization) for each in self.text_encoders.values())
+        encoders = sum(weights_bytes(each, False, setting.quantization) for each in self.text_encoders.values())
         vae, stage3 = weights_bytes(self.vae), setting.num_processes if setting.zero_stage == 3 else 1
         always["reference"] = self.reference_bytes // stage3
         judge = None if setting.serves_judge else self.judge
-        judged = 0 if judge is None else quantized_bytes(judge.network, judge.quantization)
+        judged = 0 if judge is None else weights_bytes(judge.network, False, judge.quantization)
         always["rewards"] = self.reward_bytes + judged
 
         # A round: float32 latents of each image and step, and embeddings, which images of a prompt share unless batches
@@ -488,22 +474,18 @@ class ImagePlan:
             Phase("evaluate", {**rollout, "activations": full, "activations of the judge": scored}, host),
         ]
 
-    def changes(self, setting: Setting) -> dict[str, dict[str, Any]]:
-        """Return the options that take less memory, the cheapest first, with what they change in a setting."""
-        cheap = {f"`--{name} True`": {name: True} for name in ("vae_tiling", "ema_offload", "offload_embeddings")}
-        cheap["a judge on another GPU (`--judge_url`)"] = {"serves_judge": True}
-        is_adapter = isinstance(self.model, PeftModel)
-        names = {name: f"`--quantization {name}`" for name in ("int8", "nf4") if is_adapter}
-        return _changes(setting, names, cheap)
 
-
-def _changes(setting: Setting, quantizations: dict[str, str], cheap: dict[str, dict] | None = None) -> dict[str, dict]:
-    changes = dict(cheap or {})
-    for size in dict.fromkeys((setting.batch_size // 2, 1)):
-        changes[f"`--per_device_train_batch_size {size}`"] = {"batch_size": max(size, 1)}
+def changes_of(plan: "ImagePlan | JudgePlan", setting: Setting) -> dict[str, dict[str, Any]]:
+    """Return the options that take less memory, the cheapest first, with what they change in a setting."""
+    is_judge, half = isinstance(plan, JudgePlan), max(setting.batch_size // 2, 1)
+    names = () if is_judge else ("vae_tiling", "ema_offload", "offload_embeddings")
+    changes: dict[str, dict[str, Any]] = {f"`--{name} True`": {name: True} for name in names}
+    changes["a judge on another GPU (`--judge_url`)"] = {"serves_judge": True}
+    changes |= {f"`--per_device_train_batch_size {size}`": {"batch_size": size} for size in (half, 1)}
     changes["`--gradient_checkpointing True`"] = {"gradient_checkpointing": True}
-    if setting.zero_stage is None:
-        changes |= {text: {"quantization": name} for name, text in quantizations.items()}
+    if setting.zero_stage is None and isinstance(plan.model, PeftModel):
+        texts = {"nf4": "`--load_in_4bit True`"} if is_judge else {n: f"`--quantization {n}`" for n in ("int8", "nf4")}
+        changes |= {text: {"quantization": name} for name, text in texts.items()}
     if setting.quantization is None:
         changes["ZeRO-3 on eight GPUs (`zero3.yaml`)"] = {"zero_stage": 3, "num_processes": 8}
     return {text: new for text, new in changes.items() if replace(setting, **new) != setting}
@@ -521,7 +503,7 @@ def judge_tokens(pixels: int) -> int:
 
 def smallest_change(plan: ImagePlan | JudgePlan, setting: Setting, limit: float) -> list[str] | None:
     """Return the fewest changes that make a plan fit into `limit` bytes; `None` if none do."""
-    changes = plan.changes(setting)
+    changes = changes_of(plan, setting)
     for count in range(1, len(changes) + 1):
         for texts in itertools.combinations(changes, count):
             new = [item for text in texts for item in changes[text].items()]
