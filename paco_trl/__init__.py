@@ -17,15 +17,9 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "unknown"
 
 __all__ = [
-    "PaCoGRPOConfig",
-    "PaCoGRPOTrainer",
-    "PaCoNFTConfig",
-    "PaCoNFTTrainer",
-    "PaCoReward",
-    "PaCoRewardConfig",
-    "PaCoRewardTrainer",
-    "__version__",
-]
+    "PaCoGRPOConfig", "PaCoGRPOTrainer", "PaCoNFTConfig", "PaCoNFTTrainer", "PaCoReward", "PaCoRewardConfig",
+    "PaCoRewardTrainer", "__version__",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from .rewards.paco_reward import PaCoReward

@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 from accelerate import init_empty_weights
 from datasets import Dataset
 from diffusers import DiffusionPipeline
+from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -95,8 +97,11 @@ def weights_bytes(module: nn.Module, trainable: bool | None = None, quantization
     total = sum(tensor.nbytes for tensor in (*parameters, *([] if trainable else module.buffers())))
     if quantization is None:
         return total
-    for name, layer in module.named_modules():  # a head of words is not quantized
-        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad and not name.endswith("lm_head"):
+    # A head of words is not quantized; neither is what `_store_as_fp8` keeps, such as modulation layers, named "norm"
+    kept = ("lm_head$", *((*DEFAULT_SKIP_MODULES_PATTERN, r"\.wo$") if quantization == "fp8_storage" else ()))
+    for name, layer in module.named_modules():
+        is_kept = any(re.search(pattern, name.removeprefix("base_model.model.")) for pattern in kept)
+        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad and not is_kept:
             total -= int(layer.weight.numel() * (layer.weight.element_size() - BYTES_PER_WEIGHT[quantization]))
     return total
 
@@ -263,11 +268,10 @@ class JudgePlan:
     def setting(self) -> Setting:
         """Return the setting of the run."""
         args = self.args
-        checkpointing, processes = args.gradient_checkpointing, args.world_size
-        batch_size, stage = args.per_device_train_batch_size, zero_stage(args)
         return Setting(
-            batch_size, checkpointing, self.quantization, serves_judge=True, zero_stage=stage, num_processes=processes
-        )
+            args.per_device_train_batch_size, args.gradient_checkpointing, self.quantization, serves_judge=True,
+            zero_stage=zero_stage(args), num_processes=args.world_size,
+        )  # fmt: skip
 
     def phases(self, setting: Setting) -> list[Phase]:
         """Return the phases of a run."""

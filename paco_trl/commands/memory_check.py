@@ -35,11 +35,9 @@ class PlanArguments:
 
     device_memory: str | None = option(
         None,
-        "Memory of the card to plan for, such as 24GiB. If `None`, that of this machine's card. No weights are loaded.",
+        "Memory of the card to plan for, such as 24GiB; no weights are loaded. If `None`, that of this machine's.",
     )
-    trainer: str = option(
-        "grpo", "Trainer whose memory is planned: `grpo`, `nft`, or `reward` with the options of `train_reward.py`."
-    )
+    trainer: str = option("grpo", "Trainer to plan for: `grpo`, `nft`, or `reward` (options of `train_reward.py`).")
 
     def is_for_another(self) -> bool:
         """Return whether the plan is for another card or trainer than the checks use."""
@@ -58,9 +56,7 @@ class PlanArguments:
 class JudgeArguments:
     """Those arguments of `train_reward.py` that the memory depends on."""
 
-    model_name_or_path: str = option(
-        "Qwen/Qwen2.5-VL-7B-Instruct", "Hub id or directory of the vision-language model."
-    )
+    model_name_or_path: str = option("Qwen/Qwen2.5-VL-7B-Instruct", "Hub id or directory of the model.")
     lora_r: int = option(32, "Rank of the adapter.")
     lora_target_modules: list[str] | None = option(None, "Layers that get an adapter.")
     load_in_4bit: bool = option(False, "Whether to quantize the frozen model to NF4.")
@@ -97,9 +93,8 @@ def parse_memory(text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size <= 0:
-        raise ValueError(
-            f"`--device_memory` is {text!r}, which is not a size: give a number with a unit, such as 24GiB or 80GB."
-        )
+        problem = f"`--device_memory` is {text!r}, which is not a size"
+        raise ValueError(f"{problem}: give a number with a unit, such as 24GiB or 80GB.")
     return size
 
 
@@ -146,12 +141,10 @@ def memory_row(plan: ImagePlan | JudgePlan, total: int | None) -> Row:
         if needed > limit:
             verdict = FAILED if needed > total else WARNING
             changes = smallest_change(plan, setting, limit)
-            advice = (
-                "Nothing that the plan can change makes it fit: use a device with more memory, smaller images or a "
+            nothing = (
+                "Nothing that the plan can change makes it fit: use a larger device, or smaller images or models."
             )
-            advice += "smaller model."
-            if changes:
-                advice = f"The smallest change that fits: {' with '.join(changes)}."
+            advice = f"The smallest change that fits: {' with '.join(changes)}." if changes else nothing
         else:
             fits = [f"{largest_batch(plan.phases, setting, limit)} at {plan.size}"]
             if isinstance(plan, ImagePlan) and plan.sizes[0] != plan.sizes[1]:

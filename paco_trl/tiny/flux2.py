@@ -15,6 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from ..utils.files import read_template
 from .flux import build_scheduler, enlarge
 from .qwen2_5_vl import token_ids, train_tokenizer
 from .z_image import qwen3_config, train_qwen3_tokenizer
@@ -27,16 +28,7 @@ SPECIAL_TOKENS = (
 )
 
 # Renders the same text as the template of the real model
-CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{%- set mark = 'SYSTEM_PROMPT' if message.role == 'system' else 'INST' -%}
-{{- '[' + mark + ']' -}}
-{%- for part in message.content -%}
-{{- part.text if part.type == 'text' else '[IMG]' -}}
-{%- endfor -%}
-{{- '[/' + mark + ']' -}}
-{%- endfor -%}"""
+CHAT_TEMPLATE = read_template("tiny_flux2_chat.jinja").strip()
 
 
 def build_tiny_flux2(folder: str | Path, seed: int = 0) -> Path:

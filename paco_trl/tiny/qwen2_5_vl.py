@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from ..data import demo_prompts_path, edit_following_question, theme_question
+from ..utils.files import read_template
 
 
 SPECIAL_TOKENS = (
@@ -27,30 +28,7 @@ SPECIAL_TOKENS = (
 MAX_PIXELS = 112 * 112
 
 # Renders the same text as the template of the real model
-CHAT_TEMPLATE = """\
-{%- if messages[0].role != 'system' -%}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' -}}
-{%- if message.content is string -%}
-{{- message.content -}}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'text' -%}
-{{- part.text -}}
-{%- elif part.type == 'video' -%}
-{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-{%- else -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}"""
+CHAT_TEMPLATE = read_template("tiny_qwen2_5_vl_chat.jinja").strip()
 
 
 def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:

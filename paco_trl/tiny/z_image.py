@@ -7,6 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
+from ..utils.files import read_template
 from .flux import build_vae, enlarge
 from .qwen2_5_vl import token_ids, train_tokenizer
 
@@ -15,16 +16,7 @@ MAX_TOKENS = 64
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 # Renders the same text as the template of the real model
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- if enable_thinking is defined and not enable_thinking -%}
-{{- '<think>\\n\\n</think>\\n\\n' -}}
-{%- endif -%}
-{%- endif -%}"""
+CHAT_TEMPLATE = read_template("tiny_z_image_chat.jinja").strip()
 
 
 def build_tiny_z_image(folder: str | Path, seed: int = 0) -> Path:

@@ -2,7 +2,6 @@
 """DiffusionNFT: the velocity is trained on noised images that were generated and scored."""
 
 import functools
-import textwrap
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..checkpointing.ema import EMA
 from ..checkpointing.weights import swapped
 from ..rollout import Family, RecordedStep, SDESettings, calls_at, keyed_generator, predict
 from ..rollout.sampler import FetchedRows
-from ..utils.paper import PAPER
+from ..utils.paper import NFT_PAPER
 from .losses import add_flow_noise, nft_loss, nft_old_policy_decay, nft_reward_probability, velocity_error
 from .paco_grpo_trainer import PaCoGRPOTrainer
 from .paco_nft_config import PaCoNFTConfig
@@ -93,19 +92,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
 
     _tag_names = ["paco-trl", "trl", "paco-nft", "diffusion-nft"]
     _name = "PaCo-NFT"
-    _paper = {
-        "title": "DiffusionNFT: Online Diffusion Reinforcement with Forward Process",
-        "id": "2509.16117",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @article{diffusionnft2025,
-                title        = {{DiffusionNFT: Online Diffusion Reinforcement with Forward Process}},
-                year         = 2025,
-                eprint       = {arXiv:2509.16117},
-            }
-            """)
-        + PAPER["citation"],  # rounds, resolution and log-taming
-    }
+    _paper = NFT_PAPER
     _config_class = PaCoNFTConfig
     _record_class = NoisedStep
     _statistics_class = VelocityStatistics

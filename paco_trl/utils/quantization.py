@@ -39,11 +39,3 @@ def describe_quantization(module: nn.Module) -> str | None:
         return f"{kind} by {getattr(config.quant_method, 'value', config.quant_method)}"
     is_cast = any(parameter.dtype == torch.float8_e4m3fn for parameter in module.parameters())
     return "float8_e4m3fn storage by diffusers" if is_cast else None
-
-
-def stored_bytes(tensor: torch.Tensor) -> int:
-    """Count the bytes that a tensor takes, with the scales of quantized weights."""
-    if hasattr(tensor, "__tensor_flatten__"):  # torchao, whose `dtype` is that of the computation
-        return sum(getattr(tensor, name).nbytes for name in tensor.__tensor_flatten__()[0])
-    state = getattr(tensor, "quant_state", None)  # bitsandbytes
-    return tensor.nbytes + (0 if state is None else state.absmax.nbytes)
