@@ -149,7 +149,42 @@ def differing(values: dict, expected: dict) -> dict:
 
 
 def test_there_is_one_for_each_published_model():
-    assert sorted(path.name for path in CONFIGS.iterdir()) == NAMES == sorted(PAPER)
+    assert sorted(path.name for path in CONFIGS.glob("paco-*")) == NAMES == sorted(PAPER)
+
+
+# What differs from paco-flux.1-dev.yaml
+PRESETS = {
+    "flux.1-dev-80gb.yaml": {
+        "tail_steps": 4, "tail_transfer_prompts": 16, "images_per_prefix": 4, "per_device_train_batch_size": 4,
+        "output_dir": "flux.1-dev-80gb",
+    },
+    "flux.1-dev-24gb.yaml": {
+        "tail_steps": 4, "tail_transfer_prompts": 16, "images_per_prefix": 4, "per_device_train_batch_size": 4,
+        "output_dir": "flux.1-dev-24gb", "quantization": "nf4", "judge_quantization": "nf4",
+        "gradient_checkpointing": True, "offload_embeddings": True, "ema_offload": True,
+        "embeddings_dir": "flux.1-dev-embeddings",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_papers_but_for_what_it_marks(name):
+    classes = SCRIPTS["paco-flux.1-dev.yaml"][1]
+    paper, preset = (parse(CONFIGS / each, classes) for each in ("paco-flux.1-dev.yaml", name))
+    derived = {"logging_dir", "steps_per_generation", "gradient_accumulation_steps", "activation_checkpointing"}
+    derived.add("lora_target_modules")  # the default of the family is the same
+    expected = PRESETS[name]
+    assert differing(preset, expected) == {} and preset["lora_target_modules"] is None
+    assert {key for key in preset if preset[key] != paper[key]} - derived == expected.keys()
+    text = (CONFIGS / name).read_text()
+    assert set(re.findall(r"^(\w+):.*  # ours", text, re.MULTILINE)) == expected.keys()
+    _, training_args = TrlParser(classes).parse_args_and_config(["--config", str(CONFIGS / name), "--use_cpu"])
+    layout = training_args.round_layout
+    assert (layout.num_prompts, layout.num_optimizer_steps) == (42, 2)
+
+
+def test_each_other_file_is_a_preset():
+    assert sorted(path.name for path in CONFIGS.iterdir()) == sorted([*NAMES, *PRESETS])
 
 
 @pytest.mark.parametrize("name", NAMES)

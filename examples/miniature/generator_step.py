@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step 3: train the generator with PaCo-GRPO at half resolution, with two rewards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.checkpointing.checkpoints import checkpoints_of
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 
 
 def train_generator(
-    folder: Path, judge: Path, prompts: "Dataset", settings: MiniatureSettings, **options: Any
+    folder: Path,
+    judge: Path,
+    prompts: "Dataset",
+    settings: MiniatureSettings,
+    callbacks: Sequence[TrainerCallback] = (),
+    trainer_class: type[PaCoGRPOTrainer] = PaCoGRPOTrainer,
+    **options: Any,
 ) -> PaCoGRPOTrainer:
     """Train a LoRA of the toy FLUX on the judge's score and CLIP-T, resuming from the last checkpoint."""
     images = settings.num_prompts_per_round * settings.num_generations
@@ -46,11 +53,12 @@ def train_generator(
         "report_to": "none",
     }
     rewards: list[Callable] = [ConsistencyReward(judge, batch_size=128), ClipTReward(toy_clip_path(), batch_size=128)]
-    trainer = PaCoGRPOTrainer(
+    trainer = trainer_class(
         model=str(toy_flux_path()),
         reward_funcs=rewards,
         args=PaCoGRPOConfig(str(folder), **(usual | options)),
         train_dataset=prompts,
+        callbacks=list(callbacks),
         peft_config=LoraConfig(r=16, lora_alpha=32, init_lora_weights="gaussian"),
     )
     show_figures(trainer, {"rewards/consistency/mean": "consistency", "rewards/clip_t/mean": "clip_t"})
