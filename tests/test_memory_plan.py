@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory plan: what it counts is what the allocator reports, and it knows what to change."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,8 +30,13 @@ from paco_trl.commands.sample_generator import SampleGenerator
 
 def allocated(function: Callable[[], object]) -> int:
     """The peak of the allocator while a function runs, above that before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        function()
+    gc.collect()  # so that nothing of earlier tests is freed meanwhile
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            function()
+    finally:
+        gc.enable()
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -954,7 +954,7 @@ class TestBadInput:
         with pytest.raises(TypeError, match=r"`eval_dataset\['second'\]` is an `IterableDataset`"):
             make_trainer(model=self.NOWHERE, eval_dataset={"first": prompts, "second": stream})
         splits = DatasetDict({"train": prompts, "test": prompts})
-        with pytest.raises(TypeError, match=r"`train_dataset` is a `DatasetDict` of the splits.*dataset\[\"train\"\]"):
+        with pytest.raises(TypeError, match=r"`train_dataset` is a `DatasetDict` of \[.*dataset\[\"train\"\]"):
             make_trainer(model=self.NOWHERE, train_dataset=splits)
         with pytest.raises(TypeError, match="`train_dataset` is a `NoneType`.*`Dataset.from_list"):
             make_trainer(model=self.NOWHERE, train_dataset=None)

@@ -71,9 +71,17 @@ def stored(module: nn.Module) -> dict[str, list[torch.Tensor]]:
     return tensors
 
 
+def stored_bytes(tensor: torch.Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):  # torchao, whose `dtype` is that of the computation
+        return sum(getattr(tensor, name).nbytes for name in tensor.__tensor_flatten__()[0])
+    state = getattr(tensor, "quant_state", None)  # bitsandbytes
+    return tensor.nbytes + (0 if state is None else state.absmax.nbytes)
+
+
 def linear_bytes(module: nn.Module) -> int:
     named = module.named_modules()
-    return sum(weights_bytes(each) for name, each in named if isinstance(each, nn.Linear) and "lora_" not in name)
+    layers = [each for name, each in named if isinstance(each, nn.Linear) and "lora_" not in name]
+    return sum(stored_bytes(weight) for layer in layers for weight in layer.parameters())
 
 
 def latent(pipeline) -> torch.Tensor:
@@ -342,13 +350,6 @@ def test_doctor(examine, plain, method):
     assert verdicts(rows) == HEALTHY, rows["saved files"]
     num_frozen = sum(weight.numel() for weight in plain.transformer.parameters())
     assert f" {num_frozen:,} frozen." in rows["model and adapter"].finding
-
-
-def stored_bytes(tensor: torch.Tensor) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):  # torchao, whose `dtype` is that of the computation
-        return sum(getattr(tensor, name).nbytes for name in tensor.__tensor_flatten__()[0])
-    state = getattr(tensor, "quant_state", None)  # bitsandbytes
-    return tensor.nbytes + (0 if state is None else state.absmax.nbytes)
 
 
 @pytest.mark.parametrize("method", METHODS)
