@@ -376,6 +376,7 @@ class ImagePlan:
             handle.remove()
         return tree_map_only(torch.Tensor, self.mode.from_tensor, recorded)
 
+    @functools.cache  # noqa: B019
     def encoding(self) -> int:
         """Return the peak of the text encoders for the longest prompt they have seen."""
         peaks = [0]
