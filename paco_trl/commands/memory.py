@@ -43,9 +43,6 @@ _FLOAT32 = 4
 _QWEN_MAX_PIXELS = 12_845_056  # of Qwen2.5-VL's own processor
 
 
-# ---- Measure without data ----
-
-
 class LiveBytes(TorchDispatchMode):
     """Track the bytes of the tensors that operations allocate within the context, and their peak."""
 
@@ -119,9 +116,6 @@ def measure_peak(function: Callable[[], Any], model: nn.Module | None = None) ->
     return live.peak
 
 
-# ---- A pipeline without weights ----
-
-
 class _TransformerReachedError(Exception):
     """The call of the transformer is recorded."""
 
@@ -180,9 +174,6 @@ def build_components(model: str, dtypes: dict[str, torch.dtype], **where) -> tup
                 part.tie_weights()
         parts[name] = part.to(dtypes.get(name, dtypes["default"])).requires_grad_(False).eval()
     return getattr(diffusers, index["_class_name"]), parts
-
-
-# ---- Plans ----
 
 
 @dataclass(frozen=True)
