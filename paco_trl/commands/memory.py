@@ -442,7 +442,9 @@ class ImagePlan:
         batch, evaluated = setting.batch_size * layout.num_merged, args.per_device_eval_batch_size
         step, decode = allocated("generation", batch), allocated("decoding", batch, flag=tiled)
         full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
-        trained = allocated("training", setting.batch_size, flag=setting.gradient_checkpointing)
+        # A branch takes one row where only its stochastic step is trained
+        shared = args.images_per_prefix if layout.num_trained_steps == 1 else 1
+        trained = allocated("training", -(-setting.batch_size // shared), flag=setting.gradient_checkpointing)
         scored = 0 if judge is None else judge.peak(8, judge_tokens(math.prod(self.sizes[is_full])))
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation
         gathered = frozen + self.element_size * self.num_trained if is_gathered else 0
@@ -477,7 +479,8 @@ def changes_of(plan: "ImagePlan | JudgePlan", setting: Setting) -> dict[str, dic
     names = () if is_judge else ("vae_tiling", "ema_offload", "offload_embeddings")
     changes: dict[str, dict[str, Any]] = {f"`--{name} True`": {name: True} for name in names}
     changes["a judge on another GPU (`--judge_url`)"] = {"serves_judge": True}
-    changes |= {f"`--per_device_train_batch_size {size}`": {"batch_size": size} for size in (half, 1)}
+    sizes = [size for size in (half, 1) if size % getattr(plan.args, "images_per_prefix", 1) == 0]
+    changes |= {f"`--per_device_train_batch_size {size}`": {"batch_size": size} for size in sizes}
     changes["`--gradient_checkpointing True`"] = {"gradient_checkpointing": True}
     if setting.zero_stage is None and isinstance(plan.model, PeftModel):
         texts = {"nf4": "`--load_in_4bit True`"} if is_judge else {n: f"`--quantization {n}`" for n in ("int8", "nf4")}
