@@ -38,6 +38,8 @@ from test_paco_reward_trainer import colours
 # Largest fraction of the bytes in float32 that the weights of linear layers take: 4 bits and a scale for 64 weights, or
 # 8 bits with a scale for each of their short rows; diffusers stores the linear layers of norms as they are
 METHODS = {"nf4": 0.15, "int8": 0.4, "fp8": 0.4, "fp8_storage": 0.5}
+# One of them in the quick tests
+SLOW_METHODS = ["nf4", *(pytest.param(method, marks=pytest.mark.slow) for method in METHODS if method != "nf4")]
 ADAPTER = "adapter_model.safetensors"
 
 
@@ -96,7 +98,7 @@ def plain(tiny_flux) -> DiffusionPipeline:
 
 
 class TestTraining:
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", SLOW_METHODS)
     def test_a_quantized_base(self, make_trainer, plain, method, tmp_path):
         trainer = make_trainer(quantization=method)  # with gradient checkpointing and an average
         transformer, pipeline = trainer.model.get_base_model(), trainer.pipeline
@@ -136,13 +138,13 @@ class TestTraining:
         assert "(text_encoder, text_encoder_2, transformer)" in trainer.quantization
         assert "quantized" not in (tmp_path / "unquantized" / "README.md").read_text()
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", SLOW_METHODS)
     def test_ratio_in_bf16(self, make_trainer, method):
         trainer = make_trainer(quantization=method, bf16=True, max_steps=1, loss_type="grpo_guard", beta=0.1)
         trainer.train()
         assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", SLOW_METHODS)
     def test_checkpointing_changes_nothing(self, make_trainer, method, tmp_path):
         adapters = []
         for is_on in (True, False):
@@ -344,7 +346,7 @@ class TestRefused:
         assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SLOW_METHODS)
 def test_doctor(examine, plain, method):
     rows = examine(quantization=method)
     assert verdicts(rows) == HEALTHY, rows["saved files"]
@@ -364,7 +366,7 @@ def test_the_plan_counts_the_stored_bytes(make_trainer, method):
 class TestJudge:
     pairs = functools.cached_property(lambda self: [tuple(row["images"]) for row in colours(8, 1)])
 
-    @pytest.mark.parametrize("method", ["nf4", "int8", "fp8"])
+    @pytest.mark.parametrize("method", SLOW_METHODS[:-1])
     def test_scores(self, tiny_qwen, method):
         exact = PaCoReward.from_pretrained(tiny_qwen)
         judge = ConsistencyReward(tiny_qwen, quantization=method, dtype="float32").judge
@@ -378,7 +380,9 @@ class TestJudge:
             == PaCoReward.from_pretrained(tiny_qwen, dtype="float32", quantization=method).fingerprint
         )
 
-    @pytest.mark.parametrize("kind, checkpointing", [("4bit", True), ("4bit", False), ("8bit", True)])
+    @pytest.mark.parametrize(
+        "kind, checkpointing", [("4bit", True), pytest.param("4bit", False, marks=pytest.mark.slow), ("8bit", True)]
+    )
     def test_qlora(self, tiny_qwen, tmp_path, kind, checkpointing):
         config = get_quantization_config(ModelConfig(dtype="float32", **{f"load_in_{kind}": True}))  # as the example
         args = PaCoRewardConfig(
