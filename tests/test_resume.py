@@ -443,7 +443,7 @@ class TestOtherNumberOfProcesses:
         output = copy_run(alone.output, tmp_path / "out", [4])
         run = Run(context, tiny_flux, output, resume=True, processes=2, **WITHOUT_CHANCE)
         assert self.distance(run, alone) < 1e-6
-        assert "made by 1 processes, now 2: the same images are generated and trained" in run.output_text()
+        assert "made by 1 processes, now 2: the images are the same" in run.output_text()
         assert not re.search("(drawn|generated) again", run.output_text())
 
     @pytest.mark.slow
@@ -612,7 +612,7 @@ class TestTwoProcesses:
         output = copy_run(two.output, tmp_path / "out", [4])
         one = Run(context, tiny_flux, output, resume=True, **settings)
         assert TestOtherNumberOfProcesses.distance(one, two) < 1e-6
-        assert "made by 2 processes, now 1: the same images are generated and trained" in one.output_text()
+        assert "made by 2 processes, now 1: the images are the same" in one.output_text()
 
 
 @pytest.fixture(scope="module")
