@@ -132,6 +132,7 @@ def verdicts(rows: dict[str, doctor.Row]) -> dict[str, str]:
     return {name: row.verdict for name, row in rows.items()}
 
 
+@pytest.mark.slow
 def test_the_command(make_arguments, tmp_path):
     arguments = make_arguments()
     command = ["-m", "paco_trl.commands.main", "doctor", *arguments]
@@ -482,6 +483,7 @@ class TestEvaluation:
         assert verdicts(rows) == HEALTHY | {"rewards": "failed"}
         assert "'rednes'" in rows["rewards"].finding
 
+    @pytest.mark.slow
     def test_without_a_split(self, examine):
         steps = {"eval_strategy": "steps", "eval_steps": 2}
         for setting in (steps, {"eval_on_start": True}):
@@ -543,6 +545,7 @@ class TestOutputFolder:
         assert row.verdict == "warning"
         assert "2 checkpoint(s), the latest 'checkpoint-10'" in row.finding
 
+    @pytest.mark.slow
     def test_the_other_rows_do_not_depend_on_it(self, examine, add_checkpoint, tmp_path):
         assert verdicts(examine("memory", resume_from_checkpoint=True)) == healthy("memory") | {
             "output directory": "failed"
@@ -614,6 +617,7 @@ def test_sizes(text, size):
     assert parse_memory(text) == size
 
 
+@pytest.mark.slow
 def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
     settings = {"images_per_prefix": 2, "sde_steps": [1], "tail_steps": 1, "gradient_checkpointing": False}
     rows = examine("ratio", **settings)

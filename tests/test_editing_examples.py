@@ -312,6 +312,7 @@ class TestDoctor:
         ]
         return {row.check: row for row in doctor.examine([*arguments, *options], Console(quiet=True))}
 
+    @pytest.mark.slow
     def test_edits_pass(self, workspace, klein):
         rows = self.examine(workspace, klein, "--edits")
         assert {name: row.verdict for name, row in rows.items()} == {

@@ -146,6 +146,7 @@ def test_quantized_weights():
     assert weights_bytes(model, False, "nf4") == weights_bytes(model, trainable=False) == rest
 
 
+@pytest.mark.slow
 def test_the_smallest_change_is_the_one_that_is_needed(make_plan):
     plan = make_plan(
         gradient_checkpointing=False, per_device_train_batch_size=1, height=128, width=128, resolution_scale=1.0
