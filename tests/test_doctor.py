@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -574,6 +575,16 @@ class TestMemory:
         assert bool(row.advice) == (verdict != "ok")
         assert ("The largest micro-batch that fits: " in row.finding) == (total == 1.2)
         assert row.table.row_count == 7
+
+    def test_checkpointing_that_is_not_needed(self, tiny_plan):
+        tiny_plan.args.activation_checkpointing = True
+        setting = tiny_plan.setting()
+        few, many = (peak(tiny_plan.phases(replace(setting, gradient_checkpointing=flag))) for flag in (True, False))
+        assert few < many
+        for flag, total, is_named in ((True, 1.2 * many, True), (True, many, False), (False, 1.2 * many, False)):
+            tiny_plan.args.activation_checkpointing = flag
+            row = memory_row(tiny_plan, int(total))
+            assert ("`--gradient_checkpointing False` fits too" in row.finding) == is_named
 
     @pytest.mark.parametrize("trainer", ["grpo", "nft"])
     def test_another_card_is_planned_without_weights(self, make_arguments, tiny_flux, tmp_path, trainer):

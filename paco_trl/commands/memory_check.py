@@ -3,7 +3,7 @@
 
 import functools
 from argparse import ArgumentParser
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,8 +122,7 @@ def memory_row(plan: ImagePlan | JudgePlan, total: int | None) -> Row:
     """Show the phases of a run, and compare them with a device of `total` bytes."""
     setting = plan.setting()
     phases = plan.phases(setting)
-    largest = max(phases, key=lambda phase: peak([phase]))
-    needed = peak(phases)
+    largest, needed = max(phases, key=lambda phase: peak([phase])), peak(phases)
     lines = [
         f"Micro-batches of {setting.batch_size} at {plan.size}: {format_size(needed)} on the device of each "
         f"process, in `{largest.name}`."
@@ -151,6 +150,9 @@ def memory_row(plan: ImagePlan | JudgePlan, total: int | None) -> Row:
                 batch = largest_batch(functools.partial(plan.phases, is_full=True), setting, limit)
                 fits.append("{} at {} x {}".format(batch or "none", *plan.sizes[1]))
             lines.append(f"The largest micro-batch that fits: {', '.join(fits)}.")
+            without = replace(setting, gradient_checkpointing=False)
+            if without != setting and peak(plan.phases(without)) <= limit:
+                lines.append("`--gradient_checkpointing False` fits too, and saves a forward of each image.")
     return Row(verdict, "\n".join(lines), advice, table=_table(phases))
 
 
