@@ -500,6 +500,7 @@ for words in stages:
 
 
 class TestPublish:
+    @pytest.mark.slow
     def test_all_stages(self, planted, tmp_path):
         """The script in a process of its own, and a Hub over HTTP; what is there is what was built."""
         planted("rank")

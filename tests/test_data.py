@@ -383,6 +383,7 @@ class TestCheckImageSetColumns:
         with pytest.raises(ValueError, match=message):
             check_image_set_columns([image_set_row(), image_set_row(**changes)])
 
+    @pytest.mark.slow
     def test_many_rows_and_no_image_is_decoded(self):
         row = image_set_row()
         size = 100_000

@@ -214,6 +214,7 @@ class TestHealthy:
         assert "0 with `PeftModel.from_pretrained` and 0 with `pipe.load_lora_weights`" in finding["saved files"]
         assert "0 None" in finding["reward redness_reward"]
 
+    @pytest.mark.slow
     def test_bf16(self, examine):
         rows = examine(bf16=True)
         assert verdicts(rows) == HEALTHY
@@ -587,6 +588,7 @@ class TestMemory:
             assert ("`--gradient_checkpointing False` fits too" in row.finding) == is_named
 
     @pytest.mark.parametrize("trainer", ["grpo", "nft"])
+    @pytest.mark.slow
     def test_another_card_is_planned_without_weights(self, make_arguments, tiny_flux, tmp_path, trainer):
         configs = shutil.copytree(tiny_flux, tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors"))
         changes = {"sde_steps": None} if trainer == "nft" else {}

@@ -122,6 +122,7 @@ def means(results, system=0):
 
 
 class TestT2IS:
+    @pytest.mark.slow
     def test_the_adapter_draws_something_else_from_the_same_noise(self, evaluated, workspace):
         for path in sorted((workspace / "base" / "images").rglob("*.png")):
             other = workspace / "tuned" / "images" / path.relative_to(workspace / "base" / "images")
@@ -210,6 +211,7 @@ class TestT2IS:
             script.main(["report", *options["report"], "--base", str(tmp_path / "typo")])
         assert not (tmp_path / "typo").exists()
 
+    @pytest.mark.slow
     def test_an_adapter_that_has_changed(self, script, evaluated, workspace, options):
         words = ["generate", *options["generate"], "--output_dir", str(workspace / "tuned"), "--adapter"]
         script.main([*words, str(workspace / "adapter")])
@@ -230,6 +232,7 @@ class TestT2IS:
         with pytest.raises(ValueError, match="were generated with other prompts"):
             script.main(["report", *words, "--output_dir", str(tmp_path / "report")])
 
+    @pytest.mark.slow
     def test_pictures_that_somebody_else_made(self, script, workspace, options, tmp_path, evaluated):
         words = ["generate", *options["generate"], "--output_dir", str(tmp_path / "drawn"), "--panel_files", "True"]
         script.main(words)
@@ -255,6 +258,7 @@ class TestT2IS:
             script.main([*words, "--missing", "zero"])
         assert json.loads((tmp_path / "system" / "system.json").read_text())["name"] == "theirs"
 
+    @pytest.mark.slow
     def test_another_size_than_that_of_the_rows(self, script, options, tmp_path):
         words = ["--output_dir", str(tmp_path / "drawn"), "--height", "48", "--width", "48", "--panel_files", "True"]
         script.main(["generate", *options["generate"], *words])
@@ -265,6 +269,7 @@ class TestT2IS:
         script.main(["report", *options["report"], *words])
         assert (tmp_path / "report" / "report.html").exists()
 
+    @pytest.mark.slow
     def test_two_seeds_and_one_seed_are_not_compared(self, script, workspace, options, tmp_path, evaluated):
         folder = str(tmp_path / "two")
         script.main(["generate", *options["generate"], "--output_dir", folder, "--seeds", "0", "1"])

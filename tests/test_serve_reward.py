@@ -575,6 +575,7 @@ class TestProcesses:
         assert command.wait() == 5
         assert "vLLM ended by itself, with exit code 5. Its last lines:\n" in command.output
 
+    @pytest.mark.slow
     def test_is_not_a_judge(self, start):
         command = start("does-not-judge")
         assert command.wait() == 1
