@@ -18,7 +18,10 @@ from planted_results import panel, plant_gedit, plant_t2is  # noqa: E402
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
+    pytest.mark.slow,
+]
 ARGUMENTS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
