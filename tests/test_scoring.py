@@ -105,6 +105,7 @@ class Timed:
         return rewards
 
 
+@pytest.mark.slow
 class TestBesideTheDrawing:
     def test_a_call_runs_while_the_next_images_are_generated(self, make_trainer):
         def wait(number):
