@@ -6,6 +6,7 @@ Plain FLUX is in `test_rollout.py`.
 """
 
 import copy
+import functools
 import inspect
 import logging
 import math
@@ -23,7 +24,9 @@ from accelerate.utils import recursively_apply
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from diffusers import DiffusionPipeline
+from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 
@@ -39,10 +42,11 @@ from paco_trl.rollout import (
     keyed_generator,
     replay,
 )
-from paco_trl.rollout.families import flux2, qwen_image, z_image
+from paco_trl.rollout.families import flux2, longcat_image, ovis_image, qwen_image, z_image
 from paco_trl.rollout.loading import load_pipeline, load_transformer_adapter, prepare_transformer
 from paco_trl.rollout.prompt_encoder import PromptEncoder
 from paco_trl.rollout.prompt_rows import PromptRows
+from paco_trl.utils.images import to_rgb
 
 
 PROMPT, OTHER_PROMPT, NEGATIVE = "a cat in the morning", "a red house in the rain, many panels", "blue, at night"
@@ -58,6 +62,7 @@ def stripes(width: int, height: int, color: tuple[int, int, int]) -> Image.Image
     return Image.fromarray((wave[..., None] * np.array(color) / 255).clip(0, 255).astype(np.uint8))
 
 
+SQUARE = stripes(64, 64, (255, 120, 40))
 RED, BLUE, GREEN = stripes(72, 64, (255, 60, 40)), stripes(64, 80, (40, 60, 255)), stripes(90, 70, (60, 220, 80))
 
 
@@ -99,7 +104,7 @@ class Case:
     @property
     def calls(self) -> int:
         """Calls of the transformer in a step."""
-        return 2 if self.split is two_calls else 1
+        return 2 if self.split in (two_calls, two_calls_at_the_end) else 1
 
 
 def usual(conditional, unconditional, scale):
@@ -111,12 +116,23 @@ def rescaled(conditional, unconditional, scale):
     return combined * conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
 
 
+def shortened(conditional, unconditional, scale):
+    combined = usual(conditional, unconditional, scale)
+    return combined * (conditional.norm(dim=-1, keepdim=True) / (combined.norm(dim=-1, keepdim=True) + 1e-8)).clamp(
+        max=1
+    )
+
+
 def from_conditional(conditional, unconditional, scale):
     return conditional + scale * (conditional - unconditional)
 
 
 def two_calls(outputs, sample):
     return [output[:, : sample.shape[1]] for output in outputs]
+
+
+def two_calls_at_the_end(outputs, sample):
+    return [output[:, output.shape[1] - sample.shape[1] :] for output in outputs]
 
 
 def doubled(outputs, sample):
@@ -238,11 +254,71 @@ CASES = {
         guide=rescaled,
         split=two_calls,
     ),
+    "longcat": Case(
+        "build_tiny_longcat_image",
+        "LongCatImagePipeline",
+        4.0,
+        negative_prompt=NEGATIVE,
+        plain={"guidance_scale": 4.0, "negative_prompt": NEGATIVE, "enable_prompt_rewrite": False},
+        guide=shortened,
+        split=two_calls,
+    ),
+    "longcat, unguided": Case(
+        "build_tiny_longcat_image",
+        "LongCatImagePipeline",
+        1.0,
+        plain={"guidance_scale": 1.0, "enable_prompt_rewrite": False},
+    ),
+    "longcat-edit": Case(
+        "build_tiny_longcat_image_edit",
+        "LongCatImageEditPipeline",
+        4.0,
+        images=(SQUARE,),
+        plain={"guidance_scale": 4.0, "image": SQUARE},
+        size=64,
+        scale=1 / 16,
+        guide=usual,
+        split=two_calls,
+    ),
+    "ovis": Case(
+        "build_tiny_ovis_image",
+        "OvisImagePipeline",
+        5.0,
+        negative_prompt=NEGATIVE,
+        plain={"guidance_scale": 5.0, "negative_prompt": NEGATIVE},
+        guide=usual,
+        split=two_calls,
+    ),
+    "ovis, unguided": Case("build_tiny_ovis_image", "OvisImagePipeline", 1.0, plain={"guidance_scale": 1.0}),
+    "qwen-2.1": Case(
+        "build_tiny_qwen_image_21",
+        "QwenImage21Pipeline",
+        1.0,
+        plain={"true_cfg_scale": 1.0, "use_kv_cache": False},
+        size=64,
+    ),
+    "qwen-2.1, editing": Case(
+        "build_tiny_qwen_image_21",
+        "QwenImage21Pipeline",
+        4.0,
+        negative_prompt=" ",
+        images=(RED, BLUE),
+        plain={"true_cfg_scale": 4.0, "negative_prompt": " ", "image": [RED, BLUE], "use_kv_cache": False},
+        size=64,
+        scale=0.125,
+        guide=usual,
+        split=two_calls_at_the_end,
+    ),
 }
 GUIDED = [name for name, case in CASES.items() if case.is_guided]
 ONE_FOR_EACH_TRANSFORMER = list({(case.builder, *case.options): name for name, case in CASES.items()}.values())
 EDITING = [name for name, case in CASES.items() if case.images]
-SEEN_BY_THE_TEXT_ENCODER = ["build_tiny_qwen_image_edit", "build_tiny_qwen_image_edit_plus"]
+SEEN_BY_THE_TEXT_ENCODER = [
+    "build_tiny_qwen_image_edit",
+    "build_tiny_qwen_image_edit_plus",
+    "build_tiny_qwen_image_21",
+    "build_tiny_longcat_image_edit",
+]
 
 
 # ---- Building ----
@@ -322,6 +398,8 @@ class Setup:
     def generate_plain(self, batch_size=1, num_steps=NUM_STEPS, scale=None, **changes):
         """The call of a user."""
         call = {"prompt": PROMPT, "height": self.case.size, "width": self.case.size, **self.case.plain, **changes}
+        if self.case.pipeline == "LongCatImageEditPipeline":  # which has no arguments for the size
+            del call["height"], call["width"]
         generators = [keyed_generator(*key, 0) for key in KEYS[:batch_size]]
         with area_of_sources(scale or self.case.scale):
             images = self.plain(
@@ -337,12 +415,17 @@ class Setup:
 def area_of_sources(scale: float):
     """Qwen's editing pipelines enlarge sources to 1024 x 1024 pixels, which takes seconds to encode: less for tests."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+        for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus, pipeline_qwenimage21):
 
             def calculate(area, ratio, plain=module.calculate_dimensions):
                 return plain(area * scale**2 if area == 1024 * 1024 else area, ratio)  # else: for the text encoder
 
             patch.setattr(module, "calculate_dimensions", calculate)
+
+        def calculate_as_in_training(area, ratio, plain=pipeline_longcat_image_edit.calculate_dimensions):
+            return tuple(max(1, round(side * scale / 16)) * 16 for side in plain(area, ratio))
+
+        patch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", calculate_as_in_training)
         yield
 
 
@@ -424,7 +507,7 @@ def recorded(setup_of) -> Callable:
 
 
 def pixels(images) -> np.ndarray:
-    return np.stack([np.asarray(image) for image in images])
+    return np.stack([np.asarray(to_rgb(image, "an image")) for image in images])
 
 
 class Stop(Exception):
@@ -634,7 +717,7 @@ class TestUnmodifiedPipeline:
         assert np.array_equal(pixels(images), expected)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["qwen-edit", "qwen-edit-plus"])
+    @pytest.mark.parametrize("name", ["qwen-edit", "qwen-edit-plus", "qwen-2.1, editing"])
     def test_at_the_pipelines_own_size_of_sources(self, setup_of, name):
         setup = setup_of(name)  # the other tests have smaller ones; Kontext's always have their own size
         image, seen = stripes(90, 64, (255, 60, 40)), []
@@ -749,7 +832,7 @@ class TestAWrongRuleIsCaught:
         monkeypatch.setattr(guided.family, "guide", lambda c, u, scale: own(c, u, 1.01 * scale))
         self.assert_caught(guided)
 
-    @pytest.mark.parametrize("name", ["qwen", "qwen-edit", "qwen-edit-plus"])
+    @pytest.mark.parametrize("name", ["qwen", "qwen-edit", "qwen-edit-plus", "longcat"])
     def test_without_rescaling_to_the_norm(self, setup_of, name, monkeypatch):
         setup = setup_of(name)
         monkeypatch.setattr(setup.family, "guide", usual)
@@ -759,7 +842,8 @@ class TestAWrongRuleIsCaught:
     def test_without_leaving_out_the_tokens_of_sources(self, setup_of, name, monkeypatch):
         setup = setup_of(name)
         monkeypatch.setattr(setup.family, "branches", lambda outputs, sample: [*outputs, None][:2])
-        self.assert_caught(setup, "received a velocity of the shape")
+        # The sequences of the two predictions may differ
+        self.assert_caught(setup, "received a velocity of the shape|size of tensor")
 
     def test_more_calls_than_the_class_knows(self, setup_of, monkeypatch):
         setup = setup_of("qwen")
@@ -821,7 +905,7 @@ class TestCounts:
         )
         encoder = new_encoder(setup.policy, case)
         # Prompts, or pairs of prompt and source where the text encoder sees the sources; the negative one likewise
-        expected, negative = (3, 2) if case.builder in SEEN_BY_THE_TEXT_ENCODER else (2, 1)
+        expected, negative = (3, 2) if case.images and case.builder in SEEN_BY_THE_TEXT_ENCODER else (2, 1)
         with counted(text_encoder=text_encoder, vae=vae) as counts:
             for numbers in ([0, 1], [1, 2, 3, 4]):
                 encoder.encode(rows, numbers, 0.125 if case.images else 1.0)
@@ -855,9 +939,16 @@ SIZES = {
         (201, 1501): ((384, 2784), (128, 1056)),
         (1300, 1100): ((1120, 928), (416, 352)),
     },
+    "longcat-edit": {
+        (64, 64): ((1024, 1024), (384, 384)),
+        (37, 53): ((864, 1232), (320, 464)),
+        (1600, 200): ((2912, 368), (1088, 144)),
+        (201, 1501): ((384, 2800), (144, 1056)),
+        (1300, 1100): ((1120, 944), (416, 352)),
+    },
 }
 SIZES["klein, editing"] = SIZES["flux2, editing"]
-SIZES["qwen-edit-plus"] = SIZES["qwen-edit"]
+SIZES["qwen-edit-plus"] = SIZES["qwen-2.1, editing"] = SIZES["qwen-edit"]
 
 
 @pytest.mark.slow
@@ -873,7 +964,7 @@ class TestSizesOfSources:
             assert torch.equal(setup.family.image_pixels(setup.policy.pipeline, prepared), expected), size
 
     @pytest.mark.parametrize("count", [1, 2, 3])
-    @pytest.mark.parametrize("name", EDITING)
+    @pytest.mark.parametrize("name", [name for name in EDITING if name != "longcat-edit"])  # it has the source's size
     def test_tokens(self, setup_of, name, count):
         setup = setup_of(name)
         pipeline, family = setup.policy.pipeline, setup.family
@@ -884,7 +975,7 @@ class TestSizesOfSources:
         for start in range(len(sizes)):
             chosen = [sizes[(start + place) % len(sizes)] for place in range(count)]
             for which, scale in enumerate((1.0, 0.375)):
-                expected = (setup.case.size // factor) ** 2
+                expected = (setup.case.size // factor) ** 2  # tokens, a fourth of them for Qwen-Image-2.1
                 sources = []
                 for size in chosen:
                     width, height = SIZES[name][size][which]
@@ -903,7 +994,8 @@ class TestSizesOfSources:
                 with pytest.raises(Stop):
                     setup.generate(sources=sources, num_steps=2)
                 handle.remove()
-                assert seen == [(2, expected, 16)], (chosen, scale)
+                shape = (4 * expected, 4) if "2.1" in name else (expected, 16)
+                assert seen == [(2, *shape)], (chosen, scale)
 
     @pytest.mark.parametrize(
         ("size", "message"), [((63, 200), "Image too small"), ((900, 100), "Aspect ratio too extreme")]
@@ -936,7 +1028,8 @@ class TestSizesOfSources:
             return arguments | {"image": [other, *images[1:]] if isinstance(arguments["image"], list) else other}
 
         monkeypatch.setattr(setup.family, "call_arguments", wrong)
-        monkeypatch.setattr(setup.family, "generation_context", lambda *_: area_of_sources(0.125))
+        for module in (qwen_image, longcat_image):
+            monkeypatch.setattr(module, "fixed_sizes", lambda *_: area_of_sources(0.125))
         with pytest.raises(RuntimeError, match="Correct `prepare_image` and `call_arguments` of the family class"):
             setup.generate(num_steps=2)
 
@@ -956,6 +1049,10 @@ class TestSettingsThatWouldBeIgnored:
             ("qwen", 4.0, None, "leaves guidance out without a negative prompt"),
             ("qwen-edit", 4.0, None, "leaves guidance out without a negative prompt"),
             ("qwen-edit-plus", 4.0, None, "leaves guidance out without a negative prompt"),
+            ("ovis", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
+            ("longcat", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
+            ("qwen-2.1", 4.0, None, "leaves guidance out without a negative prompt"),
+            ("qwen-2.1", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
         ],
     )
     def test_they_are_errors(self, setup_of, name, guidance_scale, negative_prompt, message):
@@ -975,6 +1072,8 @@ class TestSettingsThatWouldBeIgnored:
             ("klein, distilled", 1.0, None, None),
             ("z-image", 1.0, None, ""),  # which doubles the difference already
             ("z-image", 0.0, None, None),
+            ("longcat", 4.0, None, ""),
+            ("ovis", 5.0, None, ""),
             ("qwen", 4.0, " ", " "),
             ("qwen", 1.0, None, None),
         ],
@@ -1002,6 +1101,87 @@ class TestSettingsThatWouldBeIgnored:
     def test_z_image_is_guided_by_a_scale_of_one(self, setup_of):
         setup = setup_of("z-image, turbo")
         assert not np.array_equal(setup.generate_plain(guidance_scale=1.0), setup.generate_plain())
+
+
+class TestLongCatImageEdit:
+    @pytest.mark.parametrize(("width", "height"), [(64, 64), (90, 70), (37, 53), (300, 200), (201, 1501)])
+    @pytest.mark.parametrize("scale", [1.0, 0.5, 0.3])
+    def test_sources_are_read_at_the_size_of_the_edited_image(self, setup_of, width, height, scale):
+        setup = setup_of("longcat-edit")
+        rows = rows_of([PROMPT], [(stripes(width, height, (255, 0, 0)),)])
+        rows.args = SimpleNamespace(height=1024, width=1024, resolution_scale=scale)
+        rows.measure(setup.policy.pipeline, setup.family)
+        prepared = setup.family.prepare_image(setup.policy.pipeline, rows.images(0)[0], scale)
+        assert prepared.size[::-1] == rows.training_sizes[0]
+        own = pipeline_longcat_image_edit.calculate_dimensions(1024 * 1024, width / height)
+        assert own[::-1] == rows.inference_sizes[0]
+
+    def test_another_size_is_an_error(self, setup_of):
+        setup = setup_of("longcat-edit")
+        rows = rows_of([PROMPT], [(SQUARE,)])  # 64 x 64
+        with pytest.raises(ValueError, match="`height` x `width` is 4096 pixels, but .* always generates about 1024"):
+            rows.measure(setup.policy.pipeline, setup.family)
+        with pytest.raises(ValueError, match="32 x 32 pixels were requested, .* source, 64 x 64"):
+            setup.policy.generate(setup.arguments, 32, 32, 2, 4.0, KEYS, sources=setup.sources)
+
+    def test_an_instruction_that_the_pipeline_fails_on_is_an_error(self, setup_of):
+        setup = setup_of("longcat-edit")
+        encode = functools.partial(setup.family.encode_prompt, setup.policy.pipeline, device="cpu", images=[SQUARE])
+        with torch.no_grad():
+            assert encode(prompt=" ".join(["a"] * 512), scale=1 / 16)["prompt_embeds"].shape[1] > 512
+            with pytest.raises(
+                ValueError, match="LongCatImageEditPipeline fails on an instruction of more than 512 tokens"
+            ):
+                encode(prompt=" ".join(["a"] * 513), scale=1 / 16)
+
+
+class TestQwenImage21:
+    def test_images_are_in_rgb_on_white(self, setup_of):
+        setup = setup_of("qwen-2.1")
+        (own,) = setup.plain(
+            PROMPT,
+            height=64,
+            width=64,
+            num_inference_steps=2,
+            generator=[keyed_generator(*KEYS[0], 0)],
+            use_kv_cache=False,
+        ).images
+        assert own.mode == "RGBA" and own.getextrema()[3][0] < 255
+        (image,), _ = setup.generate(batch_size=1, num_steps=2)
+        assert image.mode == "RGB" and not np.array_equal(np.asarray(image), np.asarray(own.convert("RGB")))
+        assert np.array_equal(np.asarray(image), pixels([own])[0])
+
+    def test_keys_and_values_of_the_text_are_not_kept(self, setup_of, recorded):
+        for record in recorded(setup_of("qwen-2.1, editing")):
+            assert [call["kv_cache"] for call in record.calls] == [None, None]
+
+    def test_a_schedule_of_its_own_decides_the_number_of_steps(self, setup_of):
+        setup = setup_of("qwen-2.1")
+        pipeline = setup.policy.pipeline
+        (before,), _ = setup.generate(batch_size=1, num_steps=3)
+        pipeline.register_to_config(sample_sigmas=[1.0, 0.6, 0.3])
+        try:
+            with pytest.raises(RuntimeError, match=r"`num_inference_steps` is 4, but .* made 3 steps: .*_steps=3`"):
+                setup.generate(SDE, batch_size=1)
+            (image,), _ = setup.generate(batch_size=1, num_steps=3)
+        finally:
+            pipeline.register_to_config(sample_sigmas=None)
+        assert not np.array_equal(np.asarray(image), np.asarray(before))
+
+    def test_a_source_that_the_processor_resizes_is_an_error(self, setup_of, monkeypatch):
+        setup = setup_of("qwen-2.1, editing")
+        pipeline = setup.policy.pipeline
+        encode = functools.partial(setup.family.encode_prompt, pipeline, PROMPT, "cpu", [RED])
+        with torch.no_grad():
+            assert (encode(scale=0.125)["prompt_embeds_mask"] == 2).sum() == 4 * 4
+            monkeypatch.setattr(
+                pipeline.processor.image_processor, "size", {"shortest_edge": 256**2, "longest_edge": 1024**2}
+            )
+            with pytest.raises(
+                ValueError, match=r"of 0.125 the processor resizes .*, to 64 tokens where the transformer needs 16"
+            ):
+                encode(scale=0.125)
+            encode(scale=0.25)
 
 
 @pytest.mark.slow
@@ -1036,6 +1216,23 @@ class TestTruncation:
         assert found == [length < all_of_it for length, all_of_it in zip(lengths, whole, strict=True)]
         assert not family.is_truncated(pipeline, PROMPT)
 
+    def test_the_first_prompt_that_is_cut_by_ovis(self, setup_of):
+        setup = setup_of("ovis")
+        pipeline, family = setup.policy.pipeline, setup.family
+        limit = ovis_image.MAX_TOKENS + pipeline.user_prompt_begin_id
+        (text,) = pipeline._get_messages("a a")
+        room = limit - len(pipeline.tokenizer(text).input_ids) + 2
+        with torch.no_grad():
+            # The last word is still read, and changes the embeddings, or not
+            for number, is_read in ((room, True), (room + 1, False)):
+                prompt = " ".join(["a"] * number)
+                assert family.is_truncated(pipeline, prompt) is not is_read
+                encoded = [
+                    family.encode_prompt(pipeline, each, "cpu")["prompt_embeds"] for each in (prompt, prompt + " a")
+                ]
+                assert encoded[0].shape[1] == 256
+        assert not family.is_truncated(pipeline, PROMPT)
+
     @pytest.mark.parametrize("name", ["qwen-edit", "qwen-edit-plus"])
     def test_editing_with_qwen_reads_all(self, setup_of, name):
         setup = setup_of(name)
@@ -1050,12 +1247,12 @@ class TestTruncation:
             lengths.append(encoded["prompt_embeds"].shape[1])
         assert np.diff(lengths).tolist() == [599, 600]
 
-    @pytest.mark.parametrize("name", ["kontext", "sd3"])
+    @pytest.mark.parametrize("name", ["kontext", "sd3", "longcat"])
     def test_what_the_pipeline_says_itself_is_counted(self, setup_of, name, caplog):
         setup = setup_of(name)
         encoder = new_encoder(setup.policy, setup.case)
         images = setup.case.images
-        rows = rows_of([PROMPT, " ".join(["cat"] * 400), " ".join(["dog"] * 400)], [images] * 3)
+        rows = rows_of([PROMPT, " ".join(["cat"] * 600), " ".join(["dog"] * 600)], [images] * 3)
         with caplog.at_level(logging.WARNING):
             encoder.encode(rows, [0], setup.case.scale)
             assert "truncated" not in caplog.text

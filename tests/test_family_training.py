@@ -48,6 +48,21 @@ CASES = {
     "qwen-image-edit-plus": Case(
         "build_tiny_qwen_image_edit_plus", 2, {"guidance_scale": 4.0, "negative_prompt": " "}
     ),
+    "qwen-image-2.1": Case(
+        "build_tiny_qwen_image_21", 1, {"guidance_scale": 4.0, "negative_prompt": " ", "learning_rate": 5e-3}
+    ),
+    # Their text alone is 512 tokens
+    "longcat-image": Case(
+        "build_tiny_longcat_image",
+        0,
+        {"guidance_scale": 4.0, "num_generations": 4, "per_device_train_batch_size": 4},
+    ),
+    "longcat-image-edit": Case(
+        "build_tiny_longcat_image_edit",
+        1,
+        {"guidance_scale": 4.0, "num_generations": 4, "per_device_train_batch_size": 4},
+    ),
+    "ovis-image": Case("build_tiny_ovis_image", 0, {"guidance_scale": 5.0}),
     "stable-diffusion-3": Case("build_tiny_stable_diffusion_3", 0, {"guidance_scale": 4.5}),
     "flux2": Case("build_tiny_flux2", 0, {"guidance_scale": 4.0}),
     "flux2-klein": Case(
@@ -107,8 +122,7 @@ def test_family(name, make_trainer, tmp_path):
             sde_steps=[1, 2],
             optimizer_steps_per_generation=1,
             max_steps=16,
-            learning_rate=2e-2,
-            **{"num_generations": 8, "per_device_train_batch_size": 8, **case.settings},
+            **{"num_generations": 8, "per_device_train_batch_size": 8, "learning_rate": 2e-2, **case.settings},
         )
         trainer.train()
         rounds = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -141,7 +155,10 @@ def generate_in_both_ways(trainer, folder, adapter) -> dict[str, np.ndarray]:
         if way == "peft":
             pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, adapter)
         elif way == "diffusers":
-            pipeline.load_lora_weights(adapter)
+            if hasattr(pipeline, "load_lora_weights"):
+                pipeline.load_lora_weights(adapter)
+            else:
+                pipeline.transformer.load_lora_adapter(adapter, weight_name="pytorch_lora_weights.safetensors")
         rows, family, args = trainer.train_rows, trainer.family, trainer.args
         encoded = trainer.prompt_encoder.fetch(rows, [0], args.resolution_scale)[0]
         images = trainer.sampler.fetch(rows, [0], args.resolution_scale).source_images(0)
@@ -255,7 +272,7 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
     for number in "12":
         (tmp_path / number).mkdir()
     train_all(tmp_path, tmp_path / "1")
-    launching.check_run([script, tmp_path, tmp_path / "2"], config=launching.write_ddp_config(tmp_path))
+    launching.check_run([script, tmp_path, tmp_path / "2"], config=launching.CPU_DDP)
     for name in runs:
         one, two = (load_file(tmp_path / number / f"{name}.safetensors") for number in "12")
         assert one.keys() == two.keys() and len(one) > 10

@@ -37,6 +37,15 @@ PIPELINES = {
     "build_tiny_flux2": ("Flux2Pipeline", {"max_sequence_length": 128, "image": RED}),
     "build_tiny_flux2_klein": ("Flux2KleinPipeline", {"max_sequence_length": 64, "image": RED, "guidance_scale": 4.0}),
     "build_tiny_z_image": ("ZImagePipeline", {"max_sequence_length": 64, "guidance_scale": 4.0}),
+    "build_tiny_longcat_image": (
+        "LongCatImagePipeline",
+        {"guidance_scale": 4.0, "negative_prompt": "blue", "enable_prompt_rewrite": False},
+    ),
+    "build_tiny_ovis_image": ("OvisImagePipeline", {"guidance_scale": 8.0}),
+    "build_tiny_qwen_image_21": (
+        "QwenImage21Pipeline",
+        {"image": RED, "output_resolution": 128, "true_cfg_scale": 4.0, "negative_prompt": " "},
+    ),
 }
 NEW = [name for name in PIPELINES if name != "build_tiny_flux"]
 
@@ -78,10 +87,10 @@ def changed_by(load) -> Callable[..., float]:
 def test_class_size_and_contrast(load, name):
     pipeline = load(name)
     image = generate(pipeline, PIPELINES[name][1])
-    factor, side = (16, 64) if name == "build_tiny_flux_kontext" else (2, 32)
+    factor, side = {"build_tiny_flux_kontext": (16, 64), "build_tiny_qwen_image_21": (16, 32)}.get(name, (2, 32))
     assert type(pipeline).__name__ == PIPELINES[name][0]
     assert pipeline.vae_scale_factor == factor
-    assert image.shape == (1, 3, side, side)
+    assert image.shape == (1, 4 if name == "build_tiny_qwen_image_21" else 3, side, side)
     assert image.std() > 0.05
 
 
@@ -97,7 +106,8 @@ def test_prompt_is_visible(changed_by, name):
 
 @pytest.mark.parametrize("name", NEW)
 def test_guidance_scale_is_visible(changed_by, name):
-    assert changed_by(name, guidance_scale=1.0) > VISIBLE
+    scale = "true_cfg_scale" if name == "build_tiny_qwen_image_21" else "guidance_scale"
+    assert changed_by(name, **{scale: 1.0}) > VISIBLE
 
 
 @pytest.mark.parametrize("name", ["build_tiny_stable_diffusion_3", "build_tiny_z_image"])
@@ -111,7 +121,9 @@ def test_true_guidance_of_kontext_is_visible(changed_by):
     assert changed_by("build_tiny_flux_kontext", negative_prompt=OTHER_PROMPT) == 0  # the scale is 1 by default
 
 
-@pytest.mark.parametrize("name", ["build_tiny_flux_kontext", "build_tiny_flux2", "build_tiny_flux2_klein"])
+@pytest.mark.parametrize(
+    "name", ["build_tiny_flux_kontext", "build_tiny_flux2", "build_tiny_flux2_klein", "build_tiny_qwen_image_21"]
+)
 def test_source_image_is_visible(changed_by, name):
     assert changed_by(name, image=BLUE) > VISIBLE
     assert changed_by(name, image=None) > VISIBLE

@@ -12,6 +12,7 @@ from typing import Any
 
 import diffusers
 import torch
+from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import apply_layerwise_casting
@@ -27,6 +28,7 @@ from transformers.utils import cached_file
 from ..utils.deepspeed import without_zero3_init
 from ..utils.names import check_adapter_base
 from ..utils.quantization import describe_quantization, quantization_config
+from ..utils.target_modules import check_target_modules
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
 
 
@@ -151,10 +153,28 @@ def quantization_text(config: Any) -> str:
     return str({name: value for name, value in vars(config).items() if name != "config_mapping"})  # filled by loading
 
 
+def _hub_arguments(model_init_kwargs: dict) -> dict[str, Any]:
+    return {name: model_init_kwargs[name] for name in ("revision", "cache_dir", "token") if name in model_init_kwargs}
+
+
+def check_adapter_layers(peft_config: LoraConfig | str | None, model: str, model_init_kwargs: dict) -> None:
+    """Refuse a new adapter on layers that the transformer lacks, by its config alone."""
+    if not isinstance(peft_config, LoraConfig) or not isinstance(peft_config.target_modules, list | set | tuple):
+        return
+    where = _hub_arguments(model_init_kwargs)
+    _, name = DiffusionPipeline.load_config(model, **where).get("transformer") or (None, None)
+    kind = getattr(diffusers, name or "", None)
+    # Of code in the repository `prepare_transformer` checks the loaded one
+    if kind is not None and "transformer" not in model_init_kwargs:
+        with init_empty_weights():
+            check_target_modules(
+                peft_config, kind.from_config(kind.load_config(model, subfolder="transformer", **where))
+            )
+
+
 def _check_config(model: str, model_init_kwargs: dict) -> dict:
     """Return a pipeline's index file; refuse one that cannot be trained before gigabytes are read."""
-    where = {name: model_init_kwargs[name] for name in ("revision", "cache_dir", "token") if name in model_init_kwargs}
-    config = DiffusionPipeline.load_config(model, **where)
+    config = DiffusionPipeline.load_config(model, **_hub_arguments(model_init_kwargs))
     name = config["_class_name"]
     family_of(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class
     _, scheduler = config.get("scheduler") or (None, None)
@@ -207,6 +227,11 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
             f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
             "in diffusers' LoRA format, which supports no other adapter."
         )
+    if peft_config.task_type is not None:
+        raise TypeError(
+            f"`task_type` of the `LoraConfig` is {peft_config.task_type!r}, for which PEFT wraps a language model, but "
+            "an image transformer is trained. Leave it out."
+        )
     if peft_config.lora_dropout:
         raise ValueError(
             f"`lora_dropout` is {peft_config.lora_dropout}. With dropout the replay scores an image with another "
@@ -247,7 +272,12 @@ def check_attention_backend(name: str) -> None:
 def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks: bool) -> None:
     """Set the attention backend and compile the blocks, in place; an adapter that is added later is compiled too."""
     if attention_backend is not None:
-        if not any(hasattr(getattr(each, "processor", None), "_attention_backend") for each in transformer.modules()):
+        # Qwen-Image-2.1 uses a backend only with its cache, without which it is trained
+        own = "QwenImage21AttnProcessor"
+        if not any(
+            hasattr(getattr(each, "processor", None), "_attention_backend") and type(each.processor).__name__ != own
+            for each in transformer.modules()
+        ):
             raise ValueError(
                 f"`attention_backend` is {attention_backend!r}, but diffusers' {type(transformer).__name__} always calls "
                 "PyTorch's own attention: it would have no effect. Unset it."
@@ -294,6 +324,7 @@ def prepare_transformer(
             )
         else:
             own: Any = copy.deepcopy(peft_config)
+            check_target_modules(own, transformer)
             if own.target_modules is None:
                 own.target_modules = list(family.lora_target_modules)
             _exclude(own, unused_layers)
@@ -385,6 +416,15 @@ def load_transformer_adapter(
             f"weight ({some}, ...)."
         )
     return model
+
+
+def load_lora(pipeline: DiffusionPipeline, adapter: str | os.PathLike) -> None:
+    """Load a LoRA file with the pipeline's `load_lora_weights`, or into its transformer where it has no such method."""
+    if hasattr(pipeline, "load_lora_weights"):
+        pipeline.load_lora_weights(os.fspath(adapter), use_safetensors=True)
+    else:
+        name = "pytorch_lora_weights.safetensors"
+        pipeline.transformer.load_lora_adapter(os.fspath(adapter), use_safetensors=True, weight_name=name)
 
 
 def adapter_is_new(weights: dict[str, torch.Tensor]) -> bool:

@@ -7,7 +7,7 @@ log-probability of the same samples.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from accelerate.utils import recursively_apply, send_to_device
 from PIL import Image
 from torch import nn
 
+from ..utils.images import to_rgb
 from .families import Family
 from .noise import keyed_generator
 from .scheduler import FlowMatchSDEScheduler, SDESettings
@@ -115,6 +116,7 @@ class PipelinePolicy:
         record_mean: bool = False,
         record_last_step: bool = False,
         sources: Sequence[EncodedImage] = (),
+        callback_on_step_end: Callable | None = None,
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """
         Generate a batch of images of `height` x `width` pixels.
@@ -132,9 +134,11 @@ class PipelinePolicy:
                 which has no noise: its `prev_sample` is the images' latents.
             sources (`list[EncodedImage]`, *optional*):
                 Source images, the same for all images of the batch.
+            callback_on_step_end (`Callable`, *optional*):
+                The pipeline's own argument of this name, such as the callback of [`hybrid_inference`].
 
         Returns:
-            `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images, and the recorded steps in order.
+            `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images in RGB, transparency on white, and the recorded steps in order.
 
         Raises:
             TypeError: the pipeline's call does not take an argument that the family class passes.
@@ -150,15 +154,11 @@ class PipelinePolicy:
             self._check_guidance_rule(model_output, sample, guidance_scale, index)
             records.append(
                 RecordedStep(
-                    index,
-                    *self.scheduler.sigmas_of(index),
-                    sample=_first_rows(sample.float(), self._images_per_row),
-                    prev_sample=step.prev_sample,
-                    log_prob=step.log_prob,
-                    calls=self._calls,
+                    index, *self.scheduler.sigmas_of(index), sample=_first_rows(sample.float(), self._images_per_row),
+                    prev_sample=step.prev_sample, log_prob=step.log_prob, calls=self._calls,
                     mean=step.mean if record_mean else None,
                 )
-            )
+            )  # fmt: skip
             self._calls, self._outputs = [], []
 
         def on_ode_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, prev_sample: torch.Tensor):
@@ -187,11 +187,18 @@ class PipelinePolicy:
             height, width, guidance_scale, prepared
         )
         arguments["num_inference_steps"] = num_inference_steps
+        arguments |= {} if callback_on_step_end is None else {"callback_on_step_end": callback_on_step_end}
         first_of_branch = [noise_keys[image // per_prefix * per_prefix] for image in range(len(noise_keys))]
         arguments["generator"] = [keyed_generator(*key, 0) for key in first_of_branch]
         self._check_arguments(arguments)
         with self._record(steps), self._encoding(sources), self.family.generation_context(self.pipeline, prepared):
-            images = self.pipeline(**arguments).images
+            images = [to_rgb(image, "A generated image") for image in self.pipeline(**arguments).images]
+        if self.scheduler.num_inference_steps != num_inference_steps:
+            raise RuntimeError(
+                f"`num_inference_steps` is {num_inference_steps}, but {type(self.pipeline).__name__} made "
+                f"{self.scheduler.num_inference_steps} steps: it has a schedule of its own. Set "
+                f"`num_inference_steps={self.scheduler.num_inference_steps}`."
+            )
         if len(records) != len(steps):
             kind = "steps" if record_last_step else "stochastic steps"
             raise RuntimeError(
@@ -428,8 +435,15 @@ def replay(
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
         `(B, ...)` and standard deviation of the step's Gaussian.
     """
-    model_output = predict(model, record.calls, family, guidance_scale, record.sample, detach_unconditional)
-    output, sample = (_widen(rows, record.images_per_prefix) for rows in (model_output, record.sample))
+    velocity = predict(model, record.calls, family, guidance_scale, record.sample, detach_unconditional)
+    return score_step(velocity, record, sde)
+
+
+def score_step(
+    velocity: torch.Tensor, record: RecordedStep, sde: SDESettings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Score a recorded step with a velocity `(B / images_per_prefix, ...)`, see [`replay`]."""
+    output, sample = (_widen(rows, record.images_per_prefix) for rows in (velocity, record.sample))
     settings = (record.sigma, record.sigma_next, sde.noise_level, sde.sde_type)
     step = sde_step(output, sample, *settings, prev_sample=record.prev_sample, sigma_max=record.sigma_max)
     return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)

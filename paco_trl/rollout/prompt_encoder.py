@@ -2,9 +2,7 @@
 """Encode each distinct prompt and source image once, with text encoders and VAE on the accelerator only meanwhile."""
 
 import hashlib
-import logging
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +23,7 @@ from tqdm.auto import tqdm
 
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import weights_fingerprint
+from ..utils.generation import truncations_counted
 from . import Family
 from .prompt_rows import Condition, PromptRows
 
@@ -154,7 +153,8 @@ class PromptEncoder:
             return
         device, count = self.accelerator.device, sum(each.prompt != self.negative_prompt for each in new)
         mine, size = self._local_part(new), 0
-        with self._placed(self.family.text_encoders if mine else ()), self._count_truncations(count) as truncations:
+        counting = truncations_counted(self.pipeline, f"{count} prompts")
+        with self._placed(self.family.text_encoders if mine else ()), counting as truncations:
             for condition, number in self._progress(mine, "Encoding prompts"):
                 images = rows.images(number) if condition.images else []
                 arguments = (condition.prompt, device, images, condition.scale)
@@ -189,29 +189,6 @@ class PromptEncoder:
         modules = [module for name in names if (module := getattr(self.pipeline, name)) is not None]
         return placed(modules, self.accelerator.device)
 
-    @contextmanager
-    def _count_truncations(self, count: int):
-        """Log the number of truncated prompts of all processes, for each kind. Every process enters it."""
-        # Prompts of image sets are always longer than CLIP reads, and the pipeline logs each prompt with its full text
-        truncations: Counter[str] = Counter()
-
-        def count_truncations(record: logging.LogRecord) -> bool:
-            message = record.getMessage()
-            if "was truncated" not in message:
-                return True
-            truncations[message.split(":")[0]] += 1
-            return False
-
-        pipeline_logger = logging.getLogger(type(self.pipeline).__module__)
-        pipeline_logger.addFilter(count_truncations)
-        try:
-            yield truncations
-        finally:
-            pipeline_logger.removeFilter(count_truncations)
-        everywhere = gather_object([truncations]) if self.accelerator.num_processes > 1 else [truncations]
-        for message, number in sum(everywhere, Counter()).items():
-            logger.warning(f"For {number} of {count} prompts: {message}.")
-
 
 @contextmanager
 def placed(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
@@ -242,7 +219,7 @@ def _models_digest(pipeline, family: Family) -> str:
     for name, component in sorted(pipeline.components.items()):
         if component is not None and name in (*family.text_encoders, "vae"):
             parts.append(weights_fingerprint(component))
-        elif name.startswith(("tokenizer", "processor")) and component is not None:
+        elif ("tokenizer" in name or "processor" in name) and component is not None:
             with tempfile.TemporaryDirectory() as folder:
                 component.save_pretrained(folder)
                 files = sorted(path for path in Path(folder).rglob("*") if path.is_file())

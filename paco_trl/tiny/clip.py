@@ -4,10 +4,10 @@
 import json
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
+from .parts import CONFIGS, weights_of
 from .qwen2_5_vl import token_ids
 
 
@@ -29,21 +29,10 @@ def build_tiny_clip(folder: str | Path) -> Path:
     The weights are larger than CLIP's usual initial ones, with which all texts have nearly the same embedding.
     """
     tokenizer = _train_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = CLIPConfig(
-        text_config={
-            **sizes,
-            **token_ids(tokenizer),
-            "max_position_embeddings": TEXT_LENGTH,
-            "initializer_factor": 4.0,
-        },
-        vision_config={**sizes, "image_size": 32, "patch_size": 8, "initializer_factor": 4.0},
-        projection_dim=16,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = CLIPModel(config)
-    model.save_pretrained(folder)
+    config = CLIPConfig(**CONFIGS["clip"])
+    config.text_config.update(token_ids(tokenizer) | {"max_position_embeddings": TEXT_LENGTH})
+    with weights_of(seed=0):
+        CLIPModel(config).save_pretrained(folder)
     image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer).save_pretrained(folder)
     return Path(folder)

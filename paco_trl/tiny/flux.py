@@ -3,7 +3,6 @@
 
 from pathlib import Path
 
-import torch
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -13,6 +12,7 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
+from .parts import CONFIGS, enlarge, save, weights_of
 from .qwen2_5_vl import read_corpus, token_ids
 
 
@@ -23,8 +23,7 @@ def build_tiny_flux(folder: str | Path, seed: int = 0) -> Path:
     """
     Build a FLUX pipeline: images are multiples of 4 pixels, and a prompt has at most 32 tokens.
     """
-    FluxPipeline(**_components(seed)).save_pretrained(folder)
-    return Path(folder)
+    return save(FluxPipeline(**_components(seed)), folder)
 
 
 def build_tiny_flux_kontext(folder: str | Path, seed: int = 0) -> Path:
@@ -39,40 +38,17 @@ def build_tiny_flux_kontext(folder: str | Path, seed: int = 0) -> Path:
     components = _components(seed, num_halvings=4)
     enlarge(components["vae"], "encoder.conv_out.weight")
     enlarge(components["transformer"], "attn.to_v.weight", "attn.to_out.0.weight", "proj_out.weight")
-    FluxKontextPipeline(**components).save_pretrained(folder)
-    return Path(folder)
-
-
-def enlarge(module: torch.nn.Module, *endings: str) -> None:
-    """Multiply weights by 4 where the usual initial ones are so small that an input changes no pixel."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name.endswith(endings):
-                parameter.mul_(4)
+    return save(FluxKontextPipeline(**components), folder)
 
 
 def _components(seed: int, num_halvings: int = 1) -> dict:
     """Build the parts of both pipelines, by name."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with weights_of(seed):
         clip_tokenizer, t5_tokenizer = train_clip_and_t5_tokenizers()
         text_encoder = CLIPTextModel(clip_text_config(clip_tokenizer, num_hidden_layers=1))
-        text_encoder_2 = T5EncoderModel(
-            T5Config(vocab_size=len(t5_tokenizer), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-        )
-        transformer = FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            pooled_projection_dim=16,
-            guidance_embeds=True,
-            axes_dims_rope=(4, 4, 8),
-        )
-        vae = build_vae(scaling_factor=0.3611, shift_factor=0.1159, num_halvings=num_halvings)
+        text_encoder_2 = T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer), d_model=16, **CONFIGS["t5"]))
+        transformer = FluxTransformer2DModel(**CONFIGS["flux_transformer"])
+        vae = build_vae(num_halvings=num_halvings)
     return {
         "scheduler": build_scheduler(),
         "vae": vae,
@@ -86,33 +62,27 @@ def _components(seed: int, num_halvings: int = 1) -> dict:
 
 def clip_text_config(tokenizer: CLIPTokenizer, num_hidden_layers: int) -> CLIPTextConfig:
     """Build the config of a CLIP text encoder."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "projection_dim": 16}
-    return CLIPTextConfig(
-        **sizes, **token_ids(tokenizer), num_hidden_layers=num_hidden_layers, max_position_embeddings=MAX_TOKENS
-    )
+    lengths = {"num_hidden_layers": num_hidden_layers, "max_position_embeddings": MAX_TOKENS}
+    return CLIPTextConfig(**CONFIGS["clip_text"], **token_ids(tokenizer), **lengths)
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
     """Build a scheduler with dynamic shifting."""
-    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+    return FlowMatchEulerDiscreteScheduler(**CONFIGS["scheduler"])
 
 
-def build_vae(scaling_factor: float, shift_factor: float, num_halvings: int = 1) -> AutoencoderKL:
-    """Build the VAE of most pipelines, with 4 latent channels; it halves the sides of images `num_halvings` times."""
+def build_vae(
+    scaling_factor: float = 0.3611, shift_factor: float = 0.1159, num_halvings: int = 1, latent_channels: int = 4
+) -> AutoencoderKL:
+    """Build the VAE of most pipelines; it halves the sides of images `num_halvings` times."""
     return AutoencoderKL(
-        sample_size=32,
-        in_channels=3,
-        out_channels=3,
+        **CONFIGS["vae"],
         down_block_types=("DownEncoderBlock2D",) * (num_halvings + 1),
         up_block_types=("UpDecoderBlock2D",) * (num_halvings + 1),
         block_out_channels=(8,) * (num_halvings + 1),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=1,  # more groups would normalize away the color of the image
+        latent_channels=latent_channels,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     PreTrainedTokenizerBase,
     Qwen2_5_VLConfig,
@@ -19,6 +18,7 @@ from transformers import (
 
 from ..data import demo_prompts_path, edit_following_question, theme_question
 from ..utils.files import read_template
+from .parts import CONFIGS, weights_of
 
 
 SPECIAL_TOKENS = (
@@ -38,40 +38,13 @@ def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
     The tokenizer has the real special tokens, and one token each for Yes and No. An image becomes
     one token for each 28 x 28 pixels, 16 at most.
     """
-    tokenizer = _train_tokenizer()
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-    config = Qwen2_5_VLConfig(
-        text_config={
-            **token_ids(tokenizer),
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-            "initializer_range": 0.1,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "window_size": 56,
-            "fullatt_block_indexes": [1],
-            "initializer_range": 0.1,
-        },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    tokenizer = train_judge_tokenizer()
+    config = Qwen2_5_VLConfig(**CONFIGS["qwen2_5_vl"], **vision_token_ids(tokenizer))
+    config.text_config.update(token_ids(tokenizer))
+    with weights_of(seed):
         model = Qwen2_5_VLForConditionalGeneration(config)
-    model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
-    model.generation_config.pad_token_id = ids["<|endoftext|>"]
+    ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ids, ids[1]
     model.save_pretrained(folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": MAX_PIXELS}
     Qwen2_5_VLProcessor(
@@ -110,7 +83,14 @@ def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {"vocab_size": len(tokenizer), "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
 
 
-def _train_tokenizer() -> Qwen2Tokenizer:
+def vision_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the entries of a vision-language model's config that depend on its tokenizer."""
+    tokens = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()}
+
+
+def train_judge_tokenizer() -> Qwen2Tokenizer:
+    """Train a tokenizer with the special tokens of a vision-language model on the shipped prompts and questions."""
     # On the questions too, so that a question is not hundreds of bytes. Yes and No are frequent and become one token.
     # The paper's question: " Yes" and " No" without quotation marks in `criterion_question` would become tokens as well
     criterion = (

@@ -16,10 +16,8 @@ from diffusers import (
 from torch import nn
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor, Qwen2VLProcessor
 
+from .parts import CONFIGS, save, weights_of
 from .qwen2_5_vl import build_tiny_qwen2_5_vl
-
-
-LATENT_CHANNELS = 4
 
 
 def build_tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
@@ -30,8 +28,7 @@ def build_tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
     Prompt and guidance change the pixels visibly.
     """
     parts, _ = _build_parts(num_halvings=1, seed=seed)
-    QwenImagePipeline(**parts).save_pretrained(folder)
-    return Path(folder)
+    return save(QwenImagePipeline(**parts), folder)
 
 
 def build_tiny_qwen_image_edit(folder: str | Path, seed: int = 0) -> Path:
@@ -42,8 +39,7 @@ def build_tiny_qwen_image_edit(folder: str | Path, seed: int = 0) -> Path:
     are multiples of 16 pixels, and a source is about 4096 tokens, 16 at most for the text encoder.
     """
     parts, processor = _build_parts(num_halvings=3, seed=seed)
-    QwenImageEditPipeline(**parts, processor=processor).save_pretrained(folder)
-    return Path(folder)
+    return save(QwenImageEditPipeline(**parts, processor=processor), folder)
 
 
 def build_tiny_qwen_image_edit_plus(folder: str | Path, seed: int = 0) -> Path:
@@ -53,36 +49,21 @@ def build_tiny_qwen_image_edit_plus(folder: str | Path, seed: int = 0) -> Path:
     For a seed, its parts and weights are those of [`build_tiny_qwen_image_edit`].
     """
     parts, processor = _build_parts(num_halvings=3, seed=seed)
-    QwenImageEditPlusPipeline(**parts, processor=processor).save_pretrained(folder)
-    return Path(folder)
+    return save(QwenImageEditPlusPipeline(**parts, processor=processor), folder)
 
 
 def _build_parts(num_halvings: int, seed: int) -> tuple[dict, Qwen2VLProcessor]:
     """Build the parts of all three pipelines, by name, and the processor of the editing pipelines."""
-    text_encoder, processor = _build_text_encoder(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = QwenImageTransformer2DModel(
-            patch_size=2,
-            in_channels=4 * LATENT_CHANNELS,
-            out_channels=LATENT_CHANNELS,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=text_encoder.config.text_config.hidden_size,
-            axes_dims_rope=(4, 6, 6),
-        )
+    text_encoder, processor = build_text_encoder(seed)
+    with weights_of(seed):
+        transformer = QwenImageTransformer2DModel(**CONFIGS["qwen_image_transformer"])
         vae = AutoencoderKLQwenImage(
-            base_dim=4,
-            z_dim=LATENT_CHANNELS,
+            **CONFIGS["qwen_image_vae"],
             dim_mult=[1] + [2] * num_halvings,
-            num_res_blocks=1,
             temperal_downsample=[False] + [True] * (num_halvings - 1),
-            latents_mean=[0.1, -0.1, 0.2, -0.2],
-            latents_std=[0.3, 0.4, 0.3, 0.4],
         )
-        _sample_weights(transformer)
-        _sample_weights(vae, gain=3**0.5)  # only one of a kernel's three time steps sees an image
+        sample_weights(transformer)
+        sample_weights(vae, gain=3**0.5)  # only one of a kernel's three time steps sees an image
     # Random blocks almost ignore what they attend to. With larger gates, sharper attention and larger text values, the
     # prompt and the source images change the pixels.
     with torch.no_grad():
@@ -97,21 +78,13 @@ def _build_parts(num_halvings: int, seed: int) -> tuple[dict, Qwen2VLProcessor]:
         "vae": vae,
         "text_encoder": text_encoder,
         "tokenizer": processor.tokenizer,
-        "scheduler": FlowMatchEulerDiscreteScheduler(
-            shift=1.0,
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=0.9,
-            base_image_seq_len=256,
-            max_image_seq_len=8192,
-            shift_terminal=0.02,
-            time_shift_type="exponential",
-        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(**CONFIGS["qwen_image_scheduler"]),
     }
     return parts, processor
 
 
-def _build_text_encoder(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2VLProcessor]:
+def build_text_encoder(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2VLProcessor]:
+    """Build a Qwen2.5-VL and the processor that editing pipelines require."""
     with TemporaryDirectory() as folder:
         build_tiny_qwen2_5_vl(folder, seed=seed)
         text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
@@ -125,8 +98,8 @@ def _build_text_encoder(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, 
     )
 
 
-def _sample_weights(model: nn.Module, gain: float = 1.0) -> None:
-    # Outputs as large as inputs and no biases: the default initialization makes all images nearly the same
+def sample_weights(model: nn.Module, gain: float = 1.0) -> None:
+    """Sample weights with outputs as large as inputs and no biases; the usual ones make all images nearly the same."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d):
             nn.init.normal_(layer.weight, std=gain * layer.weight[0].numel() ** -0.5)

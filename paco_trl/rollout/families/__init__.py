@@ -4,7 +4,10 @@
 from .base import Family
 from .flux import FluxFamily, FluxKontextFamily
 from .flux2 import Flux2Family, Flux2KleinFamily
+from .longcat_image import LongCatImageEditFamily, LongCatImageFamily
+from .ovis_image import OvisImageFamily
 from .qwen_image import QwenImageEditFamily, QwenImageEditPlusFamily, QwenImageFamily
+from .qwen_image_21 import QwenImage21Family
 from .stable_diffusion_3 import StableDiffusion3Family
 from .unlisted import UnlistedFamily
 from .z_image import ZImageFamily
@@ -14,9 +17,13 @@ from .z_image import ZImageFamily
 FAMILIES: dict[str, type[Family]] = {
     "FluxPipeline": FluxFamily,
     "FluxKontextPipeline": FluxKontextFamily,
+    "LongCatImagePipeline": LongCatImageFamily,
+    "LongCatImageEditPipeline": LongCatImageEditFamily,
+    "OvisImagePipeline": OvisImageFamily,
     "QwenImagePipeline": QwenImageFamily,
     "QwenImageEditPipeline": QwenImageEditFamily,
     "QwenImageEditPlusPipeline": QwenImageEditPlusFamily,
+    "QwenImage21Pipeline": QwenImage21Family,
     "StableDiffusion3Pipeline": StableDiffusion3Family,
     "Flux2Pipeline": Flux2Family,
     "Flux2KleinPipeline": Flux2KleinFamily,

@@ -2,8 +2,8 @@
 """What a model family provides. `flux.py` in this directory is a complete example."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +53,9 @@ class Family(ABC):
     max_batch_size: int | None = None
     """Maximum number of images in one call of the pipeline; `None` for any number."""
 
+    max_stable_epsilon: float | None = None
+    """Clip range above which training was seen to collapse, of which `paco-trl doctor` warns; `None` if not known."""
+
     unbatched_arguments: tuple[str, ...] = ()
     """Arguments of the transformer without a batch dimension, such as position ids that all images share."""
 
@@ -75,6 +78,10 @@ class Family(ABC):
         Returns:
             `dict[str, torch.Tensor]`: arguments of the pipeline's call that carry the prompt, batch dimension 1.
         """
+
+    def max_sequence_length(self, pipeline) -> int | None:
+        """Return the length of encoded prompts, if it can differ from the default of the pipeline's call."""
+        return None
 
     def is_truncated(self, pipeline, prompt: str) -> bool:
         """Return whether the pipeline truncates the prompt silently. Warnings that it logs are counted separately."""
@@ -242,3 +249,13 @@ def true_guidance_prompt(
             f"`guidance_scale={off_at:g}` to train without guidance."
         )
     return negative_prompt if negative_prompt is not None else default
+
+
+@contextmanager
+def encoding_by(pipeline, encode: Callable) -> Iterator[None]:
+    """Replace the pipeline's `encode_prompt` within the context."""
+    pipeline.encode_prompt = encode
+    try:
+        yield
+    finally:
+        del pipeline.encode_prompt

@@ -14,7 +14,7 @@ class FluxFamily(Family):
 
     # The paper's targets: attention projections of both streams, feed-forward layers of the double-stream blocks
     lora_target_modules = [*DUAL_STREAM_ATTENTION, *feed_forward("ff", "ff_context")]
-    text_encoders = ("text_encoder", "text_encoder_2")
+    text_encoders: tuple[str, ...] = ("text_encoder", "text_encoder_2")
     unbatched_arguments = ("txt_ids", "img_ids")
     call_at = staticmethod(packed_call_at)
 
@@ -25,12 +25,15 @@ class FluxFamily(Family):
             prompt,
             prompt_2=None,
             device=device,
-            max_sequence_length=min(512, pipeline.tokenizer_2.model_max_length),  # 512 is FLUX.1-dev's
+            max_sequence_length=self.max_sequence_length(pipeline),
         )
         return {
             "prompt_embeds": prompt_embeds,  # (1, 512, 4096)
             "pooled_prompt_embeds": pooled_prompt_embeds,  # (1, 768)
         }
+
+    def max_sequence_length(self, pipeline) -> int | None:
+        return min(512, pipeline.tokenizer_2.model_max_length)  # 512 is FLUX.1-dev's
 
 
 class FluxKontextFamily(FluxFamily):

@@ -75,6 +75,8 @@ class Flux2KleinFamily(Flux2Family):
 
     max_calls = 2
     max_images = 4  # documented maximum
+    # FLUX.2-klein-base-4B collapsed at 1e-4, and late at 1e-5: https://github.com/X-GenGroup/Flow-Factory/issues/108
+    max_stable_epsilon = 1e-5
 
     def is_truncated(self, pipeline, prompt: str) -> bool:
         messages = [{"role": "user", "content": prompt}]

@@ -3,7 +3,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -83,29 +83,18 @@ class QwenImageEditFamily(QwenImageFamily):
         return super().call_arguments(height, width, guidance_scale, images) | {"image": images[0]}
 
     def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
-        width, height = _dimensions(pipeline, area, sizes[0][0] / sizes[0][1])
+        width, height = dimensions(pipeline, area, sizes[0][0] / sizes[0][1])
         return height, width
 
     def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
-        width, height = _dimensions(pipeline, IMAGE_AREA * scale**2, image.width / image.height)
+        width, height = dimensions(pipeline, IMAGE_AREA * scale**2, image.width / image.height)
         return pipeline.image_processor.resize(image, height, width)
 
     def image_pixels(self, pipeline, image: Image.Image) -> torch.Tensor:
         return super().image_pixels(pipeline, image).unsqueeze(2)  # (1, 3, 1, H, W): a video of one frame
 
-    @contextmanager
-    def generation_context(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
-        # The area is hard-coded in the pipeline's call (diffusers 0.42). The function of its module that computes a size
-        # from area and aspect ratio returns here the size that each image has already.
-        module: Any = _module_of(pipeline)
-        own = module.calculate_dimensions
-        extra = own(IMAGE_AREA, 1.0)[2:]  # a third value in one of the two pipelines
-        sizes = {image.width / image.height: image.size for image in images}
-        module.calculate_dimensions = lambda area, ratio: (*sizes[ratio], *extra)
-        try:
-            yield
-        finally:
-            module.calculate_dimensions = own
+    def generation_context(self, pipeline, images: list[Image.Image]) -> AbstractContextManager:
+        return fixed_sizes(pipeline, images)
 
 
 class QwenImageEditPlusFamily(QwenImageEditFamily):
@@ -118,7 +107,7 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
     ) -> dict[str, torch.Tensor]:
         seen = []  # always at its own small size
         for image in images:
-            width, height = _dimensions(pipeline, PLUS_CONDITION_AREA, image.width / image.height)
+            width, height = dimensions(pipeline, PLUS_CONDITION_AREA, image.width / image.height)
             seen.append(pipeline.image_processor.resize(image, height, width))
         return _embeddings(pipeline.encode_prompt(prompt, image=seen, device=device))
 
@@ -145,8 +134,24 @@ def _module_of(pipeline) -> ModuleType:
     return module
 
 
-def _dimensions(pipeline, area: float, ratio: float) -> tuple[int, int]:
-    """Return width and height for an area and an aspect ratio as the pipeline does: multiples of 32, at least 32."""
+@contextmanager
+def fixed_sizes(pipeline, images: list[Image.Image]) -> Iterator[None]:
+    """Keep the pipeline from resizing source images."""
+    # The area is hard-coded in the pipeline's call (diffusers 0.42). The function of its module that computes a size
+    # from area and aspect ratio returns here the size that each image has already.
+    module: Any = _module_of(pipeline)
+    own = module.calculate_dimensions
+    extra = own(IMAGE_AREA, 1.0)[2:]  # a third value in some pipelines
+    sizes = {image.width / image.height: image.size for image in images}
+    module.calculate_dimensions = lambda area, ratio: (*sizes[ratio], *extra)
+    try:
+        yield
+    finally:
+        module.calculate_dimensions = own
+
+
+def dimensions(pipeline, area: float, ratio: float) -> tuple[int, int]:
+    """Return width and height for an area and an aspect ratio as the pipeline does, at least 32."""
     width, height, *_ = _module_of(pipeline).calculate_dimensions(area, ratio)
     return max(width, 32), max(height, 32)
 

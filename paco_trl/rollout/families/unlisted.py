@@ -4,7 +4,7 @@
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-from .base import Family
+from .base import Family, encoding_by
 
 
 GUIDE = "docs/add_a_family.md"
@@ -147,7 +147,7 @@ class UnlistedFamily(Family):
         own, size = pipeline.encode_prompt, self.size_multiple(pipeline)
         handle = pipeline.transformer.register_forward_pre_hook(stop, prepend=True)
         try:
-            with _encoding_by(pipeline, encode):
+            with encoding_by(pipeline, encode):
                 pipeline(
                     prompt=prompt,
                     num_inference_steps=2,
@@ -216,7 +216,7 @@ class UnlistedFamily(Family):
                 )
             return self._waiting.pop(0)
 
-        with _encoding_by(pipeline, recall):
+        with encoding_by(pipeline, recall):
             yield
 
     # ---- Sizes and calls ----
@@ -269,13 +269,3 @@ def _class_reasons(pipeline_class: Any) -> list[str]:
 
 def _missing_components(present: Iterable[str]) -> list[str]:
     return [f"it has no component `{name}`" for name in COMPONENTS if name not in present]
-
-
-@contextmanager
-def _encoding_by(pipeline, encode: Callable) -> Iterator[None]:
-    """Replace the pipeline's `encode_prompt` within the context."""
-    pipeline.encode_prompt = encode
-    try:
-        yield
-    finally:
-        del pipeline.encode_prompt

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build tiny LongCat-Image and LongCat-Image-Edit pipelines."""
+
+from pathlib import Path
+
+from diffusers import LongCatImageEditPipeline, LongCatImagePipeline, LongCatImageTransformer2DModel
+
+from .flux import build_scheduler, build_vae
+from .parts import ATTENTION, CONFIGS, enlarge, save, weights_of
+from .qwen_image import build_text_encoder
+
+
+def build_tiny_longcat_image(folder: str | Path, seed: int = 0) -> Path:
+    """
+    Build a LongCat-Image pipeline: images are multiples of 4 pixels, and a prompt is 512 tokens.
+    """
+    return save(LongCatImagePipeline(**_build_parts(num_halvings=1, seed=seed)), folder)
+
+
+def build_tiny_longcat_image_edit(folder: str | Path, seed: int = 0) -> Path:
+    """
+    Build a LongCat-Image-Edit pipeline, whose VAE shrinks images eightfold like the real one.
+
+    A source and its edited image have about 1024 x 1024 pixels, 4096 tokens each.
+    """
+    return save(LongCatImageEditPipeline(**_build_parts(num_halvings=3, seed=seed)), folder)
+
+
+def _build_parts(num_halvings: int, seed: int) -> dict:
+    text_encoder, processor = build_text_encoder(seed)
+    with weights_of(seed):
+        transformer = LongCatImageTransformer2DModel(**CONFIGS["longcat_image_transformer"])
+        vae = build_vae(num_halvings=num_halvings, latent_channels=16)
+    enlarge(vae, "encoder.conv_out.weight")
+    enlarge(transformer, *ATTENTION)
+    parts = {"vae": vae, "transformer": transformer, "text_encoder": text_encoder, "text_processor": processor}
+    return {**parts, "tokenizer": processor.tokenizer, "scheduler": build_scheduler()}
