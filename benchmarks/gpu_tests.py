@@ -12,7 +12,7 @@ import pytest
 from gpu_rounds import machine, write_json
 
 
-REHEARSED = "not (qwen or diffusion or flux2 or z-image)"  # of all families a few
+REHEARSED = "not (qwen or diffusion or flux2 or z-image or longcat or ovis)"  # of all families a few
 
 
 class Results:

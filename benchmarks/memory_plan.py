@@ -261,6 +261,7 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
             per_device_train_batch_size=1, num_inference_steps=10, vae_tiling=True, **guidance,
         )  # fmt: skip
         plan = ImagePlan(str(model), args, LoraConfig(r=64, lora_alpha=128), rows_of(1024, is_editing))
+        plan.calls(1)  # runs the pipeline up to the last of them
         with FlopCounterMode(display=False) as counter:
             plan.peak("generation", 1)
         for quantization in (None, "int8", "nf4"):
@@ -292,6 +293,25 @@ def markdown(cells: list[dict]) -> str:
         both = sorted((cell for cell in cells if key(cell) == name), key=lambda cell: not cell["checkpointing"])
         fits = [" / ".join(str(cell[card]) if cell[card] else "no" for cell in both) for card in cards]
         lines.append(f"| {name[0]} | {name[1]} | {name[2] or 'bf16'} | " + " | ".join(fits) + " |")
+    return "\n".join(lines)
+
+
+# bf16 TFLOP/s of GPUs with that memory, dense: RTX 4090, L40S, H100, H200
+RATES = {24: 165, 48: 362, 80: 989, 141: 989}
+
+
+def seconds(cells: list[dict]) -> str:
+    """The second table of docs/reducing_memory.md: a round of 672 images at 31 % of these rates, see docs/scaling.md."""
+    lines = [
+        f"| model | size | TFLOP of a step | {' | '.join(f'1 x {memory}' for memory in RATES)} | 8 x 80 |",
+        "|---" * 8 + "|",
+    ]
+    for cell in cells:
+        if cell["quantization"] is None and cell["checkpointing"]:
+            work = 672 * (10 + 3) * cell["forward_tflop"]  # of 10 steps, one of them trained with checkpointing
+            times = [work / (0.31 * rate) for rate in RATES.values()]
+            fits = [f"{time:.0f} s" for time in (*times, times[2] / 7)]  # 7 of 8 train
+            lines.append(f"| {cell['model']} | {cell['resolution']} | {cell['forward_tflop']} | {' | '.join(fits)} |")
     return "\n".join(lines)
 
 
@@ -341,7 +361,7 @@ def main() -> None:
                 cards += plan_cards(folder, name)
                 results["cards"] = cards
                 save(results, output)
-            print(markdown(cards))
+            print(markdown(cards), seconds(cards), sep="\n\n")
 
 
 if __name__ == "__main__":

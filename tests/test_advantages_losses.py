@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paco_trl.trainer.advantages import group_advantages
-from paco_trl.trainer.losses import clipped_surrogate, gaussian_kl
+from paco_trl.trainer.losses import clipped_surrogate, gaussian_kl, velocity_norm_ratio
 
 
 NAN = float("nan")
@@ -231,3 +231,20 @@ class TestGaussianKL:
         mean = torch.ones(1, 4, requires_grad=True)
         gaussian_kl(mean, torch.zeros(1, 4), torch.tensor(2.0)).sum().backward()
         torch.testing.assert_close(mean.grad, torch.full((1, 4), 1 / 4 / 4))  # (mean - ref) / std^2 / elements
+
+
+class TestVelocityNormRatio:
+    def test_closed_form(self):
+        velocity = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+        factors = torch.tensor([0.5, 1.0, 1.2])
+        ratio = velocity_norm_ratio(factors.view(3, 1, 1) * velocity, velocity)
+        torch.testing.assert_close(ratio, factors)
+        assert velocity_norm_ratio(velocity.flip(2), velocity).tolist() == pytest.approx([1.0] * 3)  # only the length
+        assert velocity_norm_ratio(velocity.bfloat16(), velocity.bfloat16()).dtype == torch.float32
+
+    def test_the_hinge_acts_on_longer_velocities_only(self):
+        reference = torch.tensor([[3.0, 4.0]] * 3)
+        velocity = (torch.tensor([[0.9], [1.0], [1.1]]) * reference).requires_grad_()
+        torch.relu(velocity_norm_ratio(velocity, reference) - 1).sum().backward()
+        # d |v| / |v_ref| = v / |v| / |v_ref|; nothing at exactly 1, before the first update
+        torch.testing.assert_close(velocity.grad, torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.12, 0.16]]))

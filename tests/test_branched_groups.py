@@ -24,7 +24,8 @@ CASES = {
         name: test_families.CASES[name]
         for name in (
             "kontext", "sd3", "sd3, unguided", "flux2, editing", "klein", "z-image", "z-image, turbo", "qwen",
-            "qwen-edit", "qwen-edit-plus",
+            "qwen-edit", "qwen-edit-plus", "qwen-2.1", "qwen-2.1, editing", "longcat",
+            "longcat-edit", "ovis",
         )
     },
 }  # fmt: skip
@@ -269,7 +270,8 @@ class TestTrainer:
         [
             {},
             {"loss_type": "grpo_guard", "epsilon": 1e-2},
-            {"beta": 0.1},
+            {"loss_type": "flow_dppo"},
+            {"beta": 0.1, "norm_penalty": 0.1},
             {"offload_embeddings": True, "sde_steps": [1, 2]},
             {"images_per_prefix": 4},
         ],
@@ -325,6 +327,19 @@ class TestTrainer:
             found[branch] = sorted({round(value, 4) for entry in entries for value in entry["advantages"].tolist()})
         assert found[1] == [-0.375, -0.275, 0.225, 0.425]
         assert found[2] == [-0.1, -0.05, 0.05, 0.1]
+
+    def test_ranks_are_those_within_a_branch(self, make_trainer):
+        def by_place(prompts, completions, **kwargs):
+            return [(0.1, 0.2, 0.7, 0.9)[place % 4] for place in range(len(completions))]
+
+        for branch, expected in ((1, [-0.5, -0.1667, 0.1667, 0.5]), (2, [-0.5, 0.5])):
+            settings = {"images_per_prefix": branch, "scale_rewards": "none"}
+            trainer = make_trainer(reward_funcs=by_place, multi_objective_aggregation="rank_then_sum", **settings)
+            trainer.state.max_steps = 2
+            buffer = trainer._generate_and_score_completions(0)
+            found = {round(value, 4) for entry in buffer.entries for value in entry["advantages"].tolist()}
+            assert sorted(found) == expected
+            assert buffer.metrics["rewards/by_place/mean"] == pytest.approx(0.475)  # of the scores
 
     @pytest.mark.parametrize(
         ("settings", "message"),

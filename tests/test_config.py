@@ -96,6 +96,8 @@ class TestDefaults:
             "log_completions": True,
             "plot_curves": True,
             "epsilon_high": None,
+            "divergence_threshold": 1e-5,
+            "norm_penalty": 0.0,
             "ema_decay": 0.9,
             "ema_offload": False,
             "reward_required": None,
@@ -103,6 +105,7 @@ class TestDefaults:
             "max_excluded_images": 0.5,
             "max_excluded_groups": 0.5,
             "offload_embeddings": False,
+            "offload_rewards": False,
             "embeddings_dir": None,
             "vae_tiling": False,
             "quantization": None,
@@ -111,6 +114,7 @@ class TestDefaults:
             "attention_backend": None,
             "compile_repeated_blocks": False,
             "tail_steps": None,
+            "adapter_fraction": 1.0,
             "resolution_transfer_prompts": 0,
             "tail_transfer_prompts": 0,
         }
@@ -349,7 +353,11 @@ class TestValues:
             ({"log_tame_threshold": "nan"}, "`log_tame_threshold` is 'nan'"),
             ({"log_tame_threshold": None}, "`log_tame_threshold` is None"),
             ({"fp16": True}, "`fp16` is set to True.*not reliable in fp16"),
-            ({"loss_type": "dapo"}, "`loss_type` is 'dapo'.*'grpo', 'grpo_guard'"),
+            ({"loss_type": "dapo"}, "`loss_type` is 'dapo'.*'grpo', 'grpo_guard', 'flow_dppo'"),
+            ({"loss_type": "flow_dppo", "epsilon": 1e-3}, "`epsilon` is 0.001.*'flow_dppo'.*`divergence_threshold`"),
+            ({"loss_type": "flow_dppo", "epsilon_high": 1e-3}, "`epsilon_high` is 0.001.*'flow_dppo' does not use"),
+            ({"divergence_threshold": 1e-4}, "`divergence_threshold` is 0.0001.*'grpo' does not use.*'flow_dppo'"),
+            ({"loss_type": "flow_dppo", "divergence_threshold": 0.0}, "`divergence_threshold` is 0.0.*above 0"),
             ({"per_device_eval_batch_size": 32}, "`per_device_eval_batch_size` is 32.*one image"),
             ({"ema_decay": 1.0}, "`ema_decay` is 1.0.*between 0 and 1"),
             ({"ema_decay": 0.0}, "`ema_decay` is 0.0.*between 0 and 1"),
@@ -359,15 +367,23 @@ class TestValues:
             ({"multi_objective_aggregation": "mean"}, "`multi_objective_aggregation` is 'mean'.*'log_tamed'"),
             ({"epsilon": 0.0}, "`epsilon` is 0.0.*above 0"),
             ({"ratio_tolerance": 0.0}, "`ratio_tolerance` is 0.0.*above 0"),
+            ({"norm_penalty": -0.1}, "`norm_penalty` is -0.1.*at least 0"),
             ({"beta": -0.1}, "`beta` is -0.1.*cannot be negative"),
             ({"advantage_clip": 0.0}, "`advantage_clip` is 0.0.*above 0, or None"),
             ({"height": 0}, "`height` is 0; it must be at least 1"),
             ({"width": -8}, "`width` is -8; it must be at least 1"),
             ({"num_inference_steps_eval": 0}, "`num_inference_steps_eval` is 0"),
             ({"num_iterations": 0}, "`num_iterations` is 0"),
+            ({"adapter_fraction": 1.5}, "`adapter_fraction` is 1.5; it must be from 0 to 1"),
+            ({"adapter_fraction": 0.98}, "`adapter_fraction` is 0.98, which rounds to 20 of 20 denoising steps"),
             ({"num_prompts_per_generation": 0}, "`num_prompts_per_generation` is 0"),
             ({"optimizer_steps_per_generation": 0}, "`optimizer_steps_per_generation` is 0"),
             ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` is 0"),
+            ({"guidance_scale": -1.0}, "`guidance_scale` is -1.0; it must be at least 0"),
+            ({"max_steps": 0}, "`max_steps` is 0, with which Trainer trains for `num_train_epochs`. Set at least 1"),
+            ({"max_steps": -2}, "`max_steps` is -2"),
+            ({"learning_rate": None}, "`learning_rate` is None; it must be a number"),
+            ({"num_inference_steps": "many"}, "`num_inference_steps` is 'many'; it must be at least 2"),
             ({"num_generations_eval": 0}, "`num_generations_eval` is 0"),
             ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant checkpointing"),
         ],
@@ -389,6 +405,11 @@ class TestValues:
             {"log_tame_threshold": "0.3"},
             {"log_tame_threshold": "mean"},
             {"advantage_clip": None},
+            {"adapter_fraction": 0.0},
+            {"guidance_scale": 0.0},
+            {"max_steps": -1},
+            {"max_steps": 1},
+            {"adapter_fraction": 0.05},
             {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
             {"sde_steps": [2], "num_inference_steps": 4},
         ],
@@ -474,8 +495,8 @@ class TestRound:
             ({"steps_per_generation": 16, "gradient_accumulation_steps": 16}, (32, 16, 16, 1)),
             ({"steps_per_generation": 16, "generation_batch_size": 32}, (32, 16, 8, 2)),
             ({"optimizer_steps_per_generation": 4}, (48, 24, 6, 4)),
-            ({"optimizer_steps_per_generation": 4, "gradient_accumulation_steps": 12}, (48, 24, 12, 2)),
-            ({"num_prompts_per_generation": 8, "generation_batch_size": 16}, (16, 8, 4, 2)),
+            ({"optimizer_steps_per_generation": 4, "gradient_accumulation_steps": 6}, (48, 24, 6, 4)),
+            ({"num_prompts_per_generation": 4, "generation_batch_size": 16}, (16, 8, 4, 2)),
         ],
         ids=str,
     )
@@ -486,7 +507,9 @@ class TestRound:
         for name in ("steps_per_generation", "gradient_accumulation_steps"):
             if name in settings:
                 settings[name] *= trained_steps
-        base = {"num_generations": 4, "per_device_train_batch_size": 2, "num_prompts_per_generation": 12}
+        base = {"num_generations": 4, "per_device_train_batch_size": 2}
+        if not {"generation_batch_size", "steps_per_generation"} & settings.keys():
+            base["num_prompts_per_generation"] = 12
         config = make(**{**base, **settings, "sde_steps": list(range(1, 1 + trained_steps))})
         images, steps, accumulation, optimizer_steps = expected
         assert config.round_layout.num_images == config.generation_batch_size == images
@@ -621,10 +644,39 @@ class TestRound:
             smallest = next(n for n in range(prompts, 1000) if n * 6 % (num_processes * 2) == 0)
             assert layout.num_prompts == smallest
 
-    def test_rounds_up_for_a_given_accumulation(self, make):
-        layout = make(num_generations=6)._lay_out(5, None, None, 4, 2)
-        assert (layout.num_prompts, layout.num_optimizer_steps) == (8, 6)  # 48 images in steps of 2 x 4
-        assert layout.gradient_accumulation_steps == 4
+    def test_rounds_up_the_default_for_a_given_accumulation(self, make, caplog):
+        layout = make(num_generations=6)._lay_out(42, None, None, 5, 2)
+        assert (layout.num_prompts, layout.num_optimizer_steps) == (45, 27)  # 270 images in steps of 2 x 5
+        assert layout.gradient_accumulation_steps == 5
+        with caplog.at_level(logging.WARNING, logger="paco_trl"):
+            make(gradient_accumulation_steps=5)
+        assert "over 1 processes with 5 accumulation steps: `num_prompts_per_generation` is rounded up" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("settings", "name", "conflict", "fitting"),
+        [
+            ({"num_prompts_per_generation": 8}, "num_prompts_per_generation", {"gradient_accumulation_steps": 7}, 14),
+            ({"num_prompts_per_generation": 8}, "num_prompts_per_generation", {"generation_batch_size": 64}, 4),
+            ({"num_prompts_per_generation": 8}, "num_prompts_per_generation", {"steps_per_generation": 32}, 2),
+            (
+                {"optimizer_steps_per_generation": 4},
+                "optimizer_steps_per_generation",
+                {"gradient_accumulation_steps": 84},
+                8,
+            ),
+        ],
+        ids=str,
+    )
+    def test_what_is_set_is_never_changed(self, make, settings, name, conflict, fitting):
+        ((other, value),) = conflict.items()
+        message = (
+            f"`{name}` is {settings[name]}, but a round with `{other}` = {value} on 1 .* has {fitting}. Leave one"
+        )
+        with pytest.raises(ValueError, match=message):
+            make(**settings, **conflict)
+        config = make(**conflict, **{name: fitting})  # what it says works, and neither is changed
+        assert (getattr(config, name), getattr(config, other)) == (fitting, value)
+        assert getattr(make(**conflict), other) == value
 
     def test_processes_are_read_from_the_launcher(self, make, monkeypatch):
         """Not more processes than there are: the layout is that of the real ones."""

@@ -503,7 +503,7 @@ def run(tiny_flux, tmp_path_factory):
             return done[name]
         config = None
         if kind != "alone":
-            config = yaml.safe_load((launching.write_ddp_config(folder) if kind == "ddp" else CPU_ZERO3).read_text())
+            config = yaml.safe_load((launching.CPU_DDP if kind == "ddp" else CPU_ZERO3).read_text())
             if options.get("bf16"):
                 config["mixed_precision"] = "bf16"
             (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))

@@ -414,7 +414,7 @@ end_training(trainer.accelerator)
 class TestTwoProcesses:
     def test_both_stop_and_both_go_on(self, tiny_flux, server, tmp_path):
         (tmp_path / "script.py").write_text(SCRIPT)
-        config = launching.write_ddp_config(tmp_path)
+        config = launching.CPU_DDP
 
         def run(*options: str) -> subprocess.CompletedProcess:
             command = [tmp_path / "script.py", tiny_flux, server.url, tmp_path / "out", *options]

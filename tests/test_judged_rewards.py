@@ -285,6 +285,25 @@ class TestConsistency:
         with pytest.raises(error, match=message):
             ConsistencyReward(judge, **kwargs)
 
+    @pytest.mark.parametrize("reward_class", [ConsistencyReward, EditReward])
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            (
+                {"dtype": "bfloat16"},
+                "`dtype` is not for a judge at a `base_url`, .*time_budget, .*Its server decides it",
+            ),
+            ({"max_concurency": 3}, "`max_concurency` is not for .* max_concurrency, .*There is no such option"),
+        ],
+    )
+    def test_arguments_of_a_judge_on_a_server(self, reward_class, kwargs, message):
+        with pytest.raises(TypeError, match=message):  # nothing listens there
+            reward_class(base_url="http://127.0.0.1:9/v1", **kwargs)
+
+    def test_arguments_of_a_judge_in_the_process(self):
+        with pytest.raises(TypeError, match="`time_budget` is for a judge on a server. Give its address, `base_url`"):
+            ConsistencyReward("/nowhere/at/all", time_budget=3.0)
+
 
 class TestServed:
     @pytest.mark.parametrize("reward_class", [ConsistencyReward, LeastConsistent, EditReward])

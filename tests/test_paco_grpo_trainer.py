@@ -6,16 +6,20 @@ import copy
 import functools
 import json
 import logging
+import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from datasets import DatasetDict
 from diffusers import DDIMScheduler, DiffusionPipeline
-from peft import LoraConfig
+from peft import LoraConfig, TaskType
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from trl import GRPOConfig
 
-from paco_trl import PaCoGRPOTrainer
+from paco_trl import PaCoGRPOTrainer, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 
@@ -258,6 +262,25 @@ class TestCost:
         first, second = logs_with(trainer, "kl")
         assert first == 0.0  # a new adapter is the identity
         assert second > 0.0
+        first, second = logs_with(trainer, "velocity_norm_ratio")
+        assert first == 1.0 and second != 1.0
+
+    def test_the_penalty_shortens_the_velocity(self, make_small):
+        """It has the reference of `beta`, and pulls back a velocity that begins 1.2 times as long."""
+        lengths = []
+        for penalty in (1e-9, 10.0):
+            settings = {"max_steps": 4, "beta": 0.0, "peft_config": None, "learning_rate": 1e-3}
+            trainer = make_small(norm_penalty=penalty, **settings)
+            with torch.no_grad():
+                for weight in trainer.model.proj_out.parameters():
+                    weight.mul_(1.2)
+            calls = count_calls(trainer.ref_model)
+            trainer.train()
+            assert sum(calls) == 2 * 8  # two rounds
+            lengths.append(logs_with(trainer, "velocity_norm_ratio"))
+        free, held = lengths
+        assert free[0] == held[0] == pytest.approx(1.2)
+        assert held[-1] - 1 < 0.8 * (free[-1] - 1)
 
     @pytest.mark.slow
     def test_each_prompt_is_encoded_once_and_each_row_fetched_once_a_round(self, make_trainer, prompts):
@@ -603,7 +626,7 @@ class TestLogs:
         trainer = make_trainer(max_steps=4, log_completions=True, report_to="tensorboard")
         trainer.train()
         folder = tmp_path / "out" / "contact_sheets"
-        assert sorted(path.name for path in folder.iterdir()) == [
+        assert sorted(path.name for path in folder.glob("*.*")) == [
             "round_00000.jsonl",
             "round_00000.png",
             "round_00001.jsonl",
@@ -882,6 +905,46 @@ class TestBestCheckpoint:
         assert folder.exists()
 
 
+def constant_reward(prompts, completions, **kwargs):
+    return [0.5] * len(completions)
+
+
+def test_a_reward_that_differs_nowhere(make_small, caplog):
+    """Said once, of the rewards that are used, in the first of two rounds."""
+    make_small(max_steps=4, reward_funcs=[redness_reward, constant_reward], reward_weights=[1.0, 0.0]).train()
+    assert "gave the same value" not in caplog.text
+    make_small(max_steps=4, reward_funcs=[redness_reward, constant_reward]).train()
+    (said,) = [message for message in caplog.messages if "gave the same value" in message]
+    assert "In round 0 the reward 'constant_reward' gave the same value to all images of each prompt" in said
+    assert "(for the first, 0.5)" in said
+
+
+class TestSaving:
+    """A directory next to the checkpoints in which one is written stays nowhere."""
+
+    class InterruptSaving(TrainerCallback, ExportableState):
+        step: int | None = None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.step = state.global_step
+
+        def state(self):
+            if self.step == 2:
+                raise KeyboardInterrupt
+            return {"args": {}, "attributes": {}}
+
+    @pytest.mark.parametrize("is_interrupted", [False, True])
+    def test_nothing_unfinished_is_left(self, make_small, tmp_path, is_interrupted):
+        callbacks = [self.InterruptSaving()] if is_interrupted else []
+        trainer = make_small(save_strategy="steps", save_steps=1, callbacks=callbacks)
+        with pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext():
+            trainer.train()
+        assert sorted(path.name for path in (tmp_path / "out").glob("*checkpoint*")) == (
+            ["checkpoint-1"] if is_interrupted else ["checkpoint-1", "checkpoint-2"]
+        )
+        assert not list((tmp_path / "out").glob("**/*.saving"))
+
+
 class TestBadInput:
     """Errors come before the model is loaded where that is possible: the model named here does not exist."""
 
@@ -943,6 +1006,33 @@ class TestBadInput:
         (tmp_path / "model_index.json").write_text(json.dumps(index))
         with pytest.raises(ValueError, match="DDIMScheduler, which is not flow matching"):
             make_trainer(model=str(tmp_path))
+
+    @pytest.mark.parametrize("is_loaded", [False, True])
+    def test_a_layer_that_does_not_exist(self, make_trainer, tiny_flux, tmp_path, is_loaded):
+        """PEFT would train the other layer. By name it is found before the weights are read: the folder has none."""
+        (tmp_path / "transformer").mkdir()
+        for name in ("model_index.json", "transformer/config.json"):
+            shutil.copy(tiny_flux / name, tmp_path / name)
+        model = DiffusionPipeline.from_pretrained(tiny_flux) if is_loaded else str(tmp_path)
+        with pytest.raises(ValueError, match="has 'attn.to_kk', but no layer of FluxTr.* Did you mean attn.to_k"):
+            make_trainer(model=model, peft_config=LoraConfig(r=4, target_modules=["attn.to_q", "attn.to_kk"]))
+        if not is_loaded:
+            for targets in (["attn.to_q", "attn.to_k"], r".*\.attn\.to_[qk]k?"):  # a pattern is as PEFT takes it
+                trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules=targets))
+                assert len(trainer.model.base_model.targeted_module_names) == 4
+
+    @pytest.mark.parametrize("task", ["CAUSAL_LM", TaskType.FEATURE_EXTRACTION])
+    def test_an_adapter_of_a_language_model(self, make_trainer, task):
+        with pytest.raises(
+            TypeError, match="`task_type` of the `LoraConfig` is .*, but an image transformer is trained"
+        ):
+            make_trainer(model=self.NOWHERE, peft_config=LoraConfig(r=4, task_type=task))
+
+    @pytest.mark.parametrize("config", [GRPOConfig, PaCoNFTConfig, PaCoRewardConfig, dict])
+    def test_settings_of_another_trainer(self, tmp_path, prompts, config):
+        args = {} if config is dict else config(str(tmp_path), use_cpu=True, bf16=False)
+        with pytest.raises(TypeError, match=f"`args` is a {config.__name__}; it must be a `PaCoGRPOConfig`"):
+            PaCoGRPOTrainer(self.NOWHERE, redness_reward, args, prompts)
 
     @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
     def test_what_is_no_dataset(self, make_trainer, prompts, name):

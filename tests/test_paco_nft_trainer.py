@@ -22,10 +22,11 @@ from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, calls_at, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer import paco_nft_trainer
-from paco_trl.trainer.paco_nft_config import NFT_REFUSED_FIELDS
+from paco_trl.trainer.paco_nft_config import NFT_REFUSED_FIELDS, REFUSED_WITH
 from test_branched_groups import rows_of_calls
 
 
+REFUSED = NFT_REFUSED_FIELDS | REFUSED_WITH["nft"]
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoNFTConfig)}
 OWN_FIELDS = list(PaCoNFTConfig.__annotations__)
@@ -223,6 +224,23 @@ class TestTraining:
         assert not are_equal(before, weights_of(trainer))
         assert logs_with(trainer, "velocity_deviation")[0] == logs_with(trainer, "kl")[0] == 0.0
         assert logs_with(trainer, "kl")[1] > 0.0
+        lengths = logs_with(trainer, "velocity_norm_ratio")
+        assert lengths[0] == 1.0 != lengths[1]
+
+    @pytest.mark.parametrize("loss_type", ["nft", "awm"])
+    def test_the_penalty_shortens_the_velocity(self, make_nft, loss_type):
+        found = []
+        for penalty in (0.0, 1e-9, 100.0):
+            settings = {"max_steps": 4, "learning_rate": 1e-3, "norm_penalty": penalty, "peft_config": None}
+            trainer = make_nft(loss_type=loss_type, **settings)
+            with torch.no_grad():
+                for weight in trainer.model.proj_out.parameters():
+                    weight.mul_(1.2)
+            trainer.train()
+            found.append(logs_with(trainer, "velocity_norm_ratio"))
+        nothing, free, held = found
+        assert nothing == [] and free[0] == held[0] == pytest.approx(1.2)
+        assert held[-1] - 1 < 0.8 * (free[-1] - 1)
 
 
 class TestLoss:
@@ -472,7 +490,7 @@ class TestInherited:
         assert are_equal(weights_of(plain), weights_of(offloaded))
 
     def test_settings_of_another_trainer_are_refused(self, tmp_path, prompts):
-        with pytest.raises(TypeError, match="must be a `PaCoNFTConfig`, got PaCoGRPOConfig"):
+        with pytest.raises(TypeError, match="`args` is a PaCoGRPOConfig; it must be a `PaCoNFTConfig`"):
             args = PaCoGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
             PaCoNFTTrainer("/nowhere", redness_reward, args, prompts)
 
@@ -549,7 +567,7 @@ class TestConfig:
         assert config.round_layout.num_images == 672 and config.steps_per_generation == 672 * 9
 
     def test_documented_as_they_are(self):
-        assert list(DOCUMENTED) == OWN_FIELDS and len(OWN_FIELDS) == 4
+        assert list(DOCUMENTED) == OWN_FIELDS and len(OWN_FIELDS) == 8
         for name in OWN_FIELDS:
             default = FIELDS[name].default
             assert DOCUMENTED[name][3] is None if default is None else eval(DOCUMENTED[name][3]) == default
@@ -575,22 +593,28 @@ class TestConfig:
             ("epsilon", 1e-3),
             ("epsilon_high", 1e-3),
             ("ratio_tolerance", 0.1),
-            ("loss_type", "grpo_guard"),
+            ("divergence_threshold", 1e-4),
+            ("awm_weighting", "t"),
+            ("old_policy_beta", 0.1),
         ],
     )
     def test_what_means_nothing_is_refused(self, make_config, name, value):
-        required = {"per_device_train_batch_size": 2, "tail_steps": 4}
-        config = PaCoGRPOConfig("x", use_cpu=True, bf16=False, **required | {name: value})
+        if name in ("awm_weighting", "old_policy_beta"):
+            config = make_config(loss_type="awm", **{name: value})
+        else:
+            required = {"per_device_train_batch_size": 2, "tail_steps": 4}
+            required |= {"loss_type": "flow_dppo"} if name == "divergence_threshold" else {}
+            config = PaCoGRPOConfig("x", use_cpu=True, bf16=False, **required | {name: value})
         assert getattr(config, name) == value  # there it does
         with pytest.raises(ValueError, match=re.escape(f"`{name}` is set to {value!r}, but has no meaning here")) as e:
             make_config(**{name: value})
-        assert NFT_REFUSED_FIELDS[name] in str(e.value)
+        assert REFUSED[name] in str(e.value)
         default = FIELDS[name].default_factory() if name == "sde_steps" else FIELDS[name].default
         make_config(**{name: default})
 
     def test_every_refused_field_is_tested(self):
         marks = self.test_what_means_nothing_is_refused.pytestmark
-        assert {name for name, _ in marks[0].args[1]} == set(NFT_REFUSED_FIELDS)
+        assert {name for name, _ in marks[0].args[1]} == set(REFUSED)
 
     def test_fields_of_trl_are_refused_as_well(self, make_config):
         with pytest.raises(ValueError, match="`temperature` is set to 0.7"):
@@ -608,6 +632,17 @@ class TestConfig:
             ({"old_policy_max_decay": 1.0}, "`old_policy_max_decay` is 1.0.*never change"),
             ({"advantage_clip": None}, "`advantage_clip` is None.*divided by it"),
             ({"beta": -1.0}, "`beta` is -1.0"),
+            ({"loss_type": "grpo"}, "`loss_type` is 'grpo'; it must be 'nft' or 'awm'.*`PaCoGRPOTrainer`"),
+            ({"loss_type": "awm", "awm_weighting": "huber"}, "`awm_weighting` is 'huber'; it must be 'ghuber' or 't'"),
+            ({"loss_type": "awm", "old_policy_beta": -0.1}, "`old_policy_beta` is -0.1; it cannot be negative"),
+            ({"loss_type": "awm", "old_policy_beta": float("nan")}, "`old_policy_beta` is nan"),
+            ({"loss_type": "awm", "epsilon": 0.0}, "`epsilon` is 0.0; it must be above 0"),
+            ({"loss_type": "awm", "advantage_clip": None}, "`advantage_clip` is None"),
+            ({"loss_type": "awm", "nft_beta": 0.1}, "`nft_beta` is set to 0.1.*it is of `loss_type='nft'`"),
+            (
+                {"loss_type": "awm", "old_policy_beta": 0.0, "old_policy_max_decay": 0.3},
+                "`old_policy_max_decay` is set to 0.3.*`old_policy_beta=0` there is no old policy",
+            ),
         ],
     )
     def test_bad_values(self, make_config, settings, message):
@@ -623,6 +658,7 @@ class TestConfig:
             {"old_policy_max_decay": 0.0},
             {"old_policy_decay_rate": 0.0},
             {"beta": 1e-4},
+            {"loss_type": "awm", "epsilon": 1e-3, "epsilon_high": 2e-3, "awm_weighting": "t"},
         ],
         ids=str,
     )
@@ -648,18 +684,21 @@ class TestPage:
 
     def test_own_metrics_are_those_that_are_logged(self, make_nft, make_trainer):
         logged = []
-        for make in (make_nft, make_trainer):
-            trainer = make(beta=0.1, num_prompts_per_generation=2)
+        for make, own in ((make_nft, {}), (make_trainer, {}), (make_nft, {"loss_type": "awm"})):
+            trainer = make(norm_penalty=0.1, num_prompts_per_generation=2, **own)
             trainer.train()
             logged.append({key for entry in trainer.state.log_history for key in entry})
         (section,) = re.findall(r"^## Logged metrics\n(.*?)(?=^## |\Z)", self.PAGE, flags=re.M | re.S)
         documented = set(re.findall(r"^- `([^`]+)`:", section, flags=re.M))
-        assert documented == (logged[0] - logged[1]) | {"kl"}
+        assert documented == ((logged[0] | logged[2]) - logged[1]) | {"kl"}
+        assert {key for key in logged[2] - logged[0] if key in logged[1]} == {
+            "approx_kl", "clip_ratio/high_mean", "clip_ratio/low_mean", "clip_ratio/region_mean",
+        }  # fmt: skip
         assert "kl" in logged[0] and "reward" in logged[0]
         assert not [key for key in logged[0] if key.startswith(("ratio", "clip_ratio"))]
 
     def test_every_option_is_explained(self):
-        assert all(f"`{name}`" in self.PAGE for name in [*OWN_FIELDS, *NFT_REFUSED_FIELDS])
+        assert all(f"`{name}`" in self.PAGE for name in [*OWN_FIELDS, *REFUSED])
 
     def test_options_in_python_exist(self):
         (code,) = re.findall(r"PaCoNFTConfig\((.*?)\),\n", self.PAGE, flags=re.S)

@@ -521,6 +521,16 @@ class TestAdapter:
         trainer = make_reward_trainer(peft_config=given)
         assert {name.split(".")[-4] for name in adapter_of(trainer)} == {"q_proj"}
 
+    def test_a_layer_that_does_not_exist(self, make_reward_trainer, tiny_qwen, tmp_path):
+        """PEFT would train `v_proj` alone. By name it is found before the weights are read: the folder has none."""
+        for file in tiny_qwen.iterdir():
+            if file.suffix != ".safetensors":
+                shutil.copy(file, tmp_path)
+        targets = LoraConfig(r=3, target_modules=["v_proj", "q_projj"])
+        for model in (tmp_path, None):
+            with pytest.raises(ValueError, match="has 'q_projj', but no layer of Qwen2_5_VL.* Did you mean q_proj"):
+                make_reward_trainer(model, peft_config=targets)
+
     def test_the_callers_config_and_processor_stay_as_they_are(self, make_reward_trainer, tiny_qwen):
         peft_config = LoraConfig(r=3)
         processor = AutoProcessor.from_pretrained(tiny_qwen)
@@ -1131,20 +1141,20 @@ class TestPictures:
         wrong = int((errors > 0.5).sum())
         title = f"eval, step 3: pairs with the largest errors; {wrong} of {count} are decided wrongly"
         assert title in texts
-        # Two pairs beside one another, each line about 325 pixels high
-        assert sheet.mode == "RGB" and sheet.width == 968
-        assert sheet.height == pytest.approx(44 + 324.5 * -(-len(order) // 2), abs=2)
+        # Two pairs beside one another, each line about 376 pixels high
+        assert sheet.mode == "RGB" and sheet.width == 992
+        assert sheet.height == pytest.approx(64 + 376 * -(-len(order) // 2), abs=2)
         for place, number in enumerate(order):
             for side, colour in enumerate((palette[number], palette[-1 - number])):
                 x = (0.127, 0.368, 0.631, 0.872)[2 * (place % 2) + side] * sheet.width
-                y = 157 + 324.5 * (place // 2)
+                y = 195 + 374 * (place // 2)
                 assert sheet.getpixel((int(x), int(y))) == colour, (place, side)
 
     def test_a_question_with_dollar_signs(self, tiny_qwen):
         image = PILImage.new("RGB", (56, 56))
         pairs = PairRows(pair_dataset([make_pair(image, image, r"Do both cost $5 \off and not $9?", True)]))
         processor = processor_of(tiny_qwen)
-        assert plot_wrong_pairs(np.array([0]), np.array([0.2]), np.array([1.0]), pairs, processor, "eval").width == 968
+        assert plot_wrong_pairs(np.array([0]), np.array([0.2]), np.array([1.0]), pairs, processor, "eval").width == 992
 
     def test_calibration(self, texts, monkeypatch):
         lines, bars = [], []
@@ -1669,6 +1679,14 @@ def test_what_comes_behind_a_decision_with_all_the_weight_is_not_computed(make_r
 def test_settings_of_another_trainer(tiny_qwen, tmp_path):
     with pytest.raises(TypeError, match="`args` is a SFTConfig; it must be a `PaCoRewardConfig`"):
         PaCoRewardTrainer(str(tiny_qwen), SFTConfig(str(tmp_path), use_cpu=True, bf16=False), mixed(2))
+
+
+def test_pairs_with_one_label(make_reward_trainer, caplog):
+    dataset, said = colours(4, 0), "All 2 pairs of `train_dataset` are labeled No: a judge learns"
+    for rows, is_said in (([0, 1], False), ([1, 3], True)):
+        with pytest.raises(OSError):
+            make_reward_trainer(NOWHERE, dataset.select(rows))
+        assert (said in caplog.text) is is_said
 
 
 @pytest.mark.parametrize("where", ["prompt", "completion"])

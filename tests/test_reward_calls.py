@@ -127,6 +127,18 @@ class TestFunctions:
         with pytest.raises(TypeError, match="A reward must be a callable"):
             check_reward_functions([redness_reward, wrong])
 
+    def test_a_reward_that_does_not_take_every_column(self):
+        def narrow(prompts, completions, rows):
+            return [0.0] * len(completions)
+
+        class Narrow:
+            def __call__(self, prompts, completions):
+                return [0.0] * len(completions)
+
+        for wrong, name in ((narrow, "narrow"), (Narrow(), "Narrow"), (functools.partial(narrow, rows=1), "narrow")):
+            with pytest.raises(ValueError, match=rf"The reward '{name}' has no `\*\*kwargs`.*Add"):
+                check_reward_functions([redness_reward, wrong])
+
     def test_a_callable_object_has_the_name_it_gives_itself(self):
         class Judge:
             """Judges."""

@@ -134,6 +134,11 @@ class TestDocumentation:
         # Twin: the help of hardly any other field would do
         assert sum(self.agree(name, other) for other in OWN_FIELDS) <= len(OWN_FIELDS) / 4
 
+    def test_help_is_the_docstring_and_the_parent_keeps_its_own(self):
+        own = FIELDS["learning_rate"].metadata["help"]
+        assert own == " ".join(DOCUMENTED["learning_rate"][4].split())
+        assert SFTConfig.__dataclass_fields__["learning_rate"].metadata["help"] not in (own, None)
+
     def test_the_variants_are_named(self):
         for variant in LOSS_VARIANTS:
             assert f'`"{variant}"`' in DOCUMENTED["loss_variant"][4]

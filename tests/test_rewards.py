@@ -26,13 +26,14 @@ from paco_trl.rewards.aggregation import (
     normalize_in_groups,
     weighted_geometric_mean,
     weighted_sum,
+    win_rates,
 )
 from paco_trl.tiny.clip import build_tiny_clip
 from paco_trl.utils.deepspeed import without_zero3_init
 
 
 NAN = float("nan")
-METHODS = ["sum_then_normalize", "normalize_then_sum", "log_tamed", "geometric_mean"]
+METHODS = ["sum_then_normalize", "normalize_then_sum", "rank_then_sum", "log_tamed", "geometric_mean"]
 
 
 def uniform(low, high, count):
@@ -163,6 +164,28 @@ class TestAggregateRewards:
         expected = torch.tensor([-first + 2 * second, first - 2 * second, -2 * third, 2 * third])
         torch.testing.assert_close(aggregate, expected)
 
+    def test_rank_then_sum(self):
+        # Column 0 has ties and an outlier, column 1 another order and scale in the second group
+        rewards = torch.tensor(
+            [[1.0, 0.1], [3.0, 0.2], [3.0, 0.3], [99.0, 0.4], [0.0, 7.0], [0.0, 5.0], [0.0, 1.0], [0.0, 3.0]]
+        )
+        aggregate, details = aggregate_rewards(rewards, [1.0, 2.0], "rank_then_sum", num_generations=4)
+        first = torch.tensor([0, 0.5, 0.5, 1, 0.5, 0.5, 0.5, 0.5])
+        second = torch.tensor([0, 1, 2, 3, 3, 2, 0, 1]) / 3
+        torch.testing.assert_close(aggregate, first + 2 * second)
+        assert details.tamed == [False, False] and details.coefficient_of_variation[0] > 1  # of the scores
+        # Only the order counts; twin: the sum follows the outlier
+        other = torch.stack([rewards[:, 0] ** 3, torch.exp(rewards[:, 1])], dim=1)
+        assert torch.equal(aggregate_rewards(other, [1.0, 2.0], "rank_then_sum", num_generations=4)[0], aggregate)
+        assert not torch.equal(*(aggregate_rewards(each, [1.0, 2.0], METHODS[0])[0] for each in (rewards, other)))
+
+    def test_missing_rewards_are_not_compared(self):
+        rates = win_rates(torch.tensor([[2.0], [NAN], [1.0], [3.0], [NAN], [NAN], [5.0], [NAN]]), 4).flatten()
+        torch.testing.assert_close(rates[:4], torch.tensor([0.5, NAN, 0, 1]), equal_nan=True)
+        assert rates[4:].isnan().tolist() == [True, True, False, True] and rates[6] == 0  # it is left out later
+        # Twin: as a score of 0 it would be beaten by all
+        assert win_rates(torch.tensor([[2.0], [0.0], [1.0], [3.0]]), 4).flatten().tolist() != rates[:4].tolist()
+
     def test_log_tamed(self):
         # h = 1 for (0, 3), mean 1.5; h = 0.0667 for (0.7, 0.8).
         rewards = torch.tensor([[0.0, 0.7], [3.0, 0.8]])
@@ -220,7 +243,7 @@ class TestAggregateRewards:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"method": "mean"}, "sum_then_normalize, normalize_then_sum, log_tamed, geometric_mean"),
+            ({"method": "mean"}, "log_tamed, sum_then_normalize, normalize_then_sum, rank_then_sum, geometric_mean"),
             ({"rewards": torch.zeros(4)}, r"\(4,\).*\(N, K\)"),
             ({"rewards": torch.zeros(0, 2)}, r"\(N, K\)"),
             ({"weights": [1.0]}, "one weight per reward"),
@@ -234,6 +257,7 @@ class TestAggregateRewards:
             ({"threshold": -0.1}, "-0.1"),
             ({"threshold": NAN}, "nan"),
             ({"method": "normalize_then_sum"}, "`num_generations` is None"),
+            ({"method": "rank_then_sum"}, "`num_generations` is None, but `method='rank_then_sum'` requires groups"),
             (
                 {"method": "normalize_then_sum", "num_generations": 3},
                 "must be positive and divide the number of rows, 2",

@@ -46,7 +46,8 @@ def test_a_checkpoint_remembers_the_settings_of_its_trainer_only(tmp_path):
     assert "where" not in mine and mine == adjustable_settings(PaCoGRPOConfig(**settings), rewards, PaCoGRPOConfig)
     of_nft = adjustable_settings(PaCoNFTConfig(**settings), rewards, PaCoNFTConfig)
     assert of_nft.keys() - mine.keys() == {
-        "nft_beta", "num_noise_levels", "old_policy_decay_rate", "old_policy_max_decay",
+        "awm_weighting", "nft_beta", "num_noise_levels", "old_policy_beta", "old_policy_decay_rate",
+        "old_policy_max_decay",
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import asyncio
 import functools
 import json
 import random
+import re
 import threading
 import time
 
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from torch import nn
 
-from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.rewards import ConsistencyReward, EditReward, panel_similarity_reward, redness_reward
 from paco_trl.rewards.reward_calls import RewardError
+from paco_trl.rewards.reward_set import RewardSet
 from paco_trl.rewards.scorer import IMAGES_PER_CALL
 
 
@@ -103,6 +106,23 @@ class Timed:
         rewards = redness_reward(prompts, completions)
         self.calls.append((begin, time.perf_counter(), list(completions), threading.current_thread()))
         return rewards
+
+
+class WithModel:
+    """`redness_reward` with a model; `events` has "M" when that is moved, and "S" when images are scored."""
+
+    def __init__(self, fails: bool = False):
+        self.__name__, self.events, self.fails = "with_model", [], fails
+        self.model = nn.Linear(1, 1).requires_grad_(False)
+        move = self.model.to
+        self.model.to = lambda device: (self.events.append("M"), move(device))[1]
+
+    def __call__(self, prompts, completions, **kwargs):
+        self.events.append("S")
+        if self.fails:
+            raise ZeroDivisionError
+        rewards = torch.tensor(redness_reward(prompts, completions))  # (B,)
+        return (rewards * torch.ones_like(self.model.weight).item()).tolist()
 
 
 @pytest.mark.slow
@@ -421,6 +441,59 @@ class TestMemory:
             results.append(weights_of(trainer))
         assert are_equal(*results)
 
+    def test_offloaded_rewards_and_generation_take_turns(self, make_trainer, prompts):
+        settings = {**TWO_CALLS, "eval_dataset": prompts.select(range(2)), "num_inference_steps_eval": 2}
+        results = []
+        for offload in (False, True):
+            reward = WithModel()
+            trainer = make_trainer(reward_funcs=reward, offload_rewards=offload, **settings)
+            before, generate = weights_of(trainer), trainer.policy.generate
+            trainer.policy.generate = lambda *args, g=generate, e=reward.events, **kwargs: (
+                e.append("G"),
+                g(*args, **kwargs),
+            )[1]
+            trainer.train()
+            metrics = trainer.evaluate()
+            assert not are_equal(weights_of(trainer), before)
+            assert metrics["eval_reward"] != metrics["eval_reward_baseline"]
+            events = "".join(reward.events)
+            if (
+                offload
+            ):  # moved away for training and evaluation; a round; the base model and the trained one evaluated
+                assert events == "MM" + "GGGGGGGG" + "MSSM" + "GGMSM" + "GGMSM"
+                assert logs_with(trainer, "time/reward_hidden") == [0] and logs_with(trainer, "time/reward")[0] > 0
+            else:
+                assert "M" not in events and sorted(events) == sorted("GGGGGGGGSS" + "GGS" + "GGS")
+            results.append(
+                (weights_of(trainer), metrics["eval_reward"], logs_with(trainer, "rewards/with_model/mean"))
+            )
+        assert are_equal(results[0][0], results[1][0]) and results[0][1:] == results[1][1:]
+
+    def test_a_failed_reward_leaves_the_accelerator(self, make_trainer):
+        reward = WithModel(fails=True)
+        trainer = make_trainer(reward_funcs=reward, offload_rewards=True, **TWO_CALLS)
+        with pytest.raises(RewardError, match="'with_model' raised ZeroDivisionError"):
+            trainer.train()
+        assert "".join(reward.events) == "MM" + "MSM"  # of two calls the first
+
+    def test_only_models_of_this_process_and_device_are_offloaded(self, make_trainer):
+        judge, elsewhere, cpu = WithModel(), WithModel(), torch.device("cpu")
+        judge.name, judge.score = "judge", lambda images, prompts: [0.5] * len(images)
+        elsewhere.model.to("meta")
+        judged = [ConsistencyReward(judge), EditReward(judge)]
+        own = WithModel()
+        assert RewardSet([*judged, redness_reward]).offload(cpu) == [judge.model]  # once
+        assert RewardSet(own).offload(torch.device("meta")) == [own.model]
+
+        async def waits(prompts, completions, **kwargs):
+            return [0.0] * len(completions)
+
+        waits.model = own.model  # scores while others are generated
+        assert RewardSet([elsewhere, waits, redness_reward]).offload(cpu) == []
+        assert {weight.device.type for weight in elsewhere.model.parameters()} == {"meta"}
+        with pytest.raises(ValueError, match="`offload_rewards=True` moves the `model` of each reward.* on cpu"):
+            make_trainer(reward_funcs=[waits, redness_reward], offload_rewards=True)
+
     @pytest.mark.parametrize("offload", [False, True])
     def test_the_buffer_holds_one_kept_copy_of_each_prompt(self, make_trainer, offload):
         # Micro-batches of 2: two of them for each prompt
@@ -475,6 +548,31 @@ class TestMemory:
         reference = plain._prepare_inputs(None)
         assert reference["record"] is plain.buffer.entries[0]["record"]
         assert torch.equal(reference["record"].calls[0]["encoder_hidden_states"], call["encoder_hidden_states"])
+
+    @pytest.mark.parametrize(
+        ("settings", "is_told"),
+        [
+            ({"vae_tiling": True, "resolution_scale": 1.0}, True),
+            ({"vae_tiling": True, "resolution_scale": 1.0, "width": 32}, True),  # one side is enough
+            ({"vae_tiling": True, "resolution_scale": 0.5}, False),  # images of a tile are decoded in one
+            ({"vae_tiling": False, "resolution_scale": 1.0}, False),
+        ],
+        ids=str,
+    )
+    def test_seams_that_rewards_see_are_told(self, make_trainer, monkeypatch, caplog, settings, is_told):
+        decoded, decode = [], AutoencoderKL.tiled_decode
+        monkeypatch.setattr(
+            AutoencoderKL, "tiled_decode", lambda self, *a, **k: (decoded.append(1), decode(self, *a, **k))[1]
+        )
+        trainer = make_trainer(**({"height": 64, "width": 64, "max_steps": 1} | settings))
+        assert trainer.pipeline.vae.tile_sample_min_size == 32
+        warnings = [message for message in caplog.messages if "vae_tiling" in message]
+        assert len(warnings) == is_told
+        if is_told:
+            size = f"{settings.get('height', 64)} x {settings.get('width', 64)}"
+            assert re.search(rf"images of {size} pixels.*tiles of 32 x 32.*lower `resolution_scale`", warnings[0])
+        trainer.train()
+        assert bool(decoded) == is_told  # the warning is right
 
     @pytest.mark.parametrize("tiling", [False, True])
     def test_vae_tiling(self, make_trainer, monkeypatch, tiling):

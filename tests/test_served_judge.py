@@ -25,6 +25,7 @@ from paco_trl.data import criterion_question, shows_question, theme_question
 from paco_trl.data.questions import plain_question
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge, yes_probability
 from paco_trl.rewards.served_judge import Answer
+from paco_trl.utils import chat_client
 from paco_trl.utils.chat_client import _event_loop, _started_event_loop
 from paco_trl.utils.images import load_image
 
@@ -507,6 +508,30 @@ class TestUnavailable:
         judge.check(time_budget=120.0)
         thread.join()
         assert len(server.requests) == 1
+
+    @pytest.mark.parametrize("fault", [None, "hang"])
+    def test_waiting_is_said(self, server, make_judge, caplog, monkeypatch, fault):
+        """While it is waited for, at once and again."""
+        monkeypatch.setattr(chat_client, "_FIRST_NOTICE", 0.3)
+        monkeypatch.setattr(chat_client, "_NOTICE_INTERVAL", 0.1)
+        judge, notice = make_judge(server), f"Waiting for the judge judge at {server.url}, for up to 1 seconds."
+        judge.check(30.0)
+        assert notice not in caplog.messages
+        server.fault = lambda number: fault
+        if fault is None:
+            judge.check(1.0)
+        else:
+            with pytest.raises(JudgeUnavailableError):
+                judge.check(1.0)
+        assert (caplog.messages.count(notice) >= 2) is (fault is not None)
+
+    @pytest.mark.parametrize("interval", [60.0, 0.0])
+    def test_an_outage_is_reported_again(self, server, judge, caplog, monkeypatch, interval):
+        monkeypatch.setattr(chat_client, "_REPORT_INTERVAL", interval)
+        server.fault = lambda number: "500" if number < 7 else None
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+        reports = [message for message in caplog.messages if "Trying again" in message]
+        assert len(reports) == (1 if interval else 4)  # the first is at the fourth try
 
     def test_wrong_model(self, make_judge):
         with JudgeServer(log_odds, models=["paco-reward", "base"]) as server:

@@ -194,7 +194,7 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
 
     if not results:
         raise ValueError("`results` is empty, so there is nothing to plot. Compare at least one reward.")
-    columns = min(len(results), 3)
+    columns = min(len(results), 2)  # legible on a model card
     rows = math.ceil(len(results) / columns)
     figure = Figure(figsize=(3.4 * columns, 3.5 * rows), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 
 
-AGGREGATION_METHODS = ("sum_then_normalize", "normalize_then_sum", "log_tamed", "geometric_mean")
+AGGREGATION_METHODS = ("log_tamed", "sum_then_normalize", "normalize_then_sum", "rank_then_sum", "geometric_mean")
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,16 @@ def normalize_in_groups(rewards: torch.Tensor, num_generations: int) -> torch.Te
     # With fewer than two values the sum of squares is 0, and so is the result; clamp only avoids 0 / 0
     variance = torch.nansum(centered**2, dim=1, keepdim=True) / (count - 1).clamp(min=1)  # (N / G, 1, K)
     return (centered / (variance.sqrt() + 1e-4)).reshape(rewards.shape)
+
+
+def win_rates(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Compute Pref-GRPO's mean over the others of a group of 1(R > R') + 1/2 1(R = R'); NaN stays and is no other."""
+    grouped = rewards.reshape(-1, num_generations, *rewards.shape[1:])  # (N / G, G, K)
+    each, other = grouped.unsqueeze(2), grouped.unsqueeze(1)
+    wins = ((each > other) + (each == other) / 2).sum(dim=2).to(rewards.dtype)  # (N / G, G, K)
+    count = (~torch.isnan(grouped)).sum(dim=1, keepdim=True) - 1  # (N / G, 1, K)
+    rates = (wins - 0.5) / count.clamp(min=1)  # without the tie with itself
+    return torch.where(torch.isnan(grouped), torch.nan, rates).reshape(rewards.shape)
 
 
 def without_gaps(rewards: torch.Tensor, optional: torch.Tensor, num_generations: int, neutral: float) -> torch.Tensor:
@@ -113,6 +123,9 @@ def aggregate_rewards(
             - `"sum_then_normalize"`: the weighted sum, sum_k w_k R_k.
             - `"normalize_then_sum"`: each reward is normalized within its group, then the weighted sum. It requires
               `num_generations`.
+            - `"rank_then_sum"`: each reward is replaced by the fraction of the other images of its group that it beats,
+              ties counting half ([Pref-GRPO](https://huggingface.co/papers/2508.20751)), then the weighted sum. It
+              requires `num_generations`.
             - `"log_tamed"`: each reward whose h_k exceeds `threshold` is replaced by log(1 + R_k), then the weighted
               sum (Eq. 3 and 4 of the [PaCo-RL paper](https://huggingface.co/papers/2512.04784)). Rewards must be > -1.
               A reward whose mean is not positive has no h_k and is not tamed.
@@ -122,8 +135,8 @@ def aggregate_rewards(
             in the paper. The mean is over the rewards of nonzero weight whose h_k is defined; with a single one,
             nothing is tamed.
         num_generations (`int`, *optional*):
-            Generations per group, G. A group is G consecutive rows. Required by `normalize_then_sum` and optional
-            rewards; the details' `share` is within groups if given.
+            Generations per group, G. A group is G consecutive rows. Required by `normalize_then_sum`,
+            `rank_then_sum` and optional rewards; the details' `share` is within groups if given.
         required (`Sequence[bool]` of length K, *optional*):
             Whether each reward is required. A group in which an optional one is missing is compared without it. If
             `None`, all are.
@@ -171,8 +184,8 @@ def aggregate_rewards(
         raise ValueError(f"`required` has {len(required)} entries, but `rewards` has {len(weights)} columns.")
     optional = ~torch.tensor(required, dtype=torch.bool, device=rewards.device)  # (K,)
     if num_generations is None:
-        if method == "normalize_then_sum" or optional.any():
-            reason = "optional rewards require" if optional.any() else "`method='normalize_then_sum'` requires"
+        if method in ("normalize_then_sum", "rank_then_sum") or optional.any():
+            reason = "optional rewards require" if optional.any() else f"`method={method!r}` requires"
             raise ValueError(f"`num_generations` is None, but {reason} groups of consecutive rows. Pass it.")
     elif num_generations < 1 or len(rewards) % num_generations != 0:
         raise ValueError(
@@ -187,6 +200,8 @@ def aggregate_rewards(
 
     if method == "normalize_then_sum":
         rewards = normalize_in_groups(rewards, cast(int, num_generations))
+    elif method == "rank_then_sum":
+        rewards = win_rates(rewards, cast(int, num_generations))
     elif method == "log_tamed":
         # Refused whether or not h_k exceeds the threshold: an error in the first round, not in a later one
         _refuse_where(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.special import expit
 
 
 if TYPE_CHECKING:
@@ -54,11 +55,7 @@ def yes_probability(
     )
     if max(log_yes, log_no) <= _LOG_ZERO:
         return None
-    difference = log_yes - log_no
-    # Each branch has the exponential that cannot overflow
-    if difference >= 0:
-        return 1 / (1 + math.exp(-difference))
-    return math.exp(difference) / (1 + math.exp(difference))
+    return float(expit(log_yes - log_no))
 
 
 def decision_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:

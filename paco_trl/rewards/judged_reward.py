@@ -2,6 +2,7 @@
 """Base of the rewards that query a judge."""
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,22 @@ def _kind(reason: str | None) -> str:
     return "refused" if reason.startswith("HTTP") else "unreadable"
 
 
+def _check_options(options: dict, is_served: bool) -> None:
+    """Refuse options of a judge in the process for one on a server, and the other way round."""
+    here = {"device", "dtype", "batch_size", "system_prompt", "trust_remote_code", "quantization"}
+    there = inspect.signature(ServedJudge).parameters.keys() - {"base_url", "model"}
+    for name in options:
+        if is_served and name not in there:
+            remedy = "Its server decides it (`paco-trl serve-reward`)" if name in here else "There is no such option"
+            raise TypeError(
+                f"`{name}` is not for a judge at a `base_url`, which takes {', '.join(sorted(there))}. {remedy}."
+            )
+        if not is_served and name in there - here:
+            raise TypeError(
+                f"`{name}` is for a judge on a server. Give its address, `base_url`, or leave `{name}` out."
+            )
+
+
 class WeightedQuestion(NamedTuple):
     """A question about two images, and the weight of its score in the reward."""
 
@@ -41,6 +58,8 @@ class JudgedReward:
     __name__: str
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
+        if isinstance(model, (str, Path)):
+            _check_options(kwargs, base_url is not None)
         if base_url is not None:
             if not isinstance(model, (str, Path)):
                 raise TypeError(f"`base_url` is for a served model, but {model!r} is loaded. Pass one of the two.")

@@ -20,10 +20,10 @@ from safetensors import safe_open
 from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
+from ..utils.files import find_model_file
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import find_control_tokens, load_image, patch_size_of
 from ..utils.names import public_name
@@ -45,6 +45,7 @@ from .prefix_sharing import order_for_sharing, share_prefixes
 
 
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Model types that take each image as one tensor of features, already encoded by the vision tower
 _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
 # Prefix that PeftModel adds to the model's own names
@@ -158,7 +159,7 @@ class PaCoReward:
             kwargs = dict(quantization_config=config, **kwargs)  # an error with both
         # Before gigabytes are read: the tokenizer may lack Yes and No
         processor = cls.load_processor(model, trust_remote_code, **kwargs)
-        base, base_kwargs, is_adapter = _below_adapter(model, kwargs)
+        base, base_kwargs, is_adapter = below_adapter(model, kwargs)
         # A live ZeRO-3 configuration would leave the weights empty
         with without_zero3_init():
             network, info = AutoModelForImageTextToText.from_pretrained(
@@ -179,7 +180,7 @@ class PaCoReward:
     def load_processor(model: str | Path, trust_remote_code: bool = False, **kwargs) -> ProcessorMixin:
         """Load the processor of a judge (or of an adapter's base model) without the weights; check its tokenizer."""
         model = os.fspath(model)
-        base, base_kwargs, is_adapter = _below_adapter(model, kwargs)
+        base, base_kwargs, is_adapter = below_adapter(model, kwargs)
         if is_adapter and not has_processor(model, **_hub_arguments(kwargs)):
             model, kwargs = base, base_kwargs
         processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **_hub_arguments(kwargs))
@@ -478,7 +479,7 @@ def _hub_arguments(kwargs: dict) -> dict:
     return {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS}
 
 
-def _below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
+def below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
     """Return an adapter's base model (or the model itself), its loading arguments, and whether it is a base."""
     hub_kwargs = _hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:
@@ -525,17 +526,12 @@ def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:
 
 def has_processor(model: str, **hub_kwargs) -> bool:
     """Return whether a model or adapter (Hub id or directory) comes with a processor."""
-    return any(
-        cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub_kwargs) is not None
-        for name in ("processor_config.json", "preprocessor_config.json")
-    )
+    return any(find_model_file(model, name, **hub_kwargs) is not None for name in PROCESSOR_FILES)
 
 
 def safetensors_of(adapter: str, **hub_kwargs) -> str:
     """Return the path of an adapter's safetensors file; PEFT would fall back to a pickle."""
-    weights = cached_file(
-        adapter, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False, **hub_kwargs
-    )
+    weights = find_model_file(adapter, "adapter_model.safetensors", **hub_kwargs)
     if weights is None:
         raise ValueError(
             f"The adapter {adapter!r} has no adapter_model.safetensors. Other formats are pickles, which can run code: "

@@ -2,6 +2,7 @@
 """Calls of reward functions: a failure is an error with the reward's name, never a number."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +30,12 @@ def check_reward_functions(reward_funcs: Callable | list[Callable]) -> tuple[lis
                 f"{function!r}. TRL's reward models (ids and modules) score text; see `paco_trl.rewards` for images."
             )
     names = [get_callable_name(function) for function in reward_funcs]
+    for name, function in zip(names, reward_funcs, strict=True):
+        if not _takes_columns(function):
+            raise ValueError(
+                f"The reward '{name}' has no `**kwargs`, but gets every column of the dataset and `trainer_state`. Add "
+                "`**kwargs` to its parameters."
+            )
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
@@ -100,6 +107,14 @@ def _one_each(values: list | None, default, option: str, names: list[str]) -> li
             "for each."
         )
     return values
+
+
+def _takes_columns(function: Callable) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of what is not written in Python
+        return True
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _checked(function: Callable, name: str) -> Callable:

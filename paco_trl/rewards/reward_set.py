@@ -4,10 +4,16 @@
 from collections.abc import Callable
 
 import torch
+from accelerate.logging import get_logger
 from datasets import Dataset
+from torch import nn
+from trl.trainer.utils import is_async_callable
 
 from .aggregation import AggregationDetails, aggregate_rewards
 from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
+
+
+logger = get_logger(__name__)
 
 
 class RewardSet:
@@ -28,10 +34,20 @@ class RewardSet:
         self.method, self.threshold = method, threshold
         # An image that lacks one of these is not scored
         self.is_needed = torch.tensor(self.required) & (self.weights != 0)  # (K,)
+        self._is_first_round = True
 
     def check_dataset(self, dataset: Dataset, where: str) -> None:
         """Check that a dataset has the columns and panels that the rewards require."""
         check_columns(self.given, dataset, where)
+
+    def offload(self, device: torch.device) -> list[nn.Module]:
+        """Move models to the CPU, except from devices other than `device`: `model` of a sync reward or its `judge`."""
+        rewards = self.given if isinstance(self.given, list) else [self.given]
+        owners = [getattr(reward, "judge", reward) for reward in rewards if not is_async_callable(reward)]
+        found = [model for each in owners if isinstance(model := getattr(each, "model", None), nn.Module)]
+        here = {torch.device("cpu"), device}
+        models = [model for model in found if {weight.device for weight in model.parameters()} <= here]
+        return [model.to("cpu") for model in dict.fromkeys(models)]  # rewards may share a judge
 
     def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
         """Aggregate `(images, K)` rewards to `(images,)`, NaN where an image is not scored."""
@@ -59,6 +75,19 @@ class RewardSet:
                     f"In {where} the required reward '{name}' gave no value (None) for {fraction:.1%} of "
                     f"{len(rewards)} images; the limit is `max_reward_failures` = {ceiling:g}. The warnings above may "
                     "say why. To continue anyway, raise the limit or make the reward optional (`reward_required`)."
+                )
+
+    def warn_of_constants(self, rewards: torch.Tensor, num_generations: int, where: str) -> None:
+        """Warn in the first round of a process of rewards that do not differ within any group."""
+        is_first, self._is_first_round = self._is_first_round, False
+        for name, values, weight in zip(self.names, rewards.T, self.weights.tolist(), strict=True):
+            groups = [group[~group.isnan()] for group in values.view(-1, num_generations)]
+            groups = [group for group in groups if len(group) > 1]
+            if is_first and weight and groups and all((group == group[0]).all() for group in groups):
+                logger.warning(
+                    f"In {where} the reward '{name}' gave the same value to all images of each prompt (for the first, "
+                    f"{groups[0][0]:g}): where nothing differs, nothing is learned. If that is not only at the start, correct "
+                    "the reward, or use a finer one or other prompts."
                 )
 
     def check_excluded(

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards are computed during generation: on their own thread, or on an event loop if they wait for a server."""
+"""Rewards are computed during generation, on their own thread or an event loop, or after it with their models placed."""
 
 import asyncio
 import atexit
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
+from torch import nn
 from transformers import TrainerState
 from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 from ..data import split_grid
+from ..rollout.prompt_encoder import placed
 from .reward_calls import RewardError
 
 
@@ -57,11 +60,13 @@ class RewardScorer:
     """Calls rewards on images while others are generated: async ones with each micro-batch, others on one thread."""
 
     # Others are called with `IMAGES_PER_CALL` images at a time, in order. Which images share a call does not depend on
-    # timing, so that a reward whose rounding depends on its batch gives the same values in a resumed run.
+    # timing, so that a reward whose rounding depends on its batch gives the same values in a resumed run. With `models`
+    # these calls come after generation, while the models are on the accelerator.
 
-    def __init__(self, reward_funcs: list[Callable], accelerator: Accelerator):
+    def __init__(self, reward_funcs: list[Callable], accelerator: Accelerator, models: Sequence[nn.Module] = ()):
         self.reward_funcs = reward_funcs
         self.accelerator = accelerator
+        self.models = list(models)
         self._sync = [index for index, function in enumerate(reward_funcs) if not is_async_callable(function)]
         self._async = [index for index in range(len(reward_funcs)) if index not in self._sync]
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
@@ -96,18 +101,17 @@ class RewardScorer:
             self._submit(self._async, arguments, state)
         if self._sync:
             self._waiting.extend(arguments)
-            while len(self._waiting) >= IMAGES_PER_CALL:
-                batch, self._waiting = self._waiting[:IMAGES_PER_CALL], self._waiting[IMAGES_PER_CALL:]
-                self._submit(self._sync, batch, state)
+            if not self.models:
+                self._submit_waiting(IMAGES_PER_CALL, state)
         self._num_added += 1
         if self.accelerator.num_processes == 1 or self._num_added % _MICRO_BATCHES_PER_AGREEMENT == 0:
             self._raise_together(self._problem())
 
     def finish(self, order: np.ndarray, state: TrainerState) -> Scores:
         """Wait for the rewards and gather them on every process; of duplicates in the image numbers the first counts."""
-        if self._waiting:
-            self._submit(self._sync, self._waiting, state)
         started = time.perf_counter()
+        with placed(self.models, self.accelerator.device) if self.models else nullcontext():
+            self._submit_waiting(1, state)
         wait([call.values for call in self._calls], return_when=FIRST_EXCEPTION)
         waited = time.perf_counter() - started
         problem = self._problem()
@@ -159,6 +163,14 @@ class RewardScorer:
         if problem is not None:
             raise problem
         raise RewardError(f"A reward failed on {'; '.join(problems)}")
+
+    def _submit_waiting(self, least: int, state: TrainerState) -> None:
+        """Submit calls of `IMAGES_PER_CALL` waiting images while there are at least so many."""
+        while len(self._waiting) >= least and self._problem() is None:
+            batch, self._waiting = self._waiting[:IMAGES_PER_CALL], self._waiting[IMAGES_PER_CALL:]
+            self._submit(self._sync, batch, state)
+            if self.models:
+                wait([self._calls[-1].values])  # none may run when they leave the accelerator
 
     def _submit(self, functions: list[int], batch: list[dict], state: TrainerState) -> None:
         call = _Call(functions)

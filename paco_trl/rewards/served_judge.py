@@ -146,7 +146,8 @@ class ServedJudge:
             time_budget (`float`, *optional*, defaults to `30.0`):
                 Seconds to wait for a server that does not answer, at most the judge's own `time_budget`.
         """
-        self._client.run(self._check(min(self.time_budget, time_budget)))
+        budget = min(self.time_budget, time_budget)
+        self._client.run(self._check(budget), f"Waiting for the judge {self.name}, for up to {budget:g} seconds.")
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """

@@ -8,6 +8,10 @@ from .families import (
     Flux2KleinFamily,
     FluxFamily,
     FluxKontextFamily,
+    LongCatImageEditFamily,
+    LongCatImageFamily,
+    OvisImageFamily,
+    QwenImage21Family,
     QwenImageEditFamily,
     QwenImageEditPlusFamily,
     QwenImageFamily,
@@ -16,6 +20,7 @@ from .families import (
     ZImageFamily,
     family_of,
 )
+from .hybrid_inference import hybrid_inference
 from .noise import keyed_generator
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, calls_at, cast_floating_inputs, predict, replay
 from .scheduler import FlowMatchSDEScheduler, SDESettings, check_flow_matching
@@ -24,8 +29,9 @@ from .sde import SDE_TYPES, SDEStep, gaussian_log_prob, sde_step, step_std
 
 __all__ = [
     "FAMILIES", "SDE_TYPES", "EncodedImage", "Family", "FlowMatchSDEScheduler", "Flux2Family", "Flux2KleinFamily",
-    "FluxFamily", "FluxKontextFamily", "PipelinePolicy", "QwenImageEditFamily", "QwenImageEditPlusFamily",
-    "QwenImageFamily", "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "UnlistedFamily",
-    "ZImageFamily", "calls_at", "cast_floating_inputs", "check_flow_matching", "family_of", "gaussian_log_prob",
-    "keyed_generator", "predict", "replay", "sde_step", "step_std",
+    "FluxFamily", "FluxKontextFamily", "LongCatImageEditFamily", "LongCatImageFamily", "OvisImageFamily",
+    "PipelinePolicy", "QwenImage21Family", "QwenImageEditFamily", "QwenImageEditPlusFamily", "QwenImageFamily",
+    "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "UnlistedFamily", "ZImageFamily",
+    "calls_at", "cast_floating_inputs", "check_flow_matching", "family_of", "gaussian_log_prob",
+    "hybrid_inference", "keyed_generator", "predict", "replay", "sde_step", "step_std",
 ]  # fmt: skip

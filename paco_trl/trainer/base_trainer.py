@@ -47,7 +47,15 @@ from ..rollout.loading import base_model_name, pipeline_quantization, quantizati
 from ..utils.deepspeed import partition
 from ..utils.random_state import preserve_rng_state
 from .evaluator import Evaluator
-from .model_cards import evaluation_rows, image_settings, latest_pictures, lora_of, pipeline_call, reward_rows
+from .model_cards import (
+    evaluation_rows,
+    gallery_of,
+    image_settings,
+    latest_pictures,
+    lora_of,
+    pipeline_call,
+    reward_rows,
+)
 from .paco_grpo_config import PaCoGRPOConfig
 from .publishing import PushesToHub
 from .round_buffer import RoundBuffer
@@ -195,7 +203,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
                 self.averages[file].load_state_dict(load_file(checkpoint / file))
             elif checkpoint is not None and file != EMA_WEIGHTS:  # EMA may start here
                 raise ValueError(
-                    f"'{checkpoint}' has no {file}, the old policy's weights: it is not of {type(self).__name__}. "
+                    f"'{checkpoint}' has no {file}, the old policy's weights that this run continues with. "
                     "Pass the directory as `peft_config` and set another `output_dir` to continue from its adapter."
                 )
         if checkpoint is not None:
@@ -380,20 +388,26 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         if use_ema or args.ema_decay is None:  # evaluations are of the average
             datasets = [*self.eval_dataset] if isinstance(self.eval_dataset, dict) else [None]
             evaluations = evaluation_rows(history, datasets, judges.functions, judges.names)
+        pictures = latest_pictures(args, step, use_ema)
         return ImageModelCard(
             **self._card_fields(base_model, step=step, **fields),
             lora=lora_of(self.model, self.trained_from, self.quantization),
             weights="adapter" if is_adapter else "transformer",
+            formats=[*["diffusers"] * hasattr(self.pipeline, "load_lora_weights"), "peft"],
             pipeline_class=type(self.pipeline).__name__,
             transformer_class=type(self.policy.pipeline.transformer).__name__,
             dtype=str(self.compute_dtype).removeprefix("torch."),
-            call=pipeline_call(family, args.guidance_scale, args.negative_prompt),
+            device=self.accelerator.device.type,
+            prompt=prompts.prompts[0],
+            layout=list(prompts.layouts[0]),
+            call=pipeline_call(self.pipeline, family, args, prompts),
             is_editing=prompts.sources is not None,
             method=self._name,
             settings=image_settings(args, prompts, self.prompt_encoder.negative_prompt, step, is_adapter, use_ema),
             rewards=reward_rows(history, *rewards),
             evaluations=evaluations,
-            pictures=latest_pictures(args, step, use_ema),
+            pictures=pictures,
+            gallery=gallery_of(pictures),
         )
 
     def _save_with_card(self, use_ema: bool = True, **kwargs) -> None:

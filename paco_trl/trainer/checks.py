@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early checks of data and settings, and of both against the pipeline."""
 
+import math
+from typing import Any
+
 from datasets import Dataset
+from torch import nn
 
 from ..data.columns import check_is_dataset
 from ..rewards.reward_set import RewardSet
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
+from ..utils.generation import check_call
 from .paco_grpo_config import PaCoGRPOConfig
 
 
@@ -57,6 +62,10 @@ def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negativ
     if args.detach_unconditional and negative_prompt is None:
         problem = f"{name} makes no unconditional prediction at `guidance_scale` = {args.guidance_scale}"
         raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
+    if args.adapter_fraction < 1:
+        check_call(
+            pipeline, ["callback_on_step_end"], "switch its adapter off between steps. Unset `adapter_fraction`."
+        )
     most, layout = family.max_batch_size, args.round_layout
     if most is not None and layout.rollout_batch_size > most:
         raise ValueError(
@@ -94,6 +103,32 @@ def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bo
     ):
         if quantization is not None and applies:
             raise ValueError(f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it.")
+
+
+def describe_seams(vae: Any, rows: PromptRows) -> str | None:
+    """Return a warning if the rewards of training see the seams between the VAE's tiles, else `None`."""
+    # Smaller images are not tiled. Some VAEs have a size for each side
+    size = getattr(vae, "tile_sample_min_size", math.inf)
+    tile = [getattr(vae, f"tile_sample_min_{side}", size) for side in ("height", "width")]
+    height, width = max(rows.training_sizes, key=lambda each: max(each[0] / tile[0], each[1] / tile[1]))
+    if height <= tile[0] and width <= tile[1]:
+        return None
+    return (  # https://github.com/XueZeyue/DanceGRPO/issues/117
+        f"`vae_tiling` is on, and training images of {height} x {width} pixels are decoded in tiles of {tile[0]} x "
+        f"{tile[1]}: every image of a group has the seams, rewards see them, and they have spoiled training elsewhere. "
+        "Set `vae_tiling=False`, or lower `resolution_scale` until an image is one tile; `evaluate()` still tiles."
+    )
+
+
+def offload_models(args: PaCoGRPOConfig, *reward_sets: RewardSet) -> list[list[nn.Module]]:
+    """Move the models of each set to the CPU with `offload_rewards`, and return them; refuse it if there are none."""
+    models = [rewards.offload(args.device) if args.offload_rewards else [] for rewards in reward_sets]
+    if args.offload_rewards and not any(models):
+        raise ValueError(
+            "`offload_rewards=True` moves the `model` of each reward, or of its `judge`, but none is a `torch.nn.Module` "
+            f"on the CPU or on {args.device}. Unset it, or give your reward this attribute."
+        )
+    return models
 
 
 def check_one_gpu(args: PaCoGRPOConfig) -> None:

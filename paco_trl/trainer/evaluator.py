@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,11 @@ from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
 from ..plots.scored_sheets import ScoredImages
 from ..rewards.reward_set import RewardSet
 from ..rewards.scorer import RewardScorer
-from ..rollout import SDESettings
+from ..rollout import SDESettings, hybrid_inference
 from ..rollout.noise import STREAMS
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import RolloutSampler
+from ..utils.files import scratch_folder
 from ..utils.random_state import preserve_rng_state
 from .paco_grpo_config import PaCoGRPOConfig
 
@@ -70,9 +72,12 @@ class Evaluator:
         rows = next(known, None) or PromptRows(dataset, self.args, "the evaluation dataset")
         return rows.measure(self.sampler.policy.pipeline, self.sampler.policy.family)
 
-    def evaluate(self, rows: PromptRows, description: str, state: TrainerState) -> Evaluation:
-        """Generate and score all rows at their inference size. Every process calls it."""
-        evaluation = self.generate(rows, description, state, list(range(len(rows))), rows.inference_sizes)
+    def evaluate(self, rows: PromptRows, description: str, state: TrainerState, fraction: float = 1.0) -> Evaluation:
+        """Generate and score all rows at their inference size, with `adapter_fraction`. Every process calls it."""
+        numbers, sizes = list(range(len(rows))), rows.inference_sizes
+        # Every process makes the same denoising steps, and switches the adapter off at the same one
+        with hybrid_inference(self.sampler.policy.pipeline, fraction) as callback:
+            evaluation = self.generate(rows, description, state, numbers, sizes, callback=callback)
         self.rewards.check_scored(evaluation.rewards, self.args.max_excluded_images)
         return evaluation
 
@@ -85,6 +90,7 @@ class Evaluator:
         sizes: list[tuple[int, int]],
         scale: float = 1.0,
         sde: SDESettings | None = None,
+        callback: Callable | None = None,
     ) -> Evaluation:
         """Generate rows by the ODE, or as in training with `sde`, and score them; noise is by seed, row and number."""
         args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
@@ -106,11 +112,12 @@ class Evaluator:
                 places = [number * batch // generations for number in batches_of_all]
                 fetched = sampler.fetch(rows, [numbers[place] for place in places], scale)
                 first, place = batches_of_all[accelerator.process_index] * batch, places[accelerator.process_index]
-                row = fetched.read(numbers[place])
+                number = numbers[place]
+                row = fetched.read(number)
                 noise = (args.seed, STREAMS["evaluation"], 0, place)
                 keys: list[tuple[int, ...]] = [(*noise, image % generations) for image in range(first, first + batch)]
-                number = numbers[place]
-                images, _ = sampler.generate(fetched, [number] * batch, keys, sizes[number], num_steps, sde=sde)
+                inputs = (fetched, [number] * batch, keys, sizes[number], num_steps)
+                images, _ = sampler.generate(*inputs, sde=sde, callback_on_step_end=callback)
                 self.scorer.add([row] * batch, images, state)
                 for image, generated in enumerate(images, start=first):
                     artifacts.append(_grid_artifact(generated, period, row))
@@ -180,13 +187,9 @@ def evaluation_metrics(
     """Compute means with 95 % intervals over prompts, and their gain over the baseline."""
     # Undefined values, such as the deviation of one image or the interval of one prompt, are left out
     metrics: dict[str, float] = {}
-    columns = [
-        (f"rewards/{name}/", after.rewards[:, k], None if before is None else before.rewards[:, k])
-        for k, name in enumerate(names)
-    ]
-    columns.append(("reward_", after.total, None if before is None else before.total))
-    columns.append(("grid_artifact_", after.grid_artifacts, None if before is None else before.grid_artifacts))
-    for prefix, values, baseline in columns:
+    prefixes = [*(f"rewards/{name}/" for name in names), "reward_", "grid_artifact_"]
+    columns = [[*each.rewards.T, each.total, each.grid_artifacts] for each in (after, before) if each is not None]
+    for prefix, values, baseline in zip_longest(prefixes, *columns, *[[]] * (2 - len(columns))):
         mean_name = prefix + "mean" if prefix.endswith("/") else prefix[:-1]
         _add_mean(metrics, mean_name, prefix + "ci", values, generations)
         if len(values) > 1 and (~torch.isnan(values)).sum() > 1 and not prefix.startswith("grid"):
@@ -215,11 +218,6 @@ def _add_mean(
 def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:
     """Save a baseline, so that a resumed run does not generate it again."""
     # Atomic, because where all weights are trained a baseline cannot be generated again
-    staged = folder.with_name(f"{folder.name}.saving")
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
-    for number, picture in baseline.pictures.items():
-        picture.save(staged / f"{number}.png")
     without_nan = lambda values: [None if math.isnan(value) else value for value in values]  # noqa: E731
     content = {
         "key": key,
@@ -229,9 +227,12 @@ def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:
         "extra": baseline.extra,
         "pictures": sorted(baseline.pictures),
     }
-    (staged / "scores.json").write_text(json.dumps(content, default=str), encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(staged, folder)
+    with scratch_folder(folder.with_name(f"{folder.name}.saving")) as staged:
+        for number, picture in baseline.pictures.items():
+            picture.save(staged / f"{number}.png")
+        (staged / "scores.json").write_text(json.dumps(content, default=str), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(staged, folder)
 
 
 def load_baseline(folder: Path, key: str) -> Evaluation | None:

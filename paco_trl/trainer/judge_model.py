@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from ..utils.deepspeed import without_zero3_init
+from ..utils.target_modules import check_target_modules
 
 
 def language_model_targets(model: PreTrainedModel) -> str:
@@ -46,7 +47,7 @@ def _forward_tower(tower: nn.Module, forward: Callable, *args, **kwargs):
 def complete_peft_config(
     peft_config: LoraConfig | None, model: str | PreTrainedModel, revision: str | None, trust_remote_code: bool
 ) -> LoraConfig:
-    """Fill in the paper's adapter, the task type and the layers of the language model where left out."""
+    """Fill in the paper's adapter, the task type and the layers of the language model where left out; check the layers."""
     if peft_config is None:
         peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
     if not isinstance(peft_config, LoraConfig):
@@ -56,11 +57,14 @@ def complete_peft_config(
         )
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
+    if isinstance(peft_config.target_modules, str):  # a pattern
+        return peft_config
+    if isinstance(model, str):
+        # SFTTrainer loads it later: build it without weights for the names of its layers
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        with without_zero3_init(), torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
     if peft_config.target_modules is None:
-        if isinstance(model, str):
-            # SFTTrainer loads it later: build it without weights for the names of its layers
-            config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
-            with without_zero3_init(), torch.device("meta"):
-                model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
         peft_config.target_modules = language_model_targets(model)
+    check_target_modules(peft_config, model)
     return peft_config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formulas of the objectives, of shape (B,) or (B, ...). DiffusionNFT: https://huggingface.co/papers/2509.16117."""
+"""Formulas of the objectives, of shape (B,) or (B, ...). DiffusionNFT: arXiv 2509.16117, AWM: arXiv 2509.25050."""
 
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ class ClippedSurrogate(NamedTuple):
     ratio: torch.Tensor  # of the new to the old policy, detached
     is_low_clipped: torch.Tensor  # whether the lower end of the clip range cuts the gradient
     is_high_clipped: torch.Tensor
+    divergence: torch.Tensor | None = None  # of the new from the old policy, detached
 
 
 def clipped_surrogate(
@@ -48,9 +49,8 @@ def normalized_log_ratio(
     # The step x' = old_mean + S * eps has the log-ratio mean[ eps * Delta / S - Delta^2 / (2 S^2) ], Delta = mean -
     # old_mean. RatioNorm removes the second term, which pulls ratios below 1, and multiplies by S: mean[ eps * Delta ].
     # The published code averages the bias over the batch, a mistake: https://github.com/yifan123/flow_grpo/issues/244
-    std = _one_per_image(std, mean, "std")  # S = s_t * sqrt(-dt), not s_t
-    bias = ((mean - old_mean) ** 2).flatten(1).mean(dim=1) / (2 * std**2)  # (B,)
-    return std * (log_prob - old_log_prob + bias)
+    # S = s_t * sqrt(-dt), not s_t
+    return _one_per_image(std, mean, "std") * (log_prob - old_log_prob + gaussian_kl(mean, old_mean, std))
 
 
 def guard_gradient_weight(sigma: float | torch.Tensor, sigma_next: float | torch.Tensor) -> float | torch.Tensor:
@@ -73,7 +73,28 @@ def guarded_surrogate(
     """Compute GRPO-Guard's objective: [`clipped_surrogate`] of the normalized ratio, times the step's weight."""
     log_ratio = normalized_log_ratio(log_prob, old_log_prob, mean, old_mean, std)
     surrogate = _clip(log_ratio, advantages, epsilon_low, epsilon_high)
-    return surrogate._replace(loss=surrogate.loss * _one_per_image(gradient_weight, mean, "gradient_weight"))
+    loss = surrogate.loss * _one_per_image(gradient_weight, mean, "gradient_weight")
+    return surrogate._replace(loss=loss, divergence=gaussian_kl(mean, old_mean, std).detach())
+
+
+def divergence_masked_surrogate(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    mean: torch.Tensor,
+    old_mean: torch.Tensor,
+    std: float | torch.Tensor,
+    advantages: torch.Tensor,
+    threshold: float,
+) -> ClippedSurrogate:
+    """Compute the objective of [Flow-DPPO](https://huggingface.co/papers/2606.11025): -ratio * A, masked.
+
+    An image leaves the loss where its step diverges by `threshold` or more and the gradient would increase that.
+    """
+    ratio, divergence = torch.exp(log_prob - old_log_prob), gaussian_kl(mean, old_mean, std).detach()
+    is_far = divergence >= threshold
+    is_low, is_high = is_far & (ratio < 1) & (advantages < 0), is_far & (ratio > 1) & (advantages > 0)
+    loss = torch.where(is_low | is_high, 0.0, -ratio * advantages)
+    return ClippedSurrogate(loss, ratio.detach(), is_low, is_high, divergence)
 
 
 def _one_per_image(value: float | torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
@@ -85,10 +106,17 @@ def _one_per_image(value: float | torch.Tensor, like: torch.Tensor, name: str) -
     return value.flatten()  # (B,) or (1,)
 
 
-def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, std: float | torch.Tensor) -> torch.Tensor:
     """Compute the KL divergence of two Gaussians of equal standard deviation, averaged over the latent's elements."""
     # `std` is that of the whole step, sqrt(-dt) included; the published code leaves dt out
-    return ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1).mean(dim=1)
+    return ((mean - ref_mean) ** 2).flatten(1).mean(dim=1) / (2 * _one_per_image(std, mean, "std") ** 2)  # (B,)
+
+
+def velocity_norm_ratio(velocity: torch.Tensor, ref_velocity: torch.Tensor) -> torch.Tensor:
+    """Compute |v| / |v_ref| of each image, which RL increases: https://huggingface.co/papers/2606.27771 (NormGuard)."""
+    dtype = torch.promote_types(velocity.dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=dtype) for each in (velocity, ref_velocity)]
+    return norms[0] / norms[1]  # (B,)
 
 
 class NoisedImage(NamedTuple):
@@ -155,6 +183,18 @@ def nft_loss(
         positive_error = self_normalized_image_error(positive, target, sigma)
         negative_error = self_normalized_image_error(negative, target, sigma)
     return reward_probability * positive_error + (1 - reward_probability) * negative_error
+
+
+def matching_log_prob(
+    velocity: torch.Tensor, target: torch.Tensor, sigma: float | torch.Tensor, weighting: str
+) -> torch.Tensor:
+    """Compute AWM's log-probability of an image from its flow-matching loss l at time t, in float64."""
+    # "t": -t * l. "ghuber", of the published code: -t * ((l + e)^p - e^p) / p with p = 1/4
+    error, t = velocity_error(velocity.double(), target.double()), _one_per_image(sigma, velocity, "sigma").double()
+    if weighting == "ghuber":
+        power, minimum = 0.25, 1e-10
+        error = ((error + minimum) ** power - minimum**power) / power
+    return -t * error
 
 
 def nft_old_policy_decay(step: int, rate: float = 0.001, maximum: float = 0.5) -> float:

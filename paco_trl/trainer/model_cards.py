@@ -17,6 +17,8 @@ from torch import nn
 from transformers import SchedulerType
 
 from ..cards import Evaluation, ImageSettings, JudgeSettings, LoRA, Reward
+from ..plots.contact_sheet import CARD_PROMPTS
+from ..plots.scored_sheets import CARD
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.names import public_name
@@ -75,11 +77,11 @@ def image_settings(
             saved_weights = f"those of the last step, not their {saved_weights}"
     training_sizes, inference_sizes = set(rows.training_sizes), set(rows.inference_sizes)
     has_one_size = len(training_sizes) == len(inference_sizes) == 1
-    is_tamed = args.multi_objective_aggregation == "log_tamed"
+    is_tamed, is_dppo = args.multi_objective_aggregation == "log_tamed", args.loss_type == "flow_dppo"
     same = (
         "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale", "sde_type",
         "noise_level", "sde_steps", "num_sde_steps", "images_per_prefix", "tail_steps", "loss_type", "learning_rate",
-        "weight_decay", "epsilon", "beta", "advantage_clip", "multi_objective_aggregation", "seed",
+        "weight_decay", "beta", "advantage_clip", "multi_objective_aggregation", "seed", "adapter_fraction",
     )  # fmt: skip
     return ImageSettings(
         optimizer_steps=step,
@@ -92,20 +94,29 @@ def image_settings(
         trained_weights=None if is_adapter else "all of the transformer",
         saved_weights=saved_weights,
         lr_scheduler_type=SchedulerType(args.lr_scheduler_type).value,
+        norm_penalty=args.norm_penalty or None,
+        epsilon=None if is_dppo else args.epsilon,
+        divergence_threshold=args.divergence_threshold if is_dppo else None,
         log_tame_threshold=args.log_tame_threshold if is_tamed else None,
         precision="bfloat16" if args.bf16 else "float32",
         **{name: getattr(args, name) for name in same},
     )
 
 
-def pipeline_call(family: Family, guidance_scale: float, negative_prompt: str | None) -> str:
-    """Format the arguments with which a pipeline uses the guidance of training."""
-    images = [Image.new("RGB", (64, 64))] * min(family.max_images, 1)
-    arguments = family.call_arguments(64, 64, guidance_scale, images)
-    kept = {name: value for name, value in arguments.items() if name.endswith(("guidance_scale", "cfg_scale"))}
-    if negative_prompt is not None:
-        kept["negative_prompt"] = negative_prompt
-    return ", ".join(f"{name}={json.dumps(value)}" for name, value in kept.items())
+def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRows) -> str:
+    """Format the arguments with which a pipeline generates the first prompt as in an evaluation."""
+    height, width = rows.inference_sizes[0]
+    images = [Image.new("RGB", (width, height))] * min(family.max_images, 1) if rows.sources is not None else []
+    arguments = family.call_arguments(height, width, args.guidance_scale, images)
+    if rows.sources is not None:  # the size is that of the source
+        arguments = {name: each for name, each in arguments.items() if name.endswith(("guidance_scale", "cfg_scale"))}
+    arguments["num_inference_steps"] = args.num_inference_steps_eval
+    arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
+    if args.negative_prompt is not None:
+        arguments["negative_prompt"] = args.negative_prompt
+    given = {name: value for name, value in arguments.items() if value is not None}
+    as_code = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in given.items()}
+    return ", ".join(f"{name}={value}" for name, value in as_code.items())
 
 
 def _model_of(reward: Callable) -> str | None:
@@ -147,7 +158,7 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
 
     # Those of later steps are an earlier run's. Evaluations are of the average
     def latest(pattern: str, steps_of_one: int, end: int) -> Path | None:
-        sheets = (output_dir / "contact_sheets").glob(pattern)
+        sheets = (output_dir / "contact_sheets" / CARD).glob(pattern)
         numbered = [(int(path.stem.rsplit("_", 1)[1]), path) for path in sheets]
         return max(((n, path) for n, path in numbered if n * steps_of_one < end), default=(None, None))[1]
 
@@ -157,10 +168,24 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
         found["contact_sheet.png"] = latest("round_*.png", steps_per_round, max(step, 1))
         if use_ema or args.ema_decay is None:
             found["evaluation.png"] = latest("eval*_step_*.png", 1, step + 1)
+        if (sheet := found.get("evaluation.png") or found["contact_sheet.png"]) is not None:
+            found |= {f"images/{n}.png": sheet.with_name(f"{n}_{sheet.name}") for n in range(CARD_PROMPTS)}
     for name in ("resolution_transfer", "tail_transfer"):
         if getattr(args, f"{name}_prompts"):
             found[f"{name}.png"] = output_dir / "evaluation" / f"{name}.png"
     return {name: path for name, path in found.items() if path is not None and path.is_file()}
+
+
+def gallery_of(pictures: dict[str, Path]) -> dict[str, str]:
+    """Return the prompts of a card's single images."""
+    images = {name: path for name, path in pictures.items() if name.startswith("images/")}
+    if not images:
+        return {}
+    path = next(iter(images.values()))
+    scores = path.parents[1] / f"{path.stem.partition('_')[2]}.jsonl"
+    with open(scores, encoding="utf-8") as file:
+        prompts = [row["prompt"] for row in map(json.loads, file) if row["generation"] == 0]
+    return {name: prompts[int(path.stem.partition("_")[0])] for name, path in images.items()}
 
 
 def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | None, step: int) -> JudgeSettings:

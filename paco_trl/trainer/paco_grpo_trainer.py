@@ -29,9 +29,16 @@ from ..plots.scored_sheets import ScoredImages, save_scored_sheet
 from ..plots.trackers import send_to_trackers, start_trackers, warn_of_blind_trackers
 from ..rewards.reward_set import RewardSet
 from ..rewards.scorer import RewardScorer
-from ..rollout import RecordedStep, SDESettings, UnlistedFamily, family_of, replay
-from ..rollout.loading import adapter_is_new, check_peft_config, load_pipeline, make_policy, pipeline_quantization
-from ..rollout.policy import split_record
+from ..rollout import RecordedStep, SDESettings, UnlistedFamily, family_of, predict
+from ..rollout.loading import (
+    adapter_is_new,
+    check_adapter_layers,
+    check_peft_config,
+    load_pipeline,
+    make_policy,
+    pipeline_quantization,
+)
+from ..rollout.policy import score_step, split_record
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import FetchedRows, RolloutSampler
@@ -48,10 +55,20 @@ from .checks import (
     check_one_gpu,
     check_quantization,
     check_train_dataset,
+    describe_seams,
+    offload_models,
 )
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
-from .losses import clipped_surrogate, gaussian_kl, guard_gradient_weight, guarded_surrogate
-from .paco_grpo_config import PaCoGRPOConfig
+from .losses import (
+    clipped_surrogate,
+    divergence_masked_surrogate,
+    gaussian_kl,
+    guard_gradient_weight,
+    guarded_surrogate,
+    velocity_norm_ratio,
+)
+from .paco_grpo_config import MEAN_LOSS_TYPES, PaCoGRPOConfig
+from .paco_nft_config import PaCoNFTConfig
 from .refusals import refuse_methods
 from .round_buffer import RoundBuffer
 from .round_schedule import RoundSchedule
@@ -134,6 +151,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             an adapter to continue training. If `None`, all weights of the transformer are trained.
 
     Raises:
+        TypeError: If `args` is not a `PaCoGRPOConfig`, or `peft_config` is not an adapter of an image transformer.
         ValueError: If data, settings or model cannot work. Data and settings are checked before the model is loaded.
     """
 
@@ -162,8 +180,9 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             # A pipeline that was built in memory has no name
             name = model if isinstance(model, str) else model.name_or_path or type(model).__name__
             args = self._config_class(f"{Path(name).name}-{self._name}")
-        elif not isinstance(args, self._config_class):
-            raise TypeError(f"`args` must be a `{self._config_class.__name__}`, got {type(args).__name__}.")
+        is_nft = issubclass(self._config_class, PaCoNFTConfig)
+        if not isinstance(args, self._config_class) or isinstance(args, PaCoNFTConfig) != is_nft:
+            raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         if peft_config is not None:
             check_peft_config(peft_config, model)
         self.rewards = RewardSet(
@@ -175,12 +194,18 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
         eval_rows = check_eval_datasets(eval_dataset, args, eval_rewards)
         self.schedule = RoundSchedule(args, len(self.train_rows))
+        if isinstance(model, str):
+            check_adapter_layers(peft_config, model, args.model_init_kwargs or {})
         self._open_run(args, model, peft_config)
+        models, eval_models = offload_models(args, self.rewards, eval_rewards)
 
         # 2. The frozen pipeline, and its trained weights. An adapter's are random: seed first.
         set_seed(args.seed)
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
+        if is_full and args.adapter_fraction < 1:
+            reason = "without a `peft_config` all weights are trained, and there is no base model for the other steps"
+            raise ValueError(f"`adapter_fraction` is {args.adapter_fraction}, but {reason}. Unset it.")
         check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
@@ -207,8 +232,10 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if args.vae_tiling:
             self.pipeline.vae.enable_tiling()
+            if (warning := describe_seams(self.pipeline.vae, self.train_rows)) is not None:
+                logger.warning(warning)
         self.policy, self.ref_model = make_policy(
-            self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed, with_reference=args.beta > 0,
+            self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed, with_reference=args.has_reference,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
             quantization=args.quantization,
         )  # fmt: skip
@@ -247,8 +274,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             self.policy, self.prompt_encoder, self.accelerator, args.guidance_scale, args.offload_embeddings,
             self._place_weights,
         )  # fmt: skip
-        self.scorer = RewardScorer(self.rewards.functions, self.accelerator)
-        eval_scorer = RewardScorer(eval_rewards.functions, self.accelerator)
+        self.scorer = RewardScorer(self.rewards.functions, self.accelerator, models)
+        eval_scorer = RewardScorer(eval_rewards.functions, self.accelerator, eval_models)
         self.evaluator = Evaluator(
             self.sampler, eval_rewards, eval_scorer, args, eval_rows, self.base_model, str(self.compute_dtype)
         )
@@ -317,7 +344,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         fetched = self.sampler.fetch(self.train_rows, row_numbers, args.resolution_scale)
         encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
 
-        # 2. Generate, and score at the same time
+        # 2. Generate, and score at the same time, except with `offload_rewards`
         started = time.perf_counter()
         buffer = RoundBuffer(
             round_index, self.state.global_step, self.schedule.sde(round_index), is_offloaded=args.offload_embeddings
@@ -330,10 +357,10 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         scores = self.scorer.finish(assignment.reshape(-1), self.state)
 
         # 4. Aggregate and normalize. As in TRL, the sum of normalized rewards is scaled over the batch
-        aggregated, details = self.rewards.aggregate(scores.rewards, generations)
-        is_normalized = args.multi_objective_aggregation == "normalize_then_sum"
         # Branches differ by their initial noise too, which has no gradient: each is compared with itself
         compared = args.images_per_prefix if args.images_per_prefix > 1 else generations
+        aggregated, details = self.rewards.aggregate(scores.rewards, compared)
+        is_normalized = args.multi_objective_aggregation == "normalize_then_sum"
         advantages, is_valid, has_spread = group_advantages(
             aggregated, compared, "batch" if is_normalized else args.scale_rewards, args.advantage_clip
         )
@@ -342,6 +369,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.rewards.check_excluded(
             scores.rewards, is_valid, generations, args.max_excluded_images, args.max_excluded_groups, where
         )
+        self.rewards.warn_of_constants(scores.rewards, compared, where)
 
         # 5. Metrics that are logged with each optimizer step of the round
         buffer.metrics = {
@@ -398,7 +426,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         """Generate a batch, and record an entry for each trained step."""
         return self.sampler.generate(
             fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps, sde=sde,
-            record_mean=self.args.loss_type == "grpo_guard",
+            record_mean=self.args.loss_type in MEAN_LOSS_TYPES,
         )  # fmt: skip
 
     def _place_weights(self) -> AbstractContextManager:
@@ -456,27 +484,35 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             raise ValueError("PaCoGRPOTrainer does not support returning outputs.")
         record, sde, advantages = inputs["record"], inputs["sde"], inputs["advantages"]
 
-        ref_mean = None
-        if self.beta > 0:
-            with torch.no_grad(), self._reference(model) as reference:
-                _, ref_mean, _ = replay(reference, record, self.family, self.args.guidance_scale, sde)
-
-        log_prob, mean, std = replay(
-            model, record, self.family, self.args.guidance_scale, sde, self.args.detach_unconditional
-        )
-        if self.args.loss_type == "grpo_guard":
-            surrogate = guarded_surrogate(
-                log_prob, record.log_prob, mean, record.mean, std, advantages, self.epsilon_low, self.epsilon_high,
-                guard_gradient_weight(record.sigma, record.sigma_next),
-            )  # fmt: skip
+        velocity, ref_velocity = self._velocities(model, record)
+        log_prob, mean, std = score_step(velocity, record, sde)
+        step, clip = (log_prob, record.log_prob, mean, record.mean, std), (self.epsilon_low, self.epsilon_high)
+        if self.args.loss_type == "flow_dppo":
+            surrogate = divergence_masked_surrogate(*step, advantages, self.args.divergence_threshold)
+        elif self.args.loss_type == "grpo_guard":
+            weight = guard_gradient_weight(record.sigma, record.sigma_next)
+            surrogate = guarded_surrogate(*step, advantages, *clip, weight)
         else:
-            surrogate = clipped_surrogate(log_prob, record.log_prob, advantages, self.epsilon_low, self.epsilon_high)
+            surrogate = clipped_surrogate(log_prob, record.log_prob, advantages, *clip)
         loss = surrogate.loss  # (B,)
-        kl = torch.zeros_like(loss) if ref_mean is None else gaussian_kl(mean, ref_mean, std)
-        loss = loss + self.beta * kl
-        self._record_step(record, surrogate, kl.detach(), inputs["weights"])
+        means = {} if surrogate.divergence is None else {"divergence": surrogate.divergence}
+        if ref_velocity is not None:
+            kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
+            ratio = velocity_norm_ratio(velocity, ref_velocity).repeat_interleave(record.images_per_prefix)  # (B,)
+            loss = loss + self.beta * kl + self.args.norm_penalty * torch.relu(ratio - 1)
+            means |= {"kl": kl.detach(), "velocity_norm_ratio": ratio.detach()}
+        self._record_step(record, surrogate, means, inputs["weights"])
         # The weights divide by the images of the optimizer step on all processes, over which gradients are averaged
         return (loss * inputs["weights"]).sum() * self.accelerator.num_processes
+
+    def _velocities(self, model, record: RecordedStep) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Predict the velocity in a recorded step, and that of the reference if the loss has one."""
+        arguments = (record.calls, self.family, self.args.guidance_scale, record.sample)
+        ref_velocity = None
+        if self.args.has_reference:
+            with torch.no_grad(), self._reference(model) as reference:
+                ref_velocity = predict(reference, *arguments)
+        return predict(model, *arguments, self.args.detach_unconditional), ref_velocity
 
     @contextmanager
     def _reference(self, model):
@@ -488,16 +524,18 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             with self.accelerator.unwrap_model(model).disable_adapter():
                 yield model
 
-    def _record_step(self, record: RecordedStep, surrogate, kl: torch.Tensor, weights: torch.Tensor) -> None:
+    def _record_step(
+        self, record: RecordedStep, surrogate, means: dict[str, torch.Tensor], weights: torch.Tensor
+    ) -> None:
         """Collect the statistics of a micro-step, and check the ratio before the first update."""
         step, num_trained = self.state.global_step, self.layout.num_trained_steps
-        self.statistics.add(record, surrogate, kl, weights)
+        self.statistics.add(record, surrogate, means, weights)
         is_on_policy = step == self.buffer.global_step
         is_complete = len(self.statistics) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:
             self.statistics.check_ratio(num_trained, self.args.ratio_tolerance, self.args.epsilon)
         if self.accelerator.sync_gradients:
-            self._log_step(self.statistics.finish(step, is_on_policy, self.beta > 0))
+            self._log_step(self.statistics.finish(step, is_on_policy))
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         """Log an optimizer step along with its round."""
@@ -537,7 +575,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
                 after = before  # the same weights and noise would give the same images
             else:
                 with swapped(self.model, self.ema.average if self.ema else None, self.zero_stage):
-                    after = evaluator.evaluate(rows, "Evaluating", self.state)
+                    after = evaluator.evaluate(rows, "Evaluating", self.state, self.args.adapter_fraction)
             metrics = evaluation_metrics(evaluator.rewards.names, self.args.num_generations_eval, after, before)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
             start_trackers(self.callback_handler.callbacks, self.args, self.state, self.model)

@@ -1,47 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of [`PaCoRewardTrainer`]."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from trl import SFTConfig
 
 from ..utils.deepspeed import check_gradient_accumulation
+from ..utils.docstrings import help_from_docstring
 from .first_token_loss import LOSS_VARIANTS
-from .refusals import refuse_fields
+from .refusals import check_max_steps, refuse_fields, refused_fields
 
 
-_PAIRS = "pairs have images, and their prompts must not share a sequence"
-_COMPLETION = "the loss is that of the completion, Yes or No and the reasoning"
-_LOGITS = "it requires the logits of the full vocabulary, which the fused head never builds"
-_DATASET = "the columns are those of the pair format, `images`, `prompt` and `completion`"
-
-# Fields of SFTConfig that cannot work for pairs, refused unless they have their default
-REFUSED_FIELDS = {
-    **dict.fromkeys(("packing", "padding_free", "eval_packing", "packing_strategy"), _PAIRS),
-    "pad_to_multiple_of": "TRL's collator does not support it for prompts with images",
-    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _COMPLETION),
-    **dict.fromkeys(("dataset_text_field", "dataset_kwargs", "remove_unused_columns"), _DATASET),
-    "shuffle_dataset": "every epoch is shuffled anyway, see `train_sampling_strategy`",
-    "dataloader_drop_last": "an evaluation would leave out pairs; incomplete batches are weighted correctly",
-    "fsdp": "weights are read and saved that FSDP shards; use DeepSpeed ZeRO-3",
-    "truncation_mode": "the images are at the start of the sequence",
-    "loss_type": "the loss is `loss_variant`, weighted by `first_token_weight`",
-    "label_smoothing_factor": _LOGITS,
-    "use_liger_kernel": 'TRL deprecates it; use `model_init_kwargs={"use_kernels": True}`',
-    "router_aux_loss_coef": "the router is frozen, only the adapter of the linear layers is trained",
-    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "an evaluation must use the precision of training"),
-    **dict.fromkeys(
-        ("batch_eval_metrics", "eval_do_concat_batches", "include_for_metrics", "label_names", "prediction_loss_only"),
-        "the metrics of a judge are computed from its decisions on the full evaluation set",
-    ),
-    "pad_token": "padding is the processor's own",
-    "liger_kernel_config": "it goes with `use_liger_kernel`",
-    "parallelism_config": "a completion's tokens are weighted together; use data parallelism or DeepSpeed ZeRO",
-    "use_cache": "training never uses a key-value cache",
-}
+REFUSED_FIELDS = refused_fields("SFTConfig")
 
 
+@help_from_docstring
 @dataclass
 class PaCoRewardConfig(SFTConfig):
     # docstyle-ignore
@@ -97,50 +71,21 @@ class PaCoRewardConfig(SFTConfig):
     """
 
     # Parameters that control the loss
-    first_token_weight: float | None = field(
-        default=0.1,
-        metadata={
-            "help": "Weight `a` of the decision token, Yes or No, in the loss of a completion. `None` is plain "
-            "likelihood. In the paper's loss a label without reasoning has the weight 1."
-        },
-    )
-    loss_variant: str = field(
-        default="paper",
-        metadata={
-            "help": "Loss of a completion of n tokens: 'paper' gives the decision the weight a, 'released' is the "
-            "published training code's, where the decision has the weight a / n."
-        },
-    )
+    first_token_weight: float | None = 0.1
+    loss_variant: str = "paper"
 
     # Parameters that control the data
-    max_pixels: int | None = field(
-        default=2_097_152,
-        metadata={"help": "Pixels to which larger images are scaled down. `None` keeps the processor's limit."},
-    )
-    max_length: int | None = field(
-        default=16384,
-        metadata={
-            "help": "Tokens at which a sequence is truncated. Only reasoning is truncated: a sequence whose images or "
-            "decision do not fit is an error. `None` never truncates."
-        },
-    )
+    max_pixels: int | None = 2_097_152
+    max_length: int | None = 16384
 
     # Parameters that control the training
-    learning_rate: float = field(default=2e-4, metadata={"help": "Peak learning rate of AdamW."})
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning-rate schedule."})
-    warmup_steps: float = field(default=0.1, metadata={"help": "Warmup steps, or their fraction if below 1."})
-    num_train_epochs: float = field(default=2.0, metadata={"help": "Number of epochs."})
-    per_device_train_batch_size: int = field(default=8, metadata={"help": "Pairs of a micro-batch on one process."})
-    dataloader_num_workers: int | None = field(
-        default=None,
-        metadata={
-            "help": "Worker processes that open images and collate batches. `None` is 2 with a CUDA GPU and 0 without "
-            "one."
-        },
-    )
-    ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Whether DDP looks for unused parameters."}
-    )
+    learning_rate: float = 2e-4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.1
+    num_train_epochs: float = 2.0
+    per_device_train_batch_size: int = 8
+    dataloader_num_workers: int | None = None
+    ddp_find_unused_parameters: bool | None = False
 
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
@@ -156,6 +101,7 @@ class PaCoRewardConfig(SFTConfig):
         check_gradient_accumulation(self)
 
     def _check_values(self) -> None:
+        check_max_steps(self.max_steps)
         # `not` instead of a reversed comparison: it refuses NaN as well
         if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
             raise ValueError(

@@ -31,7 +31,7 @@ from .judge_metrics import Decisions, decision_sums, evaluation_metrics, trainin
 from .judge_model import complete_peft_config, cut_graph_behind_tower
 from .model_cards import judge_settings, lora_of
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
-from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths
+from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths, warn_of_one_label
 from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
 from .publishing import PushesToHub
 from .refusals import refuse_methods
@@ -103,6 +103,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             of the language model; the vision tower and its projector stay frozen.
 
     Raises:
+        TypeError: If `args` is not a `PaCoRewardConfig`, or `peft_config` is not a `LoraConfig`.
         ValueError: If data, settings or model cannot work. Data and settings are checked before the model is loaded.
     """
 
@@ -134,6 +135,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
         check_pair_columns(train_dataset, "train_dataset")
         check_label_only(train_dataset, args)
+        warn_of_one_label(train_dataset)
         eval_datasets = {} if eval_dataset is None else datasets_by_name(eval_dataset)
         for key, dataset in eval_datasets.items():
             check_pair_columns(dataset, key)

@@ -5,7 +5,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import ProcessorMixin
 
-from ..data import is_label_only
+from ..data import decision_of, is_label_only
 from ..data.pairs import content_text, iter_texts
 from ..rewards.decision import decision_token_ids
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of
@@ -32,6 +32,16 @@ def check_label_only(dataset: Dataset, args: PaCoRewardConfig) -> None:
             "`paco_trl.data.is_label_only`."
         )
     logger.warning(f"{found}: their loss is -log p(y_0), that of n = 1.")
+
+
+def warn_of_one_label(dataset: Dataset) -> None:
+    """Warn of pairs that all have the same decision."""
+    labels = {decision_of(completion) for _, _, completion in iter_texts(dataset)}
+    if len(labels) == 1:
+        logger.warning(
+            f"All {len(dataset)} pairs of `train_dataset` are labeled {labels.pop()}: a judge learns from them to give this "
+            "answer about any images. Add pairs with the other label."
+        )
 
 
 def datasets_by_name(eval_dataset: Dataset | dict[str, Dataset]) -> dict[str, Dataset]:

@@ -15,7 +15,7 @@ from ..hub.account import check_base_model, check_private, hub_errors, prepare_r
 from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
-from ..utils.names import is_local, public_name
+from ..utils.names import is_local, public_name, relative_name
 from .model_cards import LIBRARIES, dataset_ids, hardware_of
 from .training_time import training_seconds
 
@@ -150,10 +150,11 @@ class PushesToHub(Trainer):
     ) -> dict[str, Any]:
         """Fill in what all cards share; the Hub is queried for the license only where the run pushes to it."""
         pusher, args = self.pusher, self.args
-        repo_id = self.hub_model_id or args.hub_model_id or Path(args.output_dir).absolute().name
+        local = Path(args.output_dir).absolute()
+        repo_id = self.hub_model_id or args.hub_model_id or relative_name(str(local))
         token = pusher.api.token if pusher else None
         return {
-            "title": model_name or repo_id.split("/")[-1],
+            "title": model_name or (self.hub_model_id or args.hub_model_id or local.name).split("/")[-1],
             "repo_id": repo_id,
             "base_model": base_model,
             "license": License(license)

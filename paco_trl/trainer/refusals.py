@@ -5,6 +5,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import yaml
+
+from ..utils.files import read_template
+
+
+_REASONS: dict[str, dict[str, list[str]]] = yaml.safe_load(read_template("refused_fields.yaml"))
+
+
+def refused_fields(parent: str) -> dict[str, str]:
+    """Return the fields of a parent class that cannot work, each with the reason."""
+    return {name: reason for reason, names in _REASONS[parent].items() for name in names}
+
+
+REFUSED_FIELDS = refused_fields("GRPOConfig")
+BY_NUMBER, NO_FSDP = REFUSED_FIELDS["data_seed"], REFUSED_FIELDS["fsdp"]
+
 
 def refuse_fields(config: Any, parent: type, reasons: dict[str, str], verdict: str) -> None:
     """Raise `ValueError` if a field of the parent class is set to anything but its default there."""
@@ -13,6 +29,13 @@ def refuse_fields(config: Any, parent: type, reasons: dict[str, str], verdict: s
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if field.name in reasons and value != default and value is not None:
             raise ValueError(f"`{field.name}` is set to {value!r}, {verdict}: {reasons[field.name]}. Unset it.")
+
+
+def check_max_steps(max_steps: int) -> None:
+    """Refuse a number of steps that Trainer reads as "none is set"."""
+    if max_steps != -1 and not max_steps >= 1:
+        meaning = "with which Trainer trains for `num_train_epochs`"
+        raise ValueError(f"`max_steps` is {max_steps}, {meaning}. Set at least 1, or leave it out for the epochs.")
 
 
 def refuse_methods(reasons: dict[str, str]) -> Callable[[type], type]:

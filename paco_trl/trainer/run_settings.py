@@ -27,7 +27,10 @@ _ADJUSTABLE = (
 )  # fmt: skip
 
 # Settings that a round which has been generated and scored does not depend on
-AFTER_GENERATION = ("epsilon", "epsilon_high", "beta", "ema_decay", "max_grad_norm", "max_steps", "warmup_steps")
+AFTER_GENERATION = (
+    "epsilon", "epsilon_high", "divergence_threshold", "beta", "norm_penalty", "ema_decay", "max_grad_norm", "max_steps",
+    "warmup_steps",
+)  # fmt: skip
 
 
 def run_identity(
@@ -60,6 +63,8 @@ def adjustable_settings(
         # `None` is what a checkpoint from before this option is read as
         "images_per_prefix": args.images_per_prefix if args.images_per_prefix > 1 else None,
         "compile_repeated_blocks": args.compile_repeated_blocks or None,
+        "norm_penalty": args.norm_penalty or None,
+        "divergence_threshold": args.divergence_threshold if args.loss_type == "flow_dppo" else None,
         # A schedule that ends depends on where
         "max_steps": None if args.lr_scheduler_type == "constant" else args.max_steps,
         "rewards": rewards.names,

@@ -19,6 +19,7 @@ class StepStatistics:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self._rows: list[torch.Tensor] = []
+        self._names: list[str] = []  # of the columns that are logged as means
 
     def clear(self) -> None:
         """Discard what was collected."""
@@ -29,20 +30,25 @@ class StepStatistics:
         return len(self._rows)
 
     def add(
-        self, record: "RecordedStep", surrogate: ClippedSurrogate, kl: torch.Tensor, weights: torch.Tensor
+        self,
+        record: "RecordedStep",
+        surrogate: ClippedSurrogate,
+        means: dict[str, torch.Tensor],
+        weights: torch.Tensor,
     ) -> None:
-        """Add a micro-step: `kl` and `weights` are of shape (B,); images of weight 0 are not counted."""
-        columns = [
-            torch.full_like(kl, record.index),
-            (surrogate.ratio - 1).abs(),
-            surrogate.is_low_clipped.float(),
-            surrogate.is_high_clipped.float(),
-            kl,
-            (weights > 0).float(),
-            torch.full_like(kl, record.sigma),
-            surrogate.ratio.clamp_min(torch.finfo(surrogate.ratio.dtype).tiny).log() ** 2 / 2,  # it may underflow
-        ]
-        self._rows.append(torch.stack(columns, dim=1))  # (B, 8)
+        """Add a micro-step: `means`, to be logged, and `weights` are of shape (B,); images of weight 0 do not count."""
+        ratio, low, high = surrogate.ratio, surrogate.is_low_clipped.float(), surrogate.is_high_clipped.float()
+        means = {
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low + high,
+            "approx_kl": ratio.clamp_min(torch.finfo(ratio.dtype).tiny).log() ** 2 / 2,  # it may underflow
+            **means,
+        }
+        index, sigma = (torch.full_like(ratio, value) for value in (record.index, record.sigma))
+        self._names = list(means)
+        columns = [index, (ratio - 1).abs(), sigma, (weights > 0).float(), *means.values()]
+        self._rows.append(torch.stack(columns, dim=1))  # (B, columns)
 
     def check_ratio(self, num_micro_steps: int, tolerance: float, epsilon: float) -> None:
         """Raise `RuntimeError` if the ratio of the last micro-steps is not 1. Every process calls it."""
@@ -54,7 +60,7 @@ class StepStatistics:
         for step in stats[:, 0].unique():
             of_step = stats[stats[:, 0] == step]
             lines.append(
-                f"{int(step):4d}   {of_step[0, 6]:.4f}   {of_step[:, 1].mean():16.3e}   {of_step[:, 1].max():16.3e}"
+                f"{int(step):4d}   {of_step[0, 2]:.4f}   {of_step[:, 1].mean():16.3e}   {of_step[:, 1].max():16.3e}"
             )
         raise RuntimeError(
             f"Before the first update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is "
@@ -65,11 +71,11 @@ class StepStatistics:
             "measure it, and set `ratio_tolerance`."
         )
 
-    def finish(self, step: int, is_on_policy: bool, has_reference: bool) -> dict[str, float]:
+    def finish(self, step: int, is_on_policy: bool) -> dict[str, float]:
         """Gather the optimizer step's statistics, and start the next step. Every process calls it."""
-        stats = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and steps, 8)
+        stats = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and steps, columns)
         self.clear()
-        index, deviation, low, high, kl, valid, _, approx_kl = stats.T
+        index, deviation, _, valid, *means = stats.T
         if not torch.isfinite(stats).all():
             raise RuntimeError(
                 f"The probability ratio or the KL divergence is not finite at optimizer step {step} "
@@ -81,10 +87,7 @@ class StepStatistics:
         for trained in index.unique():
             metrics[f"{name}/step_{int(trained)}"] = deviation[index == trained].mean().item()
         count = valid.sum().clamp(min=1)
-        metrics["clip_ratio/low_mean"] = ((low * valid).sum() / count).item()
-        metrics["clip_ratio/high_mean"] = ((high * valid).sum() / count).item()
-        metrics["clip_ratio/region_mean"] = (((low + high) * valid).sum() / count).item()
-        metrics["approx_kl"] = ((approx_kl * valid).sum() / count).item()
-        if has_reference:
-            metrics["kl"] = ((kl * valid).sum() / count).item()
-        return metrics
+        means = {
+            name: ((column * valid).sum() / count).item() for name, column in zip(self._names, means, strict=True)
+        }
+        return metrics | means

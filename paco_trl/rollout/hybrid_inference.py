@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hybrid inference: the adapter in the first denoising steps of a pipeline, its base model in the rest."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+
+from ..utils.generation import check_call
+
+
+def check_adapter_fraction(adapter_fraction: float, num_steps: int = 0) -> None:
+    """Refuse a fraction outside of 0 to 1, and one between them that rounds to none or all of the steps, if known."""
+    if not 0 <= adapter_fraction <= 1:
+        raise ValueError(f"`adapter_fraction` is {adapter_fraction}; it must be from 0 to 1.")
+    steps = round(adapter_fraction * num_steps)
+    if num_steps > 0 and 0 < adapter_fraction < 1 and steps in (0, num_steps):
+        raise ValueError(
+            f"`adapter_fraction` is {adapter_fraction}, which rounds to {steps} of {num_steps} denoising steps. Choose "
+            f"one that uses the adapter in at least 1 and at most {num_steps - 1}, or set {steps and 1}."
+        )
+
+
+@contextmanager
+def hybrid_inference(pipeline: Any, adapter_fraction: float) -> Iterator[Callable | None]:
+    """
+    Use the adapter of a diffusers pipeline in the first denoising steps only, and the base model in the rest.
+
+    Hybrid inference of [MixGRPO](https://huggingface.co/papers/2507.21802) counters reward hacking. Pass the callback
+    of the context to each call of the pipeline within it. The adapter is on again at the end of a call and of the
+    context, also after an error.
+
+    Args:
+        pipeline ([`~diffusers.DiffusionPipeline`]):
+            Pipeline whose transformer has an adapter, loaded by diffusers or by PEFT.
+        adapter_fraction (`float`):
+            Fraction of the denoising steps that use the adapter, rounded to full steps: 0 for none, 1 for all.
+
+    Yields:
+        `Callable` or `None`: the `callback_on_step_end` of the pipeline's calls, `None` if all steps use the adapter.
+
+    Raises:
+        ValueError: The fraction is invalid, or between 0 and 1 and rounds to none or all of a call's steps; the
+            pipeline takes no callback, or its transformer has no adapter that can be switched off.
+        RuntimeError: In the first step of a call, if an earlier one in the same context ended before its last step.
+    """
+    check_adapter_fraction(adapter_fraction)
+    if adapter_fraction == 1:
+        yield None
+        return
+    check_call(
+        pipeline, ["callback_on_step_end"], "switch its adapter off between steps. Set `adapter_fraction` to 1."
+    )
+    transformer, is_on = getattr(pipeline, "transformer", None), True
+    modules = [] if transformer is None else transformer.modules()
+    layers: list[Any] = [each for each in modules if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    for applies, problem in (
+        (not layers, "has no adapter, so there is no base model. Load the adapter"),
+        (any(getattr(each, "merged", False) for each in layers), "has a fused adapter. Unfuse it (`unfuse_lora`)"),
+        (any(each.disable_adapters for each in layers), "has an adapter that is off. Enable it (`enable_lora`)"),
+    ):
+        if applies:
+            raise ValueError(f"The transformer of this {type(pipeline).__name__} {problem}, or use it in all steps.")
+    # PEFT makes adapters trainable when it enables them
+    flags = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
+
+    def switch(on: bool) -> None:
+        nonlocal is_on
+        if on != is_on:
+            for layer in layers:
+                layer.enable_adapters(on)
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+            is_on = on
+
+    def callback(pipeline: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]) -> dict[str, Any]:
+        total = getattr(pipeline, "num_timesteps", len(pipeline.scheduler.timesteps))
+        check_adapter_fraction(adapter_fraction, total)
+        if step == 0 and adapter_fraction > 0 and not is_on:
+            reason = "an earlier one in the same `hybrid_inference` context ended before its last step"
+            raise RuntimeError(f"This call began without the adapter: {reason}. Use a context for each such call.")
+        is_last = step + 1 == total or getattr(pipeline, "interrupt", False)
+        switch(adapter_fraction > 0 and (is_last or step + 1 < round(adapter_fraction * total)))
+        return callback_kwargs
+
+    try:
+        switch(adapter_fraction > 0)
+        yield callback
+    finally:
+        switch(True)
