@@ -22,21 +22,14 @@ Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux_kontext.py ...
 """
 
+import sys
 from dataclasses import dataclass
 
-from trl import TrlParser
-
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl import PaCoGRPOConfig
+from paco_trl.commands.grpo import main
+from paco_trl.commands.main import answer
 from paco_trl.commands.options import option
-from paco_trl.commands.script_arguments import (
-    ScriptArguments,
-    get_peft_config,
-    load_eval_prompts,
-    load_eval_rewards,
-    load_rewards,
-    load_train_prompts,
-)
-from paco_trl.utils.processes import end_training
+from paco_trl.commands.script_arguments import ScriptArguments
 
 
 @dataclass
@@ -58,44 +51,6 @@ class KontextConfig(PaCoGRPOConfig):
     )
 
 
-def main(script_args: KontextArguments, training_args: KontextConfig) -> None:
-    ################
-    # Dataset
-    ################
-    train_dataset = load_train_prompts(script_args)
-    eval_dataset = load_eval_prompts(script_args)
-
-    ################
-    # Rewards
-    ################
-    reward_funcs = load_rewards(script_args)
-    eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)
-
-    ################
-    # Training
-    ################
-    trainer = PaCoGRPOTrainer(
-        model=script_args.model_name_or_path,
-        reward_funcs=reward_funcs,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        eval_reward_funcs=eval_reward_funcs,
-        peft_config=get_peft_config(script_args),
-    )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-
-    # Save, or save and push to the Hub
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    else:
-        trainer.save_model(training_args.output_dir)
-    if trainer.accelerator.is_main_process:
-        print(f"Adapter: {training_args.output_dir}")
-        if training_args.log_completions:
-            print(f"Images: {training_args.output_dir}/contact_sheets")
-    end_training(trainer.accelerator)
-
-
 if __name__ == "__main__":
-    main(*TrlParser((KontextArguments, KontextConfig)).parse_args_and_config())
+    if code := answer("grpo", lambda: main(sys.argv[1:], KontextArguments, KontextConfig, "train_flux_kontext.py")):
+        sys.exit(code)

@@ -5,8 +5,8 @@
 """
 Trains PaCo-Reward, a judge that says whether two images are consistent, as a LoRA on a vision-language model.
 
-Every option of `PaCoRewardConfig` and of the arguments below can be given on the command line or in a YAML file
-(`--config file.yaml`); the paper's settings, model and data are the defaults.
+The code and its own options are in `paco_trl/commands/reward.py`: `paco-trl reward` takes the same options without a
+checkout. Those of `PaCoRewardConfig` can be given as well; the paper's settings, model and data are the defaults.
 
 One GPU, or the CPU:
 
@@ -23,115 +23,8 @@ Own pairs or rankings, from the Hub or a directory:
         --first_token_weight 1 --output_dir my-judge
 """
 
-from dataclasses import dataclass
-
-from datasets import Dataset
-from peft import LoraConfig
-from trl import ModelConfig, TrlParser, get_quantization_config
-
-from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.commands.options import option
-from paco_trl.data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
-from paco_trl.data.dataset_files import load_split
-from paco_trl.utils.processes import end_training
-
-
-@dataclass
-class ScriptArguments:
-    """Model, data and adapter of a judge."""
-
-    model_name_or_path: str = option(
-        "Qwen/Qwen2.5-VL-7B-Instruct", "Hub id or directory of the vision-language model (paper)."
-    )
-    dataset_name: str = option(
-        "X-GenGroup/PaCo-Dataset",
-        "Hub id or directory of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or rankings.",
-    )
-    dataset_files: list[str] = option(
-        ["consistency_reward_cot_train", "sharegpt_editing_cot"], "Files of PaCo-Dataset to train on (paper)."
-    )
-    eval_files: list[str] | None = option(
-        None, "Files of PaCo-Dataset to evaluate on, for example `consistency_reward_cot_test`."
-    )
-    dataset_split: str | None = option(None, "Split to train on, for data that are not in the layout of PaCo-Dataset.")
-    eval_split: str | None = option(None, "Split of the same data to evaluate on.")
-    swap: bool = option(
-        False, "Whether to also add every pair in the other order, where its texts do not depend on the order."
-    )
-    skip_broken: bool = option(False, "Whether to leave out broken rows, with a list, instead of stopping.")
-    load_in_4bit: bool = option(
-        False, "Whether to quantize the frozen model to NF4 (QLoRA); it requires `paco_trl[quantization]`."
-    )
-    load_in_8bit: bool = option(False, "Whether to quantize the frozen model to 8 bits by bitsandbytes.")
-    lora_r: int = option(32, "Rank of the adapter (paper).")
-    lora_alpha: int = option(64, "Scale of the adapter (paper).")
-    lora_target_modules: list[str] | None = option(
-        None, "Layers that get an adapter. If `None`, all linear layers of the language model (paper)."
-    )
-
-
-def load_pairs(
-    script_args: ScriptArguments, training_args: PaCoRewardConfig, split: str | None, files: list[str] | None
-) -> Dataset:
-    name = script_args.dataset_name
-    if split is None:
-        dataset = load_paco_dataset(name, files=files, skip_broken=script_args.skip_broken)
-    else:
-        dataset = load_split(name, split)
-        if "ranking" in dataset.column_names:
-            dataset = rankings_to_pairs(dataset, skip_broken=script_args.skip_broken)
-    # Decoding every image takes a while: one process does it, unless all must know which rows to leave out
-    if training_args.process_index == 0 or script_args.skip_broken:
-        dataset = validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
-    return dataset
-
-
-def main(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
-    ################
-    # Dataset
-    ################
-    if script_args.eval_split is not None and script_args.dataset_split is None:
-        raise ValueError("`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`.")
-    eval_dataset = None
-    with training_args.main_process_first(desc="loading and checking the pairs"):
-        train_dataset = load_pairs(script_args, training_args, script_args.dataset_split, script_args.dataset_files)
-        if script_args.eval_split is not None or script_args.eval_files is not None:
-            eval_dataset = load_pairs(script_args, training_args, script_args.eval_split, script_args.eval_files)
-        if script_args.swap:
-            train_dataset = swap_pairs(train_dataset)
-
-    ################
-    # Training
-    ################
-    trainer = PaCoRewardTrainer(
-        model=script_args.model_name_or_path,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(
-            ModelConfig(
-                dtype="bfloat16" if training_args.bf16 else "float32",
-                load_in_4bit=script_args.load_in_4bit,
-                load_in_8bit=script_args.load_in_8bit,
-            )
-        ),
-        peft_config=LoraConfig(
-            r=script_args.lora_r, lora_alpha=script_args.lora_alpha, target_modules=script_args.lora_target_modules
-        ),
-    )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-
-    # Save, or save and push to the Hub
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    else:
-        trainer.save_model(training_args.output_dir)
-    if trainer.accelerator.is_main_process:
-        print(f"Adapter: {training_args.output_dir}")
-        if eval_dataset is not None:
-            print(f"Images: {training_args.output_dir}/evaluation")
-    end_training(trainer.accelerator)
+from paco_trl.commands.main import run_script
 
 
 if __name__ == "__main__":
-    main(*TrlParser((ScriptArguments, PaCoRewardConfig)).parse_args_and_config())
+    run_script("reward")

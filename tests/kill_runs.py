@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from launching import free_port
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
 
@@ -84,8 +84,11 @@ def make_run(model: str | Path, output: str | Path, **changes) -> PaCoGRPOTraine
         "peft_config": LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
     }
     arguments |= {name: changes.pop(name) for name in tuple(arguments) if name in changes}
-    args = PaCoGRPOConfig(output_dir=str(output), **{**SETTINGS, **changes})
-    return PaCoGRPOTrainer(model=str(model), args=args, **arguments)
+    trainer_class, config_class = PaCoGRPOTrainer, PaCoGRPOConfig
+    if changes.get("loss_type") == "awm":
+        trainer_class, config_class = PaCoNFTTrainer, PaCoNFTConfig
+    args = config_class(output_dir=str(output), **{**SETTINGS, **changes})
+    return trainer_class(model=str(model), args=args, **arguments)
 
 
 # ---- In the process that trains ----

@@ -23,13 +23,11 @@ import time
 import traceback
 from pathlib import Path
 
-import yaml
-
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 CONFIGS = ROOT / "examples" / "accelerate_configs"
-CPU_ZERO3 = CONFIGS / "cpu_zero3.yaml"
+CPU_DDP, CPU_ZERO3 = CONFIGS / "cpu_ddp.yaml", CONFIGS / "cpu_zero3.yaml"
 # What the tests' commands import, and what they import in functions
 PRELOADED = [
     "launching", "kill_runs", "datasets", "matplotlib.pyplot", "PIL.Image", "peft", "trl", "rich.console",
@@ -72,21 +70,6 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
-
-
-def write_ddp_config(folder: Path) -> Path:
-    """Config of `accelerate launch` for two CPU processes."""
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
-        "use_cpu": True,
-        "num_processes": 2,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "mixed_precision": "no",
-    }
-    (folder / "ddp.yaml").write_text(yaml.safe_dump(config))
-    return folder / "ddp.yaml"
 
 
 def launch(command: list, *, config: Path, cwd=None, env=None, timeout=540) -> str:

@@ -3,7 +3,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -17,11 +16,13 @@ import pytest
 from datasets import Dataset, List, load_from_disk
 from datasets import Image as ImageFeature
 from PIL import Image
-from trl import TrlParser
 
 import launching
 from chat_server import ChatServer
 from hub_server import HubServer
+from paco_trl.commands import build as script
+from paco_trl.commands import reward
+from paco_trl.commands.parser import CommandParser
 from paco_trl.data import (
     check_image_set_columns,
     check_pair_columns,
@@ -35,16 +36,6 @@ from planted_world import PlantedWorld
 
 
 ROOT = Path(__file__).parent.parent
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-script, train_reward = load_script("build_dataset"), load_script("train_reward")
 
 
 def run(stage: str, **options) -> None:
@@ -148,10 +139,10 @@ class TestStages:
         assert "consistent" in capsys.readouterr().out
         # As the script that trains a judge loads it
         training = SimpleNamespace(process_index=0, dataset_num_proc=None)
-        arguments = train_reward.ScriptArguments(dataset_name=str(folder / "pairs/dataset"))
-        assert train_reward.load_pairs(arguments, training, "test", None)["id"][:] == pairs["test"]["id"][:]
+        arguments = reward.ScriptArguments(dataset_name=str(folder / "pairs/dataset"))
+        assert reward.load_pairs(arguments, training, "test", None)["id"][:] == pairs["test"]["id"][:]
         with pytest.raises(ValueError, match=r"no split 'dev' in .*, only \['train', 'test'\]"):
-            train_reward.load_pairs(arguments, training, "dev", None)
+            reward.load_pairs(arguments, training, "dev", None)
 
     def test_a_finished_stage_generates_nothing_again(self, generated, tiny_flux, tmp_path, monkeypatch):
         from diffusers import FluxPipeline
@@ -236,7 +227,7 @@ class TestStages:
     def test_words(self, build, capsys):
         script.main(["--help"])
         assert all(f"\n  {name} " in capsys.readouterr().out for name in ("prompts",))
-        with pytest.raises(SystemExit, match="no stage 'pair'. It must be one of: prompts, grids"):
+        with pytest.raises(ValueError, match="no stage 'pair'. It must be one of: prompts, grids"):
             build("pair")
         with pytest.raises(ValueError, match="no_such_option"):
             build("pairs", no_such_option=1)
@@ -360,12 +351,12 @@ class TestOptions:
         texts = [page.read_text() for page in pages] + [script.__doc__]
         found = set()
         for text in texts:
-            for line in re.findall(r"examples/build_dataset\.py ((?:[^\n\\]|\\\n)+)", text):
+            for line in re.findall(r"(?:examples/build_dataset\.py|paco-trl build) ((?:[^\n\\]|\\\n)+)", text):
                 words = shlex.split(line.split("`")[0].replace("\\\n", " "))
                 if words[0].startswith("<"):
                     continue
                 arguments, _ = script.STAGES[words[0]]
-                TrlParser([arguments]).parse_args_and_config(args=words[1:])
+                CommandParser(arguments).parse_args_and_config(args=words[1:])
                 found.add(words[0])
         assert found >= {"prompts", "grids", "panels", "rank", "annotate", "pairs", "reasons", "publish"}
 
@@ -484,11 +475,11 @@ class TestWritten:
 
 # Runs stages; the first one is refused
 PUBLISH = """
-import json, os, runpy, sys
+import json, os, sys
 import requests
+from paco_trl.commands.build import main
 
-main = runpy.run_path(sys.argv[1])["main"]
-refused, *stages = json.loads(sys.argv[2])
+refused, *stages = json.loads(sys.argv[1])
 try:
     main(refused)
 except ValueError as error:
@@ -517,7 +508,7 @@ class TestPublish:
         stages = json.dumps([publish, [*publish, "--license", "apache-2.0"], parts])
         with HubServer({"hf_a": "tester"}) as hub:
             variables = {**os.environ, **hub.environment(str(tmp_path / "cache")), "OMP_NUM_THREADS": "1"}
-            command = ["-c", PUBLISH, ROOT / "examples/build_dataset.py", stages]
+            command = ["-c", PUBLISH, stages]
             done = launching.run(command, cwd=tmp_path, env=variables | {"HF_TOKEN": "hf_a"})
             assert done.returncode == 0, done.stderr[-3000:]
             # Nobody knows the license of a model that is on no Hub
@@ -551,7 +542,7 @@ class TestPublish:
 def test_two_processes_generate_what_one_generates(tiny_flux, tmp_path):
     """The command of the documentation, on two CPU processes."""
     write_prompts_file(tmp_path / "prompts.jsonl", 4)
-    config = launching.write_ddp_config(tmp_path)
+    config = launching.CPU_DDP
     path = str(ROOT / "examples/build_dataset.py")
     options = ["--model", str(tiny_flux), "--dtype", "float32", "--seeds", "0", "1", "--height", "32", "--width", "32"]
 

@@ -2,11 +2,9 @@
 """examples/evaluate_reward.py as users start it, on a tiny CLIP."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +15,12 @@ from PIL import Image as PILImage
 
 import launching
 from judge_server import JudgeServer
+from paco_trl.commands import evaluate_reward as script
 from paco_trl.tiny import build_tiny_clip
 
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "evaluate_reward.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    """The script as a module: starting a process for every check would take minutes."""
-    spec = importlib.util.spec_from_file_location("evaluate_reward", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["evaluate_reward"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def noise(rng, size=(32, 32)):
@@ -99,8 +88,8 @@ def workspace(tmp_path_factory):
     return folder
 
 
-def arguments(script, workspace, output, **options):
-    return script.ScriptArguments(
+def arguments(workspace, output, **options):
+    return script.RewardArguments(
         **{
             "judge": "clip-i",
             "clip_model": str(workspace / "clip"),
@@ -112,7 +101,7 @@ def arguments(script, workspace, output, **options):
     )
 
 
-def test_from_the_command_line(workspace, tmp_path, script, capsys):
+def test_from_the_command_line(workspace, tmp_path, capsys):
     output = tmp_path / "results"
     options = {
         "--judge": "clip-i",
@@ -143,11 +132,11 @@ def test_from_the_command_line(workspace, tmp_path, script, capsys):
     # Once more: nothing is scored, and nothing changes
     content = scores_path.read_bytes()
     scores_path.write_bytes(content[: content.rfind(b"\n", 0, -1) + 20])  # the last row was being written
-    script.main(arguments(script, workspace, output, batch_size=8))
+    script.evaluate(arguments(workspace, output, batch_size=8))
     assert scores_path.read_bytes() == content
     assert json.loads((output / "results.json").read_text()) == [results]
     # Another template is another row
-    script.main(arguments(script, workspace, output, template="plain"))
+    script.evaluate(arguments(workspace, output, template="plain"))
     assert [entry["settings"]["template"] for entry in json.loads((output / "results.json").read_text())] == [
         "theme",
         "plain",
@@ -155,21 +144,21 @@ def test_from_the_command_line(workspace, tmp_path, script, capsys):
     assert "CLIP-I" in capsys.readouterr().out
 
 
-def test_datasets_of_other_kinds(script, workspace, tmp_path):
+def test_datasets_of_other_kinds(workspace, tmp_path):
     def results_of(name, **options):
-        script.main(arguments(script, workspace, tmp_path / name, dataset_name=str(workspace / name), **options))
+        script.evaluate(arguments(workspace, tmp_path / name, dataset_name=str(workspace / name), **options))
         return json.loads((tmp_path / name / "results.json").read_text())[0]
 
     assert results_of("splits", dataset_split="test")["num_instances"] == 4
     published = results_of("published", template="criteria", dtype="bfloat16")
     assert published["num_instances"] == 1 and published["settings"]["dtype"] == "bfloat16"
     for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
-        assert script.load_scorer(arguments(script, workspace, tmp_path, dtype=dtype)).model.dtype == expected
+        assert script.load_scorer(arguments(workspace, tmp_path, dtype=dtype)).model.dtype == expected
     edits = results_of("edits", benchmark="edit_reward")
     assert edits["dimensions"]["consistency"]["strict"]["mean"] == 1.0
 
 
-def test_broken_rows(script, workspace, tmp_path):
+def test_broken_rows(workspace, tmp_path):
     """An option leaves them out, and the report says so."""
     rows = list(load_from_disk(workspace / "rankings"))
     rows[1]["ranking"] = [0, 0, 1, 2]
@@ -178,8 +167,8 @@ def test_broken_rows(script, workspace, tmp_path):
     Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "rankings")
     options = {"dataset_name": str(tmp_path / "rankings")}
     with pytest.raises(ValueError, match="`ranking` of row 1 "):
-        script.main(arguments(script, workspace, tmp_path / "results", **options))
-    script.main(arguments(script, workspace, tmp_path / "results", **options, skip_broken=True))
+        script.evaluate(arguments(workspace, tmp_path / "results", **options))
+    script.evaluate(arguments(workspace, tmp_path / "results", **options, skip_broken=True))
     (results,) = json.loads((tmp_path / "results" / "results.json").read_text())
     assert results["num_instances"] == 4
     assert [sentence.partition(" of `dataset`")[0][:33] for sentence in results["skipped"]] == [
@@ -197,8 +186,8 @@ def test_broken_rows(script, workspace, tmp_path):
     (published / "consistency_full_rank.jsonl").write_text(f"{json.dumps(record)}\n{wrong}\n")
     options = {"dataset_name": str(published)}
     with pytest.raises(ValueError, match="line 2: its image 'images/7/9_9.png' is neither in"):
-        script.main(arguments(script, workspace, tmp_path / "published-results", **options))
-    script.main(arguments(script, workspace, tmp_path / "published-results", **options, skip_broken=True))
+        script.evaluate(arguments(workspace, tmp_path / "published-results", **options))
+    script.evaluate(arguments(workspace, tmp_path / "published-results", **options, skip_broken=True))
     (results,) = json.loads((tmp_path / "published-results" / "results.json").read_text())
     assert results["num_instances"] == 1 and results["skipped"] == []
 
@@ -209,13 +198,13 @@ def test_broken_rows(script, workspace, tmp_path):
     Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "edits")
     options = {"dataset_name": str(tmp_path / "edits"), "benchmark": "edit_reward"}
     with pytest.raises(ValueError, match="`input_image` of row 0 .embedded. cannot be read"):
-        script.main(arguments(script, workspace, tmp_path / "edit-results", **options))
-    script.main(arguments(script, workspace, tmp_path / "edit-results", **options, skip_broken=True))
+        script.evaluate(arguments(workspace, tmp_path / "edit-results", **options))
+    script.evaluate(arguments(workspace, tmp_path / "edit-results", **options, skip_broken=True))
     (results,) = json.loads((tmp_path / "edit-results" / "results.json").read_text())
     assert results["num_instances"] == 1 and len(results["skipped"]) == 1
 
 
-def test_a_judge_on_a_server(script, workspace, tmp_path):
+def test_a_judge_on_a_server(workspace, tmp_path):
     def log_odds(first, second, question):
         return second.getpixel((0, 0))[0] / 100
 
@@ -225,7 +214,7 @@ def test_a_judge_on_a_server(script, workspace, tmp_path):
 
     with JudgeServer(log_odds, fault=fault, key="secret") as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE_KEY", "secret")
-        served = script.ScriptArguments(
+        served = script.RewardArguments(
             judge="judge",
             judge_url=server.url,
             api_key_variable="JUDGE_KEY",
@@ -233,7 +222,7 @@ def test_a_judge_on_a_server(script, workspace, tmp_path):
             output_dir=str(tmp_path),
             batch_size=4,  # a row at a time
         )
-        script.main(served)
+        script.evaluate(served)
         (results,) = json.loads((tmp_path / "results.json").read_text())
         assert len(server.requests) == 1 + 24  # the first one is the check
         assert results["num_ties"] == 1 and results["num_instances"] == 6
@@ -243,14 +232,14 @@ def test_a_judge_on_a_server(script, workspace, tmp_path):
         table = (tmp_path / "results.md").read_text()
         assert "| 6 (1 without tau and rho) | 1 |" in table and "candidates of which a judge is very sure tie" in table
 
-        script.main(dataclasses.replace(served, protocol="published"))
+        script.evaluate(dataclasses.replace(served, protocol="published"))
         entries = json.loads((tmp_path / "results.json").read_text())
         assert [entry["settings"]["protocol"] for entry in entries] == ["default", "published"]
         asked = server.requests[-1]["messages"][-1]["content"]
         assert [part.get("text", "")[:7] for part in asked] == ["<img1>: "[:7], "", "<img2>: "[:7], "", "Do the "]
 
 
-def test_wrong_options(script, workspace, tmp_path):
+def test_wrong_options(workspace, tmp_path):
     for options, message in (
         ({"benchmark": "ranking"}, "`--benchmark` is 'ranking', but must be one of rankings, edit_reward"),
         ({"dtype": "float"}, "`--dtype` is 'float', but must be auto or one of bfloat16, float16, float32"),
@@ -263,5 +252,5 @@ def test_wrong_options(script, workspace, tmp_path):
         ({"template": "themes"}, "`template` is 'themes', but must be one of"),
     ):
         with pytest.raises(ValueError, match=message):
-            script.main(arguments(script, workspace, tmp_path, **options))
+            script.evaluate(arguments(workspace, tmp_path, **options))
     assert not list(tmp_path.iterdir())

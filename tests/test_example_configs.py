@@ -11,10 +11,10 @@ import torch
 import yaml
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
 from peft import LoraConfig, get_peft_model
-from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
-from paco_trl.commands import build_arguments, evaluation_arguments, merge, push, serve_reward
+from paco_trl.commands import build_arguments, evaluate_reward, evaluation_arguments, merge, push, reward, serve_reward
+from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.families.qwen_image import QwenImageFamily
@@ -24,16 +24,14 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "examples" / "configs"
 sys.path.insert(0, str(ROOT / "examples"))
 
-import evaluate_reward  # noqa: E402
-import train_reward  # noqa: E402
 from train_flux_kontext import KontextArguments, KontextConfig  # noqa: E402
 from train_qwen_image_edit import QwenImageEditArguments, QwenImageEditConfig  # noqa: E402
 
 
 # Script of each, and what its parser is made of
 SCRIPTS = {
-    "paco-reward-7b-lora.yaml": ("train_reward.py", (train_reward.ScriptArguments, PaCoRewardConfig)),
-    "paco-reward-7b.yaml": ("train_reward.py", (train_reward.ScriptArguments, PaCoRewardConfig)),
+    "paco-reward-7b-lora.yaml": ("train_reward.py", (reward.ScriptArguments, PaCoRewardConfig)),
+    "paco-reward-7b.yaml": ("train_reward.py", (reward.ScriptArguments, PaCoRewardConfig)),
     "paco-flux.1-dev.yaml": ("train_flux.py", (ScriptArguments, PaCoGRPOConfig)),
     "paco-flux.1-kontext-dev.yaml": ("train_flux_kontext.py", (KontextArguments, KontextConfig)),
     "paco-qwen-image-edit.yaml": ("train_qwen_image_edit.py", (QwenImageEditArguments, QwenImageEditConfig)),
@@ -140,7 +138,7 @@ _SOURCE = re.compile(r"  # (?:paper\b|published code\b|not given\b|ours$)")
 
 def parse(path: Path, classes: tuple) -> dict:
     """Values of both dataclasses by name, as the script would get them."""
-    parsed = TrlParser(classes).parse_args_and_config(["--config", str(path), "--use_cpu"])
+    parsed = CommandParser(classes).parse_args_and_config(["--config", str(path), "--use_cpu"])
     return {f.name: getattr(arguments, f.name) for arguments in parsed for f in fields(arguments)}
 
 
@@ -154,6 +152,9 @@ def test_there_is_one_for_each_published_model():
 
 # What differs from paco-flux.1-dev.yaml
 PRESETS = {
+    "flux.1-dev-cps.yaml": {
+        "sde_type": "cps", "noise_level": 0.8, "scale_rewards": "batch", "output_dir": "flux.1-dev-cps",
+    },
     "flux.1-dev-80gb.yaml": {
         "tail_steps": 4, "tail_transfer_prompts": 16, "images_per_prefix": 4, "per_device_train_batch_size": 4,
         "output_dir": "flux.1-dev-80gb",
@@ -177,10 +178,28 @@ def test_a_preset_is_the_papers_but_for_what_it_marks(name):
     assert differing(preset, expected) == {} and preset["lora_target_modules"] is None
     assert {key for key in preset if preset[key] != paper[key]} - derived == expected.keys()
     text = (CONFIGS / name).read_text()
-    assert set(re.findall(r"^(\w+):.*  # ours", text, re.MULTILINE)) == expected.keys()
-    _, training_args = TrlParser(classes).parse_args_and_config(["--config", str(CONFIGS / name), "--use_cpu"])
+    assert set(re.findall(r"^(\w+):.*  # (?:ours|later[;,])", text, re.MULTILINE)) == expected.keys()
+    _, training_args = CommandParser(classes).parse_args_and_config(["--config", str(CONFIGS / name), "--use_cpu"])
     layout = training_args.round_layout
     assert (layout.num_prompts, layout.num_optimizer_steps) == (42, 2)
+
+
+# The settings of the run in yifan123/flow_grpo#201, by our names: `sample` and `train` of its configuration
+LATER = {
+    "num_inference_steps": 10, "num_inference_steps_eval": 20, "guidance_scale": 3.5, "sde_type": "cps",
+    "sde_steps": [1], "noise_level": 0.8, "num_generations": 16, "num_prompts_per_generation": 42,
+    "optimizer_steps_per_generation": 2, "per_device_train_batch_size": 1, "scale_rewards": "batch",
+    "advantage_clip": 5.0, "loss_type": "grpo", "epsilon": 1e-4, "beta": 0.0, "learning_rate": 3e-4,
+    "weight_decay": 1e-4, "max_grad_norm": 1.0,
+}  # fmt: skip
+
+
+def test_the_later_settings_are_those_of_the_report_and_every_value_has_its_source():
+    path = CONFIGS / "flux.1-dev-cps.yaml"
+    assert differing(parse(path, SCRIPTS["paco-flux.1-dev.yaml"][1]), LATER) == {}
+    values = [line for line in path.read_text().splitlines() if _VALUE.match(line)]
+    assert {line.split(":")[0] for line in values if "  # later" in line} == LATER.keys()
+    assert [line for line in values if "  # later" not in line and not _SOURCE.search(line)] == []
 
 
 def test_each_other_file_is_a_preset():
@@ -233,7 +252,7 @@ def test_a_value_without_its_source_is_seen():
 @pytest.mark.parametrize("name", [name for name in NAMES if "reward" not in name])
 class TestPolicies:
     def test_the_round_and_the_adapter(self, name):
-        script_args, training_args = TrlParser(SCRIPTS[name][1]).parse_args_and_config(
+        script_args, training_args = CommandParser(SCRIPTS[name][1]).parse_args_and_config(
             ["--config", str(CONFIGS / name), "--use_cpu"]
         )
         layout = training_args.round_layout
@@ -254,7 +273,7 @@ class TestPolicies:
     def test_the_evaluation_of_its_header(self, name):
         header = (CONFIGS / name).read_text().split("\n# Model")[0]
         (options,) = re.findall(r"^#     (--eval_dataset_name .*)$", header, re.MULTILINE)
-        arguments, config = TrlParser(SCRIPTS[name][1]).parse_args_and_config(
+        arguments, config = CommandParser(SCRIPTS[name][1]).parse_args_and_config(
             ["--config", str(CONFIGS / name), "--use_cpu", *options.split()]
         )
         assert (arguments.eval_dataset_name, config.eval_strategy, config.eval_steps) == (
@@ -296,11 +315,19 @@ def test_both_configs_of_the_judge_train_the_same():
     "arguments",
     [
         thing
-        for module in (build_arguments, evaluation_arguments, merge, push, serve_reward, sys.modules[__name__])
+        for module in (
+            build_arguments,
+            evaluate_reward,
+            evaluation_arguments,
+            merge,
+            push,
+            serve_reward,
+            sys.modules[__name__],
+        )
         for thing in vars(module).values()
         if is_dataclass(thing) and thing.__name__.endswith("Arguments")
     ]
-    + [evaluate_reward.ScriptArguments, train_reward.ScriptArguments],
+    + [reward.ScriptArguments],
 )
 def test_every_option_is_described_once(arguments):
     """In its help, and not in the docstring as well, where it would grow apart from it."""

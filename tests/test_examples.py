@@ -133,7 +133,7 @@ def test_alone(alone):
 
 @pytest.mark.slow
 def test_two_processes_equal_one(workspace, alone):
-    launch = functools.partial(launching.launch, config=launching.write_ddp_config(workspace))
+    launch = functools.partial(launching.launch, config=launching.CPU_DDP)
     folder = workspace / "embeddings"
     output = train(workspace, "ddp", "--ddp_backend", "gloo", "--embeddings_dir", folder, launch=launch)
     assert len({path.name for path in folder.rglob("*.*")}) > 12  # each prompt is encoded by one of the processes
@@ -245,7 +245,7 @@ def test_zero3_in_bf16(workspace):
 
 
 @pytest.mark.parametrize(
-    "name", ["single_gpu", "multi_gpu", "multi_node", "zero2", "zero3", "zero3_offload", "cpu_zero3"]
+    "name", ["single_gpu", "multi_gpu", "multi_node", "zero2", "zero3", "zero3_offload", "cpu_ddp", "cpu_zero3"]
 )
 def test_accelerate_configs_load(name):
     config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
@@ -255,5 +255,5 @@ def test_accelerate_configs_load(name):
         # PaCoGRPOConfig lays it out and fills it in
         assert "gradient_accumulation_steps" not in config.deepspeed_config
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {
-        "single_gpu", "multi_gpu", "multi_node", "zero2", "zero3", "zero3_offload", "cpu_zero3"
+        "single_gpu", "multi_gpu", "multi_node", "zero2", "zero3", "zero3_offload", "cpu_ddp", "cpu_zero3"
     }  # fmt: skip

@@ -11,8 +11,10 @@ from peft import LoraConfig
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from paco_trl import PaCoRewardConfig, tiny
 from paco_trl.commands.memory import (
     ImagePlan,
+    JudgePlan,
     LiveBytes,
     Setting,
     affine,
@@ -102,6 +104,29 @@ def test_training_takes_what_is_planned(make_trainer, tiny_flux, prompts, bf16, 
         assert abs(plan.peak("training", size, flag=flag) / measured - 1) > 0.1
 
 
+@pytest.mark.parametrize("builder", ["build_tiny_qwen_image_21", "build_tiny_longcat_image", "build_tiny_ovis_image"])
+def test_training_of_a_family_takes_what_is_planned(make_trainer, prompts, tmp_path, builder):
+    folder = str(getattr(tiny, builder)(tmp_path / "tiny"))
+    sizes = {"height": 128, "width": 128, "resolution_scale": 1.0}
+    trainer = make_trainer(
+        model=folder, guidance_scale=4.0, negative_prompt=" ", gradient_checkpointing=False, **sizes
+    )
+    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
+    generator.prepare()
+    record = generator.generate(4, generator.sde_settings(0.7)).records[0]
+
+    def step():
+        generator.replay(record).mean().backward()
+
+    step()
+    measured = allocated(step)
+    plan = ImagePlan(folder, trainer.args, LoraConfig(r=4, lora_alpha=8), prompts)
+    assert measured > 100_000
+    assert affine(lambda size: plan.peak("training", size), 4) == pytest.approx(measured, rel=0.08)
+    assert abs(plan.peak("training", 3) / measured - 1) > 0.1
+    assert min(sum(phase.device.values()) for phase in plan.phases(plan.setting())[1:]) > 0
+
+
 def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
     trainer = make_trainer(sde_steps=[0, 2])
     generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
@@ -146,6 +171,29 @@ def test_quantized_weights():
     assert weights_bytes(model, False, "nf4") == weights_bytes(model, trainable=False) == rest
 
 
+def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_qwen, prompts):
+    judge = JudgePlan(str(tiny_qwen), PaCoRewardConfig(bf16=True, use_cpu=True))
+    plan = ImagePlan(str(tiny_flux), make_trainer().args, LoraConfig(r=4, lora_alpha=8), prompts, judge, 1000)
+    found = {}
+    for offload in (False, True):
+        setting = replace(plan.setting(), offload_rewards=offload)
+        found[offload] = {phase.name: phase for phase in plan.phases(setting)}
+    rewards, stays, visits = weights_bytes(judge.network) + 1000, found[False], found[True]
+    for phase in ("generate", "decode", "train", "evaluate"):
+        assert stays[phase].device["rewards"] == rewards and visits[phase].device["rewards"] == 0
+    # Next to it: what a round keeps and the weights; no images are generated meanwhile
+    assert visits["score"].device["rewards"] == rewards == visits["score"].host["rewards"]
+    assert {"VAE", "activations"} <= stays["score"].device.keys() - visits["score"].device.keys()
+    shared = stays["score"].device.keys() & visits["score"].device.keys()
+    assert all(stays["score"].device[part] == visits["score"].device[part] for part in shared)
+    assert {"activations of the judge"} <= shared & (
+        stays["evaluate"].device.keys() - visits["evaluate"].device.keys()
+    )
+    limit = peak(list(visits.values()))
+    assert limit < peak(list(stays.values()))
+    assert smallest_change(plan, plan.setting(), limit) == ["`--offload_rewards True`"]
+
+
 @pytest.mark.slow
 def test_the_smallest_change_is_the_one_that_is_needed(make_plan):
     plan = make_plan(
@@ -164,8 +212,9 @@ def test_the_smallest_change_is_the_one_that_is_needed(make_plan):
     assert largest_batch(plan.phases, setting, peak(plan.phases(replace(setting, batch_size=4)))) == 4
 
 
-def test_all_weights_and_the_reference(make_plan):
-    plan = make_plan(peft_config=None, beta=0.01, ema_decay=0.9)
+@pytest.mark.parametrize("weight", ["beta", "norm_penalty"])
+def test_all_weights_and_the_reference(make_plan, weight):
+    plan = make_plan(peft_config=None, ema_decay=0.9, **{weight: 0.01})
     (train,) = [phase for phase in plan.phases(plan.setting()) if phase.name == "train"]
     weights = weights_bytes(plan.model, trainable=True)
     for part, factor in (("trained weights", 1), ("gradients", 1), ("optimizer", 2), ("average", 1), ("reference", 1)):

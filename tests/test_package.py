@@ -5,6 +5,7 @@ import configparser
 import importlib
 import pkgutil
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,35 @@ def test_python_versions_are_those_that_ci_tests():
     assert f'target-version = "py{tested[0].replace(".", "")}"' in (ROOT / "pyproject.toml").read_text()
 
 
+class TestLongDescription:
+    """A package index does not follow relative links: setup.py makes them absolute, or leaves them out."""
+
+    README = (ROOT / "README.md").read_text(encoding="utf-8")
+    TARGETS = re.compile(r"\]\(([^)\s]+)\)")
+    description = staticmethod(runpy.run_path(str(ROOT / "setup.py"))["description"])
+
+    def test_links_are_absolute_with_the_repository(self):
+        assert "](docs/tour.md)" in self.README and "](../../actions/" in self.README
+        text = self.description(self.README, "https://example.com/user/name")
+        assert "](https://example.com/user/name/blob/main/docs/tour.md)" in text
+        assert "](https://example.com/user/name/raw/main/docs/images/miniature.png)" in text
+        assert "](https://example.com/user/name/actions/workflows/tests.yml)" in text
+        assert all(target.startswith(("https://", "#")) for target in self.TARGETS.findall(text))
+
+    def test_without_a_repository_links_are_left_out_and_their_text_stays(self):
+        text = self.description(self.README, None)
+        targets = self.TARGETS.findall(text)
+        assert len(targets) > 8 and all(target.startswith(("https://", "#")) for target in targets)
+        assert "[A tour]" not in text and "A tour" in text and "miniature.png" not in text
+
+    def test_the_badges_are_true(self):
+        versions = re.search(r"badge/python-(\S+)-blue", self.README)[1].replace("%20%7C%20", " ").split()
+        assert versions == re.findall(r":: Python :: (3\.\d+)", setup_cfg()["metadata"]["classifiers"])
+        assert f"license-{setup_cfg()['metadata']['license'].replace('-', '--')}-blue" in self.README
+        (workflow,) = set(re.findall(r"actions/(workflows/\w+\.yml)", self.README))
+        assert (ROOT / ".github" / workflow).exists()
+
+
 def test_ruff_is_the_same_before_a_commit():
     (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert f"ruff=={hooks['rev'].removeprefix('v')}" in setup_cfg()["options.extras_require"]["quality"].split()
@@ -115,18 +145,26 @@ DATA_FILES = {
     "templates/annotation_app.html",
     "templates/categories.json",
     "templates/citations.yaml",
+    "templates/comparison_app.html",
     "templates/gedit_quality.txt",
     "templates/gedit_semantic.txt",
     "templates/generation_report.html.jinja",
     "templates/generation_report_notes.yaml",
+    "templates/given_label.txt",
     "templates/judge_report_notes.yaml",
     "templates/label_studio.xml",
+    "templates/licenses.yaml",
     "templates/model_card_parts.md.jinja",
     "templates/paco_dataset_card.md.jinja",
     "templates/paco_grpo_model_card.md.jinja",
     "templates/paco_reward_model_card.md.jinja",
     "templates/questions.yaml",
+    "templates/refused_fields.yaml",
+    "templates/space_README.md.jinja",
+    "templates/space_app.py.jinja",
+    "templates/space_requirements.txt.jinja",
     "templates/tiny_flux2_chat.jinja",
+    "templates/tiny_models.yaml",
     "templates/tiny_qwen2_5_vl_chat.jinja",
     "templates/tiny_z_image_chat.jinja",
     "templates/visible_attributes.json",
@@ -141,7 +179,7 @@ def test_wheel_holds_code_templates_and_demo_prompts(tmp_path):
     source = tmp_path / "source"
     for folder in ("paco_trl", "examples"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -152,6 +190,8 @@ def test_wheel_holds_code_templates_and_demo_prompts(tmp_path):
     assert len(sources) > 100
     assert names == sources | {f"paco_trl/{name}" for name in DATA_FILES}
     assert 100_000 < wheel.stat().st_size < MAX_WHEEL_SIZE
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    assert "\n## Use a published model\n" in zipfile.ZipFile(wheel).read(metadata).decode("utf-8")
 
 
 def test_sources_are_in_the_house_style():

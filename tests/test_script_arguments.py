@@ -2,13 +2,23 @@
 """Rewards by their names on the command line, and the judges of training and evaluation."""
 
 import dataclasses
+import re
+import sys
 
 import pytest
+from peft import LoraConfig
+from safetensors.torch import save_file
 
 from judge_server import JudgeServer
 from paco_trl import PaCoReward
 from paco_trl.commands import script_arguments
-from paco_trl.commands.script_arguments import ScriptArguments, load_eval_rewards, load_reward, load_rewards
+from paco_trl.commands.script_arguments import (
+    ScriptArguments,
+    get_peft_config,
+    load_eval_rewards,
+    load_reward,
+    load_rewards,
+)
 from paco_trl.rewards import (
     ClipIReward,
     ClipTReward,
@@ -49,6 +59,67 @@ def test_rewards_without_a_judge(clip):
     assert evaluation[1] is loaded[0] and evaluation[0] is loaded[3]  # loaded once
     with pytest.raises(ValueError, match="Unknown reward 'clip': `--rewards` takes consistency, edit, clip_t"):
         load_reward("clip", arguments)
+
+
+OWN = """
+instances = 0
+
+def brightness(prompts, completions, **kwargs):
+    return [0.5] * len(completions)
+
+class Sharpness:
+    def __init__(self):
+        global instances
+        instances += 1
+    def __call__(self, prompts, completions, **kwargs):
+        return [1.0] * len(completions)
+
+class Weighted(Sharpness):
+    def __init__(self, weight):
+        self.weight = weight
+
+made, threshold = Sharpness(), 0.5
+"""
+
+
+def test_own_rewards_by_import_path(tmp_path, monkeypatch):
+    (tmp_path / "my_own_rewards.py").write_text(OWN)
+    (tmp_path / "my_broken_rewards.py").write_text("import a_package_that_is_missing")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    names = [f"my_own_rewards.{name}" for name in ("brightness", "Sharpness", "made")]
+    first, second, third = load_rewards(ScriptArguments(rewards=["redness", *names]))[1:]
+    module = sys.modules["my_own_rewards"]
+    assert first is module.brightness and third is module.made
+    assert type(second) is module.Sharpness and module.instances == 2
+    for name, message in {
+        "my_own_rewards.sharpnes": "'my_own_rewards.sharpnes' cannot be loaded. AttributeError: .*no attribute 'sharpnes'",
+        "my_own_reward.brightness": "cannot be loaded. ModuleNotFoundError: No module named 'my_own_reward'",
+        "my_broken_rewards.brightness": "cannot be loaded. ModuleNotFoundError: .*'a_package_that_is_missing'",
+        "my_own_rewards.Weighted": "cannot be loaded. TypeError: .*'weight'",
+        "my_own_rewards.threshold": "is 0.5, which cannot be called",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_reward(name, ScriptArguments())
+
+
+def test_an_adapter_is_continued_with_its_own_settings(tmp_path, caplog):
+    LoraConfig(r=8, lora_alpha=16, target_modules=["to_q", "to_v"]).save_pretrained(tmp_path)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    for options, said in (
+        ({}, []),
+        ({"lora_r": 8, "lora_target_modules": ["to_v", "to_q"]}, []),
+        ({"lora_r": 4}, ["`--lora_r` is 4 and has no effect: .* is continued with its own, 8."]),
+        (
+            {"lora_alpha": 1, "lora_target_modules": ["to_q"]},
+            ["`--lora_alpha` is 1 and has no effect", r"`--lora_target_modules` is \['to_q'\] and has no effect"],
+        ),
+    ):
+        caplog.clear()
+        arguments = ScriptArguments(adapter_name_or_path=str(tmp_path), **options)
+        assert get_peft_config(arguments) == str(tmp_path)
+        assert len(caplog.messages) == len(said)
+        assert all(re.match(pattern, message) for pattern, message in zip(said, caplog.messages, strict=True))
 
 
 def test_a_judge_in_the_process(tiny_qwen):

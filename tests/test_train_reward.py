@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/train_reward.py as users start it: alone, under `accelerate launch` with DDP, and with DeepSpeed ZeRO-3."""
 
-import importlib.util
 import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +14,11 @@ import yaml
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as PILImage
 from safetensors.torch import load_file
-from trl import TrlParser
 
 import launching
 from launching import CPU_ZERO3, ROOT
-from paco_trl import PaCoReward, PaCoRewardConfig
+from paco_trl import PaCoReward
+from paco_trl.commands import reward as script
 from paco_trl.data import make_pair, rankings_to_pairs
 
 
@@ -71,16 +69,6 @@ def pairs(count: int, seed: int) -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def script():
-    """The script as a module: starting a process for every check would take minutes."""
-    spec = importlib.util.spec_from_file_location("train_reward", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_reward"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def workspace(tiny_qwen, tmp_path_factory):
     """A folder with a tiny model, pairs in Parquet, and the settings in a YAML file."""
     folder = tmp_path_factory.mktemp("train_reward")
@@ -92,15 +80,13 @@ def workspace(tiny_qwen, tmp_path_factory):
     return folder
 
 
-def run_here(script, workspace: Path, output: Path, *options: str) -> None:
-    parser = TrlParser((script.ScriptArguments, PaCoRewardConfig))
-    arguments = ["--config", str(workspace / "settings.yaml"), "--output_dir", str(output), *options]
-    script.main(*parser.parse_args_and_config(args=arguments))
+def run_here(workspace: Path, output: Path, *options: str) -> None:
+    script.main(["--config", str(workspace / "settings.yaml"), "--output_dir", str(output), *options])
 
 
 @pytest.fixture(scope="module")
-def alone(script, workspace) -> Path:
-    run_here(script, workspace, workspace / "alone", "--gradient_accumulation_steps", "6")
+def alone(workspace) -> Path:
+    run_here(workspace, workspace / "alone", "--gradient_accumulation_steps", "6")
     return workspace / "alone"
 
 
@@ -173,12 +159,12 @@ def test_alone(alone, workspace):
 class TestData:
     """What of the data the script gives to the trainer; the card says how many pairs there were."""
 
-    def train(self, script, workspace, folder: Path, *options: str) -> str:
-        run_here(script, workspace, folder / "out", "--max_steps", "1", "--save_strategy", "no", *options)
+    def train(self, workspace, folder: Path, *options: str) -> str:
+        run_here(workspace, folder / "out", "--max_steps", "1", "--save_strategy", "no", *options)
         return (folder / "out" / "README.md").read_text()
 
     @pytest.mark.slow
-    def test_rankings_and_both_orders(self, script, workspace, tmp_path, capsys):
+    def test_rankings_and_both_orders(self, workspace, tmp_path, capsys):
         rng = np.random.default_rng(0)
         images = [PILImage.new("RGB", (56, 56), tuple(map(int, rng.integers(0, 256, 3)))) for _ in range(4)]
         rows = [{"reference": images[0], "candidates": images[1:], "ranking": [2, 0, 1], "prompt": "A fox."}] * 4
@@ -195,12 +181,12 @@ class TestData:
         options = ["--dataset_name", str(tmp_path / "data"), "--first_token_weight", "1", "--eval_strategy", "no"]
         pairs_of = {len(rankings_to_pairs(rankings.select(range(count)))): count for count in (1, 4)}
         few, many = sorted(pairs_of)
-        card = self.train(script, workspace, tmp_path, *options)
+        card = self.train(workspace, tmp_path, *options)
         assert f"| pairs | {many} |" in card  # trained on
         assert f"| pairs | {few} |" in card  # evaluated on, at the end
         stdout = capsys.readouterr().out
         assert f"Adapter: {tmp_path / 'out'}" in stdout and f"Images: {tmp_path / 'out' / 'evaluation'}" in stdout
-        card = self.train(script, workspace, tmp_path, *options, "--swap", "True")
+        card = self.train(workspace, tmp_path, *options, "--swap", "True")
         assert f"| pairs | {2 * many} |" in card
         assert f"| pairs | {few} |" in card  # evaluated on as they are
 
@@ -208,12 +194,12 @@ class TestData:
         rows[2] = rows[2] | {"candidates": [images[1], {"bytes": b"no image", "path": None}, images[3]]}
         Dataset.from_list(rows, features=Features(features)).to_parquet(tmp_path / "data" / "train.parquet")
         with pytest.raises(ValueError, match="`ranking` of row 1 "):
-            self.train(script, workspace, tmp_path, *options)
+            self.train(workspace, tmp_path, *options)
         # Of row 2, the pair with the worst candidate is left
-        card = self.train(script, workspace, tmp_path, *options, "--skip_broken", "True")
+        card = self.train(workspace, tmp_path, *options, "--skip_broken", "True")
         assert f"| pairs | {many - 2 - 1} |" in card
 
-    def test_the_published_layout(self, script, workspace, tmp_path, capsys):
+    def test_the_published_layout(self, workspace, tmp_path, capsys):
         folder = tmp_path / "data"
         folder.mkdir()
         for name, count in (("a", 6), ("b", 4), ("held_out", 3)):
@@ -230,25 +216,39 @@ class TestData:
         del settings["dataset_split"], settings["eval_split"], settings["eval_strategy"]
         settings |= {"dataset_name": str(folder), "dataset_files": ["a", "b"]}
         (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
-        card = self.train(script, tmp_path, tmp_path, "--eval_files", "held_out")
+        card = self.train(tmp_path, tmp_path, "--eval_files", "held_out")
         assert "| pairs | 10 |" in card and "| pairs | 3 |" in card
 
         (folder / "b-1-1.png").write_bytes(b"no image")
         with pytest.raises(ValueError, match="Row 7.*second image"):
-            self.train(script, tmp_path, tmp_path)
+            self.train(tmp_path, tmp_path)
         capsys.readouterr()
-        card = self.train(script, tmp_path, tmp_path, "--skip_broken", "True")
+        card = self.train(tmp_path, tmp_path, "--skip_broken", "True")
         assert "| pairs | 9 |" in card and "## Evaluation" not in card
         assert "Pictures" not in capsys.readouterr().out
 
-    def test_a_split_to_evaluate_on_needs_one_to_train_on(self, script, tmp_path):
+    def test_a_split_to_evaluate_on_needs_one_to_train_on(self, tmp_path):
         options = ["--eval_split", "test", "--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False"]
-        parser = TrlParser((script.ScriptArguments, PaCoRewardConfig))
         with pytest.raises(ValueError, match="`--eval_split` is for data with splits: give `--dataset_split` too"):
-            script.main(*parser.parse_args_and_config(args=options))
+            script.main(options)
 
-    def test_layers(self, script, workspace, tmp_path):
-        self.train(script, workspace, tmp_path, "--lora_target_modules", "q_proj", "v_proj", "--eval_strategy", "no")
+    def test_own_pairs_without_a_split(self, workspace, tmp_path):
+        words = [
+            "--dataset_name",
+            str(workspace / "data"),
+            "--output_dir",
+            str(tmp_path),
+            "--use_cpu",
+            "--bf16",
+            "False",
+        ]
+        with pytest.raises(
+            FileNotFoundError, match=r"only: test.parquet, train.parquet.* give `--dataset_split`, such"
+        ):
+            script.main(words)
+
+    def test_layers(self, workspace, tmp_path):
+        self.train(workspace, tmp_path, "--lora_target_modules", "q_proj", "v_proj", "--eval_strategy", "no")
         names = load_file(tmp_path / "out" / "adapter_model.safetensors")
         assert {name.split(".")[-3] for name in names} == {"q_proj", "v_proj"}
 
@@ -276,12 +276,12 @@ def test_two_processes_equal_one(workspace, ddp_config, alone):
 
 
 @pytest.mark.slow
-def test_two_processes_resume_what_one_began_grouped_by_length(script, workspace, ddp_config):
+def test_two_processes_resume_what_one_began_grouped_by_length(workspace, ddp_config):
     # An epoch is four steps: the checkpoint is in the second one, whose order is another
     options = [*("--train_sampling_strategy", "group_by_length", "--max_steps", "8"), *("--save_steps", "5")]
     options += ["--eval_strategy", "no"]
     alone = workspace / "grouped-alone"
-    run_here(script, workspace, alone, "--gradient_accumulation_steps", "6", *options)
+    run_here(workspace, alone, "--gradient_accumulation_steps", "6", *options)
     checkpoint = workspace / "grouped-checkpoint-5"
     shutil.copytree(alone / "checkpoint-5", checkpoint)
     options += ["--resume_from_checkpoint", str(checkpoint), "--dataloader_num_workers", "2"]

@@ -24,7 +24,6 @@ from peft import PeftModel
 from PIL import Image
 from rich.console import Console
 from transformers.trainer_utils import IntervalStrategy
-from trl import TrlParser
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
@@ -34,14 +33,19 @@ from ..data import split_grid
 from ..hub.account import check_base_model, check_repository
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..rewards.reward_calls import check_required, check_reward_functions, check_reward_weights
+from ..rollout.loading import load_lora
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.round_schedule import RoundSchedule
+from .env import VERSIONS, version_of
+from .grpo import parser_of
 from .memory_check import PlanArguments, format_size, image_plan, judge_plan, memory_row, parse_judge, trainer_of
+from .parser import CommandParser
 from .report import COLORS, FAILED, OK, SKIPPED, WARNING, Row, colored, report
 from .sample_generator import Generation, SampleGenerator
 from .script_arguments import (
     ScriptArguments,
+    check_evaluation,
     get_peft_config,
     load_eval_prompts,
     load_eval_rewards,
@@ -62,7 +66,6 @@ _ROUND_TRIP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
 
 _PACKAGE = "paco_trl"
-_VERSIONS = ("trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch", "deepspeed")
 _MISSING: Any = None  # what no check has found yet
 
 
@@ -70,7 +73,7 @@ _MISSING: Any = None  # what no check has found yet
 class DoctorState:
     """State of the checks: each adds what later ones need."""
 
-    parse: Callable[[], tuple[ScriptArguments, PaCoGRPOConfig, PlanArguments]]
+    parse: Callable[[], tuple[Any, Any, PlanArguments]]
     temporary_dir: str  # stands in for the output directory of the run
     # Of the run; `args` has other values, so that the doctor leaves nothing behind
     push_to_hub: bool = False
@@ -98,30 +101,22 @@ def check_versions(state: DoctorState) -> Row:
     if torch.cuda.is_available():
         bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_properties(0).name}, {bf16} bf16"
-    versions = {name: _version_of(name) for name in (_PACKAGE, *_VERSIONS)}
+    versions = {name: version_of(name) for name in (_PACKAGE, *VERSIONS)}
     finding = f"{', '.join(f'{name} {version}' for name, version in versions.items() if version)}; {device}"
     if versions[_PACKAGE] is None:
         return Row(WARNING, finding, f"{_PACKAGE} is not installed, so its requirements are unknown: install it.")
     unmet = {}
     for requirement in map(Requirement, importlib.metadata.requires(_PACKAGE) or []):
-        name, version = requirement.name, _version_of(requirement.name)
+        name, version = requirement.name, version_of(requirement.name)
         is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        if is_extra and (name not in _VERSIONS or version is None):
+        if is_extra and (name not in VERSIONS or version is None):
             continue  # tools for development, or not used
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             unmet[name] = f"{name} is {version or 'missing'}, needed is {requirement.specifier}"
     if not unmet:
         return Row(OK, finding)
-    return Row(
-        WARNING, f"{'; '.join(unmet.values())}. ({finding})", f"Install them: `pip install -U {' '.join(unmet)}`."
-    )
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    advice = f"Install them: `pip install -U {' '.join(unmet)}`."
+    return Row(WARNING, f"{'; '.join(unmet.values())}. ({finding})", advice)
 
 
 def check_configuration(state: DoctorState) -> Row:
@@ -145,13 +140,14 @@ def check_output_folder(state: DoctorState) -> Row:
         return Row(WARNING if warned else OK, f"The run continues from '{checkpoint}'.", warned)
     found = checkpoints_of(state.output_dir)
     if found:
-        return Row(
-            WARNING,
+        finding = (
             f"'{state.output_dir}' has {len(found)} checkpoint(s), the latest '{found[0].name}', and the run starts "
-            "from the beginning.",
-            "To resume, set `resume_from_checkpoint` to true. Otherwise choose another directory: the run refuses one "
-            "with checkpoints of other settings, and replaces those of its own.",
         )
+        advice = (
+            "To resume, set `resume_from_checkpoint` to true. Otherwise choose another directory: the run refuses one "
+        )
+        advice += "with checkpoints of other settings, and replaces those of its own."
+        return Row(WARNING, f"{finding}from the beginning.", advice)
     return Row(OK, f"'{state.output_dir}' has no checkpoints; the run starts from the beginning.")
 
 
@@ -164,13 +160,10 @@ def check_hub(state: DoctorState) -> Row:
     base_model = script_args.model_name_or_path
     check_base_model(api, base_model)
     repo_id, is_there = check_repository(
-        api,
-        args.hub_model_id or Path(state.output_dir).absolute().name,
-        private=args.hub_private_repo,
-        revision=args.hub_revision,
-        published_files=PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER,
+        api, args.hub_model_id or Path(state.output_dir).absolute().name, private=args.hub_private_repo,
+        revision=args.hub_revision, published_files=PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER,
         base_model=base_model,
-    )
+    )  # fmt: skip
     plan = "exists and can be written to" if is_there else "will be created"
     return Row(OK, f"The repository {repo_id} at {api.endpoint} {plan}.")
 
@@ -178,6 +171,7 @@ def check_hub(state: DoctorState) -> Row:
 def check_data(state: DoctorState) -> Row:
     """Check the prompts, their sizes, and whether there are enough of them."""
     script_args, args = state.script_args, state.args
+    check_evaluation(script_args, args)
     dataset = load_train_prompts(script_args)
     findings = [_examine_prompts(dataset, args, "the dataset")]
     state.eval_dataset = load_eval_prompts(script_args)
@@ -185,13 +179,10 @@ def check_data(state: DoctorState) -> Row:
         findings.append("Evaluation: " + _examine_prompts(state.eval_dataset, args, "the evaluation dataset"))
     faults, remedies = [], []
     if state.eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
-        faults.append(
-            f"`eval_strategy` is '{args.eval_strategy.value}' and `eval_on_start` {args.eval_on_start}, but there are "
-            "no prompts to evaluate on."
-        )
+        requested = f"`eval_strategy` is '{args.eval_strategy.value}' and `eval_on_start` {args.eval_on_start}"
+        faults.append(f"{requested}, but there are no prompts to evaluate on.")
         remedies.append(
-            "Name a split of the dataset with `--eval_split`, or set `eval_strategy` to 'no' and `eval_on_start` to "
-            "false."
+            "Name a split with `--eval_split`, or set `eval_strategy` to 'no' and `eval_on_start` to false."
         )
         # The later checks do not evaluate, so they can still run
         args.eval_strategy, args.eval_on_start, args.load_best_model_at_end = IntervalStrategy.NO, False, False
@@ -278,31 +269,25 @@ def check_rewards_load(state: DoctorState) -> Row:
 
 
 def check_model(state: DoctorState) -> Row:
-    """Check that the model loads, that its adapter fits, and that every named layer exists."""
+    """Check that the model loads and that its adapter fits."""
     args, script_args = state.args, state.script_args
     reward_funcs: Any = state.reward_funcs
     if reward_funcs is None:
         # That check has failed; the model can be checked without
         reward_funcs, args.reward_weights, args.reward_required = [_no_reward], None, None
     trainer = PaCoGRPOTrainer(
-        model=script_args.model_name_or_path,
-        reward_funcs=reward_funcs,
-        args=args,
-        train_dataset=state.train_dataset,
-        eval_dataset=state.eval_dataset,
-        eval_reward_funcs=state.eval_reward_funcs,
+        model=script_args.model_name_or_path, reward_funcs=reward_funcs, args=args, train_dataset=state.train_dataset,
+        eval_dataset=state.eval_dataset, eval_reward_funcs=state.eval_reward_funcs,
         peft_config=get_peft_config(script_args),
-    )
+    )  # fmt: skip
     is_new_adapter = isinstance(trainer.model, PeftModel) and trainer.trained_from is None
     generator = SampleGenerator(trainer.sampler, trainer.train_rows, args, is_new_adapter)
     if args.deepspeed_plugin is None:
         generator.prepare()
-    state.trainer = trainer
-    state.generator = generator
+    state.trainer, state.generator = trainer, generator
     trained_weights = list(trained_parameters(trainer.model).values())
     num_trained = sum(p.numel() for p in trained_weights)
     num_frozen = sum(p.numel() for p in trainer.model.parameters()) - num_trained
-    missing: list[str] = []
     if isinstance(trainer.model, PeftModel):
         num_frozen = trainer.model.get_nb_trainable_parameters()[1] - num_trained  # two weights of 4 bits are one byte
         adapter = trainer.model.peft_config[trainer.model.active_adapter]
@@ -313,7 +298,6 @@ def check_model(state: DoctorState) -> Row:
             f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers{origin}: {num_trained:,} "
             f"parameters trained, {num_frozen:,} frozen."
         )
-        missing = _missing_targets(adapter.target_modules, layers)
     else:
         dtype = trained_weights[0].dtype
         trained = f"no adapter: all weights of the transformer are trained, {num_trained:,} parameters in {dtype}"
@@ -323,23 +307,12 @@ def check_model(state: DoctorState) -> Row:
         f"{trainer.compute_dtype}; {trained} Trained at {_listed(generator.sizes)} (multiples of "
         f"{trainer.size_multiple} pixels)."
     )
-    if not missing:
+    limit, epsilon = trainer.family.max_stable_epsilon, max(args.epsilon, args.epsilon_high or 0.0)
+    if limit is None or args.loss_type != "grpo" or epsilon <= limit:
         return Row(OK, finding)
-    defaults = ", ".join(trainer.family.lora_target_modules)
-    return Row(
-        FAILED,
-        f"No layer of the transformer is named {', '.join(missing)}. {finding}",
-        f"Correct `lora_target_modules`, or leave it out for the family's default: {defaults}.",
-    )
-
-
-def _missing_targets(target_modules: list[str] | set[str] | str, layers: list[str]) -> list[str]:
-    """Return the names in `target_modules` that no layer has."""
-    if isinstance(target_modules, str):  # a pattern; PEFT refuses one without a match
-        return []
-    return [
-        target for target in sorted(target_modules) if not any(f".{name}".endswith(f".{target}") for name in layers)
-    ]
+    finding += f" The clip range is {epsilon:g}; this model was seen to collapse above {limit:g}."
+    advice = f"Set `epsilon` and `epsilon_high` to at most {limit:g}. Training may still collapse later."
+    return Row(WARNING, finding, advice)
 
 
 def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:
@@ -355,8 +328,7 @@ def check_memory(state: DoctorState) -> Row:
 
 def check_judge_memory(state: DoctorState) -> Row:
     """Plan the memory of the training of a judge."""
-    parsed: Any = state.parse()  # with the options that the plan does not need
-    script_args, args, plan_args = parsed[:3]
+    script_args, args, plan_args = state.parse()
     return memory_row(judge_plan(script_args, args), plan_args.memory_of(args))
 
 
@@ -376,12 +348,8 @@ def check_noise_free(state: DoctorState) -> Row:
     )
     # `not <=` instead of `>`: it finds NaN as well
     if not difference <= tolerance * scale:
-        return Row(
-            FAILED,
-            finding,
-            "The policy does not generate what the pipeline generates. Look for a changed scheduler, or an adapter that is not "
-            "the identity when it is new.",
-        )
+        advice = "Look for a changed scheduler, or an adapter that is not the identity when it is new."
+        return Row(FAILED, finding, f"The policy does not generate what the pipeline generates. {advice}")
     return Row(OK, finding)
 
 
@@ -417,13 +385,13 @@ def check_ratio(state: DoctorState) -> Row:
             " Checkpointing costs a forward of each image: see if it fits with `--gradient_checkpointing False`."
         )
     if not worst <= args.ratio_tolerance:
-        return Row(
-            FAILED,
-            finding,
-            "Rollout and training compute different numbers: look for dropout, for layers that behave "
-            "differently with gradients, for a compiled replay. In bf16 a deviation below `epsilon` "
-            f"({args.epsilon:g}) can be rounding: then set `ratio_tolerance` above it.",
+        advice = (
+            "Rollout and training compute different numbers: look for dropout, for layers that behave differently "
         )
+        advice += (
+            f"with gradients, for a compiled replay. In bf16 a deviation below `epsilon` ({args.epsilon:g}) can be "
+        )
+        return Row(FAILED, finding, f"{advice}rounding: then set `ratio_tolerance` above it.")
     if not any(gradients):
         advice = "Find out what cuts the graph in the transformer."
         return Row(FAILED, f"{finding} What is trained gets no gradient.", advice)
@@ -459,18 +427,14 @@ def _adapter_round_trip(state: DoctorState) -> Row:
         if state.args.quantization == "fp8_storage":
             transformer.to(trainer.compute_dtype)  # diffusers rounds an adapter to the dtype of its layers
         object.__setattr__(pipeline, "transformer", transformer)  # `load_lora_weights` changes it in place
-        pipeline.load_lora_weights(folder)
+        load_lora(pipeline, folder)
         with_diffusers = generator.generate()
     return _compare_loaded(
-        trainer.compute_dtype,
-        base,
-        tuned,
+        trainer.compute_dtype, base, tuned,
         {"PeftModel.from_pretrained": with_peft, "pipe.load_lora_weights": with_diffusers},
-        "Random weights in the adapter",
-        "The adapter has no effect on the image: check `lora_target_modules`.",
-        "adapter",
-        "the versions of peft and diffusers (first row), and the scale `lora_alpha / r` in the files",
-    )
+        "Random weights in the adapter", "The adapter has no effect on the image: check `lora_target_modules`.",
+        "adapter", "the versions of peft and diffusers (first row), and the scale `lora_alpha / r` in the files",
+    )  # fmt: skip
 
 
 def _transformer_round_trip(state: DoctorState) -> Row:
@@ -497,15 +461,11 @@ def _transformer_round_trip(state: DoctorState) -> Row:
         model.to(device)
         load_weights(model, originals, zero_stage=0)
     return _compare_loaded(
-        trainer.compute_dtype,
-        base,
-        tuned,
-        {f"{type(model).__name__}.from_pretrained": reloaded},
+        trainer.compute_dtype, base, tuned, {f"{type(model).__name__}.from_pretrained": reloaded},
         "Noise in the transformer's weights",
-        "The weights have no effect on the image: find out which weights the pipeline uses.",
-        "transformer",
+        "The weights have no effect on the image: find out which weights the pipeline uses.", "transformer",
         "the version of diffusers (first row), and that the transformer's config and weights can be saved",
-    )
+    )  # fmt: skip
 
 
 def _compare_loaded(
@@ -530,12 +490,8 @@ def _compare_loaded(
     if not (math.isfinite(effect) and effect > 0):
         return Row(FAILED, finding, without_effect)
     if not all(value <= tolerance * effect for value in differences.values()):
-        return Row(
-            FAILED,
-            finding,
-            f"The saved files do not hold the {saved} that was trained: checkpoints of this run would generate something "
-            f"else. Check {possible_causes}.",
-        )
+        effect_of = f"do not hold the {saved} that was trained: checkpoints of this run would generate something else"
+        return Row(FAILED, finding, f"The saved files {effect_of}. Check {possible_causes}.")
     return Row(OK, finding)
 
 
@@ -653,12 +609,11 @@ def _make(check: Check, state: DoctorState) -> list[Row]:
     return found if isinstance(found, list) else [found]
 
 
-def _parser(trainer: str = "grpo") -> TrlParser:
-    return TrlParser(
-        (ScriptArguments, PaCoNFTConfig if trainer == "nft" else PaCoGRPOConfig, PlanArguments),
+def _parser(trainer: str = "grpo") -> CommandParser:
+    return parser_of(
+        *(ScriptArguments, PaCoNFTConfig if trainer == "nft" else PaCoGRPOConfig, PlanArguments),
         prog="paco-trl doctor",
-        description="Checks a model, a dataset and settings without training. Takes the arguments of "
-        "examples/train_flux.py.",
+        description="Checks a model, a dataset and settings without training. Takes the options of `paco-trl grpo`.",
     )
 
 

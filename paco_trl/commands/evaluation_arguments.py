@@ -73,6 +73,7 @@ class GenerateArguments(PipelineArguments, BenchmarkArguments):
 
     output_dir: str = option("evaluation/base", "Directory of the system; each requires its own.")
     adapter: str | None = option(None, "Hub id or directory of a trained adapter. If `None`, the untouched model.")
+    adapter_fraction: float = option(1.0, "Fraction of the denoising steps that use it, from the first.")
     seeds: list[int] = option([0], "Seeds for each prompt; only one with `gedit`.")
     batch_size: int = option(1, "Images per call of the pipeline; not for `gedit`.")
     panel_files: bool = option(False, "Whether to also write the panels as files for the script of T2IS-Bench.")

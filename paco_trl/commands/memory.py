@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from diffusers import DiffusionPipeline
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -140,6 +141,7 @@ class _ZeroEncoder(nn.Module):
         self.config, self.dtype, self.device = encoder.config, encoder.dtype, torch.device("cpu")
         self.has_projection = hasattr(encoder, "text_projection")
         self.num_tokens = 0
+        self.model = SimpleNamespace(norm=nn.Identity())  # which Qwen-Image-2.1's pipeline hooks
 
     def forward(self, input_ids: torch.Tensor, *args, **kwargs) -> Any:
         config = self.config.get_text_config()
@@ -149,6 +151,20 @@ class _ZeroEncoder(nn.Module):
         if self.has_projection:
             return CLIPTextModelOutput(text_embeds=states.new_zeros(len(states), config.projection_dim), **each)
         return BaseModelOutputWithPooling(pooler_output=states[:, 0], **each)
+
+
+class _PlanMode(FakeTensorMode):
+    """Tensors without data; operations on tensors that all have data are run, and their results have data too."""
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        has_data = bool(tensors) or func is torch.ops.aten.scalar_tensor.default
+        if has_data and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def build_components(model: str, dtypes: dict[str, torch.dtype], **where) -> tuple[type, dict[str, Any]]:
@@ -184,6 +200,7 @@ class Setting:
     gradient_checkpointing: bool = True
     quantization: str | None = None
     offload_embeddings: bool = False
+    offload_rewards: bool = False
     ema_offload: bool = False
     vae_tiling: bool = False
     serves_judge: bool = False
@@ -280,7 +297,7 @@ class JudgePlan:
 
 
 class ImagePlan:
-    """Memory of a run of PaCo-GRPO or DiffusionNFT, for the row with the largest images and the longest prompt."""
+    """Memory of a run of PaCo-GRPO, DiffusionNFT or AWM, for the row with the largest images and the longest prompt."""
 
     # Prompts are read by the real tokenizers and by text encoders that return zeros, and the pipeline itself makes the
     # transformer's arguments. The transformer, its backward and the VAE run on tensors without data.
@@ -289,8 +306,7 @@ class ImagePlan:
         self, model: str, args: Any, peft_config: LoraConfig | None, dataset: Dataset,
         judge: JudgePlan | None = None, reward_bytes: int = 0, **where,
     ):  # fmt: skip
-        self.args, self.judge, self.reward_bytes = args, judge, reward_bytes
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.args, self.judge, self.reward_bytes, self.mode = args, judge, reward_bytes, _PlanMode()
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_deepspeed = args.deepspeed_plugin is not None
         self.in_training = functools.partial(as_in_training, dtype, not is_deepspeed)
@@ -308,7 +324,7 @@ class ImagePlan:
         self.policy = PipelinePolicy(pipeline, self.family, self.model.train(), self.signature)
         if is_deepspeed:
             cast_floating_inputs(self.model, dtype)
-        has_reference = args.beta > 0 and peft_config is None
+        has_reference = args.has_reference and peft_config is None
         self.reference_bytes = sum(p.numel() for p in transformer.parameters()) * dtype.itemsize * has_reference
         self.text_encoders = {name: parts[name] for name in self.family.text_encoders if parts[name] is not None}
         for name, encoder in self.text_encoders.items():
@@ -365,7 +381,9 @@ class ImagePlan:
             pass
         finally:
             handle.remove()
-        return tree_map_only(torch.Tensor, self.mode.from_tensor, recorded)
+        # Qwen-Image-2.1's transformer reads the values of its mask
+        faked = lambda tensor: tensor if tensor.dtype == torch.bool else self.mode.from_tensor(tensor)  # noqa: E731
+        return tree_map_only(torch.Tensor, faked, recorded)
 
     @functools.cache  # noqa: B019
     def encoding(self) -> int:
@@ -399,10 +417,16 @@ class ImagePlan:
             forward = lambda: [self.model(**dict(call))[0] for call in calls]  # noqa: E731
             return measure_peak(forward, self.model if is_training else None)
 
+    @functools.cache  # noqa: B019
+    def frozen_bytes(self, quantization: str | None) -> tuple[int, int]:
+        """Count the frozen weights of the transformer and of the text encoders."""
+        encoders = [weights_bytes(each, False, quantization) for each in self.text_encoders.values()]
+        return weights_bytes(self.model, False, quantization), sum(encoders)
+
     def setting(self) -> Setting:
         """Return the setting of the run."""
         args, layout = self.args, self.args.round_layout
-        names = ("offload_embeddings", "ema_offload", "vae_tiling")
+        names = ("offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
         return Setting(
             layout.batch_size, args.activation_checkpointing, getattr(args, "quantization", None),
             **{name: getattr(args, name) for name in names}, serves_judge=self.judge is None,
@@ -412,25 +436,26 @@ class ImagePlan:
     def phases(self, setting: Setting, is_full: bool = False) -> list[Phase]:
         """Return the phases of a run; `is_full` trains at the inference size."""
         args, layout, tiled = self.args, self.args.round_layout, setting.vae_tiling
-        is_nft = hasattr(args, "nft_beta")  # whose old policy is another average
-        averages = (args.ema_decay is not None) + is_nft
-        frozen = weights_bytes(self.model, False, setting.quantization)
+        is_nft, has_old_policy = hasattr(args, "nft_beta"), getattr(args, "keeps_old_policy", False)  # another average
+        averages = (args.ema_decay is not None) + has_old_policy
+        frozen, encoders = self.frozen_bytes(setting.quantization)
         always, adds = training_parts(frozen, self.num_trained, self.element_size, setting, averages)
-        encoders = sum(weights_bytes(each, False, setting.quantization) for each in self.text_encoders.values())
         vae, stage3 = weights_bytes(self.vae), setting.num_processes if setting.zero_stage == 3 else 1
         always["reference"] = self.reference_bytes // stage3
         judge = None if setting.serves_judge else self.judge
         judged = 0 if judge is None else weights_bytes(judge.network, False, judge.quantization)
-        always["rewards"] = self.reward_bytes + judged
+        rewards = self.reward_bytes + judged
+        always["rewards"] = 0 if setting.offload_rewards else rewards
 
         # A round: float32 latents of each image and step, and embeddings, which images of a prompt share unless batches
-        # cross prompts. With source images, and in DiffusionNFT, the transformer's input is kept as well.
+        # cross prompts. With source images, and in DiffusionNFT and AWM, the transformer's input is kept as well.
         images = layout.micro_batches_per_process * layout.batch_size
         crosses_prompts = layout.num_generations % layout.rollout_batch_size != 0
         prompts = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
         prompt = sum(tensor.numel() for tensor in self.embeddings(is_full).values())
         latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]) * self.channels
-        kept = 2 + (args.loss_type == "grpo_guard") + 2 * bool(self.rows.sources) + 3 * is_nft
+        kept = 2 + (args.loss_type in ("grpo_guard", "flow_dppo")) + 2 * bool(self.rows.sources) + 3 * is_nft
+        kept += has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
         embeddings = _FLOAT32 * prompts * prompt
         always["round"] = _FLOAT32 * kept * images * layout.num_trained_steps * latent
         always["round"] += 0 if setting.offload_embeddings else embeddings
@@ -438,7 +463,6 @@ class ImagePlan:
         def allocated(kind: str, count: int, is_full: bool = is_full, flag: bool = False) -> int:
             return affine(lambda size: self.peak(kind, size, is_full, flag), count)
 
-        # Rewards are computed while the next images are generated
         batch, evaluated = setting.batch_size * layout.num_merged, args.per_device_eval_batch_size
         step, decode = allocated("generation", batch), allocated("decoding", batch, flag=tiled)
         full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
@@ -449,14 +473,19 @@ class ImagePlan:
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation
         gathered = frozen + self.element_size * self.num_trained if is_gathered else 0
         rollout = {**always, "gathered weights": gathered, "VAE": vae}
+        # Rewards are computed while the next images are generated; offloaded ones visit after the last
+        visits, judging = setting.offload_rewards, {"activations of the judge": scored}
+        score = {**always, "rewards": rewards} if visits else {**rollout, "activations": max(step, decode)}
         # Weights come to the device after the prompts are encoded, except those that bitsandbytes quantizes there
         encoding = {"text encoders": encoders, "activations": self.encoding()}
         encoding["frozen weights"] = frozen if setting.quantization == "nf4" else 0
+        encoding["rewards"] = 0 if visits else judged  # CLIP comes with its first image
         host = {
-            "text encoders": sum(map(weights_bytes, self.text_encoders.values())),
+            "text encoders": self.frozen_bytes(None)[1],
             "VAE": vae,
             "average": averages * _FLOAT32 * self.num_trained // stage3 if setting.ema_offload else 0,
             "round": embeddings if setting.offload_embeddings else 0,
+            "rewards": rewards if visits else 0,
         }
         if not getattr(args, "embeddings_dir", None):
             size = sum(tensor.nbytes for tensor in self.embeddings(is_full).values())
@@ -467,16 +496,16 @@ class ImagePlan:
             Phase("encode", encoding, loaded),
             Phase("generate", {**rollout, "activations": step}, host),
             Phase("decode", {**rollout, "activations": decode}, host),
-            Phase("score", {**rollout, "activations": max(step, decode), "activations of the judge": scored}, host),
+            Phase("score", {**score, **judging}, host),
             Phase("train", {**always, **adds, "activations": trained}, host),
-            Phase("evaluate", {**rollout, "activations": full, "activations of the judge": scored}, host),
+            Phase("evaluate", {**rollout, "activations": full, **({} if visits else judging)}, host),
         ]
 
 
 def changes_of(plan: "ImagePlan | JudgePlan", setting: Setting) -> dict[str, dict[str, Any]]:
     """Return the options that take less memory, the cheapest first, with what they change in a setting."""
     is_judge, half = isinstance(plan, JudgePlan), max(setting.batch_size // 2, 1)
-    names = () if is_judge else ("vae_tiling", "ema_offload", "offload_embeddings")
+    names = () if is_judge else ("vae_tiling", "ema_offload", "offload_embeddings", "offload_rewards")
     changes: dict[str, dict[str, Any]] = {f"`--{name} True`": {name: True} for name in names}
     changes["a judge on another GPU (`--judge_url`)"] = {"serves_judge": True}
     sizes = [size for size in (half, 1) if size % getattr(plan.args, "images_per_prefix", 1) == 0]

@@ -14,13 +14,14 @@ from peft import LoraConfig
 from rich.table import Table
 from transformers import CLIPConfig, CLIPModel
 from transformers.utils import cached_file
-from trl import TrlParser
 
 from .. import PaCoGRPOConfig, PaCoRewardConfig
 from ..rollout.loading import read_peft_config
 from ..trainer.judge_model import complete_peft_config
+from . import reward
 from .memory import ImagePlan, JudgePlan, Phase, largest_batch, peak, smallest_change, weights_bytes
 from .options import option
+from .parser import CommandParser
 from .report import FAILED, OK, WARNING, Row
 from .script_arguments import ScriptArguments, get_peft_config
 
@@ -37,7 +38,7 @@ class PlanArguments:
         None,
         "Memory of the card to plan for, such as 24GiB; no weights are loaded. If `None`, that of this machine's.",
     )
-    trainer: str = option("grpo", "Trainer to plan for: `grpo`, `nft`, or `reward` (options of `train_reward.py`).")
+    trainer: str = option("grpo", "Trainer to plan for: `grpo`, `nft`, or `reward` (options of `paco-trl reward`).")
 
     def is_for_another(self) -> bool:
         """Return whether the plan is for another card or trainer than the checks use."""
@@ -52,16 +53,6 @@ class PlanArguments:
         return None
 
 
-@dataclass
-class JudgeArguments:
-    """Those arguments of `train_reward.py` that the memory depends on."""
-
-    model_name_or_path: str = option("Qwen/Qwen2.5-VL-7B-Instruct", "Hub id or directory of the model.")
-    lora_r: int = option(32, "Rank of the adapter.")
-    lora_target_modules: list[str] | None = option(None, "Layers that get an adapter.")
-    load_in_4bit: bool = option(False, "Whether to quantize the frozen model to NF4.")
-
-
 def trainer_of(arguments: list[str]) -> str:
     """Return the trainer that a command line names."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -73,12 +64,11 @@ def trainer_of(arguments: list[str]) -> str:
 
 
 def parse_judge(arguments: list[str]) -> tuple:
-    """Read the arguments of `train_reward.py`."""
-    parser = TrlParser((JudgeArguments, PaCoRewardConfig, PlanArguments))
-    return parser.parse_args_and_config(arguments, return_remaining_strings=True)
+    """Read the arguments of `paco-trl reward`."""
+    return CommandParser((reward.ScriptArguments, PaCoRewardConfig, PlanArguments)).parse_args_and_config(arguments)
 
 
-def judge_plan(script_args: JudgeArguments, args: PaCoRewardConfig) -> JudgePlan:
+def judge_plan(script_args: reward.ScriptArguments, args: PaCoRewardConfig) -> JudgePlan:
     """Plan the memory of the training of a judge."""
     model = script_args.model_name_or_path
     peft_config = LoraConfig(r=script_args.lora_r, target_modules=script_args.lora_target_modules)
@@ -99,7 +89,7 @@ def parse_memory(text: str) -> int:
 
 
 def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Dataset) -> ImagePlan:
-    """Plan the memory of a run of PaCo-GRPO or DiffusionNFT."""
+    """Plan the memory of a run of PaCo-GRPO, DiffusionNFT or AWM."""
     peft_config = get_peft_config(script_args)
     if isinstance(peft_config, str):
         peft_config = read_peft_config(peft_config)

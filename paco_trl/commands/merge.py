@@ -3,7 +3,6 @@
 
 import json
 import os
-import shutil
 import sys
 import time
 import uuid
@@ -23,7 +22,6 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import cached_file
-from trl import TrlParser
 
 from ..cards import ImageModelCard, JudgeCard, LoRA, render_card
 from ..checkpointing.checkpoints import checkpoints_of
@@ -31,9 +29,11 @@ from ..checkpointing.export import save_transformer
 from ..hub.licenses import base_license
 from ..rewards.paco_reward import has_processor, load_judge_adapter, safetensors_of
 from ..rollout.loading import load_transformer_adapter
+from ..utils.files import find_model_file, scratch_folder
 from ..utils.names import check_adapter_base
 from .main import name_first, say
 from .options import option
+from .parser import CommandParser
 from .push import find_saved_model
 
 
@@ -121,7 +121,7 @@ def _find_adapter(name: str) -> str:
         if newest != folder:
             say("merge", f"Merging the newest model of '{name}': '{newest}'.")
             name = str(newest)
-    if cached_file(name, _CONFIG, _raise_exceptions_for_missing_entries=False) is None:
+    if find_model_file(name, _CONFIG) is None:
         raise ValueError(
             f"There is no adapter in '{name}': it has no {_CONFIG}. Pass the Hub id or directory of a LoRA adapter in "
             "PEFT's format, a checkpoint with one, or a run's output directory. A checkpoint with all weights does not "
@@ -165,7 +165,7 @@ def _read_pipeline_class(base: str, revision: str | None) -> str | None:
 
     def find(name: str) -> str | None:
         try:
-            return cached_file(base, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+            return find_model_file(base, name, revision=revision)
         except OSError as error:
             raise OSError(
                 f"The base model '{base}' cannot be found or read: {error}\nIf it is elsewhere on this machine, or has another "
@@ -188,8 +188,8 @@ def _read_pipeline_class(base: str, revision: str | None) -> str | None:
 
 
 def _check_is_unquantized(base: str, revision: str | None, is_judge: bool) -> None:
-    where = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    path = cached_file(base, "config.json", subfolder="" if is_judge else "transformer", **where)
+    folder = "" if is_judge else "transformer"
+    path = find_model_file(base, "config.json", revision=revision, subfolder=folder)
     if path is not None and "quantization_config" in json.loads(Path(path).read_text(encoding="utf-8")):
         raise ValueError(
             f"The weights of the base model '{base}' are stored quantized, and rounding merged weights again would lose "
@@ -202,14 +202,9 @@ def _check_is_unquantized(base: str, revision: str | None, is_judge: bool) -> No
 def _staged(output_dir: Path) -> Iterator[Path]:
     """Provide a directory next to `output_dir`, renamed to it at the end, or deleted."""
     folder = output_dir.absolute()
-    staged = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
-    staged.mkdir(parents=True)
-    try:
+    with scratch_folder(folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")) as staged:
         yield staged
         os.replace(staged, folder)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
 
 
 @contextmanager
@@ -257,17 +252,11 @@ def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str
 
 def _dtype_of_files(base: str, revision: str | None) -> torch.dtype:
     """Return the dtype of a pipeline's transformer in its files; diffusers would load all as float32."""
-
-    def find(name: str) -> str | None:
-        return cached_file(
-            base, name, subfolder="transformer", revision=revision, _raise_exceptions_for_missing_entries=False
-        )
-
-    index = find(f"{_TRANSFORMER_WEIGHTS}.index.json")
-    name = _TRANSFORMER_WEIGHTS
+    where = {"revision": revision, "subfolder": "transformer"}
+    index, name = find_model_file(base, f"{_TRANSFORMER_WEIGHTS}.index.json", **where), _TRANSFORMER_WEIGHTS
     if index is not None:
         name = next(iter(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-    path = find(name)
+    path = find_model_file(base, name, **where)
     if path is None:
         raise ValueError(
             f"The transformer of '{base}' has no {_TRANSFORMER_WEIGHTS}. Other formats are pickles, which can run code; "
@@ -362,7 +351,7 @@ def _describe(merged: Merged, output_dir: str, seconds: float) -> str:
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    parser = TrlParser(
+    parser = CommandParser(
         MergeArguments,
         prog=_PROGRAM,
         usage=f"{_PROGRAM} --adapter_name_or_path ADAPTER --output_dir DIRECTORY [options]",

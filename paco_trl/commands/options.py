@@ -5,8 +5,9 @@ from dataclasses import field
 from typing import Any
 
 
-def option(default: Any, help: str) -> Any:
+def option(default: Any, help: str, *aliases: str) -> Any:
     """Declare a field of a dataclass of arguments, as [`~trl.TrlParser`] reads it."""
+    metadata = {"help": help, "aliases": list(aliases)}
     if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)

@@ -7,7 +7,6 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from trl import TrlParser
 
 from ..cards.rendering import renamed
 from ..checkpointing.checkpoints import RUN_FILE, checkpoints_of, incomplete_files
@@ -16,6 +15,7 @@ from ..hub.files import published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from .main import name_first
 from .options import option
+from .parser import CommandParser
 
 
 @dataclass
@@ -103,7 +103,7 @@ def _base_model(model: Path) -> str | None:
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    parser = TrlParser(PushArguments, prog="paco-trl push")
+    parser = CommandParser(PushArguments, prog="paco-trl push")
     (args,) = parser.parse_args_and_config(name_first(arguments, "--folder"))
     sys.stdout.write(f"{push(args)}\n")
     return 0

@@ -17,6 +17,7 @@ from .. import PaCoGRPOConfig
 from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import FetchedRows, RolloutSampler
+from ..utils.images import to_rgb
 
 
 class Generation(NamedTuple):
@@ -84,7 +85,7 @@ class SampleGenerator:
                     num_inference_steps=self.args.num_inference_steps,
                     generator=[keyed_generator(*key, 0) for key in noise_keys],
                 ).images
-            return generated, []
+            return [to_rgb(image, "A generated image") for image in generated], []
 
         adapter_off = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
         with self._component("scheduler", own), adapter_off:

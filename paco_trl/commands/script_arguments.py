@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that the training examples share with `paco-trl doctor`, and what they load."""
 
+import logging
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 from datasets import Dataset
 from peft import LoraConfig
 
-from .. import rewards
+from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
+from ..rollout.loading import read_peft_config
 from .options import option
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -20,11 +28,17 @@ class ScriptArguments:
 
     model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of the pipeline.")
     dataset_name: str | None = option(
-        None, "Prompts: Hub id, directory or JSON-lines file, also raw T2IS, GEdit-Bench or ShareGPT-4o-Image rows."
+        None,
+        "Prompts: Hub id, directory, or JSON-lines, CSV or text file, also raw T2IS, GEdit-Bench or ShareGPT-4o-Image "
+        "rows.",
     )
-    dataset_split: str = option("train", "Split to train on.")
+    dataset_split: str = option("train", "Split to train on.", "--dataset_train_split")
     eval_dataset_name: str | None = option(None, "Prompts to evaluate on. If `None`, those of `dataset_name`.")
-    eval_split: str | None = option(None, "Split to evaluate on. If `None`, `train` of `eval_dataset_name`, or none.")
+    eval_split: str | None = option(
+        None,
+        "Split to evaluate on. If `None`, `train` of `eval_dataset_name`, or none.",
+        "--dataset_test_split",
+    )
     edits: bool = option(False, "Whether the prompts are instructions with source images, not image-set prompts.")
     image_folder: str | None = option(None, "Directory of source images. If `None`, that of the file naming them.")
     max_source_images: int | None = option(None, "Rows with more source images are left out. If `None`, all are kept.")
@@ -34,7 +48,9 @@ class ScriptArguments:
     rewards: list[str] = option(
         ["consistency", "clip_t"],
         "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `clip_i`, `pick_score`, "
-        "`no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out.",
+        "`no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out. Own ones by import "
+        "path, such as `my_package.my_reward`: a callable is used unchanged, a class is called without arguments.",
+        "--reward_funcs",
     )
     judge_model: str = option(
         "X-GenGroup/PaCo-Reward-7B", "Judge of `consistency` and `edit`: Hub id, directory, or name at `judge_url`."
@@ -81,7 +97,7 @@ def _judge_arguments(script_args: ScriptArguments) -> dict[str, Any]:
 def load_train_prompts(script_args: ScriptArguments) -> Dataset:
     """Load the prompts to train on."""
     if script_args.dataset_name is None:
-        raise ValueError("`--dataset_name` is missing: a Hub id, a directory or a JSON-lines file of prompts.")
+        raise ValueError("`--dataset_name` is missing: a Hub id, a directory or a file of prompts.")
     return _load_prompts(script_args, script_args.dataset_name, script_args.dataset_split)
 
 
@@ -98,6 +114,18 @@ def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
                 "split. Name another file with `--eval_dataset_name`."
             )
     return _load_prompts(script_args, cast(str, name), split or "train", is_training=False)
+
+
+def check_evaluation(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
+    """Refuse prompts to evaluate on that no evaluation would use."""
+    if training_args.eval_strategy != "no" or training_args.eval_on_start:
+        return
+    for name in ("eval_dataset_name", "eval_split"):
+        if (value := getattr(script_args, name)) is not None:
+            raise ValueError(
+                f"`--{name}` is {value!r}, but nothing would be evaluated. Set `--eval_strategy steps` with `--eval_steps`, "
+                f"or `--eval_on_start`, or leave `--{name}` out."
+            )
 
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
@@ -119,9 +147,28 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     """Load a reward by its name on the command line."""
+    if "." in name:
+        return _import_reward(name)
     if name not in _REWARDS:
-        raise ValueError(f"Unknown reward {name!r}: `--rewards` takes {', '.join(_REWARDS)}.")
+        raise ValueError(
+            f"Unknown reward {name!r}: `--rewards` takes {', '.join(_REWARDS)}, or an import path such as "
+            "my_package.my_reward."
+        )
     return _REWARDS[name](script_args)
+
+
+def _import_reward(path: str) -> Callable:
+    module, _, name = path.rpartition(".")
+    if os.getcwd() not in sys.path:  # a script has its own directory there
+        sys.path.insert(0, os.getcwd())
+    try:
+        reward = getattr(import_module(module), name)
+        reward = reward() if isinstance(reward, type) else reward
+    except Exception as error:
+        raise ValueError(f"The reward {path!r} cannot be loaded. {type(error).__name__}: {error}") from error
+    if not callable(reward):
+        raise ValueError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
+    return reward
 
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
@@ -158,6 +205,16 @@ def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
             )
         return None
     if script_args.adapter_name_or_path is not None:
+        existing = read_peft_config(script_args.adapter_name_or_path)
+        for name in ("r", "lora_alpha", "target_modules"):
+            option = f"lora_{name.removeprefix('lora_')}"
+            value, its = getattr(script_args, option), getattr(existing, name)
+            is_set = value != ScriptArguments.__dataclass_fields__[option].default
+            if is_set and (set(value) != its if isinstance(value, list) else value != its):
+                logger.warning(
+                    f"`--{option}` is {value} and has no effect: the adapter '{script_args.adapter_name_or_path}' is "
+                    f"continued with its own, {its}."
+                )
         return script_args.adapter_name_or_path
     return LoraConfig(
         r=script_args.lora_r,

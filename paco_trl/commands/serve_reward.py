@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import psutil  # type: ignore[import-untyped]
 import requests
 from safetensors import SafetensorError, safe_open
-from trl import TrlParser
 
 from ..cards.rendering import LORA_RANKS
 from ..rewards.judge import JudgeUnavailableError
 from ..utils.addresses import is_loopback
+from ..utils.files import find_model_file
 from .main import say
 from .options import option
+from .parser import CommandParser
 
 
 # vLLM reads it too. In the environment and nowhere else: a command line can be read by every user of the machine.
@@ -104,30 +105,13 @@ class Adapter(NamedTuple):
 
 def find_adapter(model: str) -> Adapter | None:
     """Read the LoRA adapter of a Hub id or directory; `None` for a whole model."""
-    # Takes a second to import
-    from transformers.utils import cached_file
-    from transformers.utils.peft_utils import find_adapter_config_file
+    # Takes seconds to import
+    from ..rewards.paco_reward import PROCESSOR_FILES, below_adapter, safetensors_of
 
-    config_file = find_adapter_config_file(model)
-    if config_file is None:
+    base, base_kwargs, is_adapter = below_adapter(model, {})
+    if not is_adapter:
         return None
-    config = json.loads(Path(config_file).read_text(encoding="utf-8"))
-    base = config.get("base_model_name_or_path")
-    if not base:
-        raise ValueError(
-            f"The adapter {model!r} does not name its base model: `base_model_name_or_path` in its "
-            "adapter_config.json is empty. Put the model's Hub id or directory there."
-        )
-
-    names = ("adapter_model.safetensors", "processor_config.json", "preprocessor_config.json")
-    weights, *processor_files = (
-        cached_file(model, name, _raise_exceptions_for_missing_entries=False) for name in names
-    )
-    if weights is None:
-        raise ValueError(
-            f"The adapter {model!r} has no adapter_model.safetensors. Other formats are pickles, which can run code; "
-            "convert it, or ask for a safetensors file."
-        )
+    weights = safetensors_of(model)
     try:
         with safe_open(weights, "pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
@@ -141,12 +125,12 @@ def find_adapter(model: str) -> Adapter | None:
             "Merge it into its model (`paco-trl merge`) and serve that."
         )
     return Adapter(
-        folder=str(Path(config_file).parent.absolute()),
+        folder=str(Path(weights).parent.absolute()),
         base=base,
-        revision=config.get("revision"),
+        revision=base_kwargs.get("revision"),
         rank=rank,
         has_vision_layers=any(_VISION_LAYERS.search(name) for name in shapes),
-        image_size=_image_size(*processor_files),
+        image_size=_image_size(*(find_model_file(model, name) for name in PROCESSOR_FILES)),
     )
 
 
@@ -450,7 +434,7 @@ def _announce(args: ServeArguments, url: str, adapter: Adapter | None) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run the command; return 0 if the server was stopped on request, else 1 or the server's own exit code."""
-    parser = TrlParser(
+    parser = CommandParser(
         ServeArguments,
         prog=_PROGRAM,
         usage=f"{_PROGRAM} [options] [-- options of vllm serve]",

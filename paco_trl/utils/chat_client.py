@@ -13,6 +13,7 @@ import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 # Near the end of a budget a retry is not worthwhile: the last error would be a timeout
 _LAST_WAIT = 1.0
+# An outage is reported this often. Whoever waits for a whole call is told after the first time, then at the interval
+_REPORT_INTERVAL = 60.0
+_FIRST_NOTICE, _NOTICE_INTERVAL = 2.0, 10.0
 # Longest `Retry-After` to respect where there is no budget
 _LONGEST_RETRY_AFTER = 120.0
 # Placeholder for servers that require no key
@@ -81,14 +85,18 @@ class ChatClient:
         )
         # OPENAI_ORG_ID and OPENAI_PROJECT_ID are not for other servers
         self._openai.organization = self._openai.project = None
-        self._is_outage_reported = False
+        self._next_report = -math.inf
 
     # ---- From any thread ----
 
-    def run(self, coroutine: Coroutine) -> Any:
-        """Run a coroutine on the client's event loop and wait for its result."""
+    def run(self, coroutine: Coroutine, notice: str | None = None) -> Any:
+        """Run a coroutine on the client's event loop and wait for its result; log the notice while that takes long."""
         future = self.start(coroutine)
+        patience = _FIRST_NOTICE
         try:
+            while notice is not None and not wait_for([future], patience).done:
+                logger.warning(notice)
+                patience = _NOTICE_INTERVAL
             return future.result()
         except BaseException:  # Ctrl-C
             future.cancel()
@@ -167,7 +175,7 @@ class ChatClient:
                 # openai's own timeout is of silence: a trickling answer would outlast any budget
                 async with asyncio.timeout(None if math.isinf(budget) else limit):
                     answer = await call(timeout=limit)
-                self._is_outage_reported = False
+                self._next_report = -math.inf
                 return answer
             except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
                 raise self.unavailable(
@@ -185,8 +193,8 @@ class ChatClient:
             patience = _LONGEST_RETRY_AFTER if math.isinf(budget) else left
             if not failure.may_pass or tries > max_retries or wait >= patience:
                 raise failure
-            if tries >= 4 and not self._is_outage_reported:  # by one query for all in flight
-                self._is_outage_reported = True
+            if tries >= 4 and clock() >= self._next_report:  # by one query for all in flight
+                self._next_report = clock() + _REPORT_INTERVAL
                 limit = "" if math.isinf(budget) else f" for up to {left:.0f} seconds"
                 logger.warning(f"{self.name} does not answer: {failure}. Trying again{limit}.")
             backoff = min(2 * backoff, _LONGEST_WAIT)

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib.resources import files
@@ -32,6 +33,25 @@ def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) 
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+@contextlib.contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """Make an empty directory, and delete it if what fills it fails or is interrupted."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
+    """Find a file of a model, by Hub id or directory; return its path, or `None` if the model has no such file."""
+    from transformers.utils import cached_file  # takes a second to import
+
+    return cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
 
 
 def read_template(name: str) -> str:

@@ -5,7 +5,9 @@ import inspect
 import io
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +74,39 @@ def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)
     return list(rows)
 
 
+@contextmanager
+def truncations_counted(pipeline: "DiffusionPipeline", counted: str) -> Iterator[Counter[str]]:
+    """Log how many of those `counted` were truncated, in a line for each kind. Every process enters it."""
+    # Prompts of image sets are always longer than CLIP reads, and the pipeline logs each prompt with its full text
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
+    truncations: Counter[str] = Counter()
+
+    def count(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if is_truncated := "was truncated" in message:
+            truncations[message.split(":")[0]] += 1
+        return not is_truncated and "sequence length is longer than" not in message
+
+    # The tokenizer does not know yet that its result will be truncated
+    names = (type(pipeline).__module__, "transformers.tokenization_utils_base")
+    loggers = [logging.getLogger(name) for name in names]
+    for each in loggers:
+        each.addFilter(count)
+    try:
+        yield truncations
+    finally:
+        for each in loggers:
+            each.removeFilter(count)
+    everywhere = gather_object([truncations])
+    if PartialState().is_main_process:
+        for message, number in sum(everywhere, Counter()).items():
+            logger.warning(f"For {number} of {counted}: {message}.")
+
+
 def generate_missing(
+    pipeline: "DiffusionPipeline",
     calls: Sequence[Mapping[Any, Path]],
     read: Callable[[int, Any], "Image | None"],
     generate: Callable[[int], Mapping[Any, "Image"]],
@@ -100,7 +134,11 @@ def generate_missing(
     waiting = [calls[number][place] for number, place in missing]
     total = sum(map(len, calls))
     is_quiet = not state.is_main_process
-    with tqdm(total=total, initial=total - len(waiting), desc=description, unit="image", disable=is_quiet) as bar:
+    counted = f"{len(places_of)} calls of {type(pipeline).__name__}"
+    with (
+        truncations_counted(pipeline, counted),
+        tqdm(total=total, initial=total - len(waiting), desc=description, unit="image", disable=is_quiet) as bar,
+    ):
         for number in list(places_of)[state.process_index :: state.num_processes]:
             images = generate(number)
             for place in places_of[number]:

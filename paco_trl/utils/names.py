@@ -23,6 +23,15 @@ def public_name(name: str) -> str:
     return f"{cached[1]}/{cached[2]}" if cached else re.split(r"[\\/]", name.rstrip("\\/"))[-1]
 
 
+def relative_name(name: str) -> str:
+    """Return a name that works in code on any machine, or here: of what is below the working directory, its path."""
+    public = public_name(name)
+    if "/" in public or not is_local(name):
+        return public
+    path = os.path.relpath(os.path.expanduser(name)).replace(os.sep, "/")
+    return public if path.startswith(".") else path
+
+
 def is_same_model(first: str, second: str) -> bool:
     """Tell whether two names can be those of the same model."""
     # A path, also one of another machine, does not name an owner: then only the last parts are compared

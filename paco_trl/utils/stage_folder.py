@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import write_atomically
+from .files import scratch_folder, write_atomically
 from .journals import Journal
 from .text import shorten
 
@@ -116,14 +116,13 @@ class StageFolder:
 
     def finish(self, dataset: "Dataset | DatasetDict", report: Mapping[str, Any]) -> None:
         """Save the result of the stage, in place of an earlier one, and its report. Images given by path stay paths."""
-        staged = self.path / "dataset.saving"
-        shutil.rmtree(staged, ignore_errors=True)
-        save_with_paths(dataset, staged)
-        self._write(_REPORT, report)
-        if self._dataset.exists():
-            shutil.rmtree(self._replaced, ignore_errors=True)
-            os.replace(self._dataset, self._replaced)
-        os.replace(staged, self._dataset)
+        with scratch_folder(self.path / "dataset.saving") as staged:
+            save_with_paths(dataset, staged)
+            self._write(_REPORT, report)
+            if self._dataset.exists():
+                shutil.rmtree(self._replaced, ignore_errors=True)
+                os.replace(self._dataset, self._replaced)
+            os.replace(staged, self._dataset)
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def clear(self) -> None:

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Build a dataset of consistent and inconsistent pairs of images as PaCo-Dataset was built, in a directory for each stage.
+
+    paco-trl build prompts --dataset_name prompts.jsonl
+    paco-trl build grids --model black-forest-labs/FLUX.1-dev
+    paco-trl build panels
+    paco-trl build rank
+    paco-trl build pairs
+    paco-trl build reasons --base_url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-72B-Instruct
+    paco-trl build publish --repo_id user/my-pairs
+
+Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app, or in another tool such as
+Label Studio, with `export` and `import`. `paco-trl build <stage> --help` lists the options of a stage;
+`--config file.yaml` reads them from a file.
+
+Interrupted stages resume automatically. The pairs train a judge:
+
+    paco-trl reward --dataset_name build/pairs/dataset --dataset_split train --eval_split test \
+        --first_token_weight 1 --output_dir my-judge
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, concatenate_datasets
+from rich.console import Console
+from rich.markup import escape
+
+from ..data import load_image_set_prompts
+from ..dataset_building import (
+    ChatEndpoint,
+    StageFolder,
+    agreement_report,
+    annotation_files,
+    annotator_kinds,
+    build_pairs,
+    cut_panels,
+    digest,
+    diversify_prompts,
+    export_annotations,
+    export_label_studio,
+    export_tasks,
+    generate_grids,
+    import_annotations,
+    judge_annotator_name,
+    load_pipeline,
+    make_instances,
+    publish_dataset,
+    rank_automatically,
+    rank_with_judge,
+    read_annotations,
+    untrusted_annotators,
+    write_prompts,
+    write_reasons,
+)
+from ..dataset_building.sample_sheet import instances_sheet, pairs_sheet
+from .build_arguments import (
+    AnnotateArguments,
+    ExchangeArguments,
+    GridsArguments,
+    PairsArguments,
+    PanelsArguments,
+    PromptsArguments,
+    PublishArguments,
+    RankArguments,
+    ReasonsArguments,
+)
+from .parser import run_stage
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def stage(args, name: str, settings: dict | None = None) -> StageFolder:
+    """Return the directory of a stage."""
+    return StageFolder(Path(args.build_dir) / name, settings)
+
+
+def result(args, name: str) -> Dataset | DatasetDict:
+    """Load the result of an earlier stage."""
+    return stage(args, name).load()
+
+
+def digest_of_prompts(prompts: Dataset) -> str:
+    """Compute a digest of what the grids depend on."""
+    columns = ("id", "prompt", "theme", "rows", "cols", "height", "width")
+    return digest(prompts.select_columns([name for name in columns if name in prompts.column_names])[:])
+
+
+def grid_prompts(args) -> Dataset:
+    """Load the prompts, which must be those that the grids were generated from: all later stages are about them."""
+    prompts, grids = result(args, "prompts"), stage(args, "grids")
+    if not grids.is_done:
+        grids.load()  # says what to do
+    if digest_of_prompts(prompts) != grids.settings["prompts"]:
+        raise ValueError(
+            f"The prompts in {args.build_dir} are not those that the grids were generated from. Rerun the stage "
+            "`prompts` as before, or generate grids of these: delete the later stages, or give another `--build_dir`."
+        )
+    return prompts
+
+
+def _annotations_dir(args) -> Path:
+    return Path(args.build_dir) / "annotations"
+
+
+def finish(args, folder: StageFolder, report: dict, **also: Dataset) -> None:
+    """Print the report, and push the result to the Hub if `--hub_id` is given, with what it is about."""
+    console = Console()
+    console.print(f"[bold]{escape(folder.path.name)}[/] is in {escape(str(folder.path / 'dataset'))}")
+    console.print_json(json.dumps(report, ensure_ascii=False))
+    if args.hub_id is not None:
+        for name, dataset in {folder.path.name: folder.load(), **also}.items():
+            dataset.push_to_hub(args.hub_id, config_name=name, private=True)
+        console.print(f"It is on the Hub as {escape(args.hub_id)}.")
+
+
+def _endpoint_of(args) -> ChatEndpoint:
+    if args.base_url is None or args.model is None:
+        raise ValueError(
+            f"`--base_url` is {args.base_url!r} and `--model` is {args.model!r}. Give both: the address of an "
+            "OpenAI-compatible server, such as vLLM's http://127.0.0.1:8000/v1, and the name of its model."
+        )
+    return ChatEndpoint(args.base_url, args.model, args.api_key_variable, args.max_concurrency)
+
+
+def _layout_of(text: str) -> tuple[int, int]:
+    rows, _, cols = text.partition("x")
+    if not rows.isdecimal() or not cols.isdecimal():
+        raise ValueError(f"`--layouts` has {text!r}, but a layout is rows x columns, such as 2x2.")
+    return int(rows), int(cols)
+
+
+################
+# 1. Prompts
+################
+def make_prompts(args: PromptsArguments) -> None:
+    """Load the prompts, or let a language model write them, and keep the most diverse."""
+    if args.dataset_name is None:
+        endpoint = _endpoint_of(args)
+        settings = {name: getattr(args, name) for name in ("model", "num_written", "categories", "layouts", "seed")}
+        written = stage(args, "written_prompts", settings)
+        if not written.is_done:
+            endpoint.check()
+        layouts = [_layout_of(text) for text in args.layouts]
+        prompts = write_prompts(endpoint, written, args.num_written, args.categories, layouts, args.seed)
+        report: dict[str, Any] = {"model": args.model, **written.report}
+    else:
+        prompts = load_image_set_prompts(args.dataset_name, args.dataset_split)
+        report = {"source": Path(args.dataset_name).name if Path(args.dataset_name).exists() else args.dataset_name}
+    if "id" not in prompts.column_names:
+        prompts = prompts.add_column("id", [f"{row:06}" for row in range(len(prompts))])
+    report["prompts"] = len(prompts)
+    single = next(
+        (row["id"] for row in prompts.select_columns(["id", "rows", "cols"]) if row["rows"] * row["cols"] < 2), None
+    )
+    if single is not None:
+        raise ValueError(
+            f"The prompt {single!r} has one panel, and nothing to compare it with. Leave it out, or write it "
+            "for a layout of at least two panels."
+        )
+
+    if (args.num_selected is None) != (args.embedding_model is None):
+        raise ValueError(
+            f"`--num_selected` is {args.num_selected!r} and `--embedding_model` is {args.embedding_model!r}. Give both, "
+            "to keep the most diverse prompts, or none, to keep all."
+        )
+    if args.num_selected is not None and args.embedding_model is not None:
+        prompts, diversity = diversify_prompts(
+            prompts, args.embedding_model, args.num_selected, args.duplicate_threshold
+        )
+        report["diversification"] = diversity
+    folder = stage(args, "prompts")
+    folder.finish(prompts, report)
+    finish(args, folder, report)
+
+
+################
+# 2. Grids
+################
+def make_grids(args: GridsArguments) -> None:
+    """Generate the grids."""
+    import torch
+    from accelerate import PartialState
+
+    if args.dtype not in DTYPES:
+        raise ValueError(f"`--dtype` is {args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+    prompts = result(args, "prompts")
+    settings = {name: getattr(args, name) for name in ("model", "dtype", "seeds", "batch_size", "height", "width")}
+    call = {
+        name: getattr(args, name)
+        for name in ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
+    }
+    call = {name: value for name, value in call.items() if value is not None}
+    # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})
+
+    pipeline = load_pipeline(args.model, getattr(torch, args.dtype))
+    generate_grids(pipeline, prompts, folder, args.seeds, args.batch_size, args.height, args.width, **call)
+    if state.is_main_process:  # the others are done: an upload may take longer than they would wait
+        finish(args, folder, folder.report)
+
+
+################
+# 3. Panels and ranking instances
+################
+def make_panels(args: PanelsArguments) -> None:
+    """Cut the grids into panels, and make ranking instances of them."""
+    prompts, grids = grid_prompts(args), result(args, "grids")
+    unknown = set(args.exclude_prompts) - set(prompts["id"][:])
+    if unknown:
+        raise ValueError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is the id of no prompt.")
+    kept = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
+    grids = grids.select(kept)
+    generated_with = digest(stage(args, "grids").settings)
+    panels = cut_panels(grids, stage(args, "panels", {"generated_with": generated_with}), args.num_workers)
+    instances = make_instances(panels, args.max_instances_per_prompt, args.seed)
+    folder = stage(args, "instances")
+    report = {
+        "instances": len(instances),
+        "candidates": len(instances[0]["candidates"]),
+        "max_instances_per_prompt": args.max_instances_per_prompt,
+    }
+    folder.finish(instances, report)
+    instances_sheet(instances, panels, prompts, folder.path / "sample.png")
+    finish(args, folder, report, panels=panels)
+
+
+################
+# 4. Ranking: by people in a Gradio app or in another tool, by a judge, by construction
+################
+def annotate(args: AnnotateArguments) -> None:
+    """Serve the app in which people rank."""
+    from ..dataset_building.annotation_app import serve_annotation
+    from ..dataset_building.annotation_work import AnnotationWork
+
+    work = AnnotationWork(
+        result(args, "instances"),
+        result(args, "panels"),
+        grid_prompts(args),
+        _annotations_dir(args),
+        annotations_per_instance=args.annotations_per_instance,
+        gold=args.gold,
+        not_people=[name for name, kind in annotator_kinds(_annotations_dir(args)).items() if kind != "people"],
+    )
+    serve_annotation(work, args.host, args.port)
+
+
+def rank(args: RankArguments) -> None:
+    """Rank by construction or by a judge."""
+    instances, panels = result(args, "instances"), result(args, "panels")
+    if args.judge == "automatic":
+        count = rank_automatically(instances, panels, _annotations_dir(args))
+        Console().print(f"{count} instances are ranked by construction, in {escape(str(_annotations_dir(args)))}.")
+        return
+    annotator = args.annotator or judge_annotator_name(args.judge)
+    if args.base_url is not None:
+        from ..rewards import ServedJudge
+
+        judge = ServedJudge(args.base_url, args.judge)
+        judge.check()
+    else:
+        from .. import PaCoReward
+
+        judge = PaCoReward.from_pretrained(args.judge, dtype=args.dtype)
+    counts = rank_with_judge(instances, panels, grid_prompts(args), judge, annotator, _annotations_dir(args))
+    Console().print_json(json.dumps({"annotator": annotator, **counts}))
+
+
+def _file_of(args: ExchangeArguments) -> Path:
+    if args.file is None:
+        raise ValueError("`--file` is missing: the file to write or to read.")
+    return Path(args.file)
+
+
+def export(args: ExchangeArguments) -> None:
+    """Write instances or rankings for another tool."""
+    file, instances = _file_of(args), result(args, "instances")
+    if args.what == "tasks":
+        export_tasks(instances, result(args, "panels"), grid_prompts(args), file)
+    elif args.what == "annotations":
+        export_annotations(read_annotations(annotation_files(_annotations_dir(args)), instances), file)
+    elif args.what == "label_studio":
+        config = export_label_studio(instances, result(args, "panels"), grid_prompts(args), file, args.build_dir)
+        Console().print(f"The labeling configuration of the project is {escape(str(config))}.")
+    else:
+        raise ValueError(f"`--what` is {args.what!r}, but must be 'tasks', 'label_studio' or 'annotations'.")
+    Console().print(f"Wrote {escape(str(file))}.")
+
+
+def import_(args: ExchangeArguments) -> None:
+    """Read rankings of another tool."""
+    counts = import_annotations(_file_of(args), _annotations_dir(args), result(args, "instances"))
+    Console().print_json(json.dumps({"imported": counts}))
+
+
+################
+# 5. Pairs and held-out rankings
+################
+def counted_annotators(args: PairsArguments) -> list[str]:
+    """Name the annotators that count: those given, or all, without construction if there are people or judges."""
+    kinds = annotator_kinds(_annotations_dir(args), args.annotators)
+    if args.annotators is None and len(set(kinds.values())) > 1:
+        kinds = {name: kind for name, kind in kinds.items() if kind != "automatic"}
+    return list(kinds)
+
+
+def make_pairs(args: PairsArguments) -> None:
+    """Turn the rankings into pairs, and hold some out."""
+    instances, panels, prompts = result(args, "instances"), result(args, "panels"), grid_prompts(args)
+    annotators = counted_annotators(args)
+    annotations = read_annotations(annotation_files(_annotations_dir(args), annotators), instances)
+    gold = [] if args.gold is None else read_annotations([args.gold], instances)
+    excluded = []
+    if args.min_gold_agreement is not None:
+        excluded = untrusted_annotators(agreement_report(annotations, gold), args.min_gold_agreement)
+        annotators = [name for name in annotators if name not in excluded]
+        annotations = [one for one in annotations if one.annotator not in excluded]
+    pairs, rankings, counts = build_pairs(
+        instances, panels, prompts, annotations, args.num_negatives, args.test_size, args.max_rankings, args.seed
+    )
+    kinds = annotator_kinds(_annotations_dir(args), annotators)
+    ranking = agreement_report(annotations, gold) | {
+        "by": sorted(set(kinds.values())),
+        "judges": [name for name, kind in kinds.items() if kind == "judge"],
+        "excluded": excluded,
+    }
+    report = {"ranking": ranking, "pairs": counts}
+    folder, held_out = stage(args, "pairs"), stage(args, "rankings")
+    folder.finish(pairs, report)
+    pairs_sheet(pairs["train"], folder.path / "sample.png")
+    if rankings is None:
+        held_out.clear()
+    else:
+        held_out.finish(rankings, {"rankings": len(rankings)})
+    finish(args, folder, report, **({} if rankings is None else {"rankings": rankings}))
+
+
+################
+# 6. Reasons
+################
+def keys_of_pairs(pairs: Dataset) -> list[str]:
+    """Name what a pair's reasons are about: another label or other images under the same id need other reasons."""
+    columns = ["id", "prompt", "completion", "dimensions", "sha256"]
+    return [f"{row['id']}~{digest(row)[:16]}" for row in pairs.select_columns(columns)]
+
+
+def make_reasons(args: ReasonsArguments) -> None:
+    """Let a model write reasons for the label of each pair."""
+    pairs, endpoint = result(args, "pairs"), _endpoint_of(args)
+    keys = {name: keys_of_pairs(split) for name, split in pairs.items()}
+    folder = stage(
+        args, "reasons", {name: getattr(args, name) for name in ("model", "min_words", "max_words", "seed")}
+    )
+    if folder.is_done and folder.report["keys"] == digest(keys) and folder.report["max_attempts"] >= args.max_attempts:
+        finish(args, folder, folder.report)
+        return
+    endpoint.check()
+    # All splits in one go, by keys: what was written for a pair stays, whatever else has changed since
+    keyed = concatenate_datasets(
+        [split.remove_columns("id").add_column("id", keys[name]) for name, split in pairs.items()]
+    )
+    part = StageFolder(folder.path / "written")
+    part.clear()
+    written = write_reasons(keyed, endpoint, part, args.max_attempts, args.min_words, args.max_words, args.seed)
+    row_of = {key: row for row, key in enumerate(written["id"][:])}
+    splits = {}
+    for name, split in pairs.items():
+        kept = [(row, key) for row, key in enumerate(keys[name]) if key in row_of]
+        if kept:
+            reasoned = written.select([row_of[key] for _, key in kept]).remove_columns("id")
+            ids = split.select([row for row, _ in kept])["id"][:]
+            splits[name] = reasoned.add_column("id", ids).select_columns(split.column_names)
+    report = {"model": args.model, "max_attempts": args.max_attempts, "keys": digest(keys), **part.report}
+    folder.finish(DatasetDict(splits), report)
+    finish(args, folder, report)
+
+
+################
+# 7. The Hub
+################
+def publish(args: PublishArguments) -> None:
+    """Upload the dataset with its card."""
+    if args.repo_id is None:
+        raise ValueError("`--repo_id` is missing: the Hub id of the dataset, for example user/my-pairs.")
+    grid_prompts(args)
+    pairs, reasons, rankings = result(args, "pairs"), stage(args, "reasons"), stage(args, "rankings")
+    grids = stage(args, "grids")
+    report = {
+        "prompts": stage(args, "prompts").report,
+        "grids": {**grids.report, **grids.settings},
+        **stage(args, "pairs").report,
+    }
+    if reasons.is_done:
+        if reasons.report["keys"] != digest({name: keys_of_pairs(split) for name, split in pairs.items()}):
+            raise ValueError(
+                f"The reasons in {reasons.path} were written for other pairs. Run the stage `reasons` "
+                "again, which writes only the new ones, or delete the directory to publish the labels alone."
+            )
+        pairs, report["reasons"] = reasons.load(), reasons.report
+    url = publish_dataset(
+        pairs,
+        rankings.load() if rankings.is_done else None,
+        args.repo_id,
+        report,
+        private=args.private,
+        license=args.license,
+        generator=grids.settings["model"],
+        pretty_name=args.pretty_name,
+    )
+    Console().print(f"The dataset is at {escape(url)}.")
+
+
+STAGES = {
+    "prompts": (PromptsArguments, make_prompts),
+    "grids": (GridsArguments, make_grids),
+    "panels": (PanelsArguments, make_panels),
+    "annotate": (AnnotateArguments, annotate),
+    "rank": (RankArguments, rank),
+    "export": (ExchangeArguments, export),
+    "import": (ExchangeArguments, import_),
+    "pairs": (PairsArguments, make_pairs),
+    "reasons": (ReasonsArguments, make_reasons),
+    "publish": (PublishArguments, publish),
+}
+
+
+def main(words: list[str]) -> int:
+    """Run a stage."""
+    return run_stage(words, STAGES, "paco-trl build", __doc__)

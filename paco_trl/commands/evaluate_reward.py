@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+`paco-trl evaluate reward`: evaluates a judge on human rankings (ConsistencyRank) or on EditReward-Bench.
+
+With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
+figures that are comparable with the paper's. Interrupted runs resume; delete the scores when a judge of the same name has
+new weights. Run several judges into one directory to compare them.
+"""
+
+import dataclasses
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..data import load_consistency_rank
+from ..data.dataset_files import load_split
+from ..evaluation import (
+    ClipIScorer,
+    DreamSimScorer,
+    evaluate_edit_reward,
+    evaluate_rankings,
+    report_tables,
+    save_report,
+)
+from ..evaluation.runs import PROTOCOLS
+from .evaluation_arguments import JudgeArguments, load_judge
+from .options import option
+
+
+BENCHMARKS = ("rankings", "edit_reward")
+# What only a judge in the process has, and what only one on a server has
+IN_PROCESS_ONLY = ("device", "dtype", "trust_remote_code", "clip_model")
+SERVED_ONLY = ("api_key_variable", "max_concurrency")
+
+
+@dataclass
+class RewardArguments(JudgeArguments):
+    """Judge or baseline, benchmark, and the directory of the results."""
+
+    judge: str = option(
+        "X-GenGroup/PaCo-Reward-7B",
+        "Hub id or directory of a judge, its name on the server with `judge_url`, or a baseline: `clip-i` "
+        "or `dreamsim`.",
+    )
+    benchmark: str = option("rankings", "`rankings` or `edit_reward`.")
+    dataset_name: str = option(
+        "X-GenGroup/ConsistencyRank-Bench",
+        "Hub id or directory: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditScore's "
+        "EditReward-Bench.",
+    )
+    dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
+    protocol: str = option(
+        "default", "How it is measured: `default`, or `published` for what the published scripts do."
+    )
+    template: str | None = option(
+        None,
+        "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
+        "published protocol.",
+    )
+    output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
+    skip_broken: bool = option(
+        False,
+        "Whether to leave out broken rows, including those with an unreadable image, instead of stopping. "
+        "They are listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them "
+        "out.",
+    )
+    clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
+
+
+def _check_options(script_args: RewardArguments) -> None:
+    if script_args.benchmark not in BENCHMARKS:
+        raise ValueError(f"`--benchmark` is {script_args.benchmark!r}, but must be one of {', '.join(BENCHMARKS)}.")
+    if script_args.protocol not in PROTOCOLS:
+        raise ValueError(f"`--protocol` is {script_args.protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
+    if script_args.benchmark != "rankings" and script_args.template is not None:
+        raise ValueError(f"`--template` would do nothing with `--benchmark {script_args.benchmark}`. Leave it out.")
+    is_served = script_args.judge_url is not None
+    defaults = {field.name: field.default for field in dataclasses.fields(script_args)}
+    others = IN_PROCESS_ONLY if is_served else SERVED_ONLY
+    given = [f"`--{name}`" for name in others if getattr(script_args, name) != defaults[name]]
+    if given:
+        where = "with" if is_served else "without"
+        raise ValueError(f"{', '.join(given)} would do nothing {where} `--judge_url`. Leave it out.")
+
+
+def load_scorer(script_args: RewardArguments):
+    """Load the judge or the baseline."""
+    if script_args.judge_url is not None:
+        judge: Any = load_judge(script_args, script_args.judge, script_args.judge_url)
+        judge.check()
+        return judge
+    if script_args.judge == "dreamsim":
+        if script_args.dtype != "auto":
+            raise ValueError(f"`--dtype {script_args.dtype}` is not for the judge dreamsim. Leave it out.")
+        return DreamSimScorer(device=script_args.device, trust_remote_code=script_args.trust_remote_code)
+    if script_args.judge == "clip-i":
+        dtype = None if script_args.dtype == "auto" else getattr(torch, script_args.dtype)
+        return ClipIScorer(script_args.clip_model, device=script_args.device, dtype=dtype)
+    return load_judge(script_args, script_args.judge, None)
+
+
+def _load_rankings(name: str, split: str, skip_broken: bool) -> Dataset:
+    # The published benchmark is not in a form that `load_dataset` reads: JSON lines that name files
+    if (Path(name) / "consistency_full_rank.jsonl").is_file() or name == "X-GenGroup/ConsistencyRank-Bench":
+        return load_consistency_rank(name, skip_broken=skip_broken)
+    return load_split(name, split)
+
+
+def evaluate(script_args: RewardArguments) -> None:
+    """Evaluate a judge, and report it next to those of the same directory."""
+    _check_options(script_args)
+
+    ################
+    # Dataset
+    ################
+    if script_args.benchmark == "rankings":
+        dataset = _load_rankings(script_args.dataset_name, script_args.dataset_split, script_args.skip_broken)
+    else:
+        dataset = load_split(script_args.dataset_name, script_args.dataset_split)
+
+    ################
+    # Evaluation
+    ################
+    judge = load_scorer(script_args)
+    parts = (judge.name, script_args.benchmark, script_args.template, script_args.protocol, script_args.dtype)
+    name = re.sub(r"[^\w.]+", "-", "-".join(part for part in parts if part is not None)).strip("-.")
+    scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
+    options: dict[str, Any] = {
+        "output_path": scores_path,
+        "batch_size": script_args.batch_size,
+        "skip_broken": script_args.skip_broken,
+        "protocol": script_args.protocol,
+    }
+    if script_args.benchmark == "rankings":
+        results = evaluate_rankings(judge, dataset, script_args.template, **options)
+    else:
+        results = evaluate_edit_reward(judge, dataset, **options)
+
+    ################
+    # Report
+    ################
+    left_out = f" ({len(results['skipped'])} of {len(dataset)} rows left out)" if results["skipped"] else ""
+    results["settings"] |= {
+        "dataset": script_args.dataset_name + left_out,
+        "device": script_args.device,
+        "dtype": script_args.dtype,
+        "batch_size": script_args.batch_size,
+    }
+    console = Console()
+    for title, columns, rows in report_tables(save_report(results, script_args.output_dir)):
+        # One column per judge: a row of all numbers is wider than a terminal
+        table = Table(title=title, show_header=False)
+        for _ in range(1 + len(rows)):
+            table.add_column(overflow="fold")
+        for cells in zip(columns, *rows, strict=True):
+            table.add_row(*map(escape, cells))
+        console.print(table)
+    sys.stdout.write(f"Scores: {scores_path}\nReport: {script_args.output_dir}/results.md\n")

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+`paco-trl grpo`: trains a LoRA on a text-to-image pipeline with PaCo-GRPO, to generate images that belong together.
+
+Every option of `PaCoGRPOConfig` and of `ScriptArguments` (model, dataset, rewards, adapter) can be given on the command
+line or in a YAML file (`--config file.yaml`); the paper's settings are the defaults. `paco-trl doctor` takes the same
+options and checks them without training.
+"""
+
+from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+from ..trainer.paco_nft_config import NFT_REFUSED_FIELDS
+from ..trainer.refusals import REFUSED_FIELDS
+from .parser import CommandParser
+from .script_arguments import (
+    ScriptArguments,
+    check_evaluation,
+    get_peft_config,
+    load_eval_prompts,
+    load_eval_rewards,
+    load_rewards,
+    load_train_prompts,
+)
+from .training import train_and_save
+
+
+def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
+    """Build the parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
+    is_nft = any(issubclass(each, PaCoNFTConfig) for each in classes)
+    hidden = REFUSED_FIELDS | NFT_REFUSED_FIELDS if is_nft else REFUSED_FIELDS
+    return CommandParser(classes, hidden, prog=prog, **kwargs)
+
+
+def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
+    """Train an image model, and save it."""
+    ################
+    # Dataset
+    ################
+    check_evaluation(script_args, training_args)
+    train_dataset = load_train_prompts(script_args)
+    eval_dataset = load_eval_prompts(script_args)
+
+    ################
+    # Rewards
+    ################
+    reward_funcs = load_rewards(script_args)
+    eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)
+
+    ################
+    # Training
+    ################
+    trainer_class = PaCoNFTTrainer if isinstance(training_args, PaCoNFTConfig) else PaCoGRPOTrainer
+    trainer = trainer_class(
+        model=script_args.model_name_or_path,
+        reward_funcs=reward_funcs,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        eval_reward_funcs=eval_reward_funcs,
+        peft_config=get_peft_config(script_args),
+    )
+    images = f"{training_args.output_dir}/contact_sheets" if training_args.log_completions else None
+    train_and_save(trainer, script_args.dataset_name, images)
+
+
+def main(
+    arguments: list[str],
+    script_class: type[ScriptArguments] = ScriptArguments,
+    config_class: type[PaCoGRPOConfig] = PaCoGRPOConfig,
+    prog: str = "paco-trl grpo",
+) -> int:
+    """Run the command; other classes have other defaults."""
+    train(*parser_of(script_class, config_class, prog=prog, description=__doc__).parse_args_and_config(arguments))
+    return 0

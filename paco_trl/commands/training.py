@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end that all training commands have."""
+
+import sys
+
+from transformers import Trainer
+
+from ..checkpointing.checkpoints import checkpoints_of
+from ..utils.processes import end_training
+
+
+def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | None) -> None:
+    """Train, then save the model, or save and push it; Ctrl-C says how to resume."""
+    args = trainer.args
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    except KeyboardInterrupt:
+        found = checkpoints_of(args.output_dir)
+        how = (
+            f"Rerun with `--resume_from_checkpoint True` to resume from '{found[0]}'."
+            if found
+            else "Nothing is saved."
+        )
+        raise KeyboardInterrupt(f"stopped. {how}") from None
+
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=dataset_name)
+    else:
+        trainer.save_model(args.output_dir)
+    if trainer.accelerator.is_main_process:
+        sys.stdout.write(f"Adapter: {args.output_dir}\n")
+        if images is not None:
+            sys.stdout.write(f"Images: {images}\n")
+    end_training(trainer.accelerator)
